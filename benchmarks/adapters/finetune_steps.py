@@ -17,7 +17,7 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.models.gpt import GPT
 from shardwise.storage.adapters import load_adapter_
 from shardwise.storage.huggingface import load_pretrained
-from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
+from shardwise.storage.huggingface.pretrained import PretrainedFolder
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.gradients import clip_grad_norm_, finalize_gradients_
 

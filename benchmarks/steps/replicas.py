@@ -23,7 +23,7 @@ from shardwise.core.topology import Topology
 from shardwise.models.gpt import GPT
 from shardwise.training.gradients import GradientBuffers
 from shardwise.training.optimizer.gradients import clip_grad_norm_
-from shardwise.training.optimizer.zero import ZeroOptimizer
+from shardwise.training.optimizer.optimizer import ZeroOptimizer
 from steps.problem import MAX_GRAD_NORM, LlamaSizes, Problem, Step
 from steps.runner import SEED
 from steps.shardwise_step import make_model, make_optimizer

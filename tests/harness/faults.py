@@ -109,8 +109,8 @@ FAULTS = (
     ),
     Fault(
         "optimizer state misplaced",
-        "mixed_precision:MasterWeights.state_of",
-        "self._masters.get(param, param)",
+        "optimizer:_OfOtherTensors.state_of",
+        "self._others.get(param, param)",
         "param",
         "tests/training/optimizer/test_master_weights.py::test_copies_are_updated_as_an_fp32_model_would_be",
     ),
@@ -137,7 +137,7 @@ FAULTS = (
     ),
     Fault(
         "masters not rounded on load",
-        "mixed_precision:MasterWeights.set_step_",
+        "optimizer:MasterWeights.set_step_",
         "self.round_()",
         "pass",
         "tests/training/optimizer/test_master_weights.py::test_after_loading_the_model_is_its_copies_rounded",
@@ -281,7 +281,7 @@ FAULTS = (
     ),
     Fault(
         "damaged values loaded",
-        "slices:SafetensorsReader.check_sums",
+        "storage:SafetensorsReader.check_sums",
         "found % MODULUS != chunk.checksum",
         "False",
         "tests/storage/checkpoint/test_errors.py::test_no_flipped_bit_goes_unnoticed",

@@ -18,7 +18,7 @@ from shardwise.run.plan.fit import is_out_of_memory
 from shardwise.run.settings import FinetuneSettings, LoraSettings, TrainingSettings
 from shardwise.storage.adapters import add_lora_, save_adapter
 from shardwise.storage.huggingface import load_pretrained, save_pretrained
-from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
+from shardwise.storage.huggingface.pretrained import PretrainedFolder
 from shardwise.training.trainer import Trainer
 
 SEQUENCE = 8

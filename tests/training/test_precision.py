@@ -21,7 +21,7 @@ from shardwise.core.topology import Topology
 from shardwise.data import Batch
 from shardwise.run.run import train
 from shardwise.storage import checkpoint
-from shardwise.training.optimizer.mixed_precision import MasterWeights
+from shardwise.training.optimizer.optimizer import MasterWeights
 
 
 def trainers(folder, dtypes, **options):

@@ -11,9 +11,8 @@ from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.training.gradients import GradientBuffers, Gradients, GradientTrees
 from shardwise.training.optimizer.gradients import summed_over_other_groups
-from shardwise.training.optimizer.mixed_precision import PRECISIONS, MasterWeights
-from shardwise.training.optimizer.optimizer import ShardedOptimizer
-from shardwise.training.optimizer.zero import LocalShards, ZeroOptimizer
+from shardwise.training.optimizer.mixed_precision import PRECISIONS
+from shardwise.training.optimizer.optimizer import LocalShards, MasterWeights, ShardedOptimizer, ZeroOptimizer
 from shardwise.training.step_settings import StepSettings
 
 

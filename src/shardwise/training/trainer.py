@@ -36,10 +36,9 @@ from shardwise.training.optimizer.gradients import (
     global_grad_norm,
 )
 from shardwise.training.optimizer.mixed_precision import PRECISIONS, DynamicLossScale
-from shardwise.training.optimizer.optimizer import set_learning_rate_
-from shardwise.training.optimizer.zero import ZeroOptimizer
+from shardwise.training.optimizer.optimizer import ZeroOptimizer, set_learning_rate_
 from shardwise.training.pipeline import Pipeline, Schedule, forward_only, make_schedule
-from shardwise.training.pipeline.actions import hidden_shape
+from shardwise.training.pipeline.stage import hidden_shape
 from shardwise.training.step_settings import StepSettings
 
 _BATCHES_PER_STAGE = 8

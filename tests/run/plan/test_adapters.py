@@ -19,7 +19,7 @@ from shardwise.run.plan.parameters import parts_of
 from shardwise.run.plan.plan import make_plan, plan_rank
 from shardwise.run.plan.workload import Adaptation, Mesh
 from shardwise.storage.adapters import add_lora_
-from shardwise.storage.adapters.trained import trained_of
+from shardwise.storage.adapters.model import trained_of
 from shardwise.storage.huggingface import BaseQuantization, load_pretrained, read_config
 
 # Sizes of nobody; of "gpt2" embedding and output layer are one weight, and it has biases.

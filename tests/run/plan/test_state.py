@@ -33,7 +33,7 @@ from shardwise.run.settings import (
 )
 from shardwise.storage.huggingface import build_model, model_config
 from shardwise.training.gradients.fully_sharded import FullyShardedModel
-from shardwise.training.optimizer.zero import LocalShards, ZeroOptimizer
+from shardwise.training.optimizer.optimizer import LocalShards, ZeroOptimizer
 from shardwise.training.trainer import Trainer
 
 # Scalars: norms, losses, signals.

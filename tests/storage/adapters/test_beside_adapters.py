@@ -23,8 +23,7 @@ from shardwise.storage.adapters import (
     unmerge_lora_,
 )
 from shardwise.storage.adapters.adapter_files import _key_of, _key_of_base
-from shardwise.storage.adapters.model import sites_of
-from shardwise.storage.adapters.trained import trained_of
+from shardwise.storage.adapters.model import sites_of, trained_of
 from shardwise.storage.huggingface import load_pretrained, read_config, save_pretrained
 from shardwise.training.optimizer.gradients import finalize_gradients_
 

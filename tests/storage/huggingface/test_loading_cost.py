@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.core.sharding import ParamLayout, ParamShard
 from shardwise.storage.huggingface import build_model, config_from_json, load_pretrained, model_config, save_pretrained
-from shardwise.storage.huggingface.filling import fill_shard_
+from shardwise.storage.huggingface.loading import fill_shard_
 from shardwise.storage.huggingface.mapping import Composition, Piece
-from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
+from shardwise.storage.huggingface.pretrained import PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import TensorFolder
 
 

@@ -19,7 +19,7 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.commands.opened_model import open_model
 from shardwise.run.processes.ranks import Ranks
 from shardwise.storage.checkpoint import latest
-from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder, no_folder
+from shardwise.storage.huggingface.pretrained import PretrainedFolder, no_folder
 
 TEXT = "def eins(zwei):\n    return zwei  # größer 中文\n"
 VOCABULARY = 301

@@ -10,7 +10,7 @@ from shardwise.core.communication.trees import sum_in_parts
 from shardwise.core.sharding import ParamLayout
 from shardwise.core.topology import Topology
 from shardwise.training.gradients import Division
-from shardwise.training.optimizer.exact_norm import exact_norm
+from shardwise.training.optimizer.gradients import exact_norm
 
 LAYOUTS = (
     ParamLayout.split((96, 1000), 0, 1, stride=2),

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.core.sharding import ParamLayout
 from shardwise.training.optimizer.adamw import AdamW
-from shardwise.training.optimizer.mixed_precision import MasterWeights
+from shardwise.training.optimizer.optimizer import MasterWeights
 
 OPTIONS = {"learning_rate": 3e-5, "weight_decay": 0.1, "betas": (0.9, 0.95), "epsilon": 1e-8}
 STEPS = 40

@@ -14,13 +14,11 @@ from shardwise.training.pipeline import (
     Action,
     Kind,
     Schedule,
-    actions,
-    actions as messages_module,
     forward_only,
     make_schedule,
     schedules as schedules_module,
 )
-from shardwise.training.pipeline.actions import DURATIONS, Exchange, made_by, needed_by, programs
+from shardwise.training.pipeline.schedules import DURATIONS, Exchange, made_by, needed_by, programs
 
 
 def all_schedules():
@@ -36,9 +34,8 @@ def all_schedules():
             yield make_schedule("interleaved", p, m, 2, group_size=2 * p)
 
 
-@pytest.mark.parametrize("module", [actions, schedules_module, messages_module])
-def test_examples(module):
-    result = doctest.testmod(module)
+def test_examples():
+    result = doctest.testmod(schedules_module)
     assert result.failed == 0
     assert result.attempted
 

@@ -32,8 +32,7 @@ from shardwise.storage.huggingface import load_pretrained, save_pretrained
 from shardwise.storage.huggingface.architectures.architecture import label_fields, label_names
 from shardwise.storage.huggingface.exporting import check_target
 from shardwise.storage.huggingface.fields import Fields
-from shardwise.storage.huggingface.pretrained import CONFIG_NAME
-from shardwise.storage.huggingface.pretrained_folder import ADAPTER_CONFIG_NAME, PretrainedFolder
+from shardwise.storage.huggingface.pretrained import ADAPTER_CONFIG_NAME, CONFIG_NAME, PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import README_NAME, copy_companion_files
 from shardwise.training.bounds import DEFAULT_FILE_GB, DEFAULT_TIMEOUT, FILE_GB, TIMEOUT, checks_arguments
 

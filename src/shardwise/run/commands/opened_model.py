@@ -25,9 +25,9 @@ from shardwise.storage.checkpoint.checkpoint import check_state_fits
 from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.generation_config import GENERATION_CONFIG_NAME, GenerationDefaults
-from shardwise.storage.huggingface.pretrained import CONFIG_NAME
-from shardwise.storage.huggingface.pretrained_folder import (
+from shardwise.storage.huggingface.pretrained import (
     ADAPTER_CONFIG_NAME,
+    CONFIG_NAME,
     PretrainedFolder,
     holds_adapters_alone,
     no_folder,

@@ -9,7 +9,7 @@ from shardwise.core.sharding import ParamLayout, holders, stage_layers
 from shardwise.models.description import ModelDescription
 from shardwise.models.transformer.heads import split_heads
 from shardwise.run.plan.workload import Mesh, Workload
-from shardwise.training.gradients.bucket import DEFAULT_BUCKET_SIZE, place
+from shardwise.training.gradients.gradients import DEFAULT_BUCKET_SIZE, place
 
 # A number of steps for each parameter, in fp32.
 _STEP_BYTES = 4

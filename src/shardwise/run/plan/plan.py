@@ -23,8 +23,7 @@ from shardwise.run.plan.parameters import (
 from shardwise.run.plan.workload import Mesh, Workload, adaptation_of, mesh_of, planned_model, workload_of
 from shardwise.run.settings import PlanSettings
 from shardwise.training.bounds import RANKS, checks_arguments, from_keywords
-from shardwise.training.pipeline.actions import Kind
-from shardwise.training.pipeline.schedules import make_schedule
+from shardwise.training.pipeline.schedules import Kind, make_schedule
 
 
 @checks_arguments

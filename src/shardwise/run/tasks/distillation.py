@@ -19,7 +19,7 @@ from shardwise.run.tasks.pretrained_model import PretrainedModel, digest_of
 from shardwise.run.tasks.samples import Examples
 from shardwise.run.tasks.task_data import TaskData
 from shardwise.storage.huggingface import load_pretrained
-from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
+from shardwise.storage.huggingface.pretrained import PretrainedFolder
 from shardwise.training.objective import CrossEntropy, Objective
 
 

@@ -32,8 +32,7 @@ from shardwise.run.tasks.task import Method
 from shardwise.run.tasks.task_data import TaskData, divided, sha256_of, share
 from shardwise.storage.huggingface.architectures.architecture import label_names, usual_names
 from shardwise.storage.huggingface.fields import Fields
-from shardwise.storage.huggingface.pretrained import CONFIG_NAME
-from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
+from shardwise.storage.huggingface.pretrained import CONFIG_NAME, PretrainedFolder
 
 _JOINED = (
     "the tokenizer puts no blank between words, and the model reads them joined; with add_prefix_space in its "

@@ -22,8 +22,7 @@ from shardwise.run.tasks.task_data import TaskData
 from shardwise.storage.adapters import add_lora_, load_adapter_, read_adapter_config
 from shardwise.storage.adapters.config_file import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from shardwise.storage.huggingface import BaseQuantization, load_pretrained
-from shardwise.storage.huggingface.pretrained import CONFIG_NAME
-from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
+from shardwise.storage.huggingface.pretrained import CONFIG_NAME, PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import copy_companion_files
 from shardwise.training.bounds import DEFAULT_SEQUENCE
 

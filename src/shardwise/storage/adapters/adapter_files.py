@@ -42,11 +42,12 @@ from shardwise.storage.adapters.model import (
     add_adapters_,
     all_paths,
     all_tensors,
+    base_parameters,
     check_without_adapters,
     outer_paths,
     sites_of,
+    trained_of,
 )
-from shardwise.storage.adapters.trained import base_parameters, trained_of
 from shardwise.storage.huggingface.architectures import Architecture
 from shardwise.storage.huggingface.tensor_folder import weight_dtype
 
@@ -55,7 +56,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _FACTORS = r"(lora_[AB])\.weight|(lora_embedding_[AB]|lora_magnitude_vector)(?:\.weight)?"
 _KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(?:{_FACTORS})")
-# What peft puts between a module's path and the names of its own parameters.
+# A wrapper of peft, between a module's path and the names of its parameters.
 _WRAPPED = re.compile(rf"{re.escape(_PREFIX)}(.+?)(?:\.(base_layer|modules_to_save|original_module))?\.(weight|bias)")
 
 
@@ -100,7 +101,7 @@ def save_adapter(
 ) -> None:
     """Write the adapters of a model for ``peft`` and ``load_adapter_``. Collective over the model's ranks.
 
-    What else is trained (biases, modules that are trained whole) is written with them.
+    Trained biases and modules that are trained whole are written with them.
 
     Args:
         model: a model with adapters.
@@ -135,20 +136,14 @@ def save_adapter(
     # BERT's heads have layers of the same names; then full paths are written.
     exact = isinstance(model, GPT) and named == set(paths)
     config = config_json(lora, transposed, paths, names_will_do=exact, base_model=base_model)
-    config["task_type"] = _task_type(model)
-    agree(lambda: _write(Path(folder), config, tensors) if _writes(model) else None, group=model_groups(model.groups))
-
-
-def _task_type(model: TransformerModel) -> str | None:
-    if model.classification is None:
-        return "CAUSAL_LM" if isinstance(model, GPT) else None
-    return "TOKEN_CLS" if model.classification.is_of_tokens else "SEQ_CLS"
-
-
-def _writes(model: TransformerModel) -> bool:
-    """Whether this rank writes what all ranks of the model, and of its data-parallel copies, write once."""
-    copies = model.groups.dp
-    return all(group.rank() == 0 for group in (*model_groups(model.groups), *([copies] if copies else [])))
+    task_type = "CAUSAL_LM" if isinstance(model, GPT) else None
+    if model.classification is not None:
+        task_type = "TOKEN_CLS" if model.classification.is_of_tokens else "SEQ_CLS"
+    config["task_type"] = task_type
+    ranks, copies = model_groups(model.groups), model.groups.dp
+    # One rank of the model and its data-parallel copies writes.
+    writes = all(group.rank() == 0 for group in (*ranks, *([copies] if copies else [])))
+    agree(lambda: _write(Path(folder), config, tensors) if writes else None, group=ranks)
 
 
 def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -175,27 +170,21 @@ def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) 
 
 @dataclass(frozen=True)
 class _Found:
-    """What is in an adapter's files.
-
-    Attributes:
-        config: what they say about it.
-        paths: of the layers with an adapter, of all stages.
-        trained: the tensors of the base model that are trained, of all stages.
-        replaced: those that are not, but have values: peft writes the weights of embeddings with an adapter too.
-        factors: of this stage, whole, by path and name.
-        tensors: of the base model, likewise, by Hugging Face's names.
-    """
+    """The content of an adapter's files: paths with adapters, factors, and tensors of the base model."""
 
     config: LoraConfig
+    # Of all stages: layers with an adapter, tensors that are trained, and tensors that only have values, since peft
+    # writes the weights of embeddings with an adapter too.
     paths: set[str]
     trained: set[str]
     replaced: set[str]
+    # Of this stage, whole.
     factors: dict[tuple[str, str], Tensor]
     tensors: dict[str, Tensor]
 
 
 def _read(folder: Path, model: TransformerModel, architecture: Architecture, known: set[str]) -> _Found:
-    """What a folder has for a model whose tensors, of all stages, are ``known``; checked."""
+    """Read and check a folder for a model whose tensors, of all stages, are ``known``."""
     config = read_adapter_config(folder)
     path = folder / WEIGHTS_NAME
     if not path.exists():
@@ -265,13 +254,12 @@ def _read(folder: Path, model: TransformerModel, architecture: Architecture, kno
         paths,
         trained,
         tensors - trained,
-        {place: tensor for place, tensor in whole.items() if isinstance(place, tuple)},
-        {place: tensor for place, tensor in whole.items() if isinstance(place, str)},
+        factors={place: tensor for place, tensor in whole.items() if isinstance(place, tuple)},
+        tensors={place: tensor for place, tensor in whole.items() if isinstance(place, str)},
     )
 
 
 def _some(paths: list[str]) -> str:
-    """The first paths, and the number of those left out."""
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 

@@ -1,7 +1,4 @@
-"""``adapter_config.json`` of the ``peft`` library: what it says to us, and what we write.
-
-What targets, patterns and modules_to_save name in a model, and what is wrong with them.
-"""
+"""``adapter_config.json`` of the ``peft`` library, and the layers that its targets and patterns name in a model."""
 
 import dataclasses
 import difflib
@@ -14,7 +11,7 @@ from typing import Any
 from shardwise.core.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.models.adapters.config import ALL_LINEAR, LoraConfig
 from shardwise.storage.huggingface.fields import Fields
-from shardwise.storage.huggingface.pretrained_folder import ADAPTER_CONFIG_NAME, no_folder
+from shardwise.storage.huggingface.pretrained import ADAPTER_CONFIG_NAME, no_folder
 from shardwise.storage.huggingface.tensor_folder import read_json
 
 CONFIG_NAME = ADAPTER_CONFIG_NAME
@@ -41,7 +38,7 @@ _VARIANTS = (
 
 
 def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
-    """What an adapter folder says about its adapters.
+    """The settings of the adapters in a folder.
 
     Raises:
         CheckpointError: there is no such folder or file, or it is damaged.
@@ -131,17 +128,12 @@ def _pattern(fields: Fields, name: str, kind: type[Any]) -> dict[str, Any]:
 def config_json(
     config: LoraConfig, transposed: bool, paths: list[str], *, names_will_do: bool, base_model: str | None
 ) -> dict[str, Any]:
-    """What ``adapter_config.json`` says about a model with adapters at ``paths``."""
+    """The content of ``adapter_config.json`` for a model with adapters at ``paths``."""
     alpha = int(config.lora_alpha) if config.lora_alpha == int(config.lora_alpha) else config.lora_alpha
-    targets: list[str] | str
-    if isinstance(config.target_modules, str):
-        targets = config.target_modules
-    else:
-        targets = sorted(config.target_modules)
-        if ALL_LINEAR in targets:
-            targets = sorted({path.rpartition(".")[2] for path in paths})
-    if not names_will_do:
-        targets = paths
+    targets: Collection[str] = paths
+    if names_will_do:
+        is_all = not isinstance(config.target_modules, str) and ALL_LINEAR in config.target_modules
+        targets = {path.rpartition(".")[2] for path in paths} if is_all else config.target_modules
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": base_model,
@@ -153,49 +145,46 @@ def config_json(
         "use_dora": config.use_dora,
         "rank_pattern": dict(config.rank_pattern),
         "alpha_pattern": dict(config.alpha_pattern),
-        "target_modules": targets,
+        "target_modules": _as_json(targets),
         "bias": config.bias,
         "modules_to_save": list(config.modules_to_save) or None,
         "layers_to_transform": None if config.layers_to_transform is None else list(config.layers_to_transform),
         "layers_pattern": list(config.layers_pattern) or None,
-        "exclude_modules": (
-            config.exclude_modules if isinstance(config.exclude_modules, str) else sorted(config.exclude_modules)
-        )
-        or None,
+        "exclude_modules": _as_json(config.exclude_modules) or None,
         "fan_in_fan_out": transposed,
         "init_lora_weights": True,
     }
 
 
+def _as_json(modules: Collection[str]) -> list[str] | str:
+    return modules if isinstance(modules, str) else sorted(modules)
+
+
 def chosen_paths(config: LoraConfig, in_layers: Iterable[str], outer: Iterable[str]) -> set[str]:
-    """The paths that get an adapter, of those of transformer layers and the outer ones."""
+    """The paths, in transformer layers and outside, that get an adapter."""
     return set(filter(config.chooses, in_layers)) | {path for path in outer if config.chooses(path, in_layers=False)}
 
 
 def trained_tensors(config: LoraConfig, tensors: Iterable[str], chosen: Collection[str]) -> set[str]:
-    """The tensors of the base model that are trained beside adapters at the paths ``chosen``."""
-    trained = set()
-    for tensor in tensors:
-        path, _, leaf = tensor.rpartition(".")
+    """The tensors of the base model that are trained next to adapters at the paths ``chosen``."""
+
+    def is_trained(path: str, leaf: str) -> bool:
         is_bias = leaf == "bias" and (config.bias == "all" or (config.bias == "lora_only" and path in chosen))
-        if is_bias or config.saves(path):
-            trained.add(tensor)
-    return trained
+        return is_bias or config.saves(path)
+
+    return {tensor for tensor in tensors if is_trained(*tensor.rpartition(".")[::2])}
 
 
 def check_targets(
     in_layers: Collection[str], outer: Collection[str], tensors: Iterable[str], config: LoraConfig
 ) -> None:
-    """Check what the targets, patterns and ``modules_to_save`` name.
+    """Raise ConfigError, with the nearest names, for a target, pattern or ``modules_to_save`` that names nothing.
 
     Args:
         in_layers: the paths of linear layers of transformer layers, of all stages.
-        outer: those of the embedding and the output layer, where these can have adapters.
+        outer: the paths of embedding and output layer, if they can have adapters.
         tensors: the names of all weights and biases.
-        config: whose targets they are.
-
-    Raises:
-        ConfigError: one that names nothing, or what cannot have an adapter; with the nearest names.
+        config: has the targets.
     """
     modules = _adapted_modules(tensors)
     paths = sorted({*in_layers, *outer})
@@ -249,7 +238,7 @@ def check_targets(
 
 
 def _adapted_modules(tensors: Iterable[str]) -> list[str]:
-    """The paths of all modules that have parameters, and of those that these are in; the innermost first."""
+    """The paths of all modules with parameters, then of the modules that contain these."""
     paths = {tensor.rpartition(".")[0] for tensor in tensors}
     within = {path[: dot.start()] for path in paths for dot in re.finditer(r"\.", path)}
     return [*sorted(paths), *sorted(within - paths)]

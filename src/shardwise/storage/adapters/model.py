@@ -1,9 +1,9 @@
-"""Adapters on a whole model, by the names that Hugging Face gives its layers."""
+"""Adapters on a whole model, by the names that Hugging Face gives its layers, and base parameters trained with them."""
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Set
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,19 +11,21 @@ from torch import Tensor, nn
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import draw_seed, part_seeded
+from shardwise.core.sharding import ParamLayout
+from shardwise.core.sharding.balanced import first_row, is_sharded, local_rows
 from shardwise.core.topology import gather_from_stages, model_groups
 from shardwise.models.adapters.adapter import Adapter
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_embedding import LoraEmbedding
-from shardwise.models.adapters.lora_layers import LoraLayer, LoraLinear
+from shardwise.models.adapters.lora_layers import LoraColumn, LoraLayer, LoraLinear
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer.heads import Heads
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import ColumnLinear, RowLinear, VocabEmbedding
+from shardwise.nn.quantization import QuantizedTensor
 from shardwise.storage.adapters.config_file import check_targets, chosen_paths, trained_tensors
-from shardwise.storage.adapters.trained import base_parameters, check_trainable, originals, train_, trained_of
 from shardwise.storage.huggingface.architectures import Architecture
-from shardwise.storage.huggingface.mapping import compose
+from shardwise.storage.huggingface.mapping import Composition, compose
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Site:
         layer: the layer of ours that holds it.
         section: for each of its output rows the row of ``layer``'s output; None if they are the same.
         transposed: Hugging Face stores the weight as ``[in, out]``.
-        in_layers: it is of a transformer layer; else the embedding or the output layer.
+        in_layers: it is in a transformer layer; else it is the embedding or the output layer.
     """
 
     path: str
@@ -46,12 +48,12 @@ class Site:
 
     @property
     def name(self) -> str:
-        """The last part of the path, by which ``layer`` knows its adapter."""
+        """The last part of the path, the adapter's name in ``layer``."""
         return self.path.rpartition(".")[2]
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter that is there."""
+        """The site's adapter, or None."""
         if not isinstance(self.layer, LoraLayer) or self.name not in self.layer.lora:
             return None
         adapter = self.layer.lora[self.name]
@@ -60,13 +62,9 @@ class Site:
 
 
 def sites_of(model: TransformerModel, architecture: Architecture) -> list[Site]:
-    """Every layer that can have an adapter, of this pipeline stage, in order.
+    """Every layer of this pipeline stage that can have an adapter, in order.
 
     These are the linear layers of transformer layers and, of a GPT, the embedding and the output layer.
-
-    Args:
-        model: any GPT or BERT.
-        architecture: the architecture whose names its layers have.
 
     Raises:
         ConfigError: the architecture has no such layers.
@@ -87,7 +85,7 @@ def all_paths(model: TransformerModel, architecture: Architecture) -> set[str]:
 
 
 def outer_paths(model: TransformerModel, architecture: Architecture) -> dict[str, tuple[str, str]]:
-    """The paths of embedding and output layer of all stages: for each its name in our model, and what it is."""
+    """The paths of embedding and output layer of all stages: for each its name in our model, and its name in prose."""
     if not isinstance(model, GPT):
         return {}
     parts = {"embedding.word_embeddings": "the embedding"}
@@ -102,15 +100,11 @@ def outer_paths(model: TransformerModel, architecture: Architecture) -> dict[str
 
 
 def all_tensors(model: TransformerModel, architecture: Architecture) -> set[str]:
-    """Hugging Face's names of all weights and biases, of all stages; those that are tied have a name each.
+    """Hugging Face's names of all weights and biases, tied ones too, of a model without adapters.
 
-    Collective over the stages. The model has no adapters.
+    Collective over the stages.
     """
-    own: set[str] = set()
-    for key, shard in model.sharded_state_dict().items():
-        own |= compose(
-            architecture.table_of(model.classification), key, shard.layout.global_shape, Heads(*model.config.heads)
-        ).stored_shapes.keys()
+    own = {name for base in base_parameters(model, architecture) for name in base.composition.stored_shapes}
     own |= {f"{path}.weight" for path in outer_paths(model, architecture)}
     return {name for names in gather_from_stages(own, "the names of tensors", model.groups) for name in names}
 
@@ -118,7 +112,7 @@ def all_tensors(model: TransformerModel, architecture: Architecture) -> set[str]
 def _sites_of_layer(
     model: TransformerModel, layer: nn.Module, number: int, architecture: Architecture
 ) -> Iterator[Site]:
-    """The sites of a layer, as those of the layer of that number, from 0."""
+    """The sites of a layer, named as in the layer of that number, from 0."""
     heads = Heads(*model.config.heads)
     for name, linear in layer.named_modules():
         if not isinstance(linear, ColumnLinear | RowLinear):
@@ -177,11 +171,7 @@ def add_adapters_(
     chosen: Collection[str],
     trained: Set[str],
 ) -> None:
-    """``add_lora_`` at the paths ``chosen``, with the tensors ``trained`` of the base model; both are of all stages.
-
-    Raises:
-        ConfigError: the model has adapters already, or a tensor cannot be trained by itself.
-    """
+    """``add_lora_`` at the paths ``chosen``, with the tensors ``trained`` of the base model; both are of all stages."""
     check_without_adapters(model)
     agree(
         lambda: check_trainable(base_parameters(model, architecture), trained, chosen), group=model_groups(model.groups)
@@ -197,31 +187,21 @@ def add_adapters_(
     model.requires_grad_(False)
     seed = draw_seed()
     for sites in together.values():
-        with part_seeded(seed, sites[0].path):
-            _add(sites, config)
-    _number(model)
-    train_(model, parameters, trained)
-
-
-def _number(model: TransformerModel) -> None:
-    """Tell every layer with adapters its place in the model, so that stages draw the same random numbers."""
-    parts: list[Any] = list(model.block.layers)
-    for part in parts:
-        for layer in lora_layers(part):
-            layer.layer_number = part.layer_number
+        first = sites[0]
+        with part_seeded(seed, first.path):
+            if isinstance(first.layer, VocabEmbedding):
+                LoraEmbedding.add(first.layer, config.at(first.path), first.name)
+            else:
+                sections = {site.name: site.section for site in sites}
+                LoraLinear.add(first.layer, config, sections, {site.name: site.path for site in sites})
+    # Layers with adapters get their places in the model, so that stages draw the same random numbers.
+    parts: list[tuple[Any, int]] = [(part, part.layer_number) for part in cast(Iterable[Any], model.block.layers)]
     if model.post_process and model.classification is None:
-        for layer in lora_layers(model.output_layer):
-            layer.layer_number = model.config.num_layers + 1
-
-
-def _add(sites: list[Site], config: LoraConfig) -> None:
-    """Give one layer its adapters."""
-    layer = sites[0].layer
-    if isinstance(layer, VocabEmbedding):
-        LoraEmbedding.add(layer, config.at(sites[0].path), sites[0].name)
-        return
-    sections, paths = {site.name: site.section for site in sites}, {site.name: site.path for site in sites}
-    LoraLinear.add(layer, config, sections, paths)
+        parts.append((model.output_layer, model.config.num_layers + 1))
+    for part, number in parts:
+        for layer in lora_layers(part):
+            layer.layer_number = number
+    train_(model, parameters, trained)
 
 
 def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
@@ -230,10 +210,7 @@ def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
 
 
 def merge_lora_(model: nn.Module) -> None:
-    """Add every adapter's product to its weight, in place, so that the model costs what it did without them.
-
-    What else was trained is the model's own then too.
-    """
+    """Add every adapter's product to its weight, in place, and keep what else was trained."""
     for layer in lora_layers(model):
         layer.merge_()
     trained_of(model).merged = True
@@ -247,9 +224,9 @@ def unmerge_lora_(model: nn.Module) -> None:
 
 
 def remove_lora_(model: nn.Module) -> None:
-    """Take all adapters away, in place; what is merged stays in the weights, and what is frozen stays frozen.
+    """Remove all adapters, in place; what is merged stays in the weights, and what is frozen stays frozen.
 
-    What else was trained goes back to what it was, unless it is merged.
+    Other trained parameters get back their original values, unless they are merged.
     """
     for layer in list(lora_layers(model)):
         layer.remove()
@@ -263,10 +240,7 @@ def remove_lora_(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def lora_disabled(model: nn.Module) -> Iterator[None]:
-    """Within, adapters that are not merged take no part: the model computes what it did without them.
-
-    What else is trained has the values that it had, too.
-    """
+    """Inside it adapters that are not merged take no part, and other trained parameters have their original values."""
     before = [(layer, layer.lora_enabled) for layer in lora_layers(model)]
     for layer, _ in before:
         layer.lora_enabled = False
@@ -276,3 +250,153 @@ def lora_disabled(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, enabled in before:
             layer.lora_enabled = enabled
+
+
+@dataclass(frozen=True)
+class BaseParameter:
+    """A parameter of the base model.
+
+    Attributes:
+        owner, name: the module that has it, and its name there.
+        layout: where each rank's part lies.
+        composition: the tensors of Hugging Face's that it is made of.
+    """
+
+    owner: nn.Module
+    name: str
+    layout: ParamLayout
+    composition: Composition
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter of today: sharding a model replaces its parameters."""
+        return self.owner.get_parameter(self.name)
+
+    @torch.no_grad()
+    def fill_(self, tensors: Mapping[str, Tensor], rank: int) -> None:
+        """Write whole tensors of Hugging Face, all or some of the parameter's, into this rank's part."""
+        values, given = torch.zeros(self.layout.global_shape), torch.zeros(self.layout.global_shape, dtype=torch.bool)
+        values = values.to(next(iter(tensors.values())).dtype)
+        for start, piece in zip(self.composition.starts, self.composition.pieces, strict=True):
+            if piece.tensor in tensors:
+                stored = tensors[piece.tensor].t() if self.composition.turns else tensors[piece.tensor]
+                values[start : start + piece.rows] = stored[piece.start : piece.start + piece.rows]
+                given[start : start + piece.rows] = True
+        param = self.param
+        given, values = (self.layout.take(each, rank).to(param.device) for each in (given, values))
+        param.copy_(torch.where(given, values.to(param.dtype), param))
+
+
+@dataclass(frozen=True)
+class TrainedParameter:
+    """A base parameter with tensors that are trained.
+
+    Attributes:
+        base: the parameter.
+        tensors: the tensors in it that are trained.
+        original: values of this rank's part before training.
+    """
+
+    base: BaseParameter
+    tensors: tuple[str, ...]
+    original: Tensor
+
+    @torch.no_grad()
+    def exchange(self, values: Tensor | None = None) -> Tensor:
+        """Write values (None: the original ones) into this rank's part; returns the values before."""
+        param: Tensor = self.base.param
+        values = self.original if values is None else values
+        if is_sharded(param):
+            param = local_rows(self.base.param)
+            if values.size(0) != param.size(0):
+                values = values.narrow(0, first_row(self.base.param), param.size(0))
+        before = param.detach().clone()
+        param.copy_(values)
+        return before
+
+
+@dataclass
+class Trained:
+    """The base parameters that are trained.
+
+    Attributes:
+        parameters: of this stage.
+        merged: their values belong to the model, and are not taken out.
+    """
+
+    parameters: list[TrainedParameter] = field(default_factory=list)
+    merged: bool = False
+
+
+def trained_of(model: nn.Module) -> Trained:
+    """The base parameters of a model that are trained next to its adapters."""
+    found: Trained | None = getattr(model, "lora_trained", None)
+    return found or Trained()
+
+
+def base_parameters(model: TransformerModel, architecture: Architecture) -> list[BaseParameter]:
+    """The parameters of this stage of a model without adapters."""
+    owners = {
+        id(param): (module, name)
+        for module in model.modules()
+        for name, param in module.named_parameters(recurse=False)
+    }
+    heads, table = Heads(*model.config.heads), architecture.table_of(model.classification)
+    return [
+        BaseParameter(*owners[id(shard.data)], shard.layout, compose(table, key, shard.layout.global_shape, heads))
+        for key, shard in model.sharded_state_dict().items()
+        if id(shard.data) in owners
+    ]
+
+
+def check_trainable(parameters: list[BaseParameter], tensors: Set[str], modules: Collection[str]) -> None:
+    """Raise ConfigError for a weight that would be trained in part; biases of adapted layers (``modules``) may."""
+    for base in parameters:
+        within = list(base.composition.stored_shapes)
+        if isinstance(base.param, QuantizedTensor) and not tensors.isdisjoint(within):
+            raise ConfigError(
+                f"{within[0]} is in {base.param.kind}, which cannot be trained; leave it out, or load the model "
+                "with it as it is"
+            )
+        others = [name for name in within if name not in tensors]
+        if not others or len(others) == len(within):
+            continue
+        if base.name == "bias" and any(name.rpartition(".")[0] in modules for name in within):
+            continue
+        one = next(name for name in within if name in tensors)
+        raise ConfigError(
+            f"modules_to_save names {one.rpartition('.')[0]}, which is one parameter with "
+            f"{', '.join(name.rpartition('.')[0] for name in others)} here; name these too"
+        )
+
+
+def train_(model: TransformerModel, parameters: list[BaseParameter], tensors: Collection[str]) -> None:
+    """Let ``tensors`` be trained, in place; adapters have been added before."""
+    trained = Trained()
+    for base in parameters:
+        chosen = tuple(name for name in base.composition.stored_shapes if name in tensors)
+        if not chosen:
+            continue
+        base.param.requires_grad_(True)
+        trained.parameters.append(TrainedParameter(base, chosen, base.param.detach().clone()))
+        if len(chosen) < len(base.composition.stored_shapes):
+            assert isinstance(base.owner, LoraColumn)
+            rows = torch.zeros(base.layout.global_shape, dtype=torch.bool)
+            for start, piece in zip(base.composition.starts, base.composition.pieces, strict=True):
+                rows[start : start + piece.rows] = piece.tensor in chosen
+            rank = base.owner.group.rank()
+            base.owner.lora_bias_rows = base.layout.take(rows, rank).to(base.param.device)
+    plain: Any = model
+    plain.lora_trained = trained
+
+
+@contextlib.contextmanager
+def originals(model: nn.Module) -> Iterator[None]:
+    """Inside it base parameters that are trained, and not merged, have their original values."""
+    trained = trained_of(model)
+    taken = [] if trained.merged else [(each, each.exchange()) for each in trained.parameters]
+    try:
+        yield
+    finally:
+        for each, values in taken:
+            each.exchange(values)

@@ -1,7 +1,7 @@
-"""Load a sharded state into any layout, and look at what was saved.
+"""Loading of a sharded state into any layout, and checks of a saved one.
 
-Bytes go through torch.distributed.checkpoint, which plans who reads what; this module adds that contents are checked,
-and that every rank hears of an error alike (``checkpoint_errors``).
+torch.distributed.checkpoint plans who reads what and moves the bytes; this module adds checks of the contents, and
+errors that are the same on every rank (``checkpoint_errors``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,12 +20,11 @@ from shardwise.core.errors import CheckpointError, ShardwiseError
 from shardwise.core.sharding import ParamLayout, ParamShard, TensorPieces
 from shardwise.core.tensor_files import some_tensors
 from shardwise.storage.checkpoint.manifest import Manifest
-from shardwise.storage.checkpoint.slices import SafetensorsReader
-from shardwise.storage.checkpoint.storage import tensors_of
+from shardwise.storage.checkpoint.storage import SafetensorsReader, tensors_of
 
 
 def describe(error: BaseException) -> str:
-    """``error`` as one line; the type is named unless the message stands for itself."""
+    """``error`` as one line, with its type unless the message says enough."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ShardwiseError | OSError) else f"{type(error).__name__}: {text}"
 
@@ -34,8 +33,8 @@ def describe(error: BaseException) -> str:
 def checkpoint_errors() -> Iterator[None]:
     """Turn an error into a CheckpointError.
 
-    torch.distributed.checkpoint's carries those of all ranks, and every rank has heard of it alike: the lowest rank's
-    is taken. What is no ``Exception`` (KeyboardInterrupt) is not the checkpoint's failure, and stays.
+    An error of torch.distributed.checkpoint carries those of all ranks, the same on every rank: the lowest rank's is
+    taken. An error that is no ``Exception`` (KeyboardInterrupt) stays.
     """
     try:
         yield
@@ -52,7 +51,7 @@ def checkpoint_errors() -> Iterator[None]:
 
 
 Description = tuple[torch.dtype, tuple[int, ...], ParamLayout]
-"""What is the same of a tensor on every rank: dtype, global shape (leading axes included), and layout."""
+"""Facts of a tensor that are the same on every rank: dtype, global shape (leading axes included), and layout."""
 
 
 def load(
@@ -63,19 +62,19 @@ def load(
     allow_extra: bool = False,
     convert: bool = False,
 ) -> dict[str, Any]:
-    """Fill the tensors of ``state`` in place from the checkpoint at ``path``, whatever layout it was saved from.
+    """Fill the tensors of ``state`` in place from the checkpoint at ``path``, saved from any layout.
 
-    Collective over ``group``. Each rank reads only its own slices; that there is a checkpoint, of this model and with
-    files of the right sizes, is known before any tensor is written. The contents are compared with what was saved while
-    they are read: after an error about them, the tensors of ``state`` hold what was found.
+    Collective over ``group``. Each rank reads only its own slices. The model and the sizes of files are checked before
+    any tensor is written; the contents are compared with what was saved while they are read, so that after an error
+    about them the tensors of ``state`` hold what was found.
 
     Args:
         path: a checkpoint's folder, such as ``latest`` gives.
         state: this rank's part of each tensor; its entries' ``data`` are written. An entry that allows it is loaded
             from a tensor of another size too (see ``ParamShard``).
         group: all ranks that load; they share ``path``.
-        allow_extra: leave out tensors of the checkpoint that no rank's ``state`` has (the optimizer's, to generate).
-        convert: round numbers to the dtype that they have here, where they were saved in another floating-point one.
+        allow_extra: leave out tensors of the checkpoint that no rank's ``state`` has, such as the optimizer's.
+        convert: round numbers to the floating-point dtype of ``state`` where they were saved in another one.
 
     Returns:
         The ``meta`` that was saved.
@@ -150,7 +149,7 @@ def verify(path: Path) -> None:
 
 
 def describe_state(state: Mapping[str, ParamShard]) -> dict[str, Description]:
-    """What this rank's entries are about, by key; CheckpointError if two of them differ."""
+    """The descriptions of this rank's entries, by key; CheckpointError if two entries of one key differ."""
     return merge_descriptions(
         (f"entry {name!r}", {shard.key: (shard.data.dtype, shard.global_shape, shard.layout)})
         for name, shard in state.items()
@@ -158,7 +157,7 @@ def describe_state(state: Mapping[str, ParamShard]) -> dict[str, Description]:
 
 
 def merge_descriptions(parts: Iterable[tuple[str, dict[str, Description]]]) -> dict[str, Description]:
-    """What all the named parts together hold, by key; CheckpointError if two of them differ about a tensor."""
+    """The descriptions of all named parts, by key; CheckpointError if two parts differ about a tensor."""
     merged: dict[str, Description] = {}
     first: dict[str, str] = {}
     for who, part in parts:
@@ -173,10 +172,7 @@ def merge_descriptions(parts: Iterable[tuple[str, dict[str, Description]]]) -> d
 
 
 def check_state_fits(path: Path, manifest: Manifest, state: Mapping[str, ParamShard], *, convert: bool = False) -> None:
-    """Raise CheckpointError unless the checkpoint has every tensor of ``state``, of a shape and dtype that fit.
-
-    With ``convert`` any floating-point dtype fits any other.
-    """
+    """Raise CheckpointError unless the checkpoint has every tensor of ``state``, with a shape and dtype that fit."""
     for shard in state.values():
         saved = manifest.tensors.get(shard.key)
         if saved is None:

@@ -1,4 +1,4 @@
-"""Where two checkpoints differ: tensor by tensor, whatever the layouts that they were saved at."""
+"""Differences between two checkpoints, tensor by tensor, at any layouts."""
 
 import itertools
 import math
@@ -11,24 +11,24 @@ from torch import Tensor
 
 from shardwise.core.tensor_files import StoredTensor, read_header
 from shardwise.storage.checkpoint.manifest import Manifest
-from shardwise.storage.checkpoint.slices import read_slice
+from shardwise.storage.checkpoint.storage import read_slice
 
-# What is compared at a time: at most 8 MiB of each tensor.
+# At most 8 MiB of each tensor are compared at a time.
 _MOST_ELEMENTS = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How a tensor of two checkpoints differs.
+    """The difference between a tensor of two checkpoints.
 
     Attributes:
         name: of the tensor.
-        facts: in which dtype and shape, or presence, they differ; None if values do.
+        facts: the difference in dtype, shape or presence; None if values differ.
         num_different: elements whose bits differ.
         num_elements: of the tensor.
-        first: index of the first of them.
-        values: of the first of them, in both.
+        first: index of the first element that differs.
+        values: of that element, in both checkpoints.
         distance: norm of the difference over the norm of the first checkpoint's; NaN where either has NaN.
     """
 
@@ -42,14 +42,11 @@ class TensorDifference:
 
 
 class StoredCheckpoint:
-    """A checkpoint whose global tensors are read in boxes, whatever the ranks' parts that they were saved in.
-
-    Args:
-        folder: of the checkpoint.
+    """A checkpoint whose global tensors are read in boxes, independent of the layout that it was saved at.
 
     Attributes:
-        folder: likewise.
-        manifest: what it holds.
+        folder: of the checkpoint.
+        manifest: its content.
 
     Raises:
         CheckpointError: there is none, or its manifest is damaged.
@@ -61,15 +58,10 @@ class StoredCheckpoint:
         self._headers: dict[str, dict[str, StoredTensor]] = {}
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of a tensor, on the CPU.
-
-        Args:
-            name: of the tensor.
-            offsets: first index of the box, in each dimension.
-            sizes: number of indices, in each dimension.
+        """A box of a tensor, on the CPU, by first index and number of indices in each dimension.
 
         Raises:
-            CheckpointError: a file of it is damaged.
+            CheckpointError: a file is damaged.
         """
         record = self.manifest.tensors[name]
         result = torch.empty(tuple(sizes), dtype=record.dtype)
@@ -93,14 +85,10 @@ class StoredCheckpoint:
 
 
 def tensor_differences(one: StoredCheckpoint, other: StoredCheckpoint) -> Iterator[TensorDifference]:
-    """The tensors that differ in bits, those of the optimizer last; some MiB of each are in memory at a time.
-
-    Args:
-        one: a checkpoint.
-        other: another.
+    """The tensors that differ in bits, the optimizer's last; some MiB of each are in memory at a time.
 
     Raises:
-        CheckpointError: one of them is damaged.
+        CheckpointError: a checkpoint is damaged.
     """
     names = dict.fromkeys([*one.manifest.tensors, *other.manifest.tensors])
     for name in sorted(names, key=lambda name: name.startswith("optimizer.")):
@@ -115,7 +103,6 @@ def tensor_differences(one: StoredCheckpoint, other: StoredCheckpoint) -> Iterat
 
 
 def _compared(name: str, one: StoredCheckpoint, other: StoredCheckpoint) -> TensorDifference | None:
-    """How the values of a tensor of one dtype and shape differ; None if their bits are the same."""
     record = one.manifest.tensors[name]
     count, values = 0, (0.0, 0.0)
     first: tuple[int, ...] = ()
@@ -143,7 +130,7 @@ def _compared(name: str, one: StoredCheckpoint, other: StoredCheckpoint) -> Tens
 
 
 def _boxes(shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the boxes in which a tensor is compared: contiguous, one behind the other."""
+    """Offsets and sizes of contiguous boxes, one behind the other, that fill a tensor."""
     behind = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if not shape:
         yield (), ()
@@ -157,5 +144,4 @@ def _boxes(shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, .
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Each element's bits, as an integer."""
     return tensor.view(_INTEGERS[tensor.element_size()])

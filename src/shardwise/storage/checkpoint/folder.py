@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: complete or absent, at whatever moment the program is killed.
+"""The folder of a run's checkpoints: each is complete or absent, whenever the program is killed.
 
 ::
 
@@ -27,12 +27,12 @@ _PARTIAL = re.compile(r"\.step-\d{8,}\.[0-9a-f]+\.partial")
 
 
 def step_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is published."""
+    """The published folder of a step's checkpoint."""
     return root / f"step-{step:08d}"
 
 
 def fsync(path: Path) -> None:
-    """Have the file or the folder's entries at ``path`` reach the disk itself."""
+    """Write the file, or the folder's entries, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -45,10 +45,10 @@ def fsync(path: Path) -> None:
 
 
 def prepare(root: Path, step: int) -> Path:
-    """A new, hidden, empty folder to write the checkpoint of ``step`` into; what killed saves left is cleared.
+    """A new, hidden, empty folder for the checkpoint of ``step``; what killed saves left is removed.
 
     Raises:
-        CheckpointError: the step's published name is taken by a file.
+        CheckpointError: a file has the step's published name.
         OSError: the folder cannot be made.
     """
     root.mkdir(parents=True, exist_ok=True)
@@ -62,13 +62,7 @@ def prepare(root: Path, step: int) -> Path:
 
 
 def clear_unfinished(root: Path) -> None:
-    """Remove what killed saves left in ``root``, and give a checkpoint that was about to be replaced its name back.
-
-    Nobody may be saving there.
-
-    Raises:
-        OSError: ``root`` cannot be listed, or its entries cannot be renamed.
-    """
+    """Remove what killed saves left in ``root``, and give a checkpoint that was about to be replaced its name back."""
     for entry in list(root.iterdir()):
         if _PARTIAL.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
@@ -83,8 +77,7 @@ def clear_unfinished(root: Path) -> None:
 def publish(partial: Path, target: Path) -> None:
     """Give the complete folder ``partial`` its published name; a checkpoint that had that name is then deleted.
 
-    Raises:
-        OSError: it cannot be renamed; what was published before still is.
+    After an OSError, checkpoints that were published before still are.
     """
     root = target.parent
     replaced = root / f".{target.name}.replaced"
@@ -103,7 +96,7 @@ def publish(partial: Path, target: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a complete checkpoint: first its name, so that no half of it is ever seen, then its files.
+    """Delete a complete checkpoint: first its name, so that it is never seen in part, then its files.
 
     Files that cannot be deleted now (in use on a network file system) are left to the next save.
     """
@@ -126,11 +119,7 @@ def next_serial(root: Path) -> int:
 
 
 def checkpoints(root: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Path, CheckpointError]]]:
-    """What is published in ``root``: the readable checkpoints, the newest last, and those that are not.
-
-    Raises:
-        OSError: ``root`` cannot be listed.
-    """
+    """The published checkpoints of ``root``: the readable ones, the newest last, and the others with their errors."""
     readable, unreadable = [], []
     for folder in sorted(root.iterdir()):
         replaced = _REPLACED.fullmatch(folder.name)
@@ -150,10 +139,8 @@ def latest(root: Path) -> Path | None:
     """The checkpoint of ``root`` that was published last, None if there is none.
 
     "Last" is in time, not the highest step: a run that goes on from step 100 where step 300 was reached before, or
-    begins anew in a used folder, is resumed from its own. Only what is whole counts: what a killed save left is
-    passed over. A published checkpoint that is damaged is an error and never silently passed over for an older one.
-
-    Not collective; ranks that share the folder get the same answer.
+    begins anew in a used folder, is resumed from its own. What a killed save left is passed over; a damaged published
+    checkpoint is an error. Not collective; ranks that share the folder get the same answer.
 
     Args:
         root: the folder that ``save`` was given; it need not exist.
@@ -189,10 +176,9 @@ def step_of(folder: Path) -> int:
 
 
 def _way_out(damaged: Path, older: Path | None) -> str:
-    """What to do about a damaged checkpoint."""
     return f"remove {damaged} to go on from {older}" if older else f"remove {damaged} to start anew"
 
 
 def _partial_path(folder: Path) -> Path:
-    """A hidden name beside ``folder`` that nobody has: a rank that outlived its killed run then writes nowhere."""
+    """A new hidden name next to ``folder``: a rank that outlived its killed run must not write to a later one's."""
     return folder.with_name(f".{folder.name.strip('.').removesuffix('.replaced')}.{secrets.token_hex(4)}.partial")

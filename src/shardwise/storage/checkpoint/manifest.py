@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,19 +17,130 @@ import torch
 
 from shardwise.core.errors import CheckpointError
 from shardwise.core.files import MAX_TABLE_BYTES, can_be_a_name, open_regular, parse_json, read_regular, shown
-from shardwise.storage.checkpoint.entry import Entry, check_chunks
+from shardwise.core.tensor_files import MAX_ELEMENTS, is_shape
 
 MANIFEST_NAME = "meta.json"
 FORMAT = "shardwise checkpoint"
 FORMAT_VERSION = 2
 
 REMEDY = "use another copy of it, or remove the checkpoint to use an older one"
-"""What to do about contents that are not what was saved."""
-
-# Of a manifest: its readers say what else may be done.
 _ANOTHER_COPY = "another copy of it may help"
 
 _READ_SIZE = 1 << 22
+
+Box = tuple[Sequence[int], Sequence[int]]
+"""First index and number of indices, in each dimension."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An object of a manifest; its methods return a value of the kind that is asked for, or raise CheckpointError.
+
+    Attributes:
+        where: its place, such as ``tensors.embedding.chunks[0]``; empty for the whole.
+        values: the object's values.
+    """
+
+    where: str
+    values: dict[str, Any]
+
+    def count(self, key: str) -> int:
+        """An integer of at least 0."""
+        value = self.present(key)
+        # isinstance would accept True and False, which are integers too.
+        if type(value) is not int or not 0 <= value <= MAX_ELEMENTS:
+            raise self.wrong(key, value, f"an integer from 0 to {MAX_ELEMENTS}")
+        return value
+
+    def text(self, key: str) -> str:
+        """A string."""
+        value = self.present(key)
+        if not isinstance(value, str):
+            raise self.wrong(key, value, "a string")
+        return value
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """A possible shape of a tensor."""
+        value = self.present(key)
+        if not is_shape(value):
+            raise self.wrong(key, value, f"a list of sizes, of at most {MAX_ELEMENTS} elements")
+        return tuple(value)
+
+    def inner(self, key: str) -> Entry:
+        """An object."""
+        value = self.present(key)
+        if not isinstance(value, dict):
+            raise self.wrong(key, value, "an object")
+        return Entry(self._place(key), value)
+
+    def entries(self, key: str) -> list[Entry]:
+        """A list of objects."""
+        values = self.present(key)
+        if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+            raise self.wrong(key, values, "a list of objects")
+        return [Entry(f"{self._place(key)}[{number}]", value) for number, value in enumerate(values)]
+
+    def present(self, key: str) -> Any:
+        """Any value."""
+        if key not in self.values:
+            raise CheckpointError(f"it lacks {self._place(key)}")
+        return self.values[key]
+
+    def wrong(self, key: str, value: object, expected: str) -> CheckpointError:
+        """An error that names the value's place."""
+        return CheckpointError(f"its {self._place(key)} is {shown(value)}; it must be {expected}")
+
+    def _place(self, key: str) -> str:
+        return f"{self.where}.{key}" if self.where else key
+
+
+def check_chunks(where: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Raise CheckpointError unless boxes fill a tensor of a shape, each index once; ``where`` is its place."""
+    for number, (offsets, sizes) in enumerate(boxes):
+        fits = len(offsets) == len(sizes) == len(shape)
+        if not fits or any(o + n > total for o, n, total in zip(offsets, sizes, shape, strict=True)):
+            raise CheckpointError(
+                f"its {where}.chunks[{number}] has offsets {list(offsets)} and sizes {list(sizes)}, which is "
+                f"impossible in a tensor of shape {list(shape)}"
+            )
+    first: dict[tuple[int, ...], int] = {}
+    places = enumerate(first.setdefault(tuple(offsets), number) for number, (offsets, _) in enumerate(boxes))
+    same = next(((earlier, number) for number, earlier in places if earlier != number), None)
+    if twice := same or overlap(boxes):
+        raise CheckpointError(
+            f"its {where}.chunks[{twice[1]}] has indices that chunks[{twice[0]}] has too: offsets "
+            f"{list(boxes[twice[1]][0])} and sizes {list(boxes[twice[1]][1])}"
+        )
+    filled = sum(math.prod(sizes) for _, sizes in boxes)
+    if filled != math.prod(shape) or not boxes:
+        raise CheckpointError(f"{filled} elements are recorded of its {where}, which is of shape {list(shape)}")
+
+
+def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """The numbers of two boxes with an index in common; None if there are none."""
+    full = [number for number, (_, sizes) in enumerate(boxes) if math.prod(sizes)]
+    if len(full) < 2:
+        return None
+    if not boxes[full[0]][0]:
+        return full[0], full[1]
+    # Sweep along the dimension that is cut most: a box can only overlap those that began before it and have not ended.
+    dims = range(len(boxes[full[0]][0]))
+    along = max(dims, key=lambda dim: len({boxes[number][0][dim] for number in full}))
+    begun: list[int] = []
+    for number in sorted(full, key=lambda number: boxes[number][0][along]):
+        start = boxes[number][0][along]
+        begun = [other for other in begun if boxes[other][0][along] + boxes[other][1][along] > start]
+        for other in begun:
+            if _have_common(boxes[number], boxes[other]):
+                return min(number, other), max(number, other)
+        begun.append(number)
+    return None
+
+
+def _have_common(one: Box, other: Box) -> bool:
+    return all(
+        max(o, other_o) < min(o + n, other_o + other_n) for o, n, other_o, other_n in zip(*one, *other, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -50,7 +162,6 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, entry: Entry) -> FileRecord:
-        """From a manifest's entry."""
         return cls(entry.count("size"), entry.text("crc32"))
 
 
@@ -73,12 +184,11 @@ class ChunkRecord:
     checksum: int
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; the inverse of ``from_json``."""
+        """Plain JSON values; the inverse of ``from_json``."""
         return vars(self) | {"checksum": f"{self.checksum:016x}"}
 
     @classmethod
     def from_json(cls, entry: Entry) -> ChunkRecord:
-        """From ``to_json``'s values."""
         box = entry.shape("offsets"), entry.shape("sizes")
         checksum = entry.text("checksum")
         if not re.fullmatch("[0-9a-f]{16}", checksum):
@@ -99,13 +209,12 @@ class TensorRecord:
     chunks: tuple[ChunkRecord, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; the inverse of ``from_json``."""
+        """Plain JSON values; the inverse of ``from_json``."""
         dtype = str(self.dtype).removeprefix("torch.")
         return vars(self) | {"dtype": dtype, "chunks": [chunk.to_json() for chunk in self.chunks]}
 
     @classmethod
     def from_json(cls, entry: Entry) -> TensorRecord:
-        """From ``to_json``'s values."""
         name = entry.text("dtype")
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
@@ -121,9 +230,9 @@ class Manifest:
 
     Attributes:
         step: training step of the checkpoint.
-        serial: place in the order in which the checkpoints of a folder were published; the newest has the highest.
-            The step does not tell: a run may go on from an earlier step, or begin anew, in a folder with later ones.
-        meta: the user's own JSON values.
+        serial: place in the order in which the checkpoints of a folder were published, which may not be the order of
+            steps: a run may go on from an earlier step, or begin anew, in a folder with later ones.
+        meta: the user's JSON values.
         tensors: the global tensors by name.
         files: every other file of the checkpoint, by path relative to its folder.
     """
@@ -146,7 +255,7 @@ class Manifest:
                     )
 
     def to_text(self) -> str:
-        """As JSON text, with a checksum of its own."""
+        """JSON text, with a checksum."""
         body = {
             "step": self.step,
             "serial": self.serial,
@@ -159,11 +268,7 @@ class Manifest:
 
     @classmethod
     def from_text(cls, text: str | bytes) -> Manifest:
-        """From ``to_text``'s text.
-
-        Raises:
-            CheckpointError: the text is no manifest, one of a newer format, or was changed after it was written.
-        """
+        """The inverse of ``to_text``; CheckpointError if the text is damaged, of another format, or no manifest."""
         try:
             value = parse_json(text.encode() if isinstance(text, str) else text)
         except ValueError as error:
@@ -194,11 +299,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of the checkpoint at ``folder``.
-
-        Raises:
-            CheckpointError: there is no such folder, or no good ``meta.json`` in it; the message names the folder.
-        """
+        """The manifest of the checkpoint at ``folder``; CheckpointError, which names it, if there is no good one."""
         path = existing_manifest(folder)
         manifest = cls.from_file(path)
         published = re.fullmatch(r"\.?step-(\d{8,})(\.replaced)?", folder.name)
@@ -208,7 +309,7 @@ class Manifest:
 
     @classmethod
     def from_file(cls, path: Path) -> Manifest:
-        """The manifest in the file at ``path``; CheckpointError, which names the file, if it is not a good one."""
+        """The manifest in the file at ``path``; CheckpointError, which names it, if it is not a good one."""
         try:
             return cls.from_text(read_regular(path, limit=MAX_TABLE_BYTES))
         except OSError as error:
@@ -217,7 +318,7 @@ class Manifest:
             raise CheckpointError(f"{path} is damaged or of another kind: {error}") from error
 
     def check_sizes(self, folder: Path) -> None:
-        """Raise CheckpointError unless every recorded file is there and has its recorded size."""
+        """Raise CheckpointError unless every recorded file has its recorded size."""
         for name, file in self.files.items():
             path = folder / name
             try:
@@ -248,7 +349,7 @@ def damaged(folder: Path, what: str) -> CheckpointError:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a file's name is of one in the checkpoint's folder."""
+    """True for the name of a file in the checkpoint's folder."""
     path = PurePosixPath(name)
     return can_be_a_name(name) and path.parts != () and not path.is_absolute() and ".." not in path.parts
 
@@ -279,7 +380,7 @@ def json_copy(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json_lines(value: Any, depth: int, indent: str = "") -> str:
-    """``value`` as JSON text, the entries of its outer ``depth`` objects on lines of their own: one line per tensor."""
+    """``value`` as JSON text, with a line for each entry of the outer ``depth`` objects: one line per tensor."""
     if depth == 0 or not isinstance(value, dict) or not value:
         return json.dumps(value, allow_nan=False)
     inner = indent + "  "

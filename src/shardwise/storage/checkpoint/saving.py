@@ -1,8 +1,8 @@
-"""Save a sharded state: begin, write, and publish once every rank has written.
+"""Saving of a sharded state: begin, write, and publish once every rank has written.
 
-torch.distributed.checkpoint plans who writes what. Its own asynchronous saving runs collectives in a thread; here a
-thread does nothing but write its rank's file, and everything that ranks do together is done by the thread that calls.
-A ``Snapshot`` in host memory lets the thread write while the tensors go on changing.
+torch.distributed.checkpoint plans who writes what. Its asynchronous saving runs collectives in a thread; here a thread
+only writes its rank's file, and the calling thread makes all collectives. A ``Snapshot`` in host memory lets the thread
+write while the tensors change.
 """
 
 import contextlib
@@ -44,24 +44,18 @@ from shardwise.storage.checkpoint.storage import Part, PartsOfPlan, Written, ten
 
 
 class Snapshot:
-    """Host memory for what this rank writes of a state: as many bytes, kept from one save to the next.
+    """Host memory for the parts of a state that this rank writes, kept from one save to the next.
 
-    For tensors of an accelerator it is pinned, and the copies run in the stream of what was launched before them and of
-    what will change the tensors: the host waits for them where it writes them, and nowhere else. PyTorch rounds each
-    pinned tensor up to a power of two.
+    For tensors of an accelerator it is pinned, and the copies run in the stream of the kernels before and after them:
+    the host waits only where it writes them. PyTorch rounds each pinned tensor up to a power of two.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._copied: torch.Event | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors that it holds."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
     def take(self, parts: Sequence[Part]) -> list[Part]:
-        """The parts with copies of their data, which are there after ``wait``. What an earlier call returned is gone.
+        """The parts with copies of their data, complete after ``wait``; copies of an earlier call are overwritten.
 
         Raises:
             RuntimeError, MemoryError: there is not enough memory, or it cannot be pinned.
@@ -82,7 +76,7 @@ class Snapshot:
         return copies
 
     def wait(self) -> None:
-        """Return when the copies are there; from any thread."""
+        """Wait for the copies; from any thread."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -104,8 +98,8 @@ def save(
     """Save ``state`` as the checkpoint ``root/step-NNNNNNNN``, complete or not at all.
 
     Collective over ``group``. Each interval of a tensor is written once, however many ranks hold it, and the work is
-    spread over them. The checkpoint appears under its name when every byte is on the disk; one that had the
-    name before is replaced. One run at a time saves into a folder, which all ranks share.
+    spread over them. The checkpoint appears under its name when every byte is on the disk, and replaces an earlier one
+    of that name. One run at a time saves into a folder, which all ranks share.
 
     Args:
         root: folder of the run's checkpoints; made if it does not exist.
@@ -125,13 +119,13 @@ def save(
     Raises:
         ConfigError: ``step`` or ``keep`` out of range.
         CheckpointError: it cannot be saved (no permission, disk full, ranks that disagree, ``meta`` that is not JSON);
-            the same message on every rank. Nothing is left of it, and earlier checkpoints are as they were.
+            the same message on every rank. Nothing is left of it, and earlier checkpoints are unchanged.
     """
     return PendingSave(root, step, state, meta, group=group, keep=keep, extra_files=extra_files).complete()
 
 
 class SaveProgress(enum.IntEnum):
-    """How far one rank's writing is; the largest over the ranks is how far the save is."""
+    """State of one rank's writing; the largest over the ranks is that of the save."""
 
     WRITTEN = 0
     WRITING = 1
@@ -141,23 +135,23 @@ class SaveProgress(enum.IntEnum):
 class PendingSave:
     """A checkpoint that has begun, and is published by ``complete``; ``save`` is one right after the other.
 
-    Given a snapshot, a thread writes this rank's file from it, and the tensors may be changed once the object is made.
-    The thread makes no collectives, so the ranks may make any meanwhile. Until ``complete`` has returned nobody sees
-    the checkpoint, and earlier ones are as they were. Making it and completing it are collective over ``group``.
+    With a snapshot, a thread writes this rank's file from it, and the tensors may change once the object is made. The
+    thread makes no collectives, so the ranks may make any meanwhile. Until ``complete`` has returned the checkpoint is
+    hidden, and earlier ones are unchanged. Making it and completing it are collective over ``group``.
 
     Args:
         root, step, state, meta, group, keep, extra_files: as for ``save``.
-        snapshot: memory to copy to. If None, or where the memory of a rank does not suffice, that rank writes from the
-            tensors themselves, before this returns.
+        snapshot: memory to copy to. If None, or where a rank has too little memory, that rank writes from the tensors
+            themselves, before this returns.
         check: called with the stored name and the values of each part of this rank before its file is written, in the
-            thread if there is one; what it raises is the save's error.
+            thread if there is one; an error that it raises is the save's.
 
     Attributes:
         step: as given.
-        note: what is to be said about it: once it is complete of all ranks, before of this one.
+        note: a message for the user, empty if there is none: of this rank, and after ``complete`` of all ranks.
 
     Raises:
-        ConfigError, CheckpointError: as for ``save``; of what happens in the thread, ``complete`` raises it.
+        ConfigError, CheckpointError: as for ``save``; ``complete`` raises errors of the thread.
     """
 
     def __init__(
@@ -220,31 +214,31 @@ class PendingSave:
 
     @property
     def progress(self) -> SaveProgress:
-        """Of this rank's writing, without waiting for it."""
+        """State of this rank's writing, without waiting for it."""
         if self._thread is not None and self._thread.is_alive():
             return SaveProgress.WRITING
         return SaveProgress.WRITTEN if self._error is None else SaveProgress.FAILED
 
     def complete(self) -> Path:
-        """Wait until every rank has written, and publish the checkpoint; its folder, on every rank. Collective.
+        """Wait until every rank has written, publish the checkpoint, and return its folder. Collective.
 
         Raises:
             CheckpointError: as for ``save``.
-            ShardwiseError: what ``check`` raised on a rank, on all.
+            ShardwiseError: the error of ``check`` on any rank, on every rank.
         """
         with self._failing_alike():
             self.note = decide(self._own_part, self._publish, group=self._group)
         return step_path(self._root, self.step)
 
     def wait(self) -> None:
-        """Return when this rank has written, or failed; for this rank alone."""
+        """Wait until this rank has written, or failed; not collective."""
         if self._thread is not None:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Let this rank's thread write no further part, and wait for its end. What it wrote is never published.
+        """Stop this rank's thread at its next part; what it wrote is never published. Not collective.
 
-        Not collective: for a rank that leaves because of an error, or has heard of another's.
+        For a rank that leaves because of an error, its own or another rank's.
         """
         self._abandoned = True
         self.wait()
@@ -262,7 +256,6 @@ class PendingSave:
         self._parts = parts
 
     def _write(self) -> None:
-        """Write this rank's file; the outcome is kept for ``complete``."""
         assert self._partial is not None
         try:
             if self._snapshot is not None:
@@ -285,7 +278,6 @@ class PendingSave:
             raise CheckpointError("the save was abandoned")
 
     def _own_part(self) -> tuple[Written | None, str]:
-        """What this rank has written, once it has; None if it was abandoned."""
         self.wait()
         # One that was abandoned was so because of another rank's error, which is the one to tell.
         if self._error is not None and not self._abandoned:
@@ -294,7 +286,7 @@ class PendingSave:
 
     @checkpoint_errors()
     def _publish(self, ranks: list[tuple[Written | None, str]]) -> str:
-        """On rank 0: make what was written a checkpoint; the notes of all ranks."""
+        """On rank 0: complete and publish the folder; returns the notes of all ranks."""
         assert self._partial is not None
         chunks: dict[str, list[ChunkRecord]] = {}
         files: dict[str, FileRecord] = {}
@@ -305,7 +297,7 @@ class PendingSave:
                 files[written.file] = written.record
             for name, chunk in written.chunks:
                 chunks.setdefault(name, []).append(chunk)
-        files |= add_extra_files(self._partial, self._extra_files, known=files)
+        files |= _add_extra_files(self._partial, self._extra_files, known=files)
         records = {}
         for key in sorted(chunks):
             dtype, shape, layout = self._tensors[key]
@@ -321,7 +313,7 @@ class PendingSave:
 
     @contextlib.contextmanager
     def _failing_alike(self) -> Iterator[None]:
-        """On an error that all ranks have, remove what was written, and say that nothing else has changed."""
+        """On an error that all ranks have, remove the files of this save, and add to the error that they are all."""
         try:
             try:
                 yield
@@ -348,10 +340,10 @@ class PendingSave:
             shutil.rmtree(self._partial, ignore_errors=True)
 
 
-def add_extra_files(
+def _add_extra_files(
     folder: Path, write: Callable[[Path], None] | None, *, known: Mapping[str, FileRecord]
 ) -> dict[str, FileRecord]:
-    """Have ``write`` add files to ``folder``; records of what it added, which is on the disk."""
+    """Let ``write`` add files to ``folder``; returns their records."""
     if write is None:
         return {}
     write(folder)

@@ -1,35 +1,42 @@
-"""The tensors that torch.distributed.checkpoint is given, and the files for its chunks: one safetensors file per rank.
+"""The tensors that torch.distributed.checkpoint is given, and the reader and writer of a checkpoint's files.
 
-PyTorch's own ``HuggingFaceStorageWriter`` stores one chunk of a tensor per file (a second interval of one rank
-would take the first one's name), has no checksums, and reads every file to know what there is; its other writers keep
-their metadata as a pickle.
+Each rank writes one safetensors file. PyTorch's own ``HuggingFaceStorageWriter`` stores one chunk of a tensor per file
+(a second interval of one rank would take the first one's name), has no checksums, and reads every file to know what
+there is; its other writers keep their metadata as a pickle.
 
-A checksum of a tensor that ranks compute together, each from the slices that it reads anyway.
-
+Ranks compute the checksum of a chunk together, each from the slices that it reads anyway: no rank reads a whole file.
 Each row (last dimension) is cut into words of 4 bytes, the last filled up with zeros. The checksum is the sum of them
 times ``2 * position + 1``, modulo 2**64: the sums of disjoint slices add up to that of the whole, however it was cut,
 which CRCs do not. A wrong word never goes unnoticed, nor do two with one flipped bit each.
 """
 
 import contextlib
+import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from shardwise.core.errors import CheckpointError
 from shardwise.core.sharding import ParamShard, TensorPieces
-from shardwise.core.tensor_files import TensorFile
-from shardwise.storage.checkpoint.manifest import ChunkRecord, FileRecord
+from shardwise.core.tensor_files import StoredTensor, TensorFile, read_box, read_header
+from shardwise.storage.checkpoint.manifest import REMEDY, ChunkRecord, FileRecord, Manifest, damaged, overlap
 
 MODULUS = 1 << 64
 
@@ -38,7 +45,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def slice_checksum(part: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> int:
-    """What a slice adds to the checksum of a tensor.
+    """A slice's summand of the checksum of its tensor.
 
     Args:
         part: the slice, of any dtype of at most 8 bytes, on any device.
@@ -81,13 +88,13 @@ def _row_numbers(part: Sequence[int], offsets: Sequence[int], shape: Sequence[in
 
 
 class FolderStorage:
-    """What the reader and the writer of a checkpoint's folder have in common."""
+    """Methods that torch.distributed.checkpoint asks of readers and writers alike."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept between two saves or loads."""
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """The plan as it is."""
+        """The plan, unchanged."""
         return plan
 
     @classmethod
@@ -116,19 +123,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote.
+    """The file that one rank wrote, if any.
 
     Attributes:
         file: name of its file; None if there was nothing to write.
         record: of the file.
-        chunks: what the file holds, with the names of their tensors.
-        note: what is to be said about it; empty if nothing is.
+        chunks: the chunks in the file, with the names of their tensors.
     """
 
     file: str | None = None
     record: FileRecord | None = None
     chunks: tuple[tuple[str, ChunkRecord], ...] = ()
-    note: str = ""
 
 
 class PartsOfPlan(FolderStorage, StorageWriter):
@@ -145,20 +150,16 @@ class PartsOfPlan(FolderStorage, StorageWriter):
         """Nothing to set up."""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans as they are."""
+        """The plans, unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Hand the parts over.
-
-        Raises:
-            CheckpointError: two parts have one name.
-        """
+        """Hand the parts over; CheckpointError if two have the same name."""
         parts = []
         for item in plan.items:
             assert item.tensor_data is not None
             offsets = tuple(item.tensor_data.chunk.offsets)
-            parts.append(Part(chunk_key(item), item.index.fqn, offsets, cast(Tensor, planner.resolve_data(item))))
+            parts.append(Part(_chunk_key(item), item.index.fqn, offsets, cast(Tensor, planner.resolve_data(item))))
         keys = [part.key for part in parts]
         if len(set(keys)) != len(keys):
             raise CheckpointError(f"two tensors would both be stored as {next(k for k in keys if keys.count(k) > 1)!r}")
@@ -178,7 +179,7 @@ def write_parts(folder: Path, rank: int, parts: Sequence[Part], *, go_on: Callab
         folder: exists, and is shared by the ranks.
         rank: this rank in the group that saves.
         parts: in memory of any device.
-        go_on: called before each part; what it raises ends the writing.
+        go_on: called before each part; an error that it raises ends the writing.
 
     Raises:
         CheckpointError: the file cannot be written; the message has the reason.
@@ -199,8 +200,7 @@ def write_parts(folder: Path, rank: int, parts: Sequence[Part], *, go_on: Callab
     return Written(path.name, FileRecord.of(path), tuple(chunks))
 
 
-def chunk_key(item: WriteItem) -> str:
-    """The name under which a chunk is stored."""
+def _chunk_key(item: WriteItem) -> str:
     data = item.tensor_data
     assert data is not None
     if data.chunk.sizes == data.size:
@@ -212,9 +212,7 @@ def chunk_key(item: WriteItem) -> str:
 def tensors_of(
     state: Mapping[str, ParamShard], stored_shapes: Mapping[str, Sequence[int]] | None = None
 ) -> dict[str, TensorPieces]:
-    """This rank's pieces of each tensor, by key; those of entries that share a key are together.
-
-    Entries that share key and memory, such as tied weights, are one.
+    """This rank's pieces of each tensor, by key. Entries with the same key and memory, such as tied weights, are one.
 
     Args:
         state: entries that agree about each tensor (see ``describe_state``).
@@ -249,3 +247,162 @@ def tensors_of(
         )
         for key, of_key in pieces.items()
     }
+
+
+class Slice(NamedTuple):
+    """A box of a stored chunk."""
+
+    chunk: MetadataIndex
+    offsets: torch.Size
+    sizes: torch.Size
+
+
+class SafetensorsReader(FolderStorage, StorageReader):
+    """Reads the slices that this rank needs from the checkpoint at ``folder``.
+
+    Attributes:
+        sums: after reading, this rank's summand of the checksum of each chunk.
+        bytes_read: after reading, bytes of tensors that were read.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.sums: Counter[MetadataIndex] = Counter()
+        self.bytes_read = 0
+        self._manifest = manifest
+        self._place = {
+            MetadataIndex(name, torch.Size(chunk.offsets)): chunk
+            for name, tensor in manifest.tensors.items()
+            for chunk in tensor.chunks
+        }
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=tensor.dtype),
+                    size=torch.Size(tensor.shape),
+                    chunks=[
+                        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                        for chunk in tensor.chunks
+                    ],
+                )
+                for name, tensor in self._manifest.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans, each with the slices that its rank counts towards checksums."""
+        slices = share_out_slices([[_slice_of(item) for item in plan.items] for plan in plans], self._place)
+        return [dataclasses.replace(plan, storage_data=mine) for plan, mine in zip(plans, slices, strict=True)]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy each wanted slice into the state; CheckpointError if a file has another tensor than was saved."""
+        counted: set[Slice] = plan.storage_data
+        wanted: dict[str, list[tuple[Slice, ReadItem | None]]] = {}
+        boxes: list[tuple[Slice, ReadItem | None]] = [(_slice_of(item), item) for item in plan.items]
+        boxes += [(box, None) for box in counted - {box for box, _ in boxes}]
+        for box, item in boxes:
+            wanted.setdefault(self._place[box.chunk].file, []).append((box, item))
+        for name, slices in wanted.items():
+            header = self._header(name)
+            for box, item in slices:
+                part = self._read(header, box)
+                if box in counted:
+                    self.sums[box.chunk] += slice_checksum(part, box.offsets, self._place[box.chunk].sizes)
+                    counted.remove(box)
+                if item is not None:
+                    target = planner.resolve_tensor(item)
+                    target.copy_(part)
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _header(self, name: str) -> dict[str, StoredTensor]:
+        try:
+            return read_header(self.folder / name)
+        except CheckpointError as error:
+            raise damaged(self.folder, f"{error}, or remove the checkpoint to use an older one") from error
+
+    def _read(self, header: Mapping[str, StoredTensor], box: Slice) -> Tensor:
+        chunk, dtype = self._place[box.chunk], self._manifest.tensors[box.chunk.fqn].dtype
+        part = read_slice(self.folder, header, chunk, dtype, box.offsets, box.sizes)
+        self.bytes_read += part.nbytes
+        return part
+
+    def check_sums(self, sums_of_ranks: Iterable[Mapping[MetadataIndex, int]]) -> None:
+        """Raise CheckpointError unless all ranks together read what was saved."""
+        total: Counter[MetadataIndex] = Counter()
+        for sums in sums_of_ranks:
+            total.update(sums)
+        for index, found in total.items():
+            chunk = self._place[index]
+            if found % MODULUS != chunk.checksum:
+                raise damaged(self.folder, f"{chunk.file} has other values of {chunk.key!r} than were saved; {REMEDY}")
+
+
+def read_slice(
+    folder: Path,
+    header: Mapping[str, StoredTensor],
+    chunk: ChunkRecord,
+    dtype: torch.dtype,
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+) -> Tensor:
+    """A box of a stored chunk, by first index in the chunk and number of indices in each dimension.
+
+    Args:
+        folder: the checkpoint.
+        header: of the chunk's file.
+        chunk: its record in the manifest.
+        dtype: of its tensor.
+        offsets, sizes: the box.
+
+    Raises:
+        CheckpointError: the file cannot be read, or has another tensor than was saved.
+    """
+    stored = header.get(chunk.key)
+    if stored is not None and stored.shape == chunk.sizes:
+        part = read_box(stored, offsets, sizes)
+        if part.dtype == dtype:
+            return part
+    raise damaged(folder, f"{chunk.file} has no {chunk.key!r} of {dtype} and shape {list(chunk.sizes)}; {REMEDY}")
+
+
+def share_out_slices(wanted: list[list[Slice]], chunks: Mapping[MetadataIndex, ChunkRecord]) -> list[set[Slice]]:
+    """The slices that each rank counts towards the checksums of their chunks.
+
+    Args:
+        wanted: the slices that each rank reads.
+        chunks: the stored chunks.
+
+    Returns:
+        For each rank a set; each wanted slice is in one. A chunk that is not wanted whole (rows of a vocabulary that
+        was padded otherwise), or whose slices overlap (copies that ranks share out at different places), goes whole to
+        the first rank that reads of it, which reads the rest only for the checksum.
+    """
+    first: dict[Slice, int] = {}
+    for rank, slices in enumerate(wanted):
+        for box in slices:
+            first.setdefault(box, rank)
+    of_chunk: dict[MetadataIndex, list[Slice]] = {}
+    for box in first:
+        of_chunk.setdefault(box.chunk, []).append(box)
+    shared: list[set[Slice]] = [set() for _ in wanted]
+    for chunk, boxes in of_chunk.items():
+        pairs = [(box.offsets, box.sizes) for box in boxes]
+        sizes = torch.Size(chunks[chunk].sizes)
+        if sum(math.prod(box.sizes) for box in boxes) == math.prod(sizes) and not overlap(pairs):
+            for box in boxes:
+                shared[first[box]].add(box)
+        else:
+            shared[first[boxes[0]]].add(Slice(chunk, torch.Size([0] * len(sizes)), sizes))
+    return shared
+
+
+def _slice_of(item: ReadItem) -> Slice:
+    return Slice(item.storage_index, item.storage_offsets, item.lengths)

@@ -1,6 +1,7 @@
-"""From a model to a Hugging Face folder, complete or not at all, without the whole model in any rank's memory."""
+"""Export of a model to a Hugging Face folder, complete or absent, without the whole model in any rank's memory."""
 
 import glob
+import itertools
 import json
 import math
 import os
@@ -53,27 +54,25 @@ def save_pretrained(
 ) -> None:
     """Write a model as a Hugging Face folder, which transformers loads unchanged.
 
-    Collective over the model's tensor-, pipeline- and data-parallel groups (those of its ``groups``), which
-    share the file system. Parameters are gathered one at a time, and each is written before the next: beside its part
-    of the model a rank needs memory for less than three of the largest parameters. The folder appears under its name
-    when every byte is on the disk.
+    Collective over the model's tensor-, pipeline- and data-parallel ranks, which share the file system. Parameters are
+    gathered and written one at a time: next to its part of the model a rank needs memory for less than three of the
+    largest parameters. The folder appears under its name when every byte is on the disk.
 
     Args:
         model: ``GPT`` or ``Bert``, or this stage's chunks; not modified.
         folder: to write; it must not exist, or be empty.
         source: a folder whose companion files are copied (of tokenizer, processors and generation, licence, readme),
-            and whose ``config.json``, if it is of the same architecture, is kept but for what the model says otherwise.
+            and whose ``config.json``, if it is of the same architecture, is kept where it describes this model.
         architecture: the ``model_type`` to write; that of ``source`` if None, or else the first that fits.
         dtype: dtype of the stored weights; the parameters' own if None.
-        max_file_size: bytes of weights in one file; a larger tensor has a file of its own. A stage's weights are in
-            files of their own.
+        max_file_size: bytes of weights in one file; a larger tensor has its own file, and so has each stage.
         fields: more of ``config.json``, such as the ids of special tokens.
         card: the ``README.md``; that of ``source`` then becomes ``BASE_README.md``.
 
     Raises:
         ConfigError: the model cannot be written as that architecture, or ``folder`` exists.
-        CheckpointError: it cannot be written (no permission, disk full); all errors alike on every rank. Nothing is
-            left then.
+        CheckpointError: it cannot be written (no permission, disk full). Every rank raises the same error, and nothing
+            is left.
     """
     models = cast("list[Model]", list(model) if isinstance(model, ModelChunks | Sequence) else [model])
     groups = models[0].groups
@@ -116,19 +115,12 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is to be written.
-
-    Attributes:
-        config: the ``config.json``.
-        source: the folder that other files are copied from.
-        parts: this stage's parameters, by name.
-        card: the ``README.md``.
-    """
+    """Contents of a folder: ``config.json``, where to copy other files from, this stage's parameters, ``README.md``."""
 
     config: Mapping[str, Any]
     source: Path | None
     parts: Mapping[str, _Part]
-    card: str | None = None
+    card: str | None
 
 
 def _plan(
@@ -137,16 +129,14 @@ def _plan(
     architecture: str | None,
     dtype: torch.dtype | None,
     fields: Mapping[str, Any],
-    card: str | None = None,
+    card: str | None,
 ) -> _Plan:
     folder = None if source is None else Path(source)
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"there is no folder {folder} to copy the tokenizer from")
-    quantized = next(
-        (each for model in models for each in model.parameters() if isinstance(each, QuantizedTensor)), None
-    )
-    if quantized is not None:
-        raise ConfigError(f"the model's weights are in {quantized.kind}, which is not written; save its adapters")
+    for each in itertools.chain(*(model.parameters() for model in models)):
+        if isinstance(each, QuantizedTensor):
+            raise ConfigError(f"the model's weights are in {each.kind}, which is not written; save its adapters")
     description = describe_model(models[0])
     base = read_json(folder / CONFIG_NAME) if folder is not None and (folder / CONFIG_NAME).is_file() else None
     if base is not None and base.get("model_type") not in ARCHITECTURES:
@@ -165,16 +155,22 @@ def _plan(
 def _write_folder(
     target: Path, plan: _Plan, groups: Groups, ranks: Sequence[ProcessGroup], max_file_size: int, *, writes: bool
 ) -> None:
-    """All of the folder; ``ranks`` are the groups that call, of which those who ``writes`` leave something."""
     is_first = all(group.rank() == 0 for group in ranks)
     keys = gather_from_stages(list(plan.parts), "the names of parameters", groups)
     # The last stage's copy of a tied weight must not be written a second time.
     before = {key for earlier in keys[: groups.stage] for key in earlier}
     own_files = _dealt_out([part for key, part in plan.parts.items() if key not in before], max_file_size)
-    files = gather_from_stages([_names_and_size(parts) for parts in own_files], "the files to be written", groups)
-    names = _file_names(sum(map(len, files)))
-    first = sum(map(len, files[: groups.stage]))
-    index = _index(names, [file for stage_files in files for file in stage_files])
+    own_contents = [
+        ([name for part in parts for name in part.tensors], sum(part.size for part in parts)) for parts in own_files
+    ]
+    contents = gather_from_stages(own_contents, "the files to be written", groups)
+    first, files = sum(map(len, contents[: groups.stage])), list(itertools.chain(*contents))
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    weight_map = {tensor: name for name, (tensors, _) in zip(names, files, strict=True) for tensor in tensors}
+    total = sum(size for _, size in files)
+    index: dict[str, Any] | None = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    if len(files) == 1:
+        names, index = [WEIGHTS_NAME], None
     token = secrets.token_hex(4)
     for group in ranks:
         token = gather_objects(token, "a name for the unfinished folder", group=group)[0]
@@ -199,29 +195,9 @@ def _dealt_out(parts: Sequence[_Part], max_file_size: int) -> list[list[_Part]]:
     return files
 
 
-def _names_and_size(parts: Sequence[_Part]) -> tuple[list[str], int]:
-    return [name for part in parts for name in part.tensors], sum(part.size for part in parts)
-
-
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return [WEIGHTS_NAME]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def _index(names: Sequence[str], files: Sequence[tuple[list[str], int]]) -> dict[str, Any] | None:
-    """Which tensor is in which file; None if there is one file."""
-    if len(names) == 1:
-        return None
-    weight_map = {tensor: name for name, (tensors, _) in zip(names, files, strict=True) for tensor in tensors}
-    return {"metadata": {"total_size": sum(size for _, size in files)}, "weight_map": weight_map}
-
-
 def _write_files(partial: Path, files: Mapping[str, Sequence[_Part]], group: ProcessGroup, *, writes: bool) -> None:
-    """Gather this stage's parameters, and write them, each file on another rank.
-
-    A rank that fails goes on gathering, since the others could not go on without it, and raises its error at the end.
-    """
+    """Gather this stage's parameters, and write each file on another rank."""
+    # A rank that fails goes on gathering, since the others could not go on without it, and raises its error at the end.
     failure: Exception | None = None
     for number, (name, parts) in enumerate(files.items()):
         file: TensorFile | None = None
@@ -253,10 +229,7 @@ def check_target(target: Path) -> None:
 
 @contextmanager
 def _begun(target: Path, partial: Path) -> Iterator[None]:
-    """Make the unfinished folder, for the length of the block, with nobody else writing the same one.
-
-    What a killed export left is removed; afterwards nothing is left of this one but the target.
-    """
+    """Make and lock the unfinished folder for the block; what a killed export left, and in the end this one, goes."""
     check_target(target)
     with FolderLock(**lock_of_target(target)), ExitStack() as stack:
         with write_errors(target):

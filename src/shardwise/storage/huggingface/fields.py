@@ -1,7 +1,6 @@
-"""Reading ``config.json`` field by field: defaults, synonyms, types, and the values that are not offered.
+"""The fields of a ``config.json``: defaults, synonyms, types, values that are not offered, and rotary positions.
 
-Rotary positions in ``config.json``: ``rope_theta`` and ``rope_scaling`` as files up to 2025 have them, or the one
-``rope_parameters`` of transformers 5.
+Files up to 2025 have ``rope_theta`` and ``rope_scaling``; files of transformers 5 have ``rope_parameters``.
 """
 
 import itertools
@@ -53,16 +52,16 @@ class Fields:
         default: _T | None = None,
         within: tuple[float, float] = (-math.inf, math.inf),
     ) -> _T:
-        """The first of the synonyms ``names`` that is there and not null.
+        """The value of the first of the synonyms ``names`` that is present and not null.
 
         Args:
-            kind: its type; an integer of the file is a float, too.
-            *names: names of the field; the first that is present is used.
-            default: if none of them is there.
-            within: the smallest and the largest number that it may be.
+            kind: its type; an integer is accepted as a float.
+            *names: names of the field.
+            default: the value if none is present.
+            within: the smallest and the largest number.
 
         Raises:
-            ConfigError: it is of another type or out of range, or none is there and there is no default.
+            ConfigError: the value has another type or is out of range, or none is present and there is no default.
         """
         name = next((name for name in names if self.values.get(name) is not None), None)
         if name is None:
@@ -88,11 +87,7 @@ class Fields:
         return None if self.values[name] is None else self.get(kind, name)
 
     def require(self, name: str, value: object) -> None:
-        """Check that ``name`` is missing, or is ``value``, the default and the only one that is offered.
-
-        Raises:
-            ConfigError: it is another.
-        """
+        """Raise ConfigError unless ``name`` is missing or ``value``, the default and the only one that is offered."""
         found = self.values.get(name, value)
         if found != value:
             raise self.error(name, found, f"{shown(value)}, the only value that is supported")
@@ -130,7 +125,7 @@ def read_rope(
         share: the share of a head that is rotated where none is given; None if the architecture rotates whole heads.
 
     Raises:
-        ConfigError: a kind of scaling that is not offered, or one of its values is missing or wrong.
+        ConfigError: a kind of scaling that is not offered, or a missing or wrong value.
     """
     name = next((name for name in ("rope_scaling", "rope_parameters") if fields.values.get(name)), "rope_parameters")
     values = fields.values.get(name) or {}

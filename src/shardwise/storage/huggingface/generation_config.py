@@ -1,4 +1,4 @@
-"""``generation_config.json``: how a model wants its tokens to be chosen, and which of them end a text."""
+"""``generation_config.json``: a model's settings for sampling, and the tokens that end a text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from shardwise.storage.huggingface.tensor_folder import read_json
 GENERATION_CONFIG_NAME = "generation_config.json"
 
 USUAL_SAMPLING = Sampling(temperature=0.8, top_k=50)
-"""For a model that does not say how its tokens are chosen."""
+"""For a model without such settings."""
 
 USUAL_MAX_NEW_TOKENS = 200
 
@@ -33,7 +33,7 @@ num_assistant_tokens_schedule assistant_confidence_threshold assistant_early_exi
 target_lookbehind assistant_ensemble_weight max_matching_ngram_size prompt_lookup_num_tokens speculation_type use_mtp
 """
 _WITHOUT_EFFECT = frozenset(_ABOUT_OTHER_THINGS.split())
-# Values other than null and false with which a field changes nothing.
+# Values other than null and false that have no effect.
 _NEUTRAL = dict.fromkeys(
     (
         "repetition_penalty",
@@ -56,7 +56,7 @@ class GenerationChoice:
         sampling: how a token is chosen.
         max_new_tokens: most tokens to add.
         eos_ids: the tokens that end the text, the tokenizer's own first.
-        notes: what of the model's wishes is not followed, one line each.
+        notes: settings of the model that are not followed, one line each.
     """
 
     sampling: Sampling
@@ -66,7 +66,7 @@ class GenerationChoice:
 
 
 class GenerationDefaults:
-    """What a model's folder says about generation: ``generation_config.json``, and ``config.json`` for ends of texts.
+    """A model's own settings of generation: ``generation_config.json``, and ``config.json`` for ends of texts.
 
     Args:
         folder: the model's folder, which may have a ``generation_config.json``; None if there is no such folder.
@@ -93,19 +93,17 @@ class GenerationDefaults:
         vocab_size: int,
         eos_id: int,
     ) -> GenerationChoice:
-        """What is asked for, or else what the model says, or else the usual.
+        """The values given here, or else the model's, or else the default ones.
 
-        Where the file says ``do_sample: true``, what it leaves out is as in ``transformers``: temperature 1, top-k 50.
-        Where it says ``do_sample: false``, the likeliest token is taken unless a temperature is asked for.
+        With ``do_sample: true``, fields that the file leaves out are as in ``transformers``: temperature 1, top-k 50.
+        With ``do_sample: false``, the likeliest token is taken unless a temperature is given.
 
         Args:
-            temperature: see ``Sampling``; the model's value if None.
-            top_k: see ``Sampling``; the model's value if None.
-            top_p: see ``Sampling``; the model's value if None.
-            max_new_tokens: most tokens to add.
+            temperature, top_k, top_p: see ``Sampling``; the model's value if None.
+            max_new_tokens: most tokens to add; the model's value if None.
             num_prompt_tokens: length of the prompt, which counts towards ``max_length``.
             vocab_size: size of the model's vocabulary.
-            eos_id: the tokenizer's end of a text, which is one in any case.
+            eos_id: the tokenizer's end of a text, which always ends one.
 
         Raises:
             ConfigError: a value out of range; the message names file, field and value.

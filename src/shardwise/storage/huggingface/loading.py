@@ -1,25 +1,33 @@
-"""From a Hugging Face folder to a model: each rank reads the rows and columns that it holds, and nothing else."""
+"""From a Hugging Face folder to a model: each rank reads the rows and columns that it holds, and no others.
 
-from collections.abc import Container, Sequence
+Weights that are quantised are quantised as they are read, so that a rank never holds more than one of them as stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
 
 from shardwise.core.communication.agreement import agree
 from shardwise.core.communication.context import default_device
-from shardwise.core.errors import CheckpointError
+from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.initialization import draw_seed, part_seeded
-from shardwise.core.sharding import ParamShard
+from shardwise.core.sharding import Interval, ParamShard
 from shardwise.core.topology import Groups, gather_from_stages, model_groups
 from shardwise.models.classification import Classification
 from shardwise.models.description import Model, ModelChunks, build_model, chunks_of, model_config
-from shardwise.nn import ReplicatedLinear
-from shardwise.nn.quantization import QuantizedTensor
-from shardwise.storage.huggingface.filling import check_copies, check_shapes, fill_shard_
-from shardwise.storage.huggingface.mapping import Composition, compose
-from shardwise.storage.huggingface.pretrained_folder import PretrainedFolder
-from shardwise.storage.huggingface.quantizing import BaseQuantization, fill_quantized_, make_room_
+from shardwise.nn import ReplicatedLinear, arithmetic_of
+from shardwise.nn.parallel_linear import ParallelLinear
+from shardwise.nn.quantization import Quantization, QuantizedTensor, check_available, quantize_shard
+from shardwise.storage.huggingface.mapping import Composition, Piece, compose
+from shardwise.storage.huggingface.pretrained import PretrainedFolder
+from shardwise.storage.huggingface.tensor_folder import TensorFolder, weight_dtype
 
 
 def load_pretrained(
@@ -45,13 +53,13 @@ def load_pretrained(
         dtype: dtype of the parameters; if None that of ``config.json``, or else that of the first tensor.
         device: device of the parameters; PyTorch's default device if None, or this rank's GPU for groups of GPUs.
         max_sequence_length: longest sequence, for models without learned positions; that of ``config.json`` if None.
-        vocab_size: number of ids that the model is to have; that of ``config.json`` if None. Rows of ids that the
-            folder does not have are 0; those of ids that the model does not have are not read.
-        classification: the head that the model is to have. If the folder's is not of that task and size, it is a new
-            one, whose initial values depend on the state of PyTorch's default generator, the same at every layout; what
-            the folder has of other heads is not read.
+        vocab_size: number of the model's ids; that of ``config.json`` if None. Rows of ids that the folder lacks are 0;
+            rows of ids that the model lacks are not read.
+        classification: the model's head. If the folder's has another task or size, the head is a new one, whose initial
+            values depend on the state of PyTorch's default generator, the same at every layout; tensors of the
+            folder's other heads are not read.
         quantization: which weights are quantised, once they are read, and stay frozen; none if None.
-        **settings: fields of ``ModelConfig`` that the folder does not decide, or that replace what it says
+        **settings: fields of ``ModelConfig`` that the folder does not decide, or that replace its values
             (``hidden_dropout``).
 
     Returns:
@@ -61,43 +69,28 @@ def load_pretrained(
     Raises:
         ConfigError: an unknown architecture or value, heads or layers that cannot be split over the ranks, a
             quantisation that this machine cannot do.
-        CheckpointError: a file or tensor that is missing, one too many, or of another shape than the config says;
-            all errors alike on every rank, naming the field or tensor.
+        CheckpointError: a file or tensor that is missing, unexpected, or of another shape than the config says. Every
+            rank raises the same error, which names the field or tensor.
     """
-    source = agree(lambda: _opened(folder, classification, vocab_size), group=model_groups(groups))
-    settings = {
-        "params_dtype": dtype or source.dtype,
-        "pipeline_model_parallel_size": groups.num_stages,
-        **settings,
-    }
-    config = agree(
-        # Every value is read from the files, so none is initialised.
-        lambda: model_config(source.description, perform_initialization=False, **settings),
-        group=model_groups(groups),
-    )
+    ranks = model_groups(groups)
+    source = agree(lambda: _opened(folder, classification, vocab_size), group=ranks)
+    settings = {"params_dtype": dtype or source.dtype, "pipeline_model_parallel_size": groups.num_stages, **settings}
+    # Every value is read from the files, so none is initialised.
+    config = agree(lambda: model_config(source.description, perform_initialization=False, **settings), group=ranks)
     where = torch.device(device) if device is not None else default_device(groups.tp)
 
     def built(on: torch.device) -> list[Model]:
-        return [
-            build_model(
-                source.description,
-                config,
-                groups=groups,
-                device=on,
-                max_sequence_length=max_sequence_length,
-                vp_stage=chunk,
-            )
-            for chunk in chunks_of(config)
-        ]
+        sizes: dict[str, Any] = {"groups": groups, "device": on, "max_sequence_length": max_sequence_length}
+        return [build_model(source.description, config, **sizes, vp_stage=chunk) for chunk in chunks_of(config)]
 
     # A size that contradicts the tensors is reported before memory is allocated for it.
-    agree(lambda: _check_sizes(source), group=model_groups(groups))
+    agree(lambda: _check_sizes(source), group=ranks)
     outlines = built(torch.device("meta"))
     outline_parts, _ = _plan(outlines, source, groups)
     if quantization is None:
         models = built(where)
     else:
-        agree(quantization.check, group=model_groups(groups))
+        agree(quantization.check, group=ranks)
         for model in outlines:
             make_room_(model, outline_parts, quantization, where)
         models = outlines
@@ -108,12 +101,11 @@ def load_pretrained(
 
     def fill() -> None:
         for shard, composition in parts.values():
-            if isinstance(shard.data, QuantizedTensor):
-                continue
-            fill_shard_(shard, composition, source.tensors, names)
-            check_copies(shard, composition, source, names)
+            if not isinstance(shard.data, QuantizedTensor):
+                fill_shard_(shard, composition, source.tensors, names)
+                check_copies(shard, composition, source, names)
 
-    agree(fill, group=model_groups(groups))
+    agree(fill, group=ranks)
     for shard, composition in parts.values():
         if isinstance(shard.data, QuantizedTensor):
             fill_quantized_(shard, composition, source, names, groups)
@@ -134,7 +126,7 @@ def _opened(folder: str | Path, classification: Classification | None, vocab_siz
 
 
 def _start_head_(model: Model, filled: Container[str], seed: int) -> None:
-    """Give initial values to what of a classification head was not read."""
+    """Initialise the parts of a classification head that were not read."""
     for part in ("classifier", "pooler"):
         module = getattr(model, part, None)
         if module is None or any(f"{part}.{name}" in filled for name, _ in module.named_parameters()):
@@ -146,7 +138,7 @@ def _start_head_(model: Model, filled: Container[str], seed: int) -> None:
 
 
 def _check_sizes(source: PretrainedFolder) -> None:
-    """Check the sizes that decide on the number of tensors, and of what is made beside them."""
+    """Check the sizes that decide how much memory a model takes."""
     description, stored = source.description, source.tensors.tensors.values()
     if description.num_layers > len(stored):
         raise CheckpointError(
@@ -162,7 +154,7 @@ def _check_sizes(source: PretrainedFolder) -> None:
 def _plan(
     models: Sequence[Model], source: PretrainedFolder, groups: Groups
 ) -> tuple[dict[str, tuple[ParamShard, Composition]], dict[str, str]]:
-    """This stage's parameters and what each is made of, and the stored names; collective, errors alike everywhere."""
+    """This stage's parameters, each with its composition, and the stored names of tensors. Collective."""
 
     def compositions() -> dict[str, tuple[ParamShard, Composition]]:
         heads = source.description.heads
@@ -189,3 +181,199 @@ def _plan(
         return names
 
     return parts, agree(check, group=model_groups(groups))
+
+
+# This many rows at both ends of each interval of a copy are compared.
+_ROWS = 16
+
+
+def check_shapes(folder: TensorFolder, composition: Composition, names: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless the tensors have the shapes that the model gives them, and a dtype of weights."""
+    for name, shape in composition.stored_shapes.items():
+        stored = folder.tensors[names[name]]
+        if stored.shape != shape:
+            raise CheckpointError(
+                f"tensor {stored.name!r} of {stored.file} has shape {list(stored.shape)}, but config.json asks for "
+                f"{list(shape)}"
+            )
+        weight_dtype(stored)
+
+
+@torch.no_grad()
+def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolder, names: Mapping[str, str]) -> None:
+    """Read this rank's part of a parameter into ``shard.data``; at most as much memory again is used.
+
+    Rows that the parameter has beyond the stored ones are 0.
+    """
+    layout, target = shard.layout, shard.data.detach()
+    if layout.global_shape[0] > composition.shape[0]:
+        target.zero_()
+    rows = _own_rows(shard)
+    columns: Sequence[Interval] = [(0, size) for size in composition.shape[1:]]
+    if layout.dim == 1:
+        columns = layout.intervals[shard.rank]
+    for name, intervals in _intervals_by_tensor(composition, rows).items():
+        for together in _neighbours(intervals):
+            first, count = together[0].start, sum(stored.rows for stored in together)
+            # A vector has no columns; one empty interval stands for them.
+            place = 0
+            for start, stop in columns or [(0, 0)]:
+                values = _read(folder, names[name], composition, (first, start), (count, stop - start))
+                part = target.narrow(1, place, stop - start) if columns else target
+                for stored in together:
+                    part[stored.place : stored.place + stored.rows].copy_(values[stored.start - first :][: stored.rows])
+                place += stop - start
+
+
+def _own_rows(shard: ParamShard) -> Sequence[Interval]:
+    """The rows of the whole parameter that this rank holds, whole or in part."""
+    layout = shard.layout
+    return layout.intervals[shard.rank] if layout.dim == 0 else [(0, layout.global_shape[0])]
+
+
+def _read(
+    folder: TensorFolder, name: str, composition: Composition, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> Tensor:
+    """Rows and columns (of a vector, rows) of a stored tensor, in the parameter's orientation."""
+    dims = len(composition.shape)
+    if composition.turns:
+        return folder.read(name, offsets[::-1], sizes[::-1]).t()
+    return folder.read(name, offsets[:dims], sizes[:dims])
+
+
+class _StoredInterval(NamedTuple):
+    """Consecutive rows of a stored tensor, and this rank's row for the first of them."""
+
+    start: int
+    rows: int
+    place: int
+
+
+def _intervals_by_tensor(composition: Composition, rows: Sequence[Interval]) -> dict[str, list[_StoredInterval]]:
+    result: dict[str, list[_StoredInterval]] = {}
+    place = 0
+    for first, last in rows:
+        for start, piece in zip(composition.starts, composition.pieces, strict=True):
+            low, high = max(first, start), min(last, start + piece.rows)
+            if low < high:
+                stored = _StoredInterval(piece.start + low - start, high - low, place + low - first)
+                result.setdefault(piece.tensor, []).append(stored)
+        place += last - first
+    return result
+
+
+def _neighbours(intervals: Sequence[_StoredInterval]) -> list[list[_StoredInterval]]:
+    """Runs of intervals that follow each other in the file, to be read at once."""
+    result: list[list[_StoredInterval]] = []
+    for stored in sorted(intervals):
+        if result and result[-1][-1].start + result[-1][-1].rows == stored.start:
+            result[-1].append(stored)
+        else:
+            result.append([stored])
+    return result
+
+
+def check_copies(
+    shard: ParamShard, composition: Composition, source: PretrainedFolder, names: Mapping[str, str]
+) -> None:
+    """Raise CheckpointError if files store a tied weight twice, with different values.
+
+    A few rows of this rank's part are compared: a copy that was trained apart differs in all rows, and to read it whole
+    would cost as much as the first.
+    """
+    for copy, original in source.copies().items():
+        if names.get(copy) in (None, names.get(original)) or original not in composition.stored_shapes:
+            continue
+        pieces = tuple(Piece(copy, piece.start, piece.rows) for piece in composition.pieces)
+        repeated = Composition(composition.shape, pieces, composition.transposed)
+        check_shapes(source.tensors, repeated, names)
+        # A weight split by columns is never tied, so there is nothing to compare.
+        if shard.layout.dim != 1 and not _same_rows(shard, repeated, source.tensors, names):
+            raise CheckpointError(
+                f"{source.path} has tensors {names[original]!r} and {names[copy]!r}, which differ, but its config.json "
+                "says that they are one (tie_word_embeddings)"
+            )
+
+
+def _same_rows(shard: ParamShard, repeated: Composition, folder: TensorFolder, names: Mapping[str, str]) -> bool:
+    data, local = shard.data.detach(), 0
+    for first, last in _own_rows(shard):
+        for start, stop in ((first, min(last, first + _ROWS)), (max(first + _ROWS, last - _ROWS), last)):
+            for name, intervals in _intervals_by_tensor(repeated, [(start, max(start, stop))]).items():
+                for stored in intervals:
+                    values = _read(folder, names[name], repeated, (stored.start, 0), (stored.rows, *repeated.shape[1:]))
+                    place = local + start - first + stored.place
+                    if not torch.equal(values.to(data.dtype), data[place : place + stored.rows].cpu()):
+                        return False
+        local += last - first
+    return True
+
+
+@dataclass(frozen=True)
+class BaseQuantization:
+    """Quantisation of a model's linear layers, the output layer included if its weight is not tied.
+
+    Attributes:
+        kind: "int8", with a scale for each row, or "nf4", with one for 64 columns.
+        keeps: true for a module (by its Hugging Face path) that is not quantised; it may be trained.
+    """
+
+    kind: Quantization
+    keeps: Callable[[str], bool] = lambda path: False
+
+    def check(self) -> None:
+        """Raise ConfigError, with the reason, if this machine cannot quantise."""
+        check_available(self.kind)
+
+
+def make_room_(
+    model: nn.Module,
+    parts: Mapping[str, tuple[ParamShard, Composition]],
+    quantization: BaseQuantization,
+    where: torch.device,
+) -> None:
+    """Allocate a model that was made on the meta device, its linear layers' weights quantised and without values."""
+    whole: Any = model
+    # A weight that is the embedding's too stays as that is, also where the last stage has a copy of it.
+    tied = getattr(whole, "output_layer", None) if whole.share_embeddings_and_output_weights else None
+    owners = {
+        id(layer.weight): layer for layer in model.modules() if isinstance(layer, ParallelLinear) and layer is not tied
+    }
+    chosen: list[tuple[ParallelLinear, ParamShard]] = []
+    for shard, composition in parts.values():
+        layer = owners.get(id(shard.data))
+        if layer is None or any(quantization.keeps(name.removesuffix(".weight")) for name in composition.stored_shapes):
+            continue
+        arithmetic_of(layer.group).refuse(f"a base in {quantization.kind} has no exact sums; leave one of the two out")
+        chosen.append((layer, shard))
+        # It must not be allocated with the others.
+        layer.weight = Parameter(shard.data.new_empty(0), requires_grad=False)
+    model.to_empty(device=where)
+    for layer, shard in chosen:
+        like = torch.empty(0, dtype=shard.dtype, device=where)
+        empty = QuantizedTensor.empty(quantization.kind, shard.layout, layer.group.rank(), like)
+        layer.weight = Parameter(empty, requires_grad=False)
+
+
+def fill_quantized_(
+    shard: ParamShard,
+    composition: Composition,
+    source: PretrainedFolder,
+    names: Mapping[str, str],
+    groups: Groups,
+) -> None:
+    """Read and quantise one weight; every tensor-parallel rank calls."""
+    weight = shard.data
+    assert isinstance(weight, QuantizedTensor)
+
+    def read() -> torch.Tensor:
+        values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        fill_shard_(shard.with_data(values), composition, source.tensors, names)
+        if not values.isfinite().all():
+            stored = ", ".join(composition.stored_shapes)
+            raise ConfigError(f"{source.path} has values that are not finite in {stored}; they cannot be quantised")
+        return values
+
+    made = quantize_shard(weight.kind, agree(read, group=groups.tp), shard.layout, groups.tp)
+    weight.codes.copy_(made.codes)
+    weight.scales.copy_(made.scales)

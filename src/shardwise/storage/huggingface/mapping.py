@@ -5,7 +5,7 @@ A table's row says for one parameter, or for its weight and bias alike (``*``), 
     "decoder.layers.{layer}.mlp.linear_fc1.*": stacked("model.layers.{layer}.mlp.gate_proj.*",
                                                        "model.layers.{layer}.mlp.up_proj.*"),
 
-What a row becomes for a parameter of known shape is a ``Composition``, by which tensors are read, written and checked.
+For a parameter of known shape a row becomes a ``Composition``; tensors are read, written and checked by it.
 """
 
 import re
@@ -90,7 +90,7 @@ Table = Mapping[str, Source]
 
 
 def whole(name: str, *, transposed: bool = False) -> Source:
-    """The tensor as it is; ``transposed`` if it is stored as ``[in, out]``."""
+    """One tensor; ``transposed`` if it is stored as ``[in, out]``."""
 
     def compose(shape: Shape, heads: Heads, values: Mapping[str, str]) -> Composition:
         return Composition(shape, (Piece(_filled(name, values), 0, shape[0]),), transposed)
@@ -146,7 +146,7 @@ _LEAF = re.compile(r"(weight|bias)$")
 
 
 def compose(table: Table, key: str, shape: Shape, heads: Heads) -> Composition:
-    """What the parameter called ``key``, of global shape ``shape``, is made of.
+    """The composition of the parameter called ``key``, of global shape ``shape``.
 
     Raises:
         ConfigError: the table has no row for it: the architecture has no such parameter.

@@ -1,32 +1,35 @@
-"""A Hugging Face folder: what its ``config.json`` says, before any tensor is read."""
+"""A Hugging Face folder: its ``config.json``, and which stored tensor is which of the architecture's."""
 
-from collections.abc import Mapping
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import CheckpointError, ConfigError
+from shardwise.core.tensor_files import some_tensors
+from shardwise.models.classification import Classification
 from shardwise.models.description import ModelDescription
 from shardwise.storage.huggingface.architectures import ARCHITECTURES, Architecture
 from shardwise.storage.huggingface.architectures.architecture import with_label_fields
 from shardwise.storage.huggingface.fields import Fields
-from shardwise.storage.huggingface.tensor_folder import read_json
+from shardwise.storage.huggingface.tensor_folder import TensorFolder, is_weight_dtype, read_json, weight_dtype
 
 CONFIG_NAME = "config.json"
 
 _DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
+    str(each).removeprefix("torch."): each for each in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
 
 
 @dataclass(frozen=True)
 class PretrainedConfig:
-    """What a ``config.json`` says.
+    """The content of a ``config.json``.
 
     Attributes:
         architecture: the model's architecture.
@@ -56,9 +59,7 @@ def read_config(folder: str | Path) -> PretrainedConfig:
 
 
 def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> PretrainedConfig:
-    """What the fields of a ``config.json`` mean.
-
-    Fields that no number depends on, and fields that transformers does not read either, are passed over.
+    """The meaning of the fields of a ``config.json``; fields that change no number are ignored.
 
     Args:
         values: the fields as they were read.
@@ -105,13 +106,12 @@ def config_to_json(
 
     Args:
         description: the model's description.
-        architecture: its ``model_type``; if None that of ``base``, or else the first that can say all that the
-            description does.
+        architecture: its ``model_type``; if None that of ``base``, or else the first that can express the model.
         dtype: dtype of the weights.
         base: a ``config.json`` whose other fields (ids of special tokens, for one) are kept.
 
     Raises:
-        ConfigError: the architecture is unknown, or has no way to say all that the description does.
+        ConfigError: the architecture is unknown, or cannot express the model.
     """
     chosen = architecture or (base or {}).get("model_type")
     if chosen is not None and chosen not in ARCHITECTURES:
@@ -140,8 +140,9 @@ def _written_as(
     if base is not None and base.get("model_type") == architecture.model_type:
         kept = {name: value for name, value in base.items() if name not in ("dtype", "torch_dtype", "architectures")}
         kept = kept if head is None else with_label_fields(kept, head.num_labels)
-        if _describes(architecture, kept | values, description):
-            return kept | values
+        with contextlib.suppress(ConfigError):
+            if not description.differences(architecture.read(Fields(kept | values))):
+                return kept | values
         values = kept | values
     values |= architecture.write(description)
     values = values if head is None else with_label_fields(values, head.num_labels)
@@ -152,8 +153,146 @@ def _written_as(
     return values
 
 
-def _describes(architecture: Architecture, values: Mapping[str, Any], description: ModelDescription) -> bool:
-    try:
-        return not description.differences(architecture.read(Fields(values)))
-    except ConfigError:
-        return False
+class PretrainedFolder:
+    """A Hugging Face folder that is open for reading.
+
+    Args:
+        folder: a folder with ``config.json`` and safetensors files.
+
+    Attributes:
+        config: the content of ``config.json``.
+        description: the model to be loaded, with the changes that were asked for.
+        tensors: the stored tensors.
+        changes_head: the model gets another head than the folder's.
+
+    Raises:
+        ConfigError, CheckpointError: see ``load_pretrained``.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder)
+        check_model_folder(self.path)
+        self.config = read_config(self.path)
+        self.architecture = self.config.architecture
+        self.tensors = TensorFolder(self.path)
+        self.description = self.architecture.adapt(self.config.description, self.tensors.tensors.keys())
+        self.changes_head = False
+        self._stored_vocab_size = self.description.vocab_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights, by ``config.json``, or else by the first weight."""
+        stored = list(self.tensors.tensors.values())
+        # Old files store integer positions among their tensors, so the first floating-point tensor is taken. If there
+        # is none, the first tensor's dtype is what the error names.
+        first = next((tensor for tensor in stored if is_weight_dtype(tensor)), next(iter(stored), None))
+        if self.config.dtype is not None or first is None:
+            return self.config.dtype or torch.float32
+        return weight_dtype(first)
+
+    def change_head_(self, head: Classification) -> None:
+        """Give the model a classification head: the folder's if it has the same task and size, else a new one.
+
+        Raises:
+            ConfigError: the architecture has no such head.
+        """
+        self.architecture.classifier_of(head.task)
+        own = self.description.classification
+        # The same head may have other names of labels and another padding token.
+        self.changes_head = own is None or (own.task, own.num_labels) != (head.task, head.num_labels)
+        self.description = self.architecture.with_head(self.description, head)
+
+    def change_vocabulary_(self, size: int) -> None:
+        """Give the model ``size`` ids, at least 1: the folder's first ones; further ones have rows of 0."""
+        if size < 1:
+            raise ConfigError(f"vocab_size is {size}; a vocabulary needs at least 1 id")
+        self.description = dataclasses.replace(self.description, vocab_size=size)
+
+    def stored_shape(self, key: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape that the parameter ``key``, of ``shape`` in the model, has in the folder."""
+        is_of_vocabulary = key.startswith(("embedding.word_embeddings.", "output_layer."))
+        return (self._stored_vocab_size, *shape[1:]) if is_of_vocabulary else tuple(shape)
+
+    def stored_names(self, expected: Set[str]) -> dict[str, str]:
+        """The stored name of each of the ``expected`` tensors; tensors of a new head may be absent.
+
+        Raises:
+            CheckpointError: one is missing, or there is one that is not expected.
+        """
+        found: dict[str, str] = {}
+        extra = []
+        copies = self.copies()
+        optional = self.architecture.tensors_of_heads if self.changes_head else set()
+        for stored in self.tensors.tensors:
+            name = self._todays_name(stored, expected)
+            if name in found:
+                raise CheckpointError(f"{self.path} holds tensor {name!r} twice, also as {stored!r}")
+            if name in expected or name in copies:
+                found[name] = stored
+            elif name not in optional and not any(re.search(f"{each}$", name) for each in self.architecture.ignored):
+                extra.append(stored)
+        for copy, original in copies.items():
+            if copy in found:
+                found.setdefault(original, found[copy])
+        if missing := sorted(expected - found.keys() - optional):
+            raise CheckpointError(f"{self.path} lacks {some_tensors(missing)}, which its config.json asks for")
+        if extra:
+            raise CheckpointError(
+                f"{self.path} holds {some_tensors(extra)}, for which a model of its config.json has no place"
+            )
+        return found
+
+    def copies(self) -> dict[str, str]:
+        """Tensors that repeat another one: where files have both, they must be equal."""
+        tied = self.architecture.tied if self.description.share_embeddings_and_output_weights else {}
+        return {**self.architecture.copies, **tied}
+
+    def _todays_name(self, stored: str, expected: Set[str]) -> str:
+        name = stored
+        for old, new in self.architecture.renamed:
+            if name.endswith(old):
+                name = name.removesuffix(old) + new
+        with_prefix = self.architecture.prefix + name
+        return with_prefix if name not in expected and with_prefix in expected else name
+
+
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+"""The file that marks a folder of adapters of the ``peft`` library."""
+
+# People type an organisation and a name, or an old model's name alone, with or without the hub's address.
+_HUB_ID = re.compile(
+    r"(?:https?:/+)?(?:(?:huggingface\.co|hf\.co)/)?((?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95})/?"
+)
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise CheckpointError, with what to do, if there is no such folder, or one of adapters alone."""
+    if not os.path.isdir(folder):
+        raise CheckpointError(no_folder(folder))
+    if holds_adapters_alone(folder):
+        raise CheckpointError(
+            f"{folder} holds adapters and no model; give the folder of the model that they were trained on, and "
+            f"where a command takes both (generate, chat, eval, classify) --adapter {folder}"
+        )
+
+
+def holds_adapters_alone(folder: Path) -> bool:
+    """True for a folder with adapters and no model, though perhaps with a copy of their model's configuration."""
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    return (folder / ADAPTER_CONFIG_NAME).exists() and all(file.name.startswith("adapter_") for file in weights)
+
+
+def no_folder(folder: Path, hint: str = "") -> str:
+    """The message for a missing folder, with ``hint``; if it may be a model on the Hugging Face hub, how to get it."""
+    exists = os.path.exists(folder)
+    said = f"{folder} is not a folder" if exists else f"there is no folder {folder}"
+    said += hint and f"; {hint}"
+    match = _HUB_ID.fullmatch(str(folder))
+    # If the first part of the path is a folder here, the path is misspelt rather than a name on the hub.
+    if match is None or exists or (len(folder.parts) > 1 and os.path.isdir(folder.parts[0])):
+        return said
+    name = match[1].rpartition("/")[2]
+    return (
+        f"{said}; a model of the Hugging Face hub is downloaded first (pip install huggingface_hub): hf download "
+        f"{match[1]} --exclude 'original/*' --local-dir {name}, and its folder given: {name}"
+    )

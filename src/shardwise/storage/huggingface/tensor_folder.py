@@ -1,7 +1,4 @@
-"""The tensors of a Hugging Face folder: one safetensors file, or several and an index.
-
-The files beside a model's weights: of its tokenizer, its processors and its generation, its licence and readme.
-"""
+"""The files of a Hugging Face folder: tensors in one safetensors file, or several and an index, and companion files."""
 
 import os
 import shutil
@@ -24,16 +21,12 @@ _WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def is_weight_dtype(stored: StoredTensor) -> bool:
-    """Whether a weight can be of the stored tensor's dtype."""
+    """True if a weight may have the stored tensor's dtype."""
     return stored.dtype in _WEIGHT_DTYPES
 
 
 def weight_dtype(stored: StoredTensor) -> torch.dtype:
-    """The dtype of a stored weight.
-
-    Raises:
-        CheckpointError: it is one that a weight cannot have.
-    """
+    """The dtype of a stored weight; CheckpointError if a weight cannot have it."""
     if not is_weight_dtype(stored):
         raise CheckpointError(
             f"tensor {stored.name!r} of {stored.file} is of dtype {stored.dtype}; weights must be of one of "
@@ -51,8 +44,8 @@ class TensorFolder:
         folder: the folder that holds the files.
 
     Attributes:
-        tensors: what there is, by stored name.
-        bytes_read: how many bytes of tensors were read so far.
+        tensors: by stored name.
+        bytes_read: bytes of tensors that were read so far.
 
     Raises:
         CheckpointError: a file is missing, truncated, or not of the format; weights are there as a pickle only.
@@ -75,27 +68,14 @@ class TensorFolder:
             )
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of a weight, on the CPU, and no other byte of it.
-
-        Args:
-            name: the tensor's stored name.
-            offsets: first index of the box, in each dimension.
-            sizes: number of indices, in each dimension.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
+        """A box of a weight, on the CPU, by stored name, first index and number of indices in each dimension."""
         box = read_box(self.tensors[name], offsets, sizes)
         self.bytes_read += box.nbytes
         return box
 
 
 def read_json(path: Path, *, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The object in a JSON file; see ``files.read_json``.
-
-    Raises:
-        CheckpointError: it cannot be read, or is no such object.
-    """
+    """``core.files.read_json`` with every error as a CheckpointError that names the file."""
     try:
         return files.read_json(path, limit=limit)
     except OSError as error:
@@ -105,7 +85,6 @@ def read_json(path: Path, *, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """The file of each tensor."""
     path = folder / INDEX_NAME
     if not path.exists():
         raise CheckpointError(_what_is_missing(folder))
@@ -136,32 +115,21 @@ def _what_is_missing(folder: Path) -> str:
     return f"{folder} has neither {WEIGHTS_NAME} nor {INDEX_NAME}"
 
 
-COMPANION_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "image_processor_config.json",
-    "video_preprocessor_config.json",
-)
-"""What is copied where it is there, beside licences and the readme."""
+_COMPANIONS = """
+tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json vocab.txt
+merges.txt chat_template.json chat_template.jinja generation_config.json preprocessor_config.json processor_config.json
+image_processor_config.json video_preprocessor_config.json
+"""
+COMPANION_FILES = tuple(_COMPANIONS.split())
+"""Files to copy from a model's folder, next to licences and the readme."""
 
 README_NAME = "README.md"
 BASE_README_NAME = "BASE_README.md"
-"""As which a model's readme stands beside the card of what was trained from it."""
+"""Name of a model's readme next to the card of a model that was trained from it."""
 
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
 _TEXTS = ("", ".md", ".txt", ".rst", ".html", ".pdf")
-# No licence and no readme is as large: such a file is something else under that name.
+# A larger file of such a name is not a licence or readme.
 _LARGEST_TEXT = 16 << 20
 
 
@@ -170,7 +138,7 @@ def companion_files(folder: Path, *, beside_card: bool = False) -> Iterator[tupl
 
     Args:
         folder: of the model.
-        beside_card: the copies will stand beside a card of another model, so that the readme is ``BASE_README.md``.
+        beside_card: the target has another card, so that the readme becomes ``BASE_README.md``.
     """
     for name in COMPANION_FILES:
         if (folder / name).is_file():
@@ -186,11 +154,7 @@ def companion_files(folder: Path, *, beside_card: bool = False) -> Iterator[tupl
 
 
 def copy_companion_files(source: Path, target: Path, *, beside_card: bool = False) -> None:
-    """Copy ``companion_files`` into a folder.
-
-    Raises:
-        OSError: one cannot be read or written.
-    """
+    """Copy ``companion_files`` into a folder; OSError if one cannot be read or written."""
     for path, name in companion_files(source, beside_card=beside_card):
         # Never onto itself, where a link leads back.
         if not (target / name).exists() or not os.path.samefile(path, target / name):

@@ -1,11 +1,11 @@
 """A model whose parameters and gradients are split over data-parallel ranks, by PyTorch's ``fully_shard``.
 
-Each transformer layer is a unit: its parameters are all-gathered before its forward and again before its backward, and
-its gradients are reduce-scattered after that. So is an embedding that is not tied to the output layer. What else there
-is belongs to the model as a whole, and is there from the beginning of a forward to the end of its backward.
+Each transformer layer is a unit, and so is an embedding that is not tied to the output layer: its parameters are
+all-gathered before its forward and again before its backward, and its gradients are reduce-scattered after that. All
+other parameters are gathered from the beginning of a forward to the end of its backward.
 
-PyTorch cuts the first dimension of each parameter, of what tensor parallelism has left of it, into runs of
-``ceil(n / ranks)`` rows: the last ranks may hold fewer, or none.
+PyTorch cuts the first dimension of each tensor-parallel shard into runs of ``ceil(n / ranks)`` rows: the last ranks may
+hold fewer, or none.
 
 Source: Zhao et al. 2023 (arXiv:2304.11277); Liang et al. 2024 (arXiv:2410.06511), section 2.1.
 """
@@ -31,11 +31,11 @@ from shardwise.training.gradients.parameter_buffers import Division
 
 
 class FullyShardedModel(Gradients):
-    """Shards a model, and sums its gradients over the data-parallel ranks, as ``GradientBuffers`` does of a whole one.
+    """Shards a model over the data-parallel ranks, and sums its gradients over them.
 
     Outside of its forward and its backward each parameter of the model is a ``DTensor`` of the shape that tensor
-    parallelism gives it, of which this rank holds some rows; so is its ``grad``, the sum over the ranks. What
-    attributes say of a parameter stays.
+    parallelism gives it, of which this rank holds some rows; so is its ``grad``, the sum over the ranks. Attributes of
+    a parameter stay.
 
     All backward passes of a step but the last run inside ``no_sync()``: the gradients of whole layers then accumulate,
     and only parameters travel.
@@ -43,13 +43,13 @@ class FullyShardedModel(Gradients):
     Args:
         chunks: the model, or a pipeline stage's chunks of it; their parameters are replaced.
         group: the ranks that see different samples; more than one.
-        dtype: in which trained parameters of 16 bits are kept, and in which gradients are summed; what the forward and
-            the backward compute stays in 16 bits. Each parameter's own if None.
+        dtype: of stored 16-bit parameters and of sums of gradients; forward and backward stay in 16 bits. Each
+            parameter's own if None.
 
     Attributes:
-        shards: for each trained parameter the rows of it that this rank holds, in the same memory.
-        replaced: the same for each that there was before, which has no values any more.
-        divisions: for each of these, which elements are whose.
+        shards: for each trained parameter this rank's rows, in the same memory.
+        replaced: the same by the parameters before sharding, which have no values any more.
+        divisions: by the parameters before sharding, the elements of each rank.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class FullyShardedModel(Gradients):
             if param.requires_grad:
                 self.shards[new] = self.replaced[param] = Parameter(local_rows(new).detach())
                 self.divisions[param] = Division(self._group, intervals_of_rows(new))
-            # Whoever has hold of it, such as an optimizer, keeps no memory.
+            # An optimizer or another holder of the old parameter keeps no memory.
             param.data = torch.empty(0, dtype=param.dtype, device=device)
         # The loss is divided by the whole batch's number of tokens, so that gradients are summed.
         sharded.set_gradient_divide_factor(1.0)
@@ -102,7 +102,6 @@ class FullyShardedModel(Gradients):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside it backward passes accumulate the gradients of whole layers, and no gradient is communicated."""
         for root in self._roots:
             root.set_requires_gradient_sync(False)
         try:
@@ -115,7 +114,6 @@ class FullyShardedModel(Gradients):
         """Gradients are complete when the last backward ends: there is nothing to wait for."""
 
     def zero_(self) -> None:
-        """Forget all gradients."""
         for param in self._params:
             param.grad = None
 
@@ -123,8 +121,8 @@ class FullyShardedModel(Gradients):
 def whole_parts(model: nn.Module) -> Iterator[nn.Module]:
     """The parts of a model whose parameters are gathered together, one after the other; the model if it is whole.
 
-    Each has all its own parameters whole and plain until the next one is asked for; what was written into frozen ones
-    is kept. Collective over the data-parallel ranks.
+    Each has its parameters whole and plain until the next one is asked for; values written into frozen ones are kept.
+    Collective over the data-parallel ranks.
     """
     units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
     if not units:
@@ -151,7 +149,7 @@ def _reshard_without_backward(module: Any, inputs: Any, output: Any) -> None:
 
 
 class _Collective:
-    """How PyTorch asks for one between CPU ranks: by ours, which know shared memory and name whom they wait for."""
+    """Our collectives for PyTorch between CPU ranks: they use shared memory, and name the ranks they wait for."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

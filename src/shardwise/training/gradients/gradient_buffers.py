@@ -5,15 +5,13 @@ in which a backward makes them. A buffer is cut into buckets. As soon as the las
 all-reduce starts, and runs while the gradients of the next are computed; ``finish`` waits for what is left. Nothing is
 copied together before, or apart afterwards: ``param.main_grad`` is a view of the buffer.
 
-Buckets start in one order on every rank, each after the one before. So a rank that did not use a parameter contributes
-zeros to its bucket at ``finish`` and makes the same calls as the others; the price is that buckets behind it start late
-there.
+Buckets start in one order on every rank, each after the one before. A rank that did not use a parameter contributes
+zeros to its bucket at ``finish`` and makes the same calls as the others; buckets behind it start late on that rank.
 
 Source: Li et al. 2020 (arXiv:2006.15704), section 3.2.
 """
 
 import contextlib
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,21 +25,25 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.core.communication.agreement import check_same
 from shardwise.core.communication.collectives import all_reduce_async, reduce_scatter_async
 from shardwise.core.errors import ConfigError
-from shardwise.training.gradients.bucket import DEFAULT_BUCKET_SIZE, Bucket, make_buckets, trained_by_dtype
-from shardwise.training.gradients.gradients import Gradients
+from shardwise.training.gradients.gradients import (
+    DEFAULT_BUCKET_SIZE,
+    Bucket,
+    Gradients,
+    make_buckets,
+    trained_by_dtype,
+    weak_hook,
+)
 
 
 @dataclass(eq=False)
 class _Slot:
-    """A parameter's place."""
-
     name: str
     view: Tensor
     bucket: Bucket
-    # Its gradient comes when a layer computes what it had put off, or when nobody says so.
+    # Its gradient comes when a layer computes a deferred one, or at an unknown time.
     comes_from_layer: bool
     comes_late: bool
-    # param.grad is the view, or was until somebody took it away.
+    # param.grad is the view, or was until it was replaced.
     is_attached: bool = False
 
 
@@ -52,24 +54,22 @@ class GradientBuffers(Gradients):
     its ``grad`` is that view too, from the first backward on, and optimizers find it there; in another dtype each
     micro-batch's gradient is added to ``main_grad``, and ``grad`` is None.
 
-    All backward passes of a step but the last run inside ``no_sync()``; then comes ``finish()``, once. Gradients are
-    forgotten by ``zero_()``, or by setting ``param.grad = None`` (as ``optimizer.zero_grad()`` does) where it is a
-    view and no layer adds to ``main_grad`` by itself.
-
-    A parameter that a step does not use has a gradient of zeros, or what the ranks that used it computed.
+    All backward passes of a step but the last run inside ``no_sync()``; then comes ``finish()``, once. ``zero_()``
+    forgets gradients; so does ``param.grad = None`` (as in ``optimizer.zero_grad()``) where it is a view and no layer
+    adds to ``main_grad``. A parameter that no rank used in a step has a gradient of zeros.
 
     Args:
         model: the module whose trained parameters it is, or a pipeline stage's chunks.
         group: the ranks that see different samples.
         bucket_size: the most elements of a bucket, unless one parameter has more; None for one bucket per dtype.
         dtype: of the buffers; each parameter's own if None.
-        average: the mean over the ranks, in place of the sum: gradients are divided by their number before they travel.
+        average: the mean over the ranks instead of the sum: gradients are divided by their number before they travel.
         overlap: reduce buckets during the backward; otherwise all at ``finish``.
         late: parameters whose gradients are complete only when ``finish`` (or ``start``) is called.
-        scatter: each rank gets its own interval of each bucket (``Bucket.own``), and what it has of the others is of no
-            use: half of what travels otherwise.
-        whole: with ``scatter``, parameters whose gradients every rank gets all the same, in buckets of their own; such
-            as those that are then summed over other groups.
+        scatter: each rank gets its own interval of each bucket (``Bucket.own``) and nothing useful in the others, which
+            halves the traffic.
+        whole: with ``scatter``, parameters whose gradients every rank gets whole, in separate buckets; such as those
+            that are then summed over other groups.
 
     Attributes:
         buffers: the flat tensors.
@@ -109,14 +109,24 @@ class GradientBuffers(Gradients):
         layers: list[Any] = [layer for chunk in modules for layer in chunk.modules()]
         delaying = [layer for layer in layers if getattr(layer, "delays_weight_gradients", False)]
         delayed: set[Parameter] = {layer.weight for layer in delaying}
-        # Whose weight is another's: it is known once a gradient waits.
+        # Layers with the weight of another layer, which is known once a gradient waits.
         self._borrowing = [layer for layer in delaying if layer.weight is None]
         late, whole = set(late), set(whole) if scatter else set()
-        buckets: list[tuple[int, Bucket]] = []
+        # By the place of its last parameter in the order of all.
+        placed: dict[int, Bucket] = {}
         for places, params in trained_by_dtype(modules, apart=whole):
+            names = {param: name for name, param in params}
             scatters = scatter and params[0][1] not in whole
-            buckets += self._make_buffer(places, params, dtype, bucket_size, delayed, late, scatters)
-        self.buckets = [bucket for _, bucket in sorted(buckets, key=lambda each: each[0])]
+            buffer, buckets = make_buckets(names, dtype, bucket_size, num_ranks=group.size(), is_scattered=scatters)
+            self.buffers.append(buffer)
+            last = -1
+            for bucket in buckets:
+                for index, param in enumerate(bucket.params):
+                    view = bucket.view(index)
+                    self._slots[param] = _Slot(names[param], view, bucket, param in delayed, param in late)
+                last += len(bucket.params)
+                placed[places[last]] = bucket
+        self.buckets = [placed[place] for place in sorted(placed)]
         if group.size() > 1:
             facts = [(str(each.data.dtype), each.data.numel(), len(each.params)) for each in self.buckets]
             check_same(facts, "their trained parameters (dtype, elements and number, by bucket)", group=group)
@@ -124,42 +134,14 @@ class GradientBuffers(Gradients):
             tensor: Any = param
             tensor.main_grad = slot.view
             if not slot.comes_from_layer:
-                # Where a layer adds to main_grad by itself, hooks run only if there is this attribute.
+                # Where a layer adds to main_grad, hooks run only if there is this attribute.
                 tensor.grad_added_to_main_grad = False
-            self._handles.append(param.register_post_accumulate_grad_hook(_hook(self, from_layer=False)))
+            self._handles.append(param.register_post_accumulate_grad_hook(weak_hook(self._arrived, False)))
         for layer in delaying:
-            self._handles.append(layer.register_weight_gradient_hook(_hook(self, from_layer=True)))
-
-    def _make_buffer(
-        self,
-        places: Sequence[int],
-        params: Sequence[tuple[str, Parameter]],
-        dtype: torch.dtype | None,
-        bucket_size: int | None,
-        delayed: Collection[Parameter],
-        late: Collection[Parameter],
-        scatters: bool,
-    ) -> Iterator[tuple[int, Bucket]]:
-        """One buffer; its buckets, each with the place of its last parameter in the order of all."""
-        buffer, buckets = make_buckets(
-            [param for _, param in params],
-            dtype=dtype,
-            bucket_size=bucket_size,
-            num_ranks=self.group.size(),
-            is_scattered=scatters,
-        )
-        self.buffers.append(buffer)
-        names = {param: name for name, param in params}
-        last = -1
-        for bucket in buckets:
-            for index, param in enumerate(bucket.params):
-                self._slots[param] = _Slot(names[param], bucket.view(index), bucket, param in delayed, param in late)
-            last += len(bucket.params)
-            yield places[last], bucket
+            self._handles.append(layer.register_weight_gradient_hook(weak_hook(self._arrived, True)))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside it backward passes accumulate, and nothing is communicated."""
         before, self._synchronises = self._synchronises, False
         try:
             yield
@@ -167,15 +149,12 @@ class GradientBuffers(Gradients):
             self._synchronises = before
 
     def start(self) -> None:
-        """Start the reduction of every bucket that is not under way, whether or not all its gradients are there."""
+        """Start the reduction of every bucket that is not under way, complete or not."""
         while self._num_started < len(self.buckets):
             self._start_next()
 
     def finish(self) -> None:
-        """Reduce what is not reduced yet, and wait: gradients are then the sum (or mean) over the ranks.
-
-        With ``scatter`` they are so where this rank owns them.
-        """
+        """Reduce the rest, and wait; gradients (with ``scatter``, this rank's) are then complete sums or means."""
         self.start()
         self._wait()
         for param, slot in self._slots.items():
@@ -199,7 +178,7 @@ class GradientBuffers(Gradients):
             buffer.mul_(factor)
 
     def remove_(self) -> None:
-        """Leave the parameters as they were: no hooks, no ``main_grad``, no ``grad``."""
+        """Restore the parameters: no hooks, no ``main_grad``, no ``grad``."""
         self._wait()
         for handle in self._handles:
             handle.remove()
@@ -209,8 +188,9 @@ class GradientBuffers(Gradients):
                 vars(param).pop(name, None)
         self._slots.clear()
 
-    def _arrived(self, param: Parameter, *, from_layer: bool) -> None:
-        """A gradient of ``param`` is there, by a backward or by what a layer had put off."""
+    @torch.no_grad()
+    def _arrived(self, param: Parameter, from_layer: bool) -> None:
+        """Take a gradient of ``param`` that a backward, or a layer's deferred computation, has made."""
         slot = self._slots.get(param)
         if slot is None:
             # Of a copy of the layer.
@@ -235,7 +215,7 @@ class GradientBuffers(Gradients):
             self._start_next()
 
     def _take_in(self, param: Parameter, slot: _Slot) -> None:
-        """Let the view hold all of the gradient."""
+        """Add what autograd left in ``grad`` to the view."""
         grad = param.grad
         if grad is slot.view:
             return
@@ -276,16 +256,3 @@ class GradientBuffers(Gradients):
         for bucket in self.buckets:
             bucket.wait(self.group)
         self._num_started = 0
-
-
-def _hook(buffers: GradientBuffers, *, from_layer: bool) -> Callable[[Any], None]:
-    """What calls ``_arrived`` and does not keep the buffers alive: parameters may outlive them."""
-    reference = weakref.ref(buffers)
-
-    @torch.no_grad()
-    def hook(param: Parameter) -> None:
-        alive = reference()
-        if alive is not None:
-            alive._arrived(param, from_layer=from_layer)
-
-    return hook

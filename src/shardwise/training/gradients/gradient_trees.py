@@ -1,17 +1,15 @@
 """Gradients whose bits do not depend on how many data-parallel ranks share the samples.
 
 A step's micro-batches, of one size at every layout, are the leaves of one binary tree. A rank has a run of them, which
-is a subtree, and sums it as its gradients come, with a partial sum kept for each level; the roots of the ranks'
-subtrees are summed between the ranks (``core.communication.trees``). Where the number of micro-batches is no power of
-two, the leaves are runs of as many as its odd factor says, summed one after the other.
+is a subtree, and sums it as its gradients come, with a partial sum for each level; the roots of the ranks' subtrees are
+summed between the ranks (``core.communication.trees``). If the number of micro-batches is not a power of two, a leaf is
+a run of as many as its odd factor, summed one after the other.
 
 A weight that is used twice, as embedding and as output layer, has a tree for each use, and their sum at the end: on
 different pipeline stages the two are summed apart as well.
-
-With ``scatter`` each rank gets an interval of the sums, which is the first half of what travels otherwise.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,8 +21,15 @@ from torch.nn import Parameter
 from shardwise.core.communication.collectives import all_reduce, reduce_scatter
 from shardwise.core.communication.trees import TreeCounter, exact_total, sum_at_any_threads
 from shardwise.core.errors import ConfigError
-from shardwise.training.gradients.bucket import DEFAULT_BUCKET_SIZE, Bucket, make_buckets, trained_by_dtype
-from shardwise.training.gradients.gradients import Gradients, Total
+from shardwise.training.gradients.gradients import (
+    DEFAULT_BUCKET_SIZE,
+    Bucket,
+    Gradients,
+    Total,
+    all_reduced,
+    make_buckets,
+    trained_by_dtype,
+)
 
 
 class ExactTotal(Total):
@@ -35,11 +40,9 @@ class ExactTotal(Total):
         self._losses: list[Tensor] = []
 
     def add(self, values: Tensor) -> None:
-        """See ``Total``."""
         self._losses.append(values.to(self.tensor.dtype))
 
     def over(self, groups: Sequence[ProcessGroup]) -> Tensor:
-        """See ``Total``."""
         losses: list[float] = torch.cat(self._losses).tolist() if self._losses else []
         return self.tensor.new_tensor([exact_total(losses, groups=groups, what="the losses")])
 
@@ -54,9 +57,7 @@ class GradientTrees(Gradients):
         model: the module whose trained parameters it is, or a pipeline stage's chunks.
         group: the ranks that see different samples; it sums over parts (``core.communication.trees.sum_in_parts``).
         dtype: of the sums; each parameter's own if None.
-        scatter: as of ``GradientBuffers``: each rank gets its own interval of each bucket (``Bucket.own``), and
-            ``main_grad`` is a view of the bucket, of which the rest is of no use.
-        whole: with ``scatter``, parameters whose gradients every rank gets all the same.
+        scatter, whole: as of ``GradientBuffers``; ``main_grad`` is a view of the bucket.
 
     Attributes:
         buckets: with ``scatter``, in the order in which they are reduced.
@@ -95,29 +96,24 @@ class GradientTrees(Gradients):
             for module in chunk.modules():
                 if getattr(module, "delays_weight_gradients", False):
                     layer: Any = module
-                    # What has no weight of its own is an output layer that is given the embedding's.
+                    # A layer without a weight is an output layer that is given the embedding's.
                     layer.register_weight_gradient_hook(partial(self._take, use=int(layer.weight is None)))
         for param in self._names:
             tensor: Any = param
             # Models hand the output layer's part of a tied weight's gradient here.
-            tensor.take_output_gradient = self._take_output_gradient
+            tensor.take_output_gradient = partial(self._add, use=1)
         whole = set(whole)
         for _, params in trained_by_dtype(modules, apart=whole) if scatter else ():
+            of_dtype, scatters = [param for _, param in params], params[0][1] not in whole
             self.buckets += make_buckets(
-                [param for _, param in params],
-                dtype=dtype,
-                bucket_size=DEFAULT_BUCKET_SIZE,
-                num_ranks=group.size(),
-                is_scattered=params[0][1] not in whole,
+                of_dtype, dtype, DEFAULT_BUCKET_SIZE, num_ranks=group.size(), is_scattered=scatters
             )[1]
 
     def begin(self, num_micro_batches: int) -> None:
-        """Forget all gradients; this rank has so many micro-batches in the step to come, and others as many."""
         self._run = num_micro_batches // (num_micro_batches & -num_micro_batches)
         self.zero_()
 
     def zero_(self) -> None:
-        """Forget all gradients."""
         self._sums.clear()
         for param in self._names:
             tensor: Any = param
@@ -156,18 +152,15 @@ class GradientTrees(Gradients):
         assert isinstance(param, Parameter)
         grad, param.grad = param.grad, None
         if grad is not None:
-            self._add(param, use, grad)
-
-    def _take_output_gradient(self, param: Parameter, grad: Tensor) -> None:
-        self._add(param, 1, grad)
+            self._add(param, grad, use)
 
     @torch.no_grad()
-    def _add(self, param: Parameter, use: int, grad: Tensor) -> None:
+    def _add(self, param: Parameter, grad: Tensor, use: int) -> None:
         summed = self._sums.setdefault((param, use), _Sum(self._run))
         summed.add(grad if self.dtype is None else grad.to(self.dtype))
 
     def _reduce_(self, bucket: Bucket) -> None:
-        """Sum over the ranks what lies in a bucket, to each element's owner or to every rank."""
+        """Sum a bucket over the ranks, to each element's owner or to every rank."""
         others: list[tuple[int, Tensor]] = []
         for index, param in enumerate(bucket.params):
             totals = [self._sums.pop(key).total() for use in (0, 1) if (key := (param, use)) in self._sums]
@@ -194,12 +187,7 @@ class GradientTrees(Gradients):
     def _over_ranks(self, totals: Sequence[Tensor]) -> list[Tensor]:
         if self.group.size() == 1:
             return list(totals)
-        summed: list[Tensor] = []
-        for bucket in _buckets(totals):
-            flat = all_reduce(torch.cat([total.flatten() for total in bucket]), group=self.group, may_overwrite=True)
-            sizes = [total.numel() for total in bucket]
-            summed += [part.view(total.shape) for part, total in zip(flat.split(sizes), bucket, strict=True)]
-        return summed
+        return [total for _, total in all_reduced(totals, group=self.group, most_elements=DEFAULT_BUCKET_SIZE)]
 
 
 class _Sum:
@@ -222,17 +210,3 @@ class _Sum:
 
     def total(self) -> Tensor:
         return self._tree.total()
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """Runs of tensors of one dtype, each of about ``DEFAULT_BUCKET_SIZE``."""
-    bucket: list[Tensor] = []
-    elements = 0
-    for tensor in tensors:
-        if bucket and (elements + tensor.numel() > DEFAULT_BUCKET_SIZE or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, elements = [], 0
-        bucket.append(tensor)
-        elements += tensor.numel()
-    if bucket:
-        yield bucket

@@ -1,21 +1,28 @@
-"""The gradients of a step: the one protocol by which the trainer knows them, and the plain way.
+"""The gradients of a step: the trainer's one protocol, its plain implementation, and the buckets that others share.
 
-``GradientBuffers`` sums them over ranks in buckets, ``GradientTrees`` with the same bits at every number of ranks, and
-``FullyShardedModel`` as PyTorch's FSDP2 does. ``build_optimizer`` chooses.
+``GradientBuffers`` sums gradients over ranks in buckets, ``GradientTrees`` with the same bits at every number of ranks,
+and ``FullyShardedModel`` as PyTorch's FSDP2 does. ``build_optimizer`` chooses. A ``Bucket`` is a run of a flat buffer
+that one collective reduces; ``place`` says where parameters lie and where the buffer is cut.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.transports.transport import Pending
+from shardwise.core.sharding import Interval
 
 
 class Total:
@@ -40,23 +47,22 @@ class Total:
         return total
 
 
-def _sum(losses: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return losses.sum(dtype=dtype)
-
-
 class Gradients:
     """Gradients that stay where autograd puts them: those of one data-parallel rank.
 
     Attributes:
         total: the class of a step's sums.
-        sum_of_losses: sums the losses of one micro-batch, in the dtype given.
         seeds_micro_batches: dropout's numbers depend on a micro-batch's place in the global batch, not on its rank.
     """
 
     total: type[Total] = Total
-    sum_of_losses: Callable[[Tensor, torch.dtype | None], Tensor] = staticmethod(_sum)
     seeds_micro_batches = False
     _trained: Sequence[Parameter] = ()
+
+    @staticmethod
+    def sum_of_losses(losses: Tensor, dtype: torch.dtype | None, /) -> Tensor:
+        """The sum of the losses of one micro-batch, in the given dtype."""
+        return losses.sum(dtype=dtype)
 
     @staticmethod
     def of(params: Sequence[Parameter]) -> Gradients:
@@ -75,8 +81,195 @@ class Gradients:
             param.grad = None
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside it backward passes accumulate, and nothing is communicated."""
+        """Inside it backward passes accumulate without communication."""
         return contextlib.nullcontext()
 
     def finish(self) -> None:
         """Complete the sums over the ranks, once a step."""
+
+
+# Parameters and each rank's interval of a bucket start at multiples of this many elements, 64 bytes of fp32: vectorised
+# kernels find them aligned, and round each element alike whichever interval it lies in.
+_ALIGNMENT = 16
+
+
+class Placement(NamedTuple):
+    """Parameters in a flat buffer, in order.
+
+    Attributes:
+        starts: the first element of each parameter.
+        buckets: for each bucket the indices of its parameters.
+        bounds: the first element of each bucket, and last the end of the buffer; each rank's interval of a bucket is a
+            multiple of 16 elements.
+    """
+
+    starts: tuple[int, ...]
+    buckets: tuple[range, ...]
+    bounds: tuple[int, ...]
+
+
+def place(sizes: Sequence[int], *, bucket_size: int | None, world_size: int) -> Placement:
+    """Put parameters one after the other, and cut between them.
+
+    Args:
+        sizes: numbers of elements, of at least one parameter.
+        bucket_size: the most elements of a bucket, padding included, unless one parameter has more; None: one bucket.
+        world_size: ranks between which a bucket may be split.
+
+    >>> place([5, 30, 40], bucket_size=64, world_size=3)
+    Placement(starts=(0, 16, 48), buckets=(range(0, 2), range(2, 3)), bounds=(0, 48, 96))
+    """
+    step = _ALIGNMENT * world_size
+    starts: list[int] = []
+    firsts = [0]
+    bounds = [0]
+    end = 0
+    for index, size in enumerate(sizes):
+        start = _rounded_up(end, _ALIGNMENT)
+        overflows = bucket_size is not None and _rounded_up(start + size, step) - bounds[-1] > bucket_size
+        if index > firsts[-1] and overflows:
+            start = _rounded_up(end, step)
+            firsts.append(index)
+            bounds.append(start)
+        starts.append(start)
+        end = start + size
+    bounds.append(_rounded_up(end, step))
+    buckets = tuple(range(first, stop) for first, stop in pairwise([*firsts, len(sizes)]))
+    return Placement(tuple(starts), buckets, tuple(bounds))
+
+
+def _rounded_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+DEFAULT_BUCKET_SIZE = 1 << 23
+"""Elements of a bucket: 32 MiB of fp32."""
+
+
+@dataclass(eq=False)
+class Bucket:
+    """A run of a buffer that is reduced by one collective.
+
+    Attributes:
+        data: ``[n]``, a view of the buffer; the number of data-parallel ranks divides ``n``.
+        params: parameters whose gradients lie in it.
+        starts: the first element in ``data`` of each of them.
+        is_scattered: the sum goes to each element's owner only; otherwise to every rank.
+        arrived: parameters whose gradients are complete.
+        pending: the reduction, while it is under way.
+    """
+
+    data: Tensor
+    params: tuple[Parameter, ...]
+    starts: tuple[int, ...]
+    is_scattered: bool = False
+    arrived: set[Parameter] = field(default_factory=set)
+    pending: Pending | None = None
+
+    def view(self, index: int) -> Tensor:
+        """The gradient of ``params[index]``, of its shape."""
+        param = self.params[index]
+        return self.data.narrow(0, self.starts[index], param.numel()).view(param.shape)
+
+    def own(self, flat: Tensor, group: ProcessGroup) -> Tensor:
+        """This rank's interval of a tensor that is laid out as ``data``; all ranks have equally many elements."""
+        size = self.data.numel() // group.size()
+        return flat.narrow(0, group.rank() * size, size)
+
+    def intervals(self, index: int, num_ranks: int) -> tuple[Interval, ...]:
+        """The elements of ``params[index]`` that each rank owns, in row-major order; often none."""
+        start, count = self.starts[index], self.params[index].numel()
+        size = self.data.numel() // num_ranks
+        edges = [min(max(rank * size - start, 0), count) for rank in range(num_ranks + 1)]
+        return tuple(pairwise(edges))
+
+    def wait(self, group: ProcessGroup) -> None:
+        """Wait for the reduction, if one is under way, and forget which gradients have arrived."""
+        if self.pending is not None:
+            reduced, self.pending = self.pending.wait(), None
+            target = self.own(self.data, group) if self.is_scattered else self.data
+            if reduced.data_ptr() != target.data_ptr():
+                target.copy_(reduced)
+        self.arrived.clear()
+
+
+def make_buckets(
+    params: Iterable[Parameter],
+    dtype: torch.dtype | None,
+    bucket_size: int | None,
+    *,
+    num_ranks: int,
+    is_scattered: bool,
+) -> tuple[Tensor, list[Bucket]]:
+    """A buffer of zeros for the gradients of parameters of one dtype and device, and its buckets (see ``place``)."""
+    params = list(params)
+    first = params[0]
+    placement = place([param.numel() for param in params], bucket_size=bucket_size, world_size=num_ranks)
+    buffer = torch.zeros(placement.bounds[-1], dtype=dtype or first.dtype, device=first.device)
+    buckets = [
+        Bucket(
+            buffer[start:stop],
+            tuple(params[index] for index in indices),
+            tuple(placement.starts[index] - start for index in indices),
+            is_scattered,
+        )
+        for indices, (start, stop) in zip(placement.buckets, pairwise(placement.bounds), strict=True)
+    ]
+    return buffer, buckets
+
+
+def trained_by_dtype(
+    modules: Sequence[nn.Module], apart: Collection[Parameter] = ()
+) -> list[tuple[list[int], list[tuple[str, Parameter]]]]:
+    """Trained parameters of each dtype and device, last first, with their places among all.
+
+    Parameters in ``apart`` are in separate groups.
+    """
+    seen: dict[Parameter, str] = {}
+    for number, module in enumerate(modules):
+        for name, param in module.named_parameters():
+            if param.requires_grad:
+                seen.setdefault(param, f"chunk {number}: {name}" if len(modules) > 1 else name)
+    groups: dict[object, tuple[list[int], list[tuple[str, Parameter]]]] = {}
+    for number, (param, name) in enumerate(reversed(seen.items())):
+        places, params = groups.setdefault((param.dtype, param.device, param in apart), ([], []))
+        places.append(number)
+        params.append((name, param))
+    return list(groups.values())
+
+
+def all_reduced(
+    tensors: Iterable[Tensor], *, group: ProcessGroup, most_elements: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor with its sum over the ranks.
+
+    Consecutive tensors of one dtype travel together, in runs of about ``most_elements``: few enough collectives, and a
+    bounded copy.
+    """
+    runs: list[list[Tensor]] = []
+    elements = 0
+    for tensor in tensors:
+        if not runs or elements + tensor.numel() > most_elements or tensor.dtype != runs[-1][0].dtype:
+            runs.append([])
+            elements = 0
+        runs[-1].append(tensor)
+        elements += tensor.numel()
+    for run in runs:
+        flat = all_reduce(torch.cat([tensor.flatten() for tensor in run]), group=group, may_overwrite=True)
+        for tensor, total in zip(run, flat.split([tensor.numel() for tensor in run]), strict=True):
+            yield tensor, total.view(tensor.shape)
+
+
+def weak_hook(method: Callable[..., None], *more: Any) -> Callable[..., None]:
+    """A hook that calls a method with its own first argument, if any, and ``more``.
+
+    It does not keep the method's object alive: a model may outlive it.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def hook(*arguments: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*arguments[:1], *more)
+
+    return hook

@@ -1,19 +1,17 @@
-"""Parameters in flat memory, of which each data-parallel rank updates an interval and gathers the rest.
+"""Parameters in flat memory: each data-parallel rank updates an interval and gathers the rest.
 
 Parameters lie as their gradients do, bucket by bucket. When every rank has updated its interval of each bucket, the
-buckets are gathered in place, in about the order in which the forward uses them. Each is waited for just before the
-first module that has a parameter in it runs, and the next one starts then: one gather is in flight while the forward
-computes. No more are, since a GPU with one queue starts kernels in the order of their launches, and the forward would
-begin behind the last gather.
+buckets are gathered in place, in about the order in which the forward uses them. The first module with a parameter in a
+bucket waits for it and starts the next one: one gather is in flight while the forward computes. There is only one,
+since a GPU with one queue starts kernels in the order of their launches, and the forward would begin behind the last
+gather.
 
-Buckets start in one order on every rank, whatever order a rank reads them in, and all have started before the first
-gradient is reduced in the same group.
+Buckets start in the same order on every rank, and all have started before the first gradient is reduced in the group.
 
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5, P_os.
 """
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,16 +26,16 @@ from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.sharding import Interval
 from shardwise.training.gradients.gradient_buffers import GradientBuffers
 from shardwise.training.gradients.gradient_trees import GradientTrees
+from shardwise.training.gradients.gradients import weak_hook
 
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """Which elements of one parameter each data-parallel rank updates.
+    """The elements of one parameter that each data-parallel rank updates.
 
     Attributes:
         group: the ranks.
-        intervals: for each rank in order, first of its elements in row-major order and the one after the last; together
-            all elements, and often none of a rank's.
+        intervals: for each rank in order its elements, in row-major order; together all elements, often none of a rank.
     """
 
     group: ProcessGroup
@@ -51,11 +49,11 @@ class Division:
 
 @dataclass(frozen=True, eq=False)
 class Share(Division):
-    """The same, and what this rank has of the parameter.
+    """A division, with this rank's elements.
 
     Attributes:
-        data: ``[m]``, this rank's elements of the parameter: a view.
-        gradient: ``[m]``, those of its gradient.
+        data: ``[m]``, a view of the parameter.
+        gradient: ``[m]``, a view of its gradient.
     """
 
     data: Tensor
@@ -65,12 +63,11 @@ class Share(Division):
 class ParameterBuffers:
     """The trained parameters of a model in flat memory, gathered during the next forward.
 
-    From here on each trained parameter's memory is part of a bucket's. A bucket is waited for when a module that has
-    one of its parameters is called, or when the parameter's ``wait_for_values`` is, which the parameter has from here
-    on for code that reads it without calling its module (as the loss that is fused with the output layer does). A
-    module that was not called in some forward, nor waited for so, has its buckets waited for when a forward begins,
-    from then on; so the first forward comes before the first ``gather_``. Code that reads parameters otherwise calls
-    ``wait`` before, on every rank.
+    Each trained parameter's memory is part of a bucket's. A call of a module waits for the buckets of its parameters;
+    so does a call of a parameter's ``wait_for_values``, for code that reads it without calling its module (the loss
+    that is fused with the output layer). If a forward calls neither for some module, later forwards wait for its
+    buckets when they begin; so the first forward comes before the first ``gather_``. Code that reads parameters
+    otherwise calls ``wait`` before, on every rank.
 
     Args:
         model: the module, or a pipeline stage's chunks, as it was given to ``gradients``.
@@ -111,30 +108,31 @@ class ParameterBuffers:
                 of_param[param] = number
             self._flats.append(flat)
             self._pending.append(None)
-        self._buckets_of = _buckets_of(model, of_param)
+        # The buckets of each module's direct parameters, in the order of gathering.
+        self._buckets_of: dict[nn.Module, list[int]] = {}
         owners: dict[Parameter, list[nn.Module]] = {param: [] for param in of_param}
-        for module in self._buckets_of:
-            for param in module.parameters(recurse=False):
-                if param in owners:
-                    owners[param].append(module)
-            self._handles.append(module.register_forward_pre_hook(_hook(self, ParameterBuffers._before_module)))
+        roots = [model] if isinstance(model, nn.Module) else list(model)
+        for module in dict.fromkeys(module for root in roots for module in root.modules()):
+            own = [param for param in module.parameters(recurse=False) if param in owners]
+            if own:
+                self._buckets_of[module] = sorted({of_param[param] for param in own}, reverse=True)
+                self._handles.append(module.register_forward_pre_hook(weak_hook(self._before_module)))
+            for param in own:
+                owners[param].append(module)
         self._inside: dict[nn.Module, set[nn.Module]] = {}
-        for root in [model] if isinstance(model, nn.Module) else model:
+        for root in roots:
             self._inside[root] = self._buckets_of.keys() & set(root.modules())
-            hook = _hook(self, ParameterBuffers._before_forward)
+            hook = weak_hook(self._before_forward)
             self._handles.append(root.register_forward_pre_hook(hook, prepend=True))
         self._owners = list(owners.values())
         for place, param in enumerate(owners):
             tensor: Any = param
-            tensor.wait_for_values = _hook(self, ParameterBuffers._before_reading, place)
+            tensor.wait_for_values = weak_hook(self._before_reading, place)
         self._gradients = gradients
-        gradients.before_reducing = _hook(self, ParameterBuffers.start)
+        gradients.before_reducing = weak_hook(self.start)
 
     def gather_(self) -> None:
-        """Start to give every rank the parameters as their owners have updated them; every rank calls.
-
-        The first bucket starts now, and each other one when the one before it is waited for.
-        """
+        """Start to gather the updated parameters; every rank calls. A later bucket starts when the one before ends."""
         self.wait()
         for root in list(self._begun):
             self._end_forward(root)
@@ -142,11 +140,11 @@ class ParameterBuffers:
         self._start(1)
 
     def start(self) -> None:
-        """Start what has not started yet; where ranks make other calls in the group next, every rank calls."""
+        """Start all remaining buckets; every rank calls it before other calls in the group."""
         self._start(len(self._buckets))
 
     def wait(self) -> None:
-        """Wait until all parameters are there; every rank calls."""
+        """Wait until all parameters are complete; every rank calls."""
         self.start()
         self._wait_for(reversed(range(len(self._buckets))))
 
@@ -161,7 +159,6 @@ class ParameterBuffers:
 
     @torch.no_grad()
     def _start(self, count: int) -> None:
-        """Start gathers, in their order, until ``count`` buckets have started."""
         while self._num_started < min(count, len(self._buckets)):
             self._num_started += 1
             number = len(self._buckets) - self._num_started
@@ -190,7 +187,7 @@ class ParameterBuffers:
         self._wait_for(sorted(self._early, reverse=True))
 
     def _end_forward(self, root: nn.Module) -> None:
-        """Note whose parameters the forward of ``root`` has read, if at all, without a call of their module."""
+        """Note modules whose parameters the forward of ``root`` has read, if at all, without a call."""
         uncalled = self._inside[root] - self._called
         self._early.update(number for module in uncalled for number in self._buckets_of[module])
         self._called -= self._inside[root]
@@ -203,31 +200,3 @@ class ParameterBuffers:
     def _before_reading(self, place: int) -> None:
         for module in self._owners[place]:
             self._before_module(module)
-
-
-def _buckets_of(
-    model: nn.Module | Sequence[nn.Module], of_param: dict[Parameter, int]
-) -> dict[nn.Module, tuple[int, ...]]:
-    """By module that has trained parameters itself, their buckets, in the order in which they are gathered."""
-    result: dict[nn.Module, tuple[int, ...]] = {}
-    for root in [model] if isinstance(model, nn.Module) else model:
-        for module in root.modules():
-            own = {of_param[param] for param in module.parameters(recurse=False) if param in of_param}
-            if own:
-                result[module] = tuple(sorted(own, reverse=True))
-    return result
-
-
-def _hook(buffers: ParameterBuffers, call: Callable[..., None], *given: Any) -> Callable[..., None]:
-    """What calls ``call(buffers, *given)``, or of a module's hook ``call(buffers, module)``.
-
-    It does not keep the buffers alive: a model may outlive them.
-    """
-    reference = weakref.ref(buffers)
-
-    def hook(*arguments: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            call(alive, *(given or arguments[:1]))
-
-    return hook

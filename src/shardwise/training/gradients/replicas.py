@@ -1,7 +1,7 @@
-"""Parameters that several ranks hold alike: whether they do, found by a hash of their bits before the first step.
+"""A check, by hashes before the first step, that ranks hold the same values of replicated parameters.
 
-Ranks that were seeded apart, or that read different files, train on without a word: each applies a norm of its own to
-hidden states that all share, and the mean of gradients is of different models.
+Without it, ranks that were seeded differently or read different files would train on without an error, each with its
+own norms on hidden states that all share, and average gradients of different models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,17 +37,16 @@ def check_replicas(
 ) -> None:
     """Raise DesyncError on every rank unless the ranks hold the same values where they should. Collective.
 
-    Of ``tp_group`` compared are the parameters that are not split over it, of ``dp_group`` all. Left out are
-    parameters whose ``Replicas`` do not name the axis in ``same_over``, and over ``dp_group`` those of which each rank
-    holds some rows. A model on the meta device has
-    nothing to compare. Two numbers of each rank are exchanged over each group, and the parameters' hashes only where
-    those differ. The host waits for a GPU.
+    Over ``tp_group`` it compares the parameters that are not split, over ``dp_group`` all but those with sharded rows,
+    in both cases those whose ``Replicas`` name the axis in ``same_over``. A model on the meta device passes. Two
+    numbers of each rank are exchanged over each group, and the parameters' hashes only if those differ. The host waits
+    for a GPU.
 
     Args:
         model: its parameters are read.
         tp_group: the ranks that split each layer.
         dp_group: the ranks that see different samples; None to compare none.
-        pp_group: the stages of the model, which hear of an error on another; None if there is one, or the caller tells
+        pp_group: the stages of the model, which raise each other's errors; None if there is one, or the caller tells
             them.
     """
     replicas = replicas_of(model)
@@ -70,7 +69,7 @@ def check_replicas(
     compared = of_tp | of_dp
     with accounting.uncounted():
         hashes = dict(zip(compared, fingerprints(list(compared.values())), strict=True))
-        # Both, whatever the first one finds: others may have found nothing.
+        # Both, even after an error of the first: other ranks may have found none.
         shapes = {name: list(param.shape) for name, param in compared.items()}
         errors = [_difference({name: hashes[name] for name in of_tp}, shapes, "tensor", tp_group, device)]
         if dp_group is not None:
@@ -96,7 +95,7 @@ def _difference(
     group: ProcessGroup,
     device: torch.device,
 ) -> DesyncError | None:
-    """What is wrong with the parameters of these hashes; the same on every rank of ``group``, None if nothing is."""
+    """The error of parameters with these hashes, the same on every rank of ``group``; None if the ranks agree."""
     if group.size() == 1:
         return None
     hashes = dict(sorted(hashes.items()))
@@ -133,9 +132,9 @@ def _difference(
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """A hash of the bits of each tensor, ``[n]`` int64 on the device of the first; none is modified.
 
-    Different bits have the same hash with odds of 2^-48. Of sharded rows it is of this rank's, and of a quantized
-    tensor of all that it stores. Each run of elements, as integers, is multiplied by the same random numbers and summed
-    modulo 2^64; likewise the sums, until there is one.
+    Different bits have the same hash with odds of 2^-48. Sharded rows are hashed on their rank, quantized tensors with
+    all stored parts. Each run of elements, as integers, is multiplied by the same random numbers and summed modulo
+    2^64; so are the sums, until one is left.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.int64)

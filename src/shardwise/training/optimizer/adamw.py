@@ -14,7 +14,7 @@ from shardwise.nn import named_param_layouts
 from shardwise.training.gradients import Division
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
-# The fused kernel takes the last elements of a tensor, short of a vector, one by one, and rounds them otherwise.
+# The fused kernel takes the last elements of a tensor, less than a vector, one by one, and rounds them differently.
 VECTOR = 16
 
 
@@ -23,12 +23,12 @@ class AdamW(torch.optim.AdamW):
 
     Args:
         model: its parameters.
-        learning_rate: at the start; set anew before each step by ``set_learning_rate_``.
+        learning_rate: at the start; ``set_learning_rate_`` changes it before each step.
         weight_decay: per unit of learning rate.
         betas: decay of the gradient's mean and of its mean square.
         epsilon: added to the root mean square.
         without: parameters that another optimizer trains.
-        exact_parts: let no bit of an update depend on how parameters are split, up to so many parts; None if it may.
+        exact_parts: make the bits of an update independent of how parameters are split, up to so many parts.
 
     Source: Loshchilov and Hutter 2019 (arXiv:1711.05101).
     """
@@ -51,17 +51,13 @@ class AdamW(torch.optim.AdamW):
             {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
         ]
         if exact_parts is not None:
-            layouts = {param: layout for _, param, layout in named_param_layouts(model, 1)}
+            whole = {
+                param for _, param, layout in named_param_layouts(model, 1) if _has_whole_vectors(layout, exact_parts)
+            }
             groups = [
-                {
-                    **group,
-                    "params": [
-                        each for each in group["params"] if whole is _has_whole_vectors(layouts[each], exact_parts)
-                    ],
-                }
-                | ({} if whole else {"fused": False})
+                group | {"params": [each for each in group["params"] if (each in whole) is fused]} | options
                 for group in groups
-                for whole in (True, False)
+                for fused, options in ((True, {}), (False, {"fused": False}))
             ]
         reasons = (
             why_not_fused_optimizer(param.device.type, has_copies=has_copies(layout))
@@ -79,7 +75,7 @@ class AdamW(torch.optim.AdamW):
         return {kind: (state[kind], layout) for kind in STATE_NAMES}
 
     def set_step_(self, step: int) -> None:
-        """Take ``step`` steps for done, as the bias correction needs."""
+        """Take ``step`` steps for done, for the bias correction."""
         for group in self.param_groups:
             for param in group["params"]:
                 self._made_state(param)["step"].fill_(float(step))
@@ -87,14 +83,13 @@ class AdamW(torch.optim.AdamW):
     def train_instead_(
         self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Division] | None = None
     ) -> None:
-        """Update ``copies`` in place of the parameters that they are of."""
         for group in self.param_groups:
             group["params"] = [copies.get(param, param) for param in group["params"]]
 
     def _made_state(self, param: Parameter) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[param]
         if not state:
-            # As AdamW makes them at its first step; the fused one keeps the count beside the parameter.
+            # As AdamW makes them at its first step; the fused one keeps the count on the parameter's device.
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             for kind in STATE_NAMES:
                 state[kind] = torch.zeros_like(param, memory_format=torch.preserve_format)
@@ -102,7 +97,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _has_whole_vectors(layout: ParamLayout, parts: int) -> bool:
-    """Whether each of the parts of a parameter is made of whole vectors, at whatever layout."""
+    """True if each part of a parameter consists of whole vectors, at any layout."""
     if layout.dim is None:
         return True
     sections = parts * layout.stride

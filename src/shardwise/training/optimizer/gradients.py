@@ -1,23 +1,31 @@
-"""What happens to gradients between backward and step: sums over ranks, and the global norm."""
+"""The gradients between backward and step: sums over ranks, the global norm, and the same norm with exact bits.
+
+For exact bits each parameter is cut into the parts of its layout, which lie on one rank each at every layout, and a
+part into rows of a fixed number of elements. A row's squares are summed in fp64, in one order; the sums of all rows, of
+all ranks, are added up and rounded once. Where data-parallel ranks share out the gradients, the rows in which one
+rank's elements end are put together before.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.context import device_of_host_facts
+from shardwise.core.communication.trees import exact_parts, exact_total
 from shardwise.core.errors import ConfigError
-from shardwise.core.sharding import ParamLayout, ParamShard, has_copies, holders, segments
+from shardwise.core.sharding import Interval, ParamLayout, ParamShard, has_copies, holders, local_parts, segments
 from shardwise.core.sharding.balanced import first_row, group_of_rows, local_rows
+from shardwise.kernels import compiled
 from shardwise.nn.replicated import named_param_layouts, replicas_of
-from shardwise.training.gradients import Share
-from shardwise.training.optimizer.exact_norm import exact_norm
+from shardwise.training.gradients import Division, Share
+from shardwise.training.gradients.gradients import all_reduced
 
-# Gradients travel in runs of about this many elements: few enough collectives, and a bounded copy.
 _BUCKET_ELEMENTS = 1 << 24
 # The norm of that many elements is one fp32 sum, off by 2e-7 at most on a CPU. A sum of numbers of two bytes is not
 # vectorised there, which rounds more often.
@@ -30,16 +38,14 @@ def finalize_gradients_(
     """Complete every gradient, in place: it becomes that of the loss summed over all ranks' samples.
 
     Summed over ``tp_group`` are the gradients of parameters that each rank applied to its own part of the sequence or
-    to its own heads (``Replicas.summed_over``), and what several ranks hold of a split parameter, by its layout: the
-    copies of a key-value head. Copies are then the same on their ranks, bit for bit. All gradients are summed over
-    ``dp_group``. Divide the loss by the whole batch's number of tokens for a mean.
+    to its own heads (``Replicas.summed_over``), and of copies of a key-value head; copies are then the same, bit for
+    bit. All gradients are summed over ``dp_group``. Divide the loss by the whole batch's number of tokens for a mean.
 
-    The gradient of a parameter with a ``main_grad`` (``config.gradient_accumulation_fusion``) is that: what else
-    autograd left in its ``grad`` is added to it first, and ``grad`` is None afterwards. So it is with all functions
-    here.
+    Here and in the other functions, the gradient of a parameter with a ``main_grad``
+    (``config.gradient_accumulation_fusion``) is that: its ``grad``, if any, is added to it first and set to None.
 
     Args:
-        model: its parameters' gradients are overwritten; a parameter without one is left out, on every rank alike.
+        model: its gradients are overwritten; a parameter without one must have none on every rank.
         tp_group: the ranks that split each layer.
         dp_group: the ranks that see different samples; None if gradients are summed over them already
             (``training.gradients.GradientBuffers``).
@@ -64,8 +70,8 @@ def finalize_gradients_(
 def sum_tied_embedding_gradients_(model: nn.Module, *, embd_group: ProcessGroup) -> None:
     """Give the copies of a tied weight on the first and the last stage the sum of their gradients, in place.
 
-    Afterwards the gradients are the same bit for bit, so copies that started equal stay equal. Nothing happens where
-    the weights are not tied, or on one stage.
+    The gradients are then the same, bit for bit, so that copies that started equal stay equal. Nothing happens where
+    weights are not tied, or on one stage.
 
     Args:
         model: this rank's stage; the copy is its parameter whose gradient is summed over ``"embd"``.
@@ -99,8 +105,8 @@ def summed_over_other_groups(
 ) -> list[Parameter]:
     """The parameters whose gradients ``finalize_gradients_`` sums over other ranks than the data-parallel ones.
 
-    Every rank needs the gradient of these whole, before that sum (``GradientBuffers(whole=...)``): what ranks of a
-    data-parallel group own may be cut at other places on the ranks that they are then summed over.
+    Every rank needs their gradients whole before that sum (``GradientBuffers(whole=...)``): data-parallel groups may
+    cut the owners' intervals at different places.
     """
     groups = {"tp": tp_group, "embd": embd_group}
     several = {axis for axis, group in groups.items() if group is not None and group.size() > 1}
@@ -121,27 +127,23 @@ def global_grad_norm(
 ) -> Tensor:
     """The 2-norm of the whole model's gradient, as if it were on one rank.
 
-    Every split gradient counts on its rank, every replicated one and what several ranks hold of a split one once, and a
-    tied weight's on the first stage (the last stage's ``is_copy``).
+    Split gradients count on their ranks, replicated ones and copies of key-value heads once, and that of a tied weight
+    on the first stage (the last stage's ``is_copy``).
 
     Args:
         model: with complete gradients.
         tp_group: the ranks that split each layer.
         pp_group: the stages that share out the layers; None if there is one.
-        shares: by parameter, which elements of its gradient are complete on which data-parallel rank; None if all are
-            on every rank.
+        shares: by parameter, the elements of its gradient that are complete on each data-parallel rank; None if every
+            rank has all.
 
     Returns:
         An fp64 scalar, the same on every rank.
     """
-    replicas = replicas_of(model)
     counted = [
         part
-        for _, param, layout in named_param_layouts(model, tp_group.size())
-        if (gradient := gradient_of(param)) is not None and not replicas[param].is_copy
-        for part in _counted_here(
-            gradient, layout, tp_group.rank(), first_row(param), None if shares is None else shares[param]
-        )
+        for param, gradient, layout, share in _counted_once(model, tp_group, shares)
+        for part in _counted_here(gradient, layout, tp_group.rank(), first_row(param), share)
     ]
     first = next(model.parameters())
     total = all_reduce(_sum_of_squares(counted, first.device), group=tp_group)
@@ -159,14 +161,19 @@ def exact_grad_norm(
     shares: Mapping[Parameter, Share] | None = None,
 ) -> Tensor:
     """``global_grad_norm`` with the same bits at every layout; ``tp_group`` sums over parts."""
-    replicas = replicas_of(model)
-    counted_once = (
-        (gradient, layout, None if shares is None else shares[param])
-        for _, param, layout in named_param_layouts(model, tp_group.size())
-        if (gradient := gradient_of(param)) is not None and not replicas[param].is_copy
-    )
-    norm = exact_norm(counted_once, tp_group=tp_group, pp_group=pp_group)
+    counted = (each[1:] for each in _counted_once(model, tp_group, shares))
+    norm = exact_norm(counted, tp_group=tp_group, pp_group=pp_group)
     return torch.tensor(norm, dtype=torch.float64, device=next(model.parameters()).device)
+
+
+def _counted_once(
+    model: nn.Module, tp_group: ProcessGroup, shares: Mapping[Parameter, Share] | None
+) -> Iterator[tuple[Parameter, Tensor, ParamLayout, Share | None]]:
+    """The parameters with a gradient that no earlier stage counts."""
+    replicas = replicas_of(model)
+    for _, param, layout in named_param_layouts(model, tp_group.size()):
+        if (gradient := gradient_of(param)) is not None and not replicas[param].is_copy:
+            yield param, gradient, layout, None if shares is None else shares[param]
 
 
 def clip_grad_norm_(
@@ -186,19 +193,19 @@ def clip_grad_norm_(
         max_norm: largest norm; 0 or infinity only measures.
         tp_group: the ranks that split each layer.
         pp_group: the stages that share out the layers; None if there is one.
-        loss_scale: by which the loss was multiplied, and so the gradients are; they are divided by it in any case.
-        shares: as in ``global_grad_norm``; then what this rank has of the gradients is scaled.
+        loss_scale: factor of the loss, and so of the gradients, which are always divided by it.
+        shares: as in ``global_grad_norm``; this rank's elements are scaled.
         norm_of: ``global_grad_norm``, or ``exact_grad_norm``.
 
     Returns:
-        The norm before, but divided by ``loss_scale``; an fp64 scalar, the same on every rank. The host has not waited
-        for it on a GPU.
+        The norm before clipping, divided by ``loss_scale``; an fp64 scalar, the same on every rank. The host has not
+        waited for it on a GPU.
     """
     norm = norm_of(model, tp_group=tp_group, pp_group=pp_group, shares=shares) / loss_scale
     clips = max_norm > 0 and not math.isinf(max_norm)
     own = _gradients(model.parameters()) if shares is None else [share.gradient for share in shares.values()]
     if clips and not norm.is_cpu:
-        # A norm that is NaN leaves the gradients as they are; that it is, is for who reads it.
+        # A norm that is NaN leaves the gradients unchanged; the caller reads the norm.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0) / loss_scale
         _multiply_on_device_(own, factor)
         return norm
@@ -209,11 +216,9 @@ def clip_grad_norm_(
 
 
 def _multiply_on_device_(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply by a scalar that the host does not know, and does not wait for."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for dtype, same in by_dtype.items():
+    """Multiply by a scalar without waiting for the device."""
+    for dtype in {gradient.dtype for gradient in gradients}:
+        same = [gradient for gradient in gradients if gradient.dtype == dtype]
         if dtype.itemsize >= 4:
             torch._foreach_mul_(same, factor.to(dtype))
             continue
@@ -227,7 +232,7 @@ def _sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         elements = _NORM_ELEMENTS if tensor.dtype.itemsize >= 4 else _NORM_ELEMENTS_OF_TWO_BYTES
-        # A GPU's kernel takes a tensor in blocks by itself.
+        # A GPU's kernel sums a tensor in blocks anyway.
         blocks = tensor.reshape(-1).split(elements) if tensor.is_cpu else (tensor,)
         by_dtype.setdefault(tensor.dtype, []).extend(blocks)
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -241,7 +246,7 @@ def _sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def _counted_here(
     gradient: Tensor, layout: ParamLayout, rank: int, first: int, share: Share | None = None
 ) -> list[Tensor]:
-    """What of ``gradient``, which begins at row ``first``, or of its share, no rank before this one holds."""
+    """The parts of ``gradient``, which begins at row ``first``, or of its share, that no earlier rank holds."""
     if layout.dim is None and rank > 0:
         return []
     if layout.dim is None or not has_copies(layout):
@@ -257,11 +262,7 @@ def _counted_here(
 
 
 def _part(rows: Tensor, dim: int, start: int, length: int, first: int) -> tuple[Tensor, int]:
-    """A run of indices of a tensor of which there are only ``rows``, from row ``first`` on.
-
-    Returns:
-        What of the run there is, and where in the run that begins.
-    """
+    """The part of a run of indices within ``rows``, which begin at row ``first``, and where in the run it begins."""
     if dim > 0:
         return rows.narrow(dim, start, length), 0
     low, high = max(start, first), min(start + length, first + rows.size(0))
@@ -269,15 +270,11 @@ def _part(rows: Tensor, dim: int, start: int, length: int, first: int) -> tuple[
 
 
 class _Copies:
-    """The gradients of what several ranks hold of split parameters, side by side, to be summed over the ranks.
-
-    Args:
-        model: with gradients.
-        group: the ranks that split each layer.
+    """Gradients of the parts of split parameters that several ranks hold, side by side, to be summed over the ranks.
 
     Attributes:
         buffers: for each such parameter, all runs of indices that several ranks hold: this rank's gradient, and zeros
-            where a run is others' only.
+            in the runs that it does not hold.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
@@ -302,13 +299,12 @@ class _Copies:
             self.buffers.append(buffer)
 
     def write_back_(self) -> None:
-        """Give the gradients what the buffers hold."""
         for view, gradient in self._views:
             gradient.copy_(view)
 
 
 def gradient_of(param: Parameter) -> Tensor | None:
-    """A parameter's complete gradient: ``main_grad``, to which what else is in ``grad`` is added first, or ``grad``."""
+    """A parameter's complete gradient: ``main_grad``, to which ``grad`` is added first, or ``grad``."""
     main_grad: Tensor | None = getattr(param, "main_grad", None)
     if main_grad is None:
         return None if param.grad is None else local_rows(param.grad)
@@ -324,23 +320,120 @@ def _gradients(params: Iterable[Parameter]) -> list[Tensor]:
 
 
 def _sum_over_ranks_(gradients: Sequence[Tensor], *, group: ProcessGroup) -> None:
-    if group.size() == 1:
+    if group.size() > 1:
+        for gradient, total in all_reduced(gradients, group=group, most_elements=_BUCKET_ELEMENTS):
+            gradient.copy_(total)
+
+
+# A row of so many elements is summed by one thread.
+_ROW = 1 << 12
+
+
+def exact_norm(
+    gradients: Iterable[tuple[Tensor, ParamLayout, Division | None]],
+    *,
+    tp_group: ProcessGroup,
+    pp_group: ProcessGroup | None,
+) -> float:
+    """The 2-norm of a model's gradient.
+
+    Args:
+        gradients: of this rank, each with its parameter's layout and its division over the data-parallel ranks (None of
+            all if each has them all), no parameter twice over the stages.
+        tp_group: the ranks that split each layer, which sum over parts.
+        pp_group: the stages; None if there is one.
+    """
+    number, rank = exact_parts(tp_group), tp_group.rank()
+    assert number is not None
+    groups = [tp_group] if pp_group is None else [tp_group, pp_group]
+    sums: list[float] = []
+    cut_rows: list[Tensor] = []
+    lengths: list[int] = []
+    sharing: ProcessGroup | None = None
+    for gradient, layout, division in gradients:
+        for start, stop in _parts(layout, rank, number):
+            part = gradient if layout.dim is None else gradient.narrow(layout.dim, start, stop - start)
+            if division is None:
+                sums += sums_of_squares(part)
+                continue
+            sharing = division.group
+            held = [
+                (_before(low, layout, rank, start, stop), _before(high, layout, rank, start, stop))
+                for low, high in division.intervals
+            ]
+            whole, cut = _rows_of_a_share(part, layout.dim or 0, held, sharing.rank())
+            sums += sums_of_squares(whole)
+            for row, values in cut.items():
+                cut_rows.append(values)
+                lengths.append(min(_ROW, part.numel() - row * _ROW))
+    if sharing is not None:
+        groups = [sharing, *groups]
+        if cut_rows:
+            # Each element is some rank's, and 0 on the others.
+            rows = all_reduce(torch.stack(cut_rows), group=sharing, may_overwrite=True)
+            # A part's last row may be shorter, whose sum with zeros behind it may have other bits.
+            counted = zip(rows, lengths, strict=True) if sharing.rank() == 0 else ()
+            sums += [total for row, length in counted for total in sums_of_squares(row[:length])]
+    total = exact_total(sums, groups=groups, what="the squares of the gradients")
+    return float(torch.tensor(total, dtype=torch.float64).sqrt())
+
+
+def _parts(layout: ParamLayout, rank: int, number: int) -> Iterator[Interval]:
+    """The intervals of a parameter that this rank counts, along the split dimension if there is one."""
+    if layout.dim is None:
+        if rank == 0:
+            yield 0, 0
         return
-    for bucket in _buckets(gradients):
-        flat = all_reduce(torch.cat([gradient.flatten() for gradient in bucket]), group=group, may_overwrite=True)
-        for gradient, total in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+    for part in local_parts(layout, rank, number, what="a parameter"):
+        yield from part
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """Runs of gradients of one dtype, each of about ``_BUCKET_ELEMENTS``."""
-    bucket: list[Tensor] = []
-    elements = 0
-    for gradient in gradients:
-        if bucket and (elements + gradient.numel() > _BUCKET_ELEMENTS or gradient.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, elements = [], 0
-        bucket.append(gradient)
-        elements += gradient.numel()
-    if bucket:
-        yield bucket
+def _before(place: int, layout: ParamLayout, rank: int, start: int, stop: int) -> int:
+    """The number of elements of a part before this rank's element at ``place``, in row-major order."""
+    if layout.dim is None:
+        return place
+    shape = layout.local_shape(rank)
+    inner = math.prod(shape[layout.dim + 1 :])
+    outer, rest = divmod(place, shape[layout.dim] * inner)
+    return outer * (stop - start) * inner + min(max(rest - start * inner, 0), (stop - start) * inner)
+
+
+def _rows_of_a_share(part: Tensor, dim: int, held: Sequence[Interval], rank: int) -> tuple[Tensor, dict[int, Tensor]]:
+    """This rank's whole rows of a part, in one dimension, and by number each row that lies on several ranks.
+
+    ``held`` are the elements of each rank; a row on several ranks is zero at other ranks' elements.
+    """
+    low, high = held[rank]
+    each = math.prod(part.shape[dim:])
+    first = low // each if each else 0
+    own = (
+        part.reshape(-1, *part.shape[dim:])[first : first + -(-(high - first * each) // each)]
+        if low < high
+        else part[:0]
+    )
+    flat = own.reshape(-1)[low - first * each : high - first * each]
+    cut = sorted({stop // _ROW for _, stop in held if stop % _ROW and stop < part.numel()})
+    rows = {}
+    for row in cut:
+        rows[row] = part.new_zeros(_ROW)
+        begin, end = max(low, row * _ROW), min(high, (row + 1) * _ROW)
+        if begin < end:
+            rows[row][begin - row * _ROW : end - row * _ROW] = flat[begin - low : end - low]
+    whole_from = -(-low // _ROW) * _ROW
+    whole_to = high if high == part.numel() else high // _ROW * _ROW
+    return flat[whole_from - low : whole_to - low] if whole_from < whole_to else flat[:0], rows
+
+
+def sums_of_squares(part: Tensor) -> list[float]:
+    """The sum of squares of each row of a part, in fp64; the last row may be shorter."""
+    flat = part.contiguous().view(-1)
+    sums = compiled.sums_of_squares(flat, _ROW)
+    if sums is None:
+        # By halves, since in which order a sum over a dimension is taken depends on the number of rows on a GPU.
+        rows = F.pad(flat.double(), (0, -flat.numel() % _ROW)).view(-1, _ROW).square_()
+        while rows.size(1) > 1:
+            left, right = rows.chunk(2, dim=1)
+            rows = left + right
+        sums = rows[:, 0]
+    numbers: list[float] = sums.tolist()
+    return numbers

@@ -2,7 +2,7 @@
 
 The update of a matrix depends on all of it, so that it is not computed shard by shard: the ranks of the tensor-parallel
 group deal the matrices out, each sends its shards to the rank that has the matrix, and gets the shards of its update
-back. So each matrix is computed once, on one rank, whole, and the update is the same at every layout.
+back. Each matrix is computed once, whole, on one rank, and the update is the same at every layout.
 
 Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"
 (https://kellerjordan.github.io/posts/muon); the factor of an update is of Liu et al. 2025 (arXiv:2502.16982).
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from shardwise.core.communication.collectives import all_to_all
 from shardwise.core.sharding import Interval, ParamLayout
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.heads import qkv_sections
@@ -27,22 +28,21 @@ from shardwise.nn import ColumnLinear
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.training.gradients import Division
 from shardwise.training.optimizer.adamw import AdamW
-from shardwise.training.optimizer.zero import Dealing, dealt_out
 
-# Of an iteration x -> a x + b (x x^T) x + c (x x^T)^2 x, which brings singular values towards 1 as fast as five steps
-# can; Jordan et al. 2024.
+# Coefficients of x -> a x + b (x x^T) x + c (x x^T)^2 x, whose five steps bring singular values near 1 as fast as
+# possible; Jordan et al. 2024.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 # The root mean square of AdamW's updates, about; Liu et al. 2025, section 2.2.
 _ROOT_MEAN_SQUARE = 0.2
-# Whole matrices of about this many elements for each rank are under way at once.
+# Elements of whole matrices for each rank that are computed at once.
 _ELEMENTS_AT_ONCE = 1 << 24
 
 
 def orthogonalized(matrix: Tensor, num_steps: int = _STEPS) -> Tensor:
     """``[m, n]`` with its singular values brought near 1, by five steps of a Newton-Schulz iteration.
 
-    They end between about 0.7 and 1.2, but for those under a thousandth of the matrix's norm. Zeros stay zeros.
+    Singular values over a thousandth of the matrix's norm end between about 0.7 and 1.2. Zeros stay zeros.
     """
     is_tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if is_tall else matrix
@@ -59,18 +59,18 @@ def orthogonalized(matrix: Tensor, num_steps: int = _STEPS) -> Tensor:
 
 
 def with_momentum(gradient: Tensor, mean: Tensor, momentum: float) -> Tensor:
-    """The gradient with Nesterov's momentum, after it was added to ``mean``, in place."""
+    """The gradient with Nesterov's momentum; it is added to ``mean`` in place."""
     return gradient.lerp(mean.lerp_(gradient, 1 - momentum), momentum)
 
 
 def update_(param: Tensor, move: Tensor, *, rate: float, weight_decay: float) -> None:
-    """Let ``param`` decay, and move against ``move``, whose memory is used."""
+    """Let ``param`` decay, and move against ``move``, which is overwritten."""
     # In 16 bits the sum with a multiple rounds the last elements of a tensor otherwise: two operations.
     param.mul_(1 - rate * weight_decay).sub_(move.mul_(rate))
 
 
 def matrix_shapes(model: nn.Module) -> set[tuple[int, ...]]:
-    """Of the whole matrices whose updates are made orthogonal."""
+    """The shapes of the whole matrices whose updates are made orthogonal."""
     return {
         _part(linear.param_layouts["weight"], rows, 0).layout.global_shape
         for linear, matrices in _matrices(model)
@@ -79,18 +79,18 @@ def matrix_shapes(model: nn.Module) -> set[tuple[int, ...]]:
 
 
 def product_dtype(params_dtype: torch.dtype) -> torch.dtype:
-    """In which the products of matrices are computed: that of the parameters, or fp32 for fp16."""
+    """The dtype of products of matrices: that of the parameters, or fp32 for fp16."""
     return torch.float32 if params_dtype == torch.float16 else params_dtype
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of a weight that are a matrix by themselves, such as all queries of a query-key-value weight.
+    """Rows of a weight that form a matrix, such as all queries of a query-key-value weight.
 
     Attributes:
         layout: of that matrix over the ranks.
-        runs: where this rank's part of it lies in its part of the weight, along the dimension that is split: first
-            index and length of each run.
+        runs: this rank's part of it in its part of the weight, along the dimension that is split: first index and
+            length of each run.
     """
 
     layout: ParamLayout
@@ -98,22 +98,17 @@ class _Part:
 
     @property
     def dim(self) -> int:
-        """The dimension that is split."""
         assert self.layout.dim is not None
         return self.layout.dim
 
     def views(self, weight: Tensor) -> list[Tensor]:
-        """What this rank has of the matrix in its part of the weight, run by run."""
+        """This rank's part of the matrix in its part of the weight, run by run."""
         return [weight.narrow(self.dim, start, length) for start, length in self.runs]
-
-    def num_elements(self, rank: int) -> int:
-        """What ``rank`` has of the matrix."""
-        return math.prod(self.layout.local_shape(rank))
 
 
 @cache
 def _part(layout: ParamLayout, rows: tuple[Interval, ...], rank: int) -> _Part:
-    """The part of a weight that consists of the given runs of its rows."""
+    """The given runs of a weight's rows as a part."""
     if layout.dim == 1:
         # A weight whose columns are split is one matrix.
         return _Part(layout, ((0, layout.local_size(rank)),))
@@ -142,22 +137,18 @@ def _matrices(model: nn.Module) -> Iterator[tuple[ParallelLinear, tuple[tuple[In
     for layer in model.modules():
         if not isinstance(layer, TransformerLayer):
             continue
-        fused = {
-            id(attention.linear_qkv): _qkv_rows(attention)
-            for attention in layer.modules()
-            if isinstance(attention, SelfAttention)
-        }
+        fused = {}
+        for attention in layer.modules():
+            if isinstance(attention, SelfAttention):
+                heads = attention.linear_proj.in_features // attention.head_dim
+                blocks = attention.linear_qkv.out_features // attention.head_dim
+                rows = qkv_sections(heads, (blocks - heads) // 2, attention.head_dim)
+                fused[id(attention.linear_qkv)] = rows
         for linear in layer.modules():
             if isinstance(linear, ParallelLinear) and linear.weight is not None and linear.weight.requires_grad:
                 section = linear.out_features // (linear.sections if isinstance(linear, ColumnLinear) else 1)
                 equal = tuple(((start, start + section),) for start in range(0, linear.out_features, section))
                 yield linear, fused.get(id(linear), equal)
-
-
-def _qkv_rows(attention: SelfAttention) -> tuple[tuple[Interval, ...], ...]:
-    heads = attention.linear_proj.in_features // attention.head_dim
-    blocks = attention.linear_qkv.out_features // attention.head_dim
-    return qkv_sections(heads, (blocks - heads) // 2, attention.head_dim)
 
 
 class Muon:
@@ -168,18 +159,17 @@ class Muon:
     learning rate and one weight decay serve both. The queries, the keys and the values of a fused weight are three
     matrices, gate and up projection two.
 
-    Products are computed in the dtype of the parameters, in fp32 for fp16. Where parameters change to other copies
-    (``train_instead_``) it stays. Data-parallel ranks that share out the parameters deal the matrices out too: each
-    sends its elements of a gradient to the rank that has the matrix, and gets its elements of the update.
+    Products are computed in the dtype of the model's parameters (fp32 for fp16), also after ``train_instead_``.
+    Data-parallel ranks that share out the parameters deal the matrices out too: each sends its elements of a gradient
+    to the rank that has the matrix, and gets its elements of the update.
 
     Args:
         model: its parameters.
-        learning_rate: at the start; set anew before each step by ``set_learning_rate_``.
-        weight_decay: per unit of learning rate, of matrices and of what AdamW decays.
+        learning_rate: at the start; ``set_learning_rate_`` changes it before each step.
+        weight_decay: per unit of learning rate, also for AdamW.
         momentum: decay of the gradient's mean.
-        matrix_learning_rate_ratio: learning rate of the matrices, as a multiple of the other's.
-        betas, epsilon: of AdamW.
-        exact_parts: as of ``AdamW``.
+        matrix_learning_rate_ratio: learning rate of the matrices, as a multiple of AdamW's.
+        betas, epsilon, exact_parts: of ``AdamW``.
     """
 
     def __init__(
@@ -227,7 +217,6 @@ class Muon:
         self.why_not_fused: str | None = "Muon multiplies matrices one by one"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
         self._adamw.zero_grad(set_to_none)
         for param in self._parts:
             if set_to_none:
@@ -241,7 +230,8 @@ class Muon:
         self._adamw.step()
         rate = self._own["lr"] * self._own["ratio"]
         for params in self._runs():
-            own = [self._with_momentum(param).to(self._dtype).reshape(-1) for param in params]
+            means = [(param.grad, self._momentum_of(param)) for param in params if param.grad is not None]
+            own = [with_momentum(*each, self._own["momentum"]).to(self._dtype).reshape(-1) for each in means]
             sizes = [self._sizes_of_shares(param) for param in params]
             shapes = [self._parts[param][0].layout.global_shape for param in params]
             dealing = Dealing(sizes, dealt_out(shapes, len(sizes[0])), self._dp_group)
@@ -257,11 +247,9 @@ class Muon:
                 update_(param, move.view_as(param), rate=rate, weight_decay=self._own["weight_decay"])
 
     def _moves(self, params: Sequence[Parameter], gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """How weights shall move, per unit of learning rate, by their places among ``params``.
+        """Moves of weights per unit of learning rate, by place in ``params``.
 
-        Args:
-            params: weights.
-            gradients: of some of them, with momentum, by place: this tensor-parallel rank's part in one dimension.
+        ``gradients`` has those of some weights, with momentum: this tensor-parallel rank's part in one dimension.
         """
         parts: list[tuple[int, _Part]] = []
         shards: list[Tensor] = []
@@ -280,19 +268,17 @@ class Muon:
         return moves
 
     def state_of(self, param: Parameter, layout: ParamLayout) -> Mapping[str, tuple[Tensor, ParamLayout]]:
-        """The gradient's mean ``"momentum"`` of a matrix, laid out as it is; of others what AdamW keeps."""
+        """The gradient's mean ``"momentum"`` of a matrix, in its layout; AdamW's state of other parameters."""
         if param not in self._parts:
             return self._adamw.state_of(param, layout)
         return {"momentum": (self._momentum_of(param), layout)}
 
     def set_step_(self, step: int) -> None:
-        """Take ``step`` steps for done, as AdamW's bias correction needs."""
         self._adamw.set_step_(step)
 
     def train_instead_(
         self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Division] | None = None
     ) -> None:
-        """Update ``copies`` in place of the parameters that they are of."""
         for group in self.param_groups:
             group["params"] = [copies.get(param, param) for param in group["params"]]
         self._parts = {copies.get(param, param): parts for param, parts in self._parts.items()}
@@ -305,13 +291,8 @@ class Muon:
             self._momenta[param] = torch.zeros_like(param)
         return self._momenta[param]
 
-    def _with_momentum(self, param: Parameter) -> Tensor:
-        """The gradient with Nesterov's momentum, after it was added to the mean."""
-        assert param.grad is not None
-        return with_momentum(param.grad, self._momentum_of(param), self._own["momentum"])
-
     def _runs(self) -> Iterator[list[Parameter]]:
-        """All weights that have a gradient, so many at a time that there is room for the whole matrices."""
+        """All weights that have a gradient, as many at a time as there is memory for the whole matrices."""
         run: list[Parameter] = []
         elements = 0
         for param in self._parts:
@@ -330,21 +311,21 @@ class Muon:
         return next((share.group for share in self._shares.values()), None)
 
     def _sizes_of_shares(self, param: Parameter) -> tuple[int, ...]:
-        """How many elements of a weight each data-parallel rank has; all, if they do not share it out."""
+        """Elements of a weight on each data-parallel rank that shares it out."""
         share = self._shares.get(param)
         return (param.numel(),) if share is None else tuple(stop - start for start, stop in share.intervals)
 
     @property
     def _num_ranks(self) -> int:
-        """How many ranks share out the matrices."""
+        """Ranks that share out the matrices."""
         return math.prod(group.size() for group in (self._group, self._dp_group) if group is not None)
 
     def _orthogonalized(self, parts: Sequence[_Part], shards: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's shard of each matrix to its shard of the matrix that ``orthogonalized`` makes of it."""
+        """This rank's shards of the orthogonalized matrices, from its shards of the matrices."""
         if self._group is None or self._group.size() == 1 or not shards:
             return [orthogonalized(shard) for shard in shards]
         ranks = range(self._group.size())
-        sizes = [[part.num_elements(other) for other in ranks] for part in parts]
+        sizes = [[math.prod(part.layout.local_shape(other)) for other in ranks] for part in parts]
         dealing = Dealing(sizes, dealt_out([part.layout.global_shape for part in parts], len(ranks)), self._group)
         wholes: dict[int, list[Tensor]] = {}
         for index, pieces in dealing.collect([shard.reshape(-1) for shard in shards]).items():
@@ -354,3 +335,73 @@ class Muon:
             wholes[index] = [layout.take(whole, other) for other in ranks]
         updates = dealing.hand_back(wholes, like=shards[0])
         return [update.view_as(shard) for update, shard in zip(updates, shards, strict=True)]
+
+
+def dealt_out(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> list[list[int]]:
+    """The matrices that each rank computes: the most work first, always to the rank with the least."""
+    work = [math.prod(shape) * min(shape) for shape in shapes]
+    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    for index in sorted(range(len(work)), key=lambda index: -work[index]):
+        min(dealt, key=lambda indices: sum(work[k] for k in indices)).append(index)
+    return dealt
+
+
+class Dealing:
+    """An exchange of the pieces of several tensors: two all-to-alls, one to collect them and one to hand them back.
+
+    Args:
+        sizes: for each tensor the elements of each rank's piece.
+        dealt: for each rank the tensors that it gets, by index; the same on every rank.
+        group: the ranks; None if there is one.
+    """
+
+    def __init__(
+        self, sizes: Sequence[Sequence[int]], dealt: Sequence[Sequence[int]], group: ProcessGroup | None
+    ) -> None:
+        self._sizes, self._dealt = sizes, dealt
+        self._group = None if group is None or group.size() == 1 else group
+        rank = 0 if group is None else group.rank()
+        self._own = dealt[rank]
+        self._order = [index for indices in dealt for index in indices]
+        # Elements to each rank for its tensors, and from each rank for this one's tensors.
+        self._sent = [sum(sizes[index][rank] for index in indices) for indices in dealt]
+        self._received = [sum(sizes[index][other] for index in self._own) for other in range(len(dealt))]
+        self._pieces = [sizes[index][rank] for index in self._order]
+
+    def collect(self, pieces: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+        """All ranks' pieces of this rank's tensors.
+
+        Args:
+            pieces: this rank's piece of every tensor, in one dimension.
+
+        Returns:
+            By the tensor's index, a piece of each rank, in rank order.
+        """
+        if self._group is None:
+            return {index: [pieces[index]] for index in self._own}
+        flat = _joined([pieces[index] for index in self._order], like=pieces[0])
+        flat = all_to_all(flat, group=self._group, input_sizes=self._sent, output_sizes=self._received)
+        runs = [
+            run.split([self._sizes[index][other] for index in self._own])
+            for other, run in enumerate(flat.split(self._received))
+        ]
+        return {index: [run[place] for run in runs] for place, index in enumerate(self._own)}
+
+    def hand_back(self, wholes: Mapping[int, Sequence[Tensor]], like: Tensor) -> list[Tensor]:
+        """This rank's piece of every tensor, in one dimension.
+
+        Args:
+            wholes: by index, a piece for each rank of this rank's tensors.
+            like: has the pieces' dtype and device.
+        """
+        if self._group is None:
+            return [wholes[index][0] for index in range(len(self._sizes))]
+        flat = _joined([wholes[index][other] for other in range(len(self._dealt)) for index in self._own], like=like)
+        flat = all_to_all(flat, group=self._group, input_sizes=self._received, output_sizes=self._sent)
+        by_index = dict(zip(self._order, flat.split(self._pieces), strict=True))
+        return [by_index[index] for index in range(len(self._sizes))]
+
+
+def _joined(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    # A rank may have nothing to send.
+    return torch.cat([like.new_empty(0), *(piece.reshape(-1) for piece in pieces)])

@@ -1,8 +1,10 @@
 """Pipeline parallelism: schedules as tables, and the stage that runs one."""
 
-from shardwise.training.pipeline.actions import Action as Action, Kind as Kind, Schedule as Schedule
 from shardwise.training.pipeline.schedules import (
     SCHEDULE_NAMES as SCHEDULE_NAMES,
+    Action as Action,
+    Kind as Kind,
+    Schedule as Schedule,
     forward_only as forward_only,
     make_schedule as make_schedule,
 )

@@ -1,4 +1,4 @@
-"""One stage at work: it runs its program of actions and messages on its chunks of the model."""
+"""A pipeline stage: it runs a schedule's actions and messages on its chunks of the model."""
 
 import contextlib
 import functools
@@ -20,7 +20,9 @@ from shardwise.core.communication.collectives import Transfer, all_reduce, excha
 from shardwise.core.communication.context import device_of_host_facts
 from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ConfigError, ShardingError
-from shardwise.training.pipeline.actions import (
+from shardwise.core.sequence_view import SequenceView
+from shardwise.core.sharding import divide
+from shardwise.training.pipeline.schedules import (
     Action,
     Exchange,
     Kind,
@@ -35,10 +37,10 @@ from shardwise.training.pipeline.actions import (
 T = TypeVar("T")
 
 ForwardStep = Callable[[int, int], Tensor]
-"""From micro-batch and chunk, what the chunk's forward returns."""
+"""From micro-batch and chunk to the output of the chunk's forward."""
 
 LossStep = Callable[[int, Tensor], tuple[Tensor | None, T]]
-"""From micro-batch and the model's output, a scalar to call the backward on (None for none) and what to hand out."""
+"""From micro-batch and the model's output to a scalar for the backward (None for none) and a result."""
 
 _Key = tuple[int, int]
 
@@ -90,19 +92,18 @@ class Pipeline(Generic[T]):
             device: device of the hidden states.
             input_dtype: dtype in which chunks receive them; ``dtype`` if None.
             forward_only: no backward; ``schedule`` then has forward steps alone.
-            no_sync: a context for all backward steps but each chunk's last, and for all steps that compute weight
-                gradients but each chunk's last (as of a data-parallel wrapper).
+            no_sync: a context (as of a data-parallel wrapper) for each chunk's backward steps, and for its steps that
+                compute weight gradients, but the last one of either.
 
         Returns:
-            On the last stage what ``loss`` handed out, by micro-batch; nothing on the others.
+            On the last stage the results of ``loss``, by micro-batch; nothing on the others.
 
         Raises:
-            ShardwiseError: what went wrong on any stage, on every stage (an error of another kind stays itself on the
-                stage that had it, and the others get a DesyncError that names it). The stages have exchanged all their
-                messages by then and can go on.
+            ShardwiseError: an error of any stage, on every stage; another kind of error stays as it is on its stage,
+                and the others get a DesyncError that names it. All messages have been exchanged by then.
             ConfigError: the schedule is not made for these stages and chunks, or needs ``config.delay_wgrad_compute``;
                 a chunk's ``pre_process`` or ``post_process`` is not that of its place in the model.
-            DesyncError: stages that were given different schedules or shapes; another stage ended.
+            DesyncError: stages have different schedules or shapes; another stage ended.
         """
         if (schedule.num_stages, schedule.num_chunks) != (self.group.size(), len(self.chunks)):
             raise ConfigError(
@@ -122,11 +123,8 @@ class Pipeline(Generic[T]):
             step.run(_program_of(schedule)[self.group.rank()])
         return step.results
 
-    def _misplaced(self, schedule: Schedule) -> str | None:
-        """What is wrong with a chunk that begins or ends the model where the schedule does not; None if nothing is.
-
-        A chunk that has no ``pre_process`` or no ``post_process`` is right.
-        """
+    def _misplaced(self, schedule: Schedule) -> ConfigError | None:
+        """The error of a chunk that begins or ends the model where the schedule does not, by its ``pre_process``."""
         for number, chunk in enumerate(self.chunks):
             part = schedule.part(self.group.rank(), number)
             places = {"pre_process": part == 0, "post_process": part == schedule.num_parts - 1}
@@ -134,29 +132,22 @@ class Pipeline(Generic[T]):
             if any(bool(given[name]) != place for name, place in places.items()):
                 was, must = (", ".join(f"{name}={value}" for name, value in each.items()) for each in (given, places))
                 several = f" of chunk {number}" if len(self.chunks) > 1 else ""
-                return (
+                return ConfigError(
                     f"the model{several} on pipeline stage {self.group.rank()} of {self.group.size()} was made with "
                     f"{was}, and this part of the model needs {must}; pass pre_process= and post_process= to each "
                     "stage's model (parallel_state.is_pipeline_first_stage() and is_pipeline_last_stage() tell them)"
                 )
         return None
 
-    def _check_agreed(self, facts: tuple[object, ...], misplaced: str | None, device: torch.device) -> bool:
-        """Stages that were given different facts would wait for each other's messages.
-
-        Args:
-            facts: the same on every stage.
-            misplaced: an error of this stage, which becomes that of all.
-            device: where the stages compute.
+    def _check_agreed(self, facts: tuple[object, ...], misplaced: ConfigError | None, device: torch.device) -> bool:
+        """Check that all stages have the same facts, and raise the error of a stage on all.
 
         Returns:
-            Whether any layer of any stage leaves its weight gradient out of its backward pass; on every stage alike. A
-            stage of an embedding alone has none that could.
+            True on every stage if a layer of any stage leaves its weight gradient out of its backward pass.
         """
         delays = any(True for chunk in self.chunks for _ in _delayed(chunk))
         if self.group.size() == 1:
-            if misplaced is not None:
-                raise ConfigError(misplaced)
+            _raise(misplaced)
             return delays
         # The stages agree if the largest number is also the smallest: one small collective instead of gathering the
         # facts.
@@ -167,7 +158,7 @@ class Pipeline(Generic[T]):
             op=dist.ReduceOp.MAX,
         ).tolist()
         if largest[3]:
-            agree(functools.partial(_refuse, misplaced), group=self.group)
+            agree(functools.partial(_raise, misplaced), group=self.group)
         if largest[0] != -largest[1]:
             check_same(facts, "the pipeline's schedule, micro-batches, chunks, shape and dtype", group=self.group)
         return bool(largest[2])
@@ -175,7 +166,7 @@ class Pipeline(Generic[T]):
 
 @dataclass
 class _Step(Generic[T]):
-    """One run of a program: what is given to it, and what is there between its actions."""
+    """One run of a program, and its state between actions."""
 
     pipeline: Pipeline[T]
     schedule: Schedule
@@ -203,7 +194,6 @@ class _Step(Generic[T]):
         self._weight_gradients_left = [self.schedule.num_micro_batches] * self.schedule.num_chunks
 
     def run(self, program: Program) -> None:
-        """Do everything, and end as every stage ends."""
         try:
             for step in program:
                 if isinstance(step, Exchange):
@@ -222,7 +212,6 @@ class _Step(Generic[T]):
         self._end_alike()
 
     def _set_input(self, chunk: int, hidden: Tensor | None) -> None:
-        """What the chunk's next forward begins with."""
         self.pipeline._setters[chunk](None if hidden is None else hidden.to(self.input_dtype))
 
     def _end_alike(self) -> None:
@@ -237,11 +226,7 @@ class _Step(Generic[T]):
                 layer.take_weight_gradients()
             for buffer in deferred_buffers(chunk) or ():
                 buffer.clear()
-        agree(self._raise_failure, group=group)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        agree(functools.partial(_raise, self._failure), group=group)
 
     def _exchange(self, step: Exchange) -> None:
         sends = [Transfer(self._made.pop(message), message.target, self._tag(message)) for message in step.sends]
@@ -337,9 +322,9 @@ class _Step(Generic[T]):
         return None if input_ is None or input_.grad is None else input_.grad.contiguous()
 
 
-def _refuse(what: str | None) -> None:
-    if what is not None:
-        raise ConfigError(what)
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _delayed(chunk: nn.Module) -> Iterator[Any]:
@@ -350,7 +335,7 @@ def _delayed(chunk: nn.Module) -> Iterator[Any]:
 
 
 def deferred_buffers(chunk: nn.Module) -> tuple[list[Tensor], list[Tensor]] | None:
-    """What an output layer keeps (``config.defer_embedding_wgrad_compute``): inputs, output gradients; or None."""
+    """Inputs and output gradients that an output layer keeps (``config.defer_embedding_wgrad_compute``), or None."""
     engine = wrapped(chunk, "output_queue")
     if engine is not None and engine.output_queue is not None:
         return engine.output_queue.inputs, engine.output_queue.grad_outputs
@@ -381,3 +366,29 @@ def _input_setter(chunk: nn.Module) -> Callable[[Tensor | None], None]:
         )
     setter: Callable[[Tensor | None], None] = model.set_input_tensor
     return setter
+
+
+def hidden_shape(
+    config: Any,
+    seq_length: int,
+    micro_batch_size: int,
+    *,
+    tp_group: ProcessGroup | None,
+    cp_group: ProcessGroup | None = None,
+) -> tuple[int, int, int]:
+    """``[s, b, h]`` of this rank's hidden states between stages.
+
+    Args:
+        config: any config with ``hidden_size`` and ``sequence_parallel``.
+        seq_length: length of the whole sequence.
+        micro_batch_size: ``b``.
+        tp_group: splits the sequence with sequence parallelism, by the balanced rule.
+        cp_group: always splits the sequence, evenly (ShardingError if its size is no divisor).
+    """
+    sequence = SequenceView(local_length(seq_length, cp_group), tp_group if config.sequence_parallel else None)
+    return sequence.size, micro_batch_size, config.hidden_size
+
+
+def local_length(seq_length: int, cp_group: ProcessGroup | None) -> int:
+    """The length of the sequence's part that a tensor-parallel group holds together."""
+    return seq_length if cp_group is None else divide(seq_length, cp_group.size())

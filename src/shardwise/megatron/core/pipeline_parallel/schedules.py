@@ -18,9 +18,14 @@ from shardwise.megatron.core.tensor_parallel.layers import drain_embedding_wgrad
 from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig
 from shardwise.megatron.errors import IndivisibleError, asserting
 from shardwise.models.config import LayerConfig
-from shardwise.training.pipeline.actions import hidden_shape, local_length as engine_local_length
 from shardwise.training.pipeline.schedules import forward_only as forward_only_schedule, make_schedule
-from shardwise.training.pipeline.stage import Pipeline, deferred_buffers, wrapped
+from shardwise.training.pipeline.stage import (
+    Pipeline,
+    deferred_buffers,
+    hidden_shape,
+    local_length as engine_local_length,
+    wrapped,
+)
 
 __all__ = ["get_forward_backward_func"]
 

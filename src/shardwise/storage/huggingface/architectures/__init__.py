@@ -1,9 +1,8 @@
 """The architectures that can be read and written, one table each."""
 
 from shardwise.storage.huggingface.architectures.architecture import Architecture
-from shardwise.storage.huggingface.architectures.bert import BERT
 from shardwise.storage.huggingface.architectures.gemma import GEMMA2, GEMMA3
-from shardwise.storage.huggingface.architectures.gpt import BLOOM, GPT2, GPT_NEOX, OPT
+from shardwise.storage.huggingface.architectures.gpt_and_bert import BERT, BLOOM, GPT2, GPT_NEOX, OPT
 from shardwise.storage.huggingface.architectures.llama import (
     GRANITE,
     LLAMA,

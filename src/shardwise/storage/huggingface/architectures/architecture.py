@@ -1,7 +1,4 @@
-"""An architecture of Hugging Face's: which fields and which tensors say what ours do.
-
-How Hugging Face's folders say what a classification head is, and what its labels are called.
-"""
+"""An architecture of Hugging Face: which fields and which tensors mean what ours do, classification heads included."""
 
 import dataclasses
 from collections.abc import Mapping, Set
@@ -26,12 +23,12 @@ class ClassifierFormat:
     """An architecture's class for a task.
 
     Attributes:
-        task: labels are of sequences or of tokens.
+        task: sequences or tokens have labels.
         class_name: in ``architectures``.
         tensor: the head's name in files.
         bias: the head has one.
-        dropout: fields that say how much is dropped before the head, 0.1 if none is there; None if nothing is.
-        pads: the head of sequences looks at the last token that is no padding.
+        dropout: fields with the dropout before the head, 0.1 if none is there; None without dropout.
+        pads: the head of sequences reads the last token that is not padding.
     """
 
     task: HeadTask
@@ -47,38 +44,24 @@ class ClassifierFormat:
         Raises:
             ConfigError: a value that is not offered, or label names that contradict their number.
         """
-        dropout = 0.0
-        if self.dropout is not None:
-            dropout = fields.get(float, *self.dropout, default=_USUAL_DROPOUT, within=(0, 1))
-        problem_type = fields.optional(str, "problem_type")
+        names = self.dropout
+        dropout = 0.0 if names is None else fields.get(float, *names, default=_USUAL_DROPOUT, within=(0, 1))
+        problem_type: Any = fields.optional(str, "problem_type")
         if problem_type not in (None, *PROBLEM_TYPES):
             raise fields.error("problem_type", problem_type, f"null or one of {', '.join(PROBLEM_TYPES)}")
-        of_sequences = self.task == "sequence-classification"
-        return self.head(
-            len(label_names(fields)),
-            problem_type=problem_type if of_sequences else None,
-            pad_token_id=fields.optional(int, "pad_token_id"),
-            dropout=dropout,
-        )
+        problem_type = problem_type if self.task == "sequence-classification" else None
+        pad = fields.optional(int, "pad_token_id")
+        return self.head(len(label_names(fields)), problem_type=problem_type, pad_token_id=pad, dropout=dropout)
 
     def head(
-        self,
-        num_labels: int,
-        *,
-        problem_type: Any = None,
-        pad_token_id: int | None = None,
-        dropout: float = 0.0,
+        self, num_labels: int, *, problem_type: Any = None, pad_token_id: int | None = None, dropout: float = 0.0
     ) -> Classification:
         """The head of that many labels, as this class has it."""
         pad = pad_token_id if self.pads and self.task == "sequence-classification" else None
         return Classification(self.task, num_labels, problem_type, self.bias, pad, dropout)
 
     def write(self, head: Classification) -> dict[str, Any]:
-        """The fields that say so, but for the labels' names.
-
-        Raises:
-            ConfigError: the class has no such head.
-        """
+        """The fields of a head, without the names of labels; ConfigError if the class has no such head."""
         if head.bias != self.bias:
             raise ConfigError(
                 f"{self.class_name} has a head {'with' if self.bias else 'without'} a bias, and this one is otherwise"
@@ -107,10 +90,10 @@ def classifiers(
 
 
 def label_names(fields: Fields) -> list[str]:
-    """The labels' names in order, by ``id2label``; as many as ``num_labels`` says, or two, if that is missing.
+    """The labels' names in order, by ``id2label``; if that is missing, ``num_labels`` usual names, or two.
 
     Raises:
-        ConfigError: it is no such table, or its length is not ``num_labels``.
+        ConfigError: ``id2label`` is no such table, or its length is not ``num_labels``.
     """
     given = fields.optional(int, "num_labels")
     table = fields.values.get("id2label")
@@ -129,12 +112,12 @@ def label_names(fields: Fields) -> list[str]:
 
 
 def usual_names(count: int) -> list[str]:
-    """The names that labels have where nobody gave them any."""
+    """Default names of labels."""
     return [f"LABEL_{index}" for index in range(count)]
 
 
 def label_fields(names: list[str]) -> dict[str, Any]:
-    """``id2label`` and ``label2id`` of labels with these names, in order."""
+    """``id2label`` and ``label2id`` of labels with these names."""
     return {
         "id2label": {str(index): name for index, name in enumerate(names)},
         "label2id": {name: index for index, name in enumerate(names)},
@@ -142,7 +125,7 @@ def label_fields(names: list[str]) -> dict[str, Any]:
 
 
 def with_label_fields(values: Mapping[str, Any], num_labels: int) -> dict[str, Any]:
-    """``values`` with names for so many labels, those that they have where these are as many."""
+    """``values`` with names for so many labels: their own if there are as many, else the default names."""
     kept = {name: value for name, value in values.items() if name != "num_labels"}
     table = values.get("id2label")
     return (
@@ -152,11 +135,11 @@ def with_label_fields(values: Mapping[str, Any], num_labels: int) -> dict[str, A
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of ``config.json`` that says what one of the description's does.
+    """A field of ``config.json`` that has the meaning of one field of the description.
 
     Attributes:
         name: the field's name.
-        default: its value where it is missing, which has its type.
+        default: its value where it is missing; of the field's type.
         synonym: another name, which is read, and wins where both are there, but is not written.
     """
 
@@ -165,21 +148,13 @@ class Setting:
     synonym: str | None = None
 
     def read(self, fields: Fields) -> Any:
-        """The description's value.
-
-        Raises:
-            ConfigError: the field is of another type, or its value is not offered.
-        """
+        """The description's value; ConfigError if the field has another type, or a value that is not offered."""
         names = (self.name,) if self.synonym is None else (self.synonym, self.name)
         kind: Any = type(self.default)
         return fields.get(kind, *names, default=self.default)
 
     def write(self, value: Any) -> Any:
-        """The field's value.
-
-        Raises:
-            ConfigError: Hugging Face has none that means the same.
-        """
+        """The field's value; ConfigError if Hugging Face has none of the same meaning."""
         return value
 
 
@@ -187,14 +162,13 @@ class ActivationSetting(Setting):
     """The field that names the activation."""
 
     def read(self, fields: Fields) -> str:
-        """Our name of it."""
         name: str = super().read(fields)
         if name not in ACTIVATION_NAMES:
             raise fields.error(self.name, name, f"one of {', '.join(ACTIVATION_NAMES)}")
         return ACTIVATION_NAMES[name]
 
     def write(self, value: str) -> str:
-        """Hugging Face's name of it; the architecture's default where that means the same."""
+        # The architecture's default wins over other names of the same activation.
         for theirs in (str(self.default), *ACTIVATION_NAMES):
             if ACTIVATION_NAMES[theirs] == value:
                 return theirs
@@ -207,15 +181,15 @@ class Architecture:
 
     Attributes:
         model_type: the value in ``config.json``.
-        classes: names in ``architectures`` that are this one.
-        settings: by the description's name, the fields of ``config.json`` that say the same, read and written alike.
+        classes: names of its classes in ``architectures``.
+        settings: by the description's name, fields of ``config.json`` with the same meaning.
         fixed: fields of the description that are the same for all models.
-        required: fields of ``config.json`` of which one value is offered.
-        prefix: what files of the model without its head lack in front of their names.
+        required: fields of ``config.json`` for which only one value is offered.
+        prefix: start of the tensors' names that files of a model without its head leave out.
         table: for each parameter, tied ones included, the tensors that it is made of.
-        tied: for a parameter that shares another's weight, the tensor that files may hold a copy in.
+        tied: tensors that repeat a tied weight, and the tensor that each repeats.
         ignored: regular expressions for names of tensors that are no parameters, such as buffers.
-        copies: tensors that are the same as another, whatever is tied: either may be missing.
+        copies: tensors that repeat another one even in a model that ties nothing: either may be missing.
         renamed: pairs of an old ending of names and today's.
         classifiers: its classes with a classification head.
     """
@@ -243,18 +217,13 @@ class Architecture:
             fields.require(name, value)
         values = {name: setting.read(fields) for name, setting in self.settings.items()}
         description = ModelDescription(**{**self.fixed, **values, **self.read_others(fields, values)})
-        names = fields.values.get("architectures")
         for format in self.classifiers:
-            if names == [format.class_name]:
+            if fields.values.get("architectures") == [format.class_name]:
                 return self.with_head(description, format.read(fields))
         return description
 
     def write(self, model: ModelDescription) -> dict[str, Any]:
-        """The fields of a ``config.json`` that give the description again, as far as the architecture has any.
-
-        Raises:
-            ConfigError: a value that no field can have.
-        """
+        """The inverse of ``read``: fields of a ``config.json``; ConfigError if a value has no field."""
         values = {setting.name: setting.write(getattr(model, name)) for name, setting in self.settings.items()}
         values |= self.write_others(model)
         if model.classification is not None:
@@ -262,11 +231,7 @@ class Architecture:
         return values
 
     def classifier_of(self, task: HeadTask) -> ClassifierFormat:
-        """The class for a task.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The class for a task; ConfigError if there is none."""
         for format in self.classifiers:
             if format.task == task:
                 return format
@@ -274,7 +239,7 @@ class Architecture:
         raise ConfigError(f"{self.model_type} models in Hugging Face have no head for {task}, but {others}")
 
     def with_head(self, model: ModelDescription, head: Classification) -> ModelDescription:
-        """The same model with a classification head in place of its own."""
+        """The same model with another head."""
         return dataclasses.replace(model, classification=head, add_binary_head=False)
 
     def table_of(self, head: Classification | None) -> Table:
@@ -285,7 +250,7 @@ class Architecture:
 
     @property
     def tensors_of_heads(self) -> set[str]:
-        """The names of tensors that only one of the model's heads has."""
+        """The names of tensors of heads."""
         found = {f"{format.tensor}.{leaf}" for format in self.classifiers for leaf in ("weight", "bias")}
         for pattern, source in self.table.items():
             if pattern.startswith(("output_layer.", "lm_head.", "binary_head.", "pooler.")):
@@ -294,11 +259,7 @@ class Architecture:
         return found
 
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What is neither fixed nor in ``values``, those of the settings: heads that each have a key and a value.
-
-        Raises:
-            ConfigError: as for ``read``.
-        """
+        """Fields of the description that are neither fixed nor in ``values``; here a key and a value for each head."""
         heads, hidden = values["num_attention_heads"], values["hidden_size"]
         if heads < 1 or hidden % heads != 0:
             name, width = (self.settings[key].name for key in ("num_attention_heads", "hidden_size"))
@@ -306,7 +267,7 @@ class Architecture:
         return {"num_query_groups": heads, "kv_channels": hidden // heads}
 
     def write_others(self, model: ModelDescription) -> dict[str, Any]:
-        """The fields that are no settings; none here."""
+        """Fields of ``config.json`` that are not in ``settings``; none here."""
         return {}
 
     def class_of(self, model: ModelDescription) -> str:
@@ -315,11 +276,8 @@ class Architecture:
 
     def class_name(self, model: ModelDescription) -> str:
         """``class_of``, or that of a classification head."""
-        return (
-            self.class_of(model)
-            if model.classification is None
-            else self.classifier_of(model.classification.task).class_name
-        )
+        head = model.classification
+        return self.class_of(model) if head is None else self.classifier_of(head.task).class_name
 
     def adapt(self, model: ModelDescription, stored: Set[str]) -> ModelDescription:
         """The description corrected by the names of the stored tensors."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.core.errors import ConfigError
@@ -9,8 +10,11 @@ from shardwise.models.description import ModelDescription
 from shardwise.storage.huggingface.architectures.architecture import ActivationSetting, Setting, classifiers
 from shardwise.storage.huggingface.architectures.llama import (
     LLAMA,
+    POST_NORMS,
+    QK_NORMS,
     TABLE,
     Decoder,
+    Window,
     decoder_settings,
     layer_types,
     read_layer_types,
@@ -18,18 +22,22 @@ from shardwise.storage.huggingface.architectures.llama import (
 from shardwise.storage.huggingface.fields import Fields, read_rope, rope_json
 from shardwise.storage.huggingface.mapping import whole
 
-_LAYER, _STORED = "decoder.layers.{layer}.", "model.layers.{layer}."
-_NESTED = {"full_attention": "rope_scaling", "sliding_attention": None}
 
-
+@dataclass(frozen=True, kw_only=True)
 class _Gemma(Decoder):
-    """``query_pre_attn_scalar`` is the square of what scores are divided by; words are multiplied by ``sqrt(h)``."""
+    """``query_pre_attn_scalar`` is the square of what scores are divided by; words are multiplied by ``sqrt(h)``.
+
+    Attributes:
+        caps: defaults of the soft caps of logits and of scores.
+    """
+
+    caps: tuple[float | None, float | None] = (None, None)
 
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         scalar = fields.get(float, "query_pre_attn_scalar", default=256.0, within=(1, 1 << 30))
         caps = {
-            "final_logit_softcap": fields.optional(float, "final_logit_softcapping", self.default_caps[0]),
-            "attention_logit_softcap": fields.optional(float, "attn_logit_softcapping", self.default_caps[1]),
+            "final_logit_softcap": fields.optional(float, "final_logit_softcapping", self.caps[0]),
+            "attention_logit_softcap": fields.optional(float, "attn_logit_softcapping", self.caps[1]),
         }
         return {
             "softmax_scale": scalar**-0.5,
@@ -51,12 +59,7 @@ class _Gemma(Decoder):
             **super().write_others(model),
         }
 
-    @property
-    def default_caps(self) -> tuple[float | None, float | None]:
-        """Of logits and of scores."""
-        return None, None
-
-    def read_window(self, fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+    def read_window(self, fields: Fields, num_layers: int) -> Window:
         window = fields.optional(int, "sliding_window", 4096)
         every = self.full_every(fields)
         return read_layer_types(fields, window, [(layer + 1) % every != 0 for layer in range(num_layers)])
@@ -69,14 +72,8 @@ class _Gemma(Decoder):
         return {"sliding_window": window, "layer_types": layer_types(layers)}
 
 
-class _Gemma2(_Gemma):
-    @property
-    def default_caps(self) -> tuple[float | None, float | None]:
-        return 30.0, 50.0
-
-
 class _Gemma3(_Gemma):
-    """Layers with a window rotate by a base of their own, which files have in one of two forms."""
+    """Layers with a window rotate by another base, which files have in one of two forms."""
 
     def full_every(self, fields: Fields) -> int:
         return fields.get(int, "sliding_window_pattern", "_sliding_window_pattern", default=6, within=(1, 1 << 16))
@@ -112,22 +109,23 @@ class _Gemma3(_Gemma):
 
 
 _SETTINGS = {
-    **decoder_settings(intermediate_size=9216, vocab_size=256000, max_position_embeddings=8192),
-    "hidden_size": Setting("hidden_size", 2304),
-    "num_layers": Setting("num_hidden_layers", 26),
-    "num_attention_heads": Setting("num_attention_heads", 8),
+    **decoder_settings(
+        vocab_size=256000,
+        hidden_size=2304,
+        ffn_hidden_size=9216,
+        num_layers=26,
+        num_attention_heads=8,
+        max_sequence_length=8192,
+        share_embeddings_and_output_weights=True,
+    ),
     "activation": ActivationSetting("hidden_activation", "gelu_pytorch_tanh"),
     "attention_bias": Setting("attention_bias", False),
-    "share_embeddings_and_output_weights": Setting("tie_word_embeddings", True),
 }
 _FIXED = {**LLAMA.fixed, "norm_position": "sandwich", "layernorm_zero_centered_gamma": True}
-_TABLE = TABLE | {
-    _LAYER + "post_self_attn_layernorm.*": whole(_STORED + "post_attention_layernorm.*"),
-    _LAYER + "pre_mlp_layernorm.*": whole(_STORED + "pre_feedforward_layernorm.*"),
-    _LAYER + "post_mlp_layernorm.*": whole(_STORED + "post_feedforward_layernorm.*"),
-}
+_PRE_MLP_NORM = whole("model.layers.{layer}.pre_feedforward_layernorm.*")
+_TABLE = TABLE | POST_NORMS | {"decoder.layers.{layer}.pre_mlp_layernorm.*": _PRE_MLP_NORM}
 
-GEMMA2 = _Gemma2(
+GEMMA2 = _Gemma(
     model_type="gemma2",
     classes=("Gemma2ForCausalLM", "Gemma2Model"),
     classifiers=classifiers("Gemma2"),
@@ -136,6 +134,7 @@ GEMMA2 = _Gemma2(
     table=_TABLE,
     num_key_value_heads=4,
     head_dim=256,
+    caps=(30.0, 50.0),
 )
 
 GEMMA3 = _Gemma3(
@@ -148,13 +147,9 @@ GEMMA3 = _Gemma3(
         "max_sequence_length": Setting("max_position_embeddings", 131072),
     },
     fixed={**_FIXED, "qk_layernorm": True},
-    # Gemma 3 in transformers caps the logits of words, and has no cap of scores, whatever this field says.
+    # Gemma 3 in transformers caps the logits of words, and ignores this field, a cap of scores.
     required={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
-    table=_TABLE
-    | {
-        _LAYER + "self_attention.q_layernorm.*": whole(_STORED + "self_attn.q_norm.*"),
-        _LAYER + "self_attention.k_layernorm.*": whole(_STORED + "self_attn.k_norm.*"),
-    },
+    table=_TABLE | QK_NORMS,
     num_key_value_heads=4,
     head_dim=256,
 )

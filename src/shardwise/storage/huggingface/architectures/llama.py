@@ -1,18 +1,15 @@
-"""Llama 3, Mistral, Granite 3 and OLMo 2: rotary positions, RMSNorm, SwiGLU, grouped queries, which Qwen shares.
+"""Llama 3 and its kin (Mistral, Granite, OLMo, Phi, Qwen, SmolLM): rotary positions, RMSNorm, SwiGLU, grouped queries.
 
 Granite 3 is Llama with factors on the embedding, the residual branches, the scores and the logits. OLMo 2 is Llama with
-norms after attention and MLP instead of before, and norms of all queries and of all keys.
-
-Phi-3 and Phi-4: Llama with joint tensors (query, key and value; gate and up), and a share of each head rotated.
-
-Qwen 2, Llama with biases on query, key and value; and Qwen 3, Llama with norms of each head's query and key.
-
-SmolLM 3: Llama of which some layers rotate nothing, and some have a window.
+norms after attention and MLP instead of before, and norms of all queries and of all keys. Phi-3 and Phi-4 have joint
+tensors (query, key and value; gate and up), and rotate a share of each head. Qwen 2 has biases on query, key and value,
+and Qwen 3 norms of each head's query and key. Some layers of SmolLM 3 rotate nothing, and some have a window.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from shardwise.models.description import ModelDescription
 from shardwise.storage.huggingface.architectures.architecture import (
@@ -26,6 +23,9 @@ from shardwise.storage.huggingface.mapping import Table, joint_qkv, separate_qkv
 
 _LAYER = "decoder.layers.{layer}."
 _STORED = "model.layers.{layer}."
+
+Window = tuple[int | None, tuple[bool, ...] | None]
+"""How many tokens a token sees, itself included, and which layers have the window; all if None."""
 
 TABLE = {
     "embedding.word_embeddings.*": whole("model.embed_tokens.*"),
@@ -42,26 +42,42 @@ TABLE = {
 }
 
 
-def decoder_settings(*, intermediate_size: int, vocab_size: int, max_position_embeddings: int) -> dict[str, Setting]:
-    """The settings that these decoders have in common, with an architecture's own defaults of these fields."""
+QK_NORMS = {
+    _LAYER + "self_attention.q_layernorm.*": whole(_STORED + "self_attn.q_norm.*"),
+    _LAYER + "self_attention.k_layernorm.*": whole(_STORED + "self_attn.k_norm.*"),
+}
+POST_NORMS = {
+    _LAYER + "post_self_attn_layernorm.*": whole(_STORED + "post_attention_layernorm.*"),
+    _LAYER + "post_mlp_layernorm.*": whole(_STORED + "post_feedforward_layernorm.*"),
+}
+
+
+_SETTINGS = {
+    "vocab_size": Setting("vocab_size", 32000),
+    "hidden_size": Setting("hidden_size", 4096),
+    "ffn_hidden_size": Setting("intermediate_size", 11008),
+    "num_layers": Setting("num_hidden_layers", 32),
+    "num_attention_heads": Setting("num_attention_heads", 32),
+    "activation": ActivationSetting("hidden_act", "silu"),
+    "max_sequence_length": Setting("max_position_embeddings", 2048),
+    "layernorm_epsilon": Setting("rms_norm_eps", 1e-6),
+    "attention_dropout": Setting("attention_dropout", 0.0),
+    "init_method_std": Setting("initializer_range", 0.02),
+    "share_embeddings_and_output_weights": Setting("tie_word_embeddings", False),
+}
+
+
+def decoder_settings(**defaults: float) -> dict[str, Setting]:
+    """The common settings of these decoders: Llama's, with an architecture's own defaults."""
     return {
-        "vocab_size": Setting("vocab_size", vocab_size),
-        "hidden_size": Setting("hidden_size", 4096),
-        "ffn_hidden_size": Setting("intermediate_size", intermediate_size),
-        "num_layers": Setting("num_hidden_layers", 32),
-        "num_attention_heads": Setting("num_attention_heads", 32),
-        "activation": ActivationSetting("hidden_act", "silu"),
-        "max_sequence_length": Setting("max_position_embeddings", max_position_embeddings),
-        "layernorm_epsilon": Setting("rms_norm_eps", 1e-6),
-        "attention_dropout": Setting("attention_dropout", 0.0),
-        "init_method_std": Setting("initializer_range", 0.02),
-        "share_embeddings_and_output_weights": Setting("tie_word_embeddings", False),
+        name: dataclasses.replace(setting, default=defaults.get(name, setting.default))
+        for name, setting in _SETTINGS.items()
     }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder(Architecture):
-    """What these decoders have in common.
+    """The common part of these decoders.
 
     Attributes:
         num_key_value_heads: default of that field; the number of query heads if None.
@@ -88,16 +104,15 @@ class Decoder(Architecture):
         if groups < 1 or heads % groups != 0:
             raise fields.error("num_key_value_heads", groups, f"a divisor of num_attention_heads, {heads}")
         window, layers = self.read_window(fields, values["num_layers"])
-        others = {
+        return {
             "num_query_groups": groups,
             "kv_channels": width or hidden // heads,
             # ``ModelConfig`` counts the positions before and after a token that the token attends to.
             "window_size": None if window is None else (window - 1, 0),
             "windowed_layers": layers,
+            **({"qkv_bias": values["attention_bias"]} if "attention_bias" in values else {}),
+            **self.read_positions(fields, values["max_sequence_length"]),
         }
-        if "attention_bias" in values:
-            others["qkv_bias"] = values["attention_bias"]
-        return others | self.read_positions(fields, values["max_sequence_length"])
 
     def write_others(self, model: ModelDescription) -> dict[str, Any]:
         """As ``read_others``."""
@@ -109,8 +124,8 @@ class Decoder(Architecture):
             **self.write_positions(model),
         }
 
-    def read_window(self, fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
-        """How many tokens a token sees, itself included, and in which layers; all if None."""
+    def read_window(self, fields: Fields, num_layers: int) -> Window:
+        """The window, as the fields have it."""
         return None, None
 
     def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
@@ -126,9 +141,7 @@ class Decoder(Architecture):
         return rope_json(model)
 
 
-def read_layer_types(
-    fields: Fields, window: int | None, default: Sequence[bool]
-) -> tuple[int | None, tuple[bool, ...] | None]:
+def read_layer_types(fields: Fields, window: int | None, default: Sequence[bool]) -> Window:
     """The window, and in which layers it is, by ``layer_types``, or by ``default`` where that is missing."""
     types = fields.values.get("layer_types")
     names = ("full_attention", "sliding_attention")
@@ -148,8 +161,10 @@ def layer_types(layers: Sequence[bool]) -> list[str]:
 
 
 class _Mistral(Decoder):
-    def read_window(self, fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
-        return fields.optional(int, "sliding_window", 4096), None
+    default_window: ClassVar[int | None] = 4096
+
+    def read_window(self, fields: Fields, num_layers: int) -> Window:
+        return fields.optional(int, "sliding_window", self.default_window), None
 
     def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
         return {"sliding_window": window}
@@ -160,7 +175,7 @@ LLAMA = Decoder(
     classes=("LlamaForCausalLM", "LlamaModel"),
     classifiers=classifiers("Llama"),
     settings={
-        **decoder_settings(intermediate_size=11008, vocab_size=32000, max_position_embeddings=2048),
+        **decoder_settings(),
         "attention_bias": Setting("attention_bias", False),
         "mlp_bias": Setting("mlp_bias", False),
     },
@@ -170,7 +185,7 @@ MISTRAL = _Mistral(
     model_type="mistral",
     classes=("MistralForCausalLM", "MistralModel"),
     classifiers=classifiers("Mistral"),
-    settings=decoder_settings(intermediate_size=14336, vocab_size=32000, max_position_embeddings=4096 * 32),
+    settings=decoder_settings(ffn_hidden_size=14336, max_sequence_length=4096 * 32),
     num_key_value_heads=8,
 )
 
@@ -201,25 +216,17 @@ OLMO2 = Decoder(
     classes=("Olmo2ForCausalLM", "Olmo2Model"),
     classifiers=classifiers("Olmo2", of_tokens=False),
     settings={
-        **decoder_settings(intermediate_size=11008, vocab_size=50304, max_position_embeddings=2048),
-        "layernorm_epsilon": Setting("rms_norm_eps", 1e-5),
+        **decoder_settings(vocab_size=50304, layernorm_epsilon=1e-5),
         "attention_bias": Setting("attention_bias", False),
     },
     fixed={**LLAMA.fixed, "norm_position": "branch", "qk_layernorm": True, "qk_layernorm_over_heads": True},
-    table=TABLE
-    | {
-        _LAYER + "post_self_attn_layernorm.*": whole(_STORED + "post_attention_layernorm.*"),
-        _LAYER + "post_mlp_layernorm.*": whole(_STORED + "post_feedforward_layernorm.*"),
-        _LAYER + "self_attention.q_layernorm.*": whole(_STORED + "self_attn.q_norm.*"),
-        _LAYER + "self_attention.k_layernorm.*": whole(_STORED + "self_attn.k_norm.*"),
-    },
+    table=TABLE | POST_NORMS | QK_NORMS,
 )
 
 
-_LAYER, _STORED = "decoder.layers.{layer}.", "model.layers.{layer}."
+class _Phi3(_Mistral):
+    default_window = None
 
-
-class _Phi3(Decoder):
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         dropout = fields.get(float, "embd_pdrop", default=0.0)
         if dropout != values["hidden_dropout"]:
@@ -230,19 +237,13 @@ class _Phi3(Decoder):
         # The default of padding is an id that smaller vocabularies lack.
         return {"embd_pdrop": model.hidden_dropout, "pad_token_id": None, **super().write_others(model)}
 
-    def read_window(self, fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
-        return fields.optional(int, "sliding_window"), None
-
-    def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
-        return {"sliding_window": window}
-
     def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
         return read_rope(fields, longest, share=1.0)
 
     def write_positions(self, model: ModelDescription) -> dict[str, Any]:
         written = rope_json(model)
         context = None if model.rope_scaling is None else model.rope_scaling.original_max_position_embeddings
-        # Readers take it from here, and not from beside the factors.
+        # Readers take it from here, and not from ``rope_scaling``.
         return written if context is None else {"original_max_position_embeddings": context, **written}
 
 
@@ -251,9 +252,9 @@ PHI3 = _Phi3(
     classes=("Phi3ForCausalLM", "Phi3Model"),
     classifiers=classifiers("Phi3"),
     settings={
-        **decoder_settings(intermediate_size=8192, vocab_size=32064, max_position_embeddings=4096),
-        "hidden_size": Setting("hidden_size", 3072),
-        "layernorm_epsilon": Setting("rms_norm_eps", 1e-5),
+        **decoder_settings(
+            vocab_size=32064, hidden_size=3072, ffn_hidden_size=8192, max_sequence_length=4096, layernorm_epsilon=1e-5
+        ),
         "hidden_dropout": Setting("resid_pdrop", 0.0),
     },
     table=TABLE
@@ -264,12 +265,11 @@ PHI3 = _Phi3(
 )
 
 
-_SETTINGS = decoder_settings(intermediate_size=22016, vocab_size=151936, max_position_embeddings=32768)
-_LAYER, _STORED = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."
+_QWEN_SETTINGS = decoder_settings(vocab_size=151936, ffn_hidden_size=22016, max_sequence_length=32768)
 
 
 class _Qwen(Decoder):
-    def read_window(self, fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+    def read_window(self, fields: Fields, num_layers: int) -> Window:
         window = fields.optional(int, "sliding_window", 4096)
         if not fields.get(bool, "use_sliding_window", default=False):
             return None, None
@@ -280,19 +280,15 @@ class _Qwen(Decoder):
         if window is None:
             return {"use_sliding_window": False, "sliding_window": None}
         first = next(index for index, windowed in enumerate(layers) if windowed)
-        return {
-            "use_sliding_window": True,
-            "sliding_window": window,
-            "max_window_layers": first,
-            "layer_types": layer_types(layers),
-        }
+        own = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": first}
+        return own | {"layer_types": layer_types(layers)}
 
 
 QWEN2 = _Qwen(
     model_type="qwen2",
     classes=("Qwen2ForCausalLM", "Qwen2Model"),
     classifiers=classifiers("Qwen2"),
-    settings=_SETTINGS,
+    settings=_QWEN_SETTINGS,
     fixed={**LLAMA.fixed, "qkv_bias": True},
     num_key_value_heads=32,
 )
@@ -301,19 +297,12 @@ QWEN3 = _Qwen(
     model_type="qwen3",
     classes=("Qwen3ForCausalLM", "Qwen3Model"),
     classifiers=classifiers("Qwen3"),
-    settings=_SETTINGS | {"attention_bias": Setting("attention_bias", False)},
+    settings=_QWEN_SETTINGS | {"attention_bias": Setting("attention_bias", False)},
     fixed={**LLAMA.fixed, "qk_layernorm": True},
-    table=TABLE
-    | {
-        _LAYER + "q_layernorm.*": whole(_STORED + "q_norm.*"),
-        _LAYER + "k_layernorm.*": whole(_STORED + "k_norm.*"),
-    },
+    table=TABLE | QK_NORMS,
     num_key_value_heads=32,
     head_dim=128,
 )
-
-
-_THETA = 2000000.0
 
 
 class _SmolLM3(Decoder):
@@ -330,21 +319,18 @@ class _SmolLM3(Decoder):
             **super().write_others(model),
         }
 
-    def read_window(self, fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+    def read_window(self, fields: Fields, num_layers: int) -> Window:
         window = fields.optional(int, "sliding_window")
         if not fields.get(bool, "use_sliding_window", default=False):
             return None, None
         return read_layer_types(fields, window, [not each for each in _rotated(fields, num_layers)])
 
     def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
-        return {
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "layer_types": layer_types(layers),
-        }
+        uses, types = window is not None, layer_types(layers)
+        return {"use_sliding_window": uses, "sliding_window": window, "layer_types": types}
 
     def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
-        return read_rope(fields, longest, theta=_THETA)
+        return read_rope(fields, longest, theta=2000000.0)
 
 
 def _rotated(fields: Fields, num_layers: int) -> tuple[bool, ...]:
@@ -364,11 +350,14 @@ SMOLLM3 = _SmolLM3(
     classifiers=classifiers("SmolLM3"),
     settings={
         **LLAMA.settings,
-        **decoder_settings(intermediate_size=11008, vocab_size=128256, max_position_embeddings=32768),
-        "hidden_size": Setting("hidden_size", 2048),
-        "num_layers": Setting("num_hidden_layers", 36),
-        "num_attention_heads": Setting("num_attention_heads", 16),
-        "share_embeddings_and_output_weights": Setting("tie_word_embeddings", True),
+        **decoder_settings(
+            vocab_size=128256,
+            hidden_size=2048,
+            num_layers=36,
+            num_attention_heads=16,
+            max_sequence_length=32768,
+            share_embeddings_and_output_weights=True,
+        ),
     },
     num_key_value_heads=4,
 )

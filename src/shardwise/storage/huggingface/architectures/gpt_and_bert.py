@@ -1,10 +1,12 @@
-"""GPT-2, OPT, BLOOM, GPT-NeoX and Pythia: LayerNorm and biases everywhere.
+"""GPT-2, OPT, BLOOM, GPT-NeoX with Pythia, and BERT: LayerNorm and biases everywhere.
 
 GPT-2 stores matrices as ``[in, out]``. The learned positions of OPT begin at the third row. BLOOM has ALiBi and a
-LayerNorm after the embedding. GPT-NeoX has attention and MLP side by side, and rotates a quarter of each head.
+LayerNorm after the embedding. GPT-NeoX has attention and MLP side by side, and rotates a quarter of each head. BERT has
+a norm after each addition, tokens of two types, and heads for masked tokens and for the next sentence.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Set
 from typing import Any
 
 from shardwise.core.errors import ConfigError
@@ -12,16 +14,31 @@ from shardwise.models.description import ModelDescription
 from shardwise.storage.huggingface.architectures.architecture import (
     ActivationSetting,
     Architecture,
+    ClassifierFormat,
     Setting,
     classifiers,
 )
 from shardwise.storage.huggingface.fields import Fields, read_rope, rope_json
-from shardwise.storage.huggingface.mapping import joint_qkv, separate_qkv, whole
+from shardwise.storage.huggingface.mapping import Table, joint_qkv, separate_qkv, whole
 
 _LAYER = "decoder.layers.{layer}."
 _STORED = "transformer.h.{layer}."
+_BIASES = {"attention_bias": True, "qkv_bias": True, "mlp_bias": True}
 
-TABLE = {
+
+def _fused_layer(stored: str, attention: str) -> Table:
+    """The rows of a layer whose query, key and value are one tensor, stored as ours is: BLOOM's and GPT-NeoX's."""
+    return {
+        _LAYER + "input_layernorm.*": whole(stored + "input_layernorm.*"),
+        _LAYER + "self_attention.linear_qkv.*": whole(f"{stored}{attention}.query_key_value.*"),
+        _LAYER + "self_attention.linear_proj.*": whole(f"{stored}{attention}.dense.*"),
+        _LAYER + "pre_mlp_layernorm.*": whole(stored + "post_attention_layernorm.*"),
+        _LAYER + "mlp.linear_fc1.*": whole(stored + "mlp.dense_h_to_4h.*"),
+        _LAYER + "mlp.linear_fc2.*": whole(stored + "mlp.dense_4h_to_h.*"),
+    }
+
+
+_GPT2_TABLE = {
     "embedding.word_embeddings.*": whole("transformer.wte.*"),
     "embedding.position_embeddings.*": whole("transformer.wpe.*"),
     _LAYER + "input_layernorm.*": whole(_STORED + "ln_1.*"),
@@ -72,10 +89,10 @@ GPT2 = _GPT2(
         "init_method_std": Setting("initializer_range", 0.02),
         "share_embeddings_and_output_weights": Setting("tie_word_embeddings", True),
     },
-    fixed={"attention_bias": True, "qkv_bias": True, "mlp_bias": True},
+    fixed=_BIASES,
     required={"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     prefix="transformer.",
-    table=TABLE,
+    table=_GPT2_TABLE,
     tied={"lm_head.weight": "transformer.wte.weight"},
     # These buffers hold the causal mask and its fill value.
     ignored=(r"\.attn\.(masked_)?bias",),
@@ -133,13 +150,7 @@ OPT = _OPT(
         "init_method_std": Setting("init_std", 0.02),
         "share_embeddings_and_output_weights": Setting("tie_word_embeddings", True),
     },
-    fixed={
-        "attention_bias": True,
-        "qkv_bias": True,
-        "mlp_bias": True,
-        "position_offset": 2,
-        "positions_skip_padding": True,
-    },
+    fixed={**_BIASES, "position_offset": 2, "positions_skip_padding": True},
     required={"enable_bias": True, "layer_norm_elementwise_affine": True, "_remove_final_layer_norm": False},
     prefix="model.",
     table=_OPT_TABLE,
@@ -150,12 +161,7 @@ OPT = _OPT(
 _BLOOM_TABLE = {
     "embedding.word_embeddings.*": whole("transformer.word_embeddings.*"),
     "embedding.layernorm.*": whole("transformer.word_embeddings_layernorm.*"),
-    _LAYER + "input_layernorm.*": whole(_STORED + "input_layernorm.*"),
-    _LAYER + "self_attention.linear_qkv.*": whole(_STORED + "self_attention.query_key_value.*"),
-    _LAYER + "self_attention.linear_proj.*": whole(_STORED + "self_attention.dense.*"),
-    _LAYER + "pre_mlp_layernorm.*": whole(_STORED + "post_attention_layernorm.*"),
-    _LAYER + "mlp.linear_fc1.*": whole(_STORED + "mlp.dense_h_to_4h.*"),
-    _LAYER + "mlp.linear_fc2.*": whole(_STORED + "mlp.dense_4h_to_h.*"),
+    **_fused_layer(_STORED, "self_attention"),
     "decoder.final_layernorm.*": whole("transformer.ln_f.*"),
     "output_layer.*": whole("lm_head.*"),
 }
@@ -185,11 +191,9 @@ BLOOM = _Bloom(
         "share_embeddings_and_output_weights": Setting("tie_word_embeddings", True),
     },
     fixed={
+        **_BIASES,
         "activation": "gelu_tanh",
         "embedding_layernorm": True,
-        "attention_bias": True,
-        "qkv_bias": True,
-        "mlp_bias": True,
         "position_embedding_type": "alibi",
     },
     prefix="transformer.",
@@ -198,16 +202,9 @@ BLOOM = _Bloom(
 )
 
 
-_NEOX_STORED = "gpt_neox.layers.{layer}."
-
 _NEOX_TABLE = {
     "embedding.word_embeddings.*": whole("gpt_neox.embed_in.*"),
-    _LAYER + "input_layernorm.*": whole(_NEOX_STORED + "input_layernorm.*"),
-    _LAYER + "self_attention.linear_qkv.*": whole(_NEOX_STORED + "attention.query_key_value.*"),
-    _LAYER + "self_attention.linear_proj.*": whole(_NEOX_STORED + "attention.dense.*"),
-    _LAYER + "pre_mlp_layernorm.*": whole(_NEOX_STORED + "post_attention_layernorm.*"),
-    _LAYER + "mlp.linear_fc1.*": whole(_NEOX_STORED + "mlp.dense_h_to_4h.*"),
-    _LAYER + "mlp.linear_fc2.*": whole(_NEOX_STORED + "mlp.dense_4h_to_h.*"),
+    **_fused_layer("gpt_neox.layers.{layer}.", "attention"),
     "decoder.final_layernorm.*": whole("gpt_neox.final_layer_norm.*"),
     "output_layer.*": whole("embed_out.*"),
 }
@@ -219,11 +216,7 @@ class _GPTNeoX(Architecture):
         return super().read_others(fields, values) | {"qkv_bias": values["attention_bias"]} | rope
 
     def write_others(self, model: ModelDescription) -> dict[str, Any]:
-        return {
-            **rope_json(model),
-            "rotary_emb_base": model.rotary_base,
-            "rotary_pct": model.rotary_percent,
-        }
+        return rope_json(model) | {"rotary_emb_base": model.rotary_base, "rotary_pct": model.rotary_percent}
 
 
 GPT_NEOX = _GPTNeoX(
@@ -253,4 +246,101 @@ GPT_NEOX = _GPTNeoX(
     # These buffers hold the causal mask, its fill value and the rotary frequencies.
     ignored=(r"\.attention\.(masked_)?bias", r"rotary_emb\.inv_freq"),
     renamed=(("lm_head.weight", "embed_out.weight"),),
+)
+
+
+_BERT_LAYER = "encoder.layers.{layer}."
+_BERT_STORED = "bert.encoder.layer.{layer}."
+
+_BERT_TABLE = {
+    "embedding.word_embeddings.*": whole("bert.embeddings.word_embeddings.*"),
+    "embedding.position_embeddings.*": whole("bert.embeddings.position_embeddings.*"),
+    "embedding.tokentype_embeddings.*": whole("bert.embeddings.token_type_embeddings.*"),
+    "embedding.layernorm.*": whole("bert.embeddings.LayerNorm.*"),
+    _BERT_LAYER + "self_attention.linear_qkv.*": separate_qkv(
+        *(f"{_BERT_STORED}attention.self.{each}.*" for each in ("query", "key", "value"))
+    ),
+    _BERT_LAYER + "self_attention.linear_proj.*": whole(_BERT_STORED + "attention.output.dense.*"),
+    _BERT_LAYER + "post_self_attn_layernorm.*": whole(_BERT_STORED + "attention.output.LayerNorm.*"),
+    _BERT_LAYER + "mlp.linear_fc1.*": whole(_BERT_STORED + "intermediate.dense.*"),
+    _BERT_LAYER + "mlp.linear_fc2.*": whole(_BERT_STORED + "output.dense.*"),
+    _BERT_LAYER + "post_mlp_layernorm.*": whole(_BERT_STORED + "output.LayerNorm.*"),
+    "lm_head.dense.*": whole("cls.predictions.transform.dense.*"),
+    "lm_head.layernorm.*": whole("cls.predictions.transform.LayerNorm.*"),
+    "output_layer.weight": whole("cls.predictions.decoder.weight"),
+    "output_layer.bias": whole("cls.predictions.bias"),
+    "pooler.dense.*": whole("bert.pooler.dense.*"),
+    "binary_head.*": whole("cls.seq_relationship.*"),
+}
+
+
+class _Bert(Architecture):
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        is_pretraining = fields.values.get("architectures") == ["BertForPreTraining"]
+        return super().read_others(fields, values) | {"add_binary_head": is_pretraining}
+
+    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+        if model.num_tokentypes < 1:
+            raise ConfigError(f"BERT in Hugging Face has at least 1 token type; this model has {model.num_tokentypes}")
+        return {}
+
+    def class_of(self, model: ModelDescription) -> str:
+        return self.classes[0] if model.add_binary_head else self.classes[1]
+
+    def adapt(self, model: ModelDescription, stored: Set[str]) -> ModelDescription:
+        # A file may hold more heads than ``architectures`` says; that of ``bert-base-uncased`` does.
+        if model.classification is not None:
+            return model
+        has_head = model.add_binary_head or "cls.seq_relationship.weight" in stored
+        return dataclasses.replace(model, add_binary_head=has_head)
+
+
+_BERT_DROPOUT = ("classifier_dropout", "hidden_dropout_prob")
+
+BERT = _Bert(
+    model_type="bert",
+    classes=("BertForPreTraining", "BertForMaskedLM"),
+    settings={
+        "vocab_size": Setting("vocab_size", 30522),
+        "hidden_size": Setting("hidden_size", 768),
+        "num_layers": Setting("num_hidden_layers", 12),
+        "num_attention_heads": Setting("num_attention_heads", 12),
+        "ffn_hidden_size": Setting("intermediate_size", 3072),
+        "activation": ActivationSetting("hidden_act", "gelu"),
+        "hidden_dropout": Setting("hidden_dropout_prob", 0.1),
+        "attention_dropout": Setting("attention_probs_dropout_prob", 0.1),
+        "max_sequence_length": Setting("max_position_embeddings", 512),
+        "num_tokentypes": Setting("type_vocab_size", 2),
+        "init_method_std": Setting("initializer_range", 0.02),
+        "layernorm_epsilon": Setting("layer_norm_eps", 1e-12),
+        "share_embeddings_and_output_weights": Setting("tie_word_embeddings", True),
+    },
+    fixed={
+        **_BIASES,
+        "kind": "bert",
+        "norm_position": "post",
+        "embedding_layernorm": True,
+        "final_layernorm": False,
+    },
+    required={
+        "is_decoder": False,
+        "add_cross_attention": False,
+        "position_embedding_type": "absolute",
+        # With untied embeddings, transformers stores two output biases and uses only one.
+        "tie_word_embeddings": True,
+    },
+    classifiers=(
+        ClassifierFormat(
+            "sequence-classification", "BertForSequenceClassification", "classifier", True, _BERT_DROPOUT, pads=False
+        ),
+        ClassifierFormat("token-classification", "BertForTokenClassification", "classifier", True, _BERT_DROPOUT),
+    ),
+    prefix="bert.",
+    table=_BERT_TABLE,
+    tied={"cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"},
+    # These are buffers, and the pooler of a model without the head that would read it.
+    ignored=(r"embeddings\.position_ids", r"embeddings\.token_type_ids", r"pooler\.dense\.(weight|bias)"),
+    copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
+    # Files converted from TensorFlow have these names.
+    renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
 )
