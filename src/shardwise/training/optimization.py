@@ -19,16 +19,9 @@ from shardwise.training.step_settings import StepSettings
 def build_optimizer(
     settings: StepSettings, model: TransformerModel | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
 ) -> tuple[ShardedOptimizer, Gradients]:
-    """The optimizer of a run's model, and what sums its gradients.
+    """The optimizer of a run's model, and the object that sums its gradients over ranks and micro-batches.
 
-    Args:
-        settings: of the run.
-        model: on its device; with pipeline stages this rank's, or its chunks.
-        chunks: the same, as a sequence.
-        groups: the model's process groups.
-
-    Returns:
-        The optimizer, and what sums the gradients over the data-parallel ranks, and over micro-batches in fp32.
+    ``model`` is on its device: with pipeline stages this rank's, or its chunks, which ``chunks`` has as a sequence.
     """
     dp_group = groups.dp
     assert dp_group is not None

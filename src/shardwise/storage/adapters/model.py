@@ -254,13 +254,7 @@ def lora_disabled(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class BaseParameter:
-    """A parameter of the base model.
-
-    Attributes:
-        owner, name: the module that has it, and its name there.
-        layout: where each rank's part lies.
-        composition: the tensors of Hugging Face's that it is made of.
-    """
+    """A parameter of the base model: its module and name there, its layout, and the tensors of Hugging Face in it."""
 
     owner: nn.Module
     name: str
@@ -289,13 +283,7 @@ class BaseParameter:
 
 @dataclass(frozen=True)
 class TrainedParameter:
-    """A base parameter with tensors that are trained.
-
-    Attributes:
-        base: the parameter.
-        tensors: the tensors in it that are trained.
-        original: values of this rank's part before training.
-    """
+    """A base parameter, those of its tensors that are trained, and this rank's part before training."""
 
     base: BaseParameter
     tensors: tuple[str, ...]
@@ -317,12 +305,7 @@ class TrainedParameter:
 
 @dataclass
 class Trained:
-    """The base parameters that are trained.
-
-    Attributes:
-        parameters: of this stage.
-        merged: their values belong to the model, and are not taken out.
-    """
+    """The base parameters of this stage that are trained; if ``merged``, their values are not taken out again."""
 
     parameters: list[TrainedParameter] = field(default_factory=list)
     merged: bool = False

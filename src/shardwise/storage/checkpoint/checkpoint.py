@@ -129,16 +129,12 @@ def load(
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The ``meta`` that was saved with the checkpoint at ``path``; not collective.
-
-    Raises:
-        CheckpointError: no checkpoint, or a damaged ``meta.json``.
-    """
+    """The ``meta`` of the checkpoint at ``path``; CheckpointError if there is no good one. Not collective."""
     return Manifest.read(path).meta
 
 
 def verify(path: Path) -> None:
-    """Read every file of the checkpoint at ``path`` and compare it with its recorded size and checksum; not collective.
+    """Compare every file of the checkpoint at ``path`` with its recorded size and checksum. Not collective.
 
     Raises:
         CheckpointError: no checkpoint, or a damaged one; the message names the file.

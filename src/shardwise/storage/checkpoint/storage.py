@@ -49,8 +49,7 @@ def slice_checksum(part: Tensor, offsets: Sequence[int], shape: Sequence[int]) -
 
     Args:
         part: the slice, of any dtype of at most 8 bytes, on any device.
-        offsets: its first index in each dimension of the tensor.
-        shape: the tensor's shape.
+        offsets, shape: its first index in each dimension of the tensor, and the tensor's shape.
     """
     if part.dim() == 0:
         return slice_checksum(part.view(1), [0], [1])
@@ -108,8 +107,7 @@ class Part:
     """A box of a tensor that this rank writes.
 
     Attributes:
-        key: name under which it is stored: the tensor's if it is the whole; if not, with the slice behind it, as in
-            ``weight[0:51, 0:64]``.
+        key: its stored name: the tensor's, with the slice if it is not whole, as in ``weight[0:51, 0:64]``.
         name: the tensor's.
         offsets: first index of the box in each dimension.
         data: its values.
@@ -123,13 +121,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Written:
-    """The file that one rank wrote, if any.
-
-    Attributes:
-        file: name of its file; None if there was nothing to write.
-        record: of the file.
-        chunks: the chunks in the file, with the names of their tensors.
-    """
+    """The file that one rank wrote, if any: its name, its record, and its chunks with the names of their tensors."""
 
     file: str | None = None
     record: FileRecord | None = None
@@ -137,11 +129,7 @@ class Written:
 
 
 class PartsOfPlan(FolderStorage, StorageWriter):
-    """Takes what torch.distributed.checkpoint plans for this rank to write, and writes nothing itself.
-
-    Args:
-        take: called with this rank's parts.
-    """
+    """Hands the parts that torch.distributed.checkpoint plans for this rank to ``take``, and writes nothing itself."""
 
     def __init__(self, take: Callable[[list[Part]], None]) -> None:
         self._take = take
@@ -173,13 +161,9 @@ class PartsOfPlan(FolderStorage, StorageWriter):
 
 
 def write_parts(folder: Path, rank: int, parts: Sequence[Part], *, go_on: Callable[[], None] = lambda: None) -> Written:
-    """Write a rank's parts into ``rank-NNNNN.safetensors``, to the disk itself; read it back for its checksum.
+    """Write a rank's parts into ``rank-NNNNN.safetensors``, through to the disk; read it back for its checksum.
 
-    Args:
-        folder: exists, and is shared by the ranks.
-        rank: this rank in the group that saves.
-        parts: in memory of any device.
-        go_on: called before each part; an error that it raises ends the writing.
+    ``go_on`` is called before each part; an error that it raises ends the writing.
 
     Raises:
         CheckpointError: the file cannot be written; the message has the reason.
@@ -214,9 +198,7 @@ def tensors_of(
 ) -> dict[str, TensorPieces]:
     """This rank's pieces of each tensor, by key. Entries with the same key and memory, such as tied weights, are one.
 
-    Args:
-        state: entries that agree about each tensor (see ``describe_state``).
-        stored_shapes: the tensors' shapes in the checkpoint that is to be loaded, for entries that allow another.
+    ``stored_shapes`` has shapes in the checkpoint that is to be loaded, for entries that allow another one.
 
     Raises:
         CheckpointError: two entries would be the same part of one tensor.
@@ -355,12 +337,7 @@ def read_slice(
 ) -> Tensor:
     """A box of a stored chunk, by first index in the chunk and number of indices in each dimension.
 
-    Args:
-        folder: the checkpoint.
-        header: of the chunk's file.
-        chunk: its record in the manifest.
-        dtype: of its tensor.
-        offsets, sizes: the box.
+    ``header`` is of the chunk's file, ``dtype`` of its tensor.
 
     Raises:
         CheckpointError: the file cannot be read, or has another tensor than was saved.

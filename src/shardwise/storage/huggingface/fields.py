@@ -34,12 +34,7 @@ ACTIVATION_NAMES = {
 
 
 class Fields:
-    """The fields of a ``config.json``.
-
-    Args:
-        values: the fields as they were read.
-        where: the file's name, for messages.
-    """
+    """The fields of a ``config.json``, as they were read, and the file's name for messages (``where``)."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
         self.values = values

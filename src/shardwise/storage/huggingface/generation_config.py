@@ -69,7 +69,7 @@ class GenerationDefaults:
     """A model's own settings of generation: ``generation_config.json``, and ``config.json`` for ends of texts.
 
     Args:
-        folder: the model's folder, which may have a ``generation_config.json``; None if there is no such folder.
+        folder: the model's folder, with or without a ``generation_config.json``; None if there is none.
         config: the fields of ``config.json``.
 
     Raises:

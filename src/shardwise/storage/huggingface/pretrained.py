@@ -48,11 +48,10 @@ _NUM_REASONS = 3
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
-    """Read the ``config.json`` of a Hugging Face folder.
+    """Read the ``config.json`` of a Hugging Face folder; see ``config_from_json``.
 
     Raises:
         CheckpointError: there is none, or it is no JSON object.
-        ConfigError: see ``config_from_json``.
     """
     path = Path(folder) / CONFIG_NAME
     return config_from_json(read_json(path), where=str(path))

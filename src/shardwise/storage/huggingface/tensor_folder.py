@@ -40,9 +40,6 @@ class TensorFolder:
 
     Opening it reads the headers of the files and no tensor.
 
-    Args:
-        folder: the folder that holds the files.
-
     Attributes:
         tensors: by stored name.
         bytes_read: bytes of tensors that were read so far.
@@ -136,9 +133,7 @@ _LARGEST_TEXT = 16 << 20
 def companion_files(folder: Path, *, beside_card: bool = False) -> Iterator[tuple[Path, str]]:
     """The files to copy from a model's folder, and the name of each copy; symbolic links are followed.
 
-    Args:
-        folder: of the model.
-        beside_card: the target has another card, so that the readme becomes ``BASE_README.md``.
+    With ``beside_card`` the target has another card, and the readme becomes ``BASE_README.md``.
     """
     for name in COMPANION_FILES:
         if (folder / name).is_file():

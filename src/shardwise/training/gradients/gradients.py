@@ -99,8 +99,7 @@ class Placement(NamedTuple):
     Attributes:
         starts: the first element of each parameter.
         buckets: for each bucket the indices of its parameters.
-        bounds: the first element of each bucket, and last the end of the buffer; each rank's interval of a bucket is a
-            multiple of 16 elements.
+        bounds: the first element of each bucket, and the buffer's end; each rank has a multiple of 16 in each bucket.
     """
 
     starts: tuple[int, ...]

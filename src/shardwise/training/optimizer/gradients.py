@@ -337,11 +337,8 @@ def exact_norm(
 ) -> float:
     """The 2-norm of a model's gradient.
 
-    Args:
-        gradients: of this rank, each with its parameter's layout and its division over the data-parallel ranks (None of
-            all if each has them all), no parameter twice over the stages.
-        tp_group: the ranks that split each layer, which sum over parts.
-        pp_group: the stages; None if there is one.
+    ``gradients`` are this rank's, each with its parameter's layout and its division over the data-parallel ranks (None
+    if each rank has all), no parameter twice over the stages. The ranks of ``tp_group`` sum over parts.
     """
     number, rank = exact_parts(tp_group), tp_group.rank()
     assert number is not None

@@ -87,10 +87,7 @@ def product_dtype(params_dtype: torch.dtype) -> torch.dtype:
 class _Part:
     """Rows of a weight that form a matrix, such as all queries of a query-key-value weight.
 
-    Attributes:
-        layout: of that matrix over the ranks.
-        runs: this rank's part of it in its part of the weight, along the dimension that is split: first index and
-            length of each run.
+    It has the matrix's layout, and first index and length of each run of this rank's part in its part of the weight.
     """
 
     layout: ParamLayout
@@ -369,13 +366,9 @@ class Dealing:
         self._pieces = [sizes[index][rank] for index in self._order]
 
     def collect(self, pieces: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-        """All ranks' pieces of this rank's tensors.
+        """All ranks' pieces of this rank's tensors: by index, a piece of each rank, in rank order.
 
-        Args:
-            pieces: this rank's piece of every tensor, in one dimension.
-
-        Returns:
-            By the tensor's index, a piece of each rank, in rank order.
+        ``pieces`` has this rank's piece of every tensor, in one dimension.
         """
         if self._group is None:
             return {index: [pieces[index]] for index in self._own}
@@ -388,11 +381,9 @@ class Dealing:
         return {index: [run[place] for run in runs] for place, index in enumerate(self._own)}
 
     def hand_back(self, wholes: Mapping[int, Sequence[Tensor]], like: Tensor) -> list[Tensor]:
-        """This rank's piece of every tensor, in one dimension.
+        """This rank's piece of every tensor, in one dimension and of ``like``'s dtype and device.
 
-        Args:
-            wholes: by index, a piece for each rank of this rank's tensors.
-            like: has the pieces' dtype and device.
+        ``wholes`` has, by index, a piece for each rank of this rank's tensors.
         """
         if self._group is None:
             return [wholes[index][0] for index in range(len(self._sizes))]

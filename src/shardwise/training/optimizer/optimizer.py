@@ -71,15 +71,11 @@ class ShardedOptimizer(Protocol):
 
 
 class _OfOtherTensors:
-    """An optimizer of a model, by another that updates other tensors instead of the model's parameters.
+    """An optimizer of a model, by another (``optimizer``) that updates other tensors instead of the parameters.
 
     Args:
         optimizer: of the model's parameters, before its first step.
         others: by parameter, the tensor that is updated instead.
-
-    Attributes:
-        optimizer: as given.
-        param_groups, why_not_fused: the optimizer's.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, others: Mapping[Parameter, Parameter]) -> None:
@@ -246,8 +242,7 @@ def optimizer_state(weights: Mapping[str, ParamShard], optimizer: ShardedOptimiz
     """The optimizer's tensors, for a checkpoint.
 
     Args:
-        weights: of the model whose parameters ``optimizer`` was made from, as ``sharded_state_dict`` returns them.
-        optimizer: of that model.
+        weights: of the model that ``optimizer`` was made for, as ``sharded_state_dict`` returns them.
 
     Returns:
         Entries ``KIND.KEY``, such as ``exp_avg.KEY``, for each parameter that it trains.
@@ -265,12 +260,7 @@ def optimizer_state(weights: Mapping[str, ParamShard], optimizer: ShardedOptimiz
 
 
 def stored_weights(weights: Mapping[str, ParamShard], optimizer: ShardedOptimizer) -> dict[str, ParamShard]:
-    """The weights for a checkpoint: fp32 copies where there are any, and of each weight this rank's elements.
-
-    Args:
-        weights: of the model, as ``sharded_state_dict`` returns them.
-        optimizer: of that model.
-    """
+    """The weights for a checkpoint, from the model's: fp32 copies if any, and of each weight this rank's elements."""
     weight_of = getattr(optimizer, "weight_of", None)
     result = dict(weights)
     for key, weight in weights.items():
