@@ -49,28 +49,28 @@ _LONG_KEY = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(Checked, prefix="--"):
-    """What every command is told, and what it does.
+    """The arguments of every command, and its work.
 
     Attributes:
         debug: show stack traces, and the launcher's log.
-        lasts: it goes on when nobody reads what it prints.
+        lasts: it goes on when nobody reads its output.
     """
 
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     lasts: ClassVar[bool] = False
 
     def work(self) -> Callable[[], object]:
-        """What the command is for, to be called on one rank. Imported only here, because PyTorch takes seconds."""
+        """The work of the command, to be called on one rank. Imported only here, because PyTorch takes seconds."""
         raise NotImplementedError
 
     def way_on(self) -> str:
-        """How the command can go on after it ended early; nothing if there is nothing to say."""
+        """A hint how the command can go on after it ended early; empty if there is none."""
         return ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchArguments(Arguments):
-    """What every command that starts ranks is told.
+    """The arguments of every command that starts ranks.
 
     Attributes:
         nproc: ranks to start on this machine; as many as parallel.tp x parallel.pp if not given.
@@ -80,23 +80,23 @@ class LaunchArguments(Arguments):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks to start if neither the user nor a launcher says."""
+        """The number of ranks to start if neither the user nor a launcher says."""
         raise NotImplementedError
 
     def check_world(self, world_size: int) -> None:
-        """Raise ConfigError unless the model can be split over ``world_size`` ranks as the arguments say."""
+        """Raise ConfigError unless ``world_size`` ranks can do the work."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise what is wrong with the rest, as far as it is found in no time; not called in a rank of several."""
+        """Raise other mistakes that are found in no time; not called in a rank of several."""
 
     def prepare(self, world_size: int) -> None:
-        """Raise what a rank of ``world_size`` would; called before they are started, and imports PyTorch as they do."""
+        """Raise the mistakes that a rank of ``world_size`` would; imports PyTorch, as the ranks do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitArguments(LaunchArguments):
-    """What every command is told whose ranks do nothing but split the layers of one model.
+    """The arguments of every command whose ranks do nothing but split the layers of one model.
 
     Attributes:
         tp: ranks that split each layer; all that there are if not given.
@@ -115,17 +115,15 @@ class SplitArguments(LaunchArguments):
             raise ConfigError(f"--pp is {self.pp}, but this command has no pipeline stages; split the layers with --tp")
 
     def keywords(self) -> dict[str, Any]:
-        """The keyword arguments of the function of ``shardwise.run`` that does the work: all but those of a launch."""
+        """The keyword arguments of the function of ``shardwise.run``: all but those of a launch."""
         names = {field.name for field in dataclasses.fields(self)} - {"debug", "nproc", "tp", "pp"}
         return {name: getattr(self, name) for name in names}
 
     @property
     def num_ranks(self) -> int:
-        """As many as ``tp`` says."""
         return self.tp or 1
 
     def check_world(self, world_size: int) -> None:
-        """Raise ConfigError unless ``world_size`` ranks are as many as ``tp`` asks for."""
         if self.tp not in (None, world_size):
             raise ConfigError(
                 f"--tp {self.tp} is not the number of ranks, {world_size}, all of which split the layers here; leave "
@@ -135,7 +133,7 @@ class SplitArguments(LaunchArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsArguments(Arguments):
-    """What a command is told that has the settings of a run.
+    """The arguments of a command that has the settings of a run.
 
     Attributes:
         config: TOML file with settings, which flags override.
@@ -148,25 +146,21 @@ class SettingsArguments(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class RunArguments(SettingsArguments, LaunchArguments):
-    """What a command is told that trains."""
+    """The arguments of a command that trains."""
 
     lasts: ClassVar[bool] = True
 
     @property
     def num_ranks(self) -> int:
-        """One for each part of the model."""
         return self.settings.parallel.tp * self.settings.parallel.pp
 
     def check_world(self, world_size: int) -> None:
-        """See ``RunSettings.check_world``."""
         self.settings.check_world(world_size)
 
     def check(self) -> None:
-        """Raise ConfigError if another run is in the folder, or it cannot be written to."""
         check_free(Path(self.settings.out))
 
     def way_on(self) -> str:
-        """From the newest checkpoint, if there is one."""
         folder = Path(self.settings.out) / "checkpoints"
         if not folder.exists():
             return way_on(None)
@@ -187,8 +181,7 @@ class _Argument:
         path: the fields that lead to its value, the last one its own.
         annotation: the field's type.
         required: it has no default.
-        sets: the value that a switch stands for.
-        negation: the switch for the other one.
+        sets, negation: the value of a switch, and the switch for the other one.
     """
 
     path: tuple[str, ...]
@@ -200,15 +193,15 @@ class _Argument:
 
 @dataclass(frozen=True)
 class FlagReader:
-    """Reads the flags and arguments of a dataclass, and of those in it, named as tyro's help shows them.
+    """Reads the flags and arguments of a dataclass, and of those in it, named as in tyro's help.
 
-    What ``tyro.conf`` says beside the type of a field holds: ``Positional``, ``FlagCreatePairsOff``, and of ``arg``
-    ``name=""`` (the flags of a dataclass have no prefix), ``metavar`` and ``aliases``. An ``_`` may stand for a ``-``.
+    It follows ``Positional`` and ``FlagCreatePairsOff`` of ``tyro.conf``, and of its ``arg`` ``name=""`` (the flags of
+    a dataclass have no prefix), ``metavar`` and ``aliases``. An ``_`` may stand for a ``-``.
 
     Attributes:
         cls: the dataclass.
         flags: by name, such as ``--model.num-layers``.
-        positional: those without a flag by what help calls them, in their order.
+        positional: those without a flag by their names in help, in order.
     """
 
     cls: type
@@ -243,7 +236,7 @@ class FlagReader:
                     self.flags[no] = dataclasses.replace(argument, sets=False)
 
     def read(self, argv: Sequence[str]) -> dict[str, Any]:
-        """The values that are given, by the fields' names, those of a dataclass' fields as a dict of their own.
+        """The values that are given, by field; those of a field that is a dataclass as a dict of their own.
 
         Raises:
             ConfigError: an unknown flag, a value that is missing, of the wrong kind or after a switch, a flag with many
@@ -275,7 +268,7 @@ class FlagReader:
         return values
 
     def _read_flag(self, word: str, words: deque[str], found: dict[tuple[str, ...], Any]) -> None:
-        """Read the flag ``word``, and from ``words`` what belongs to it."""
+        """Read the flag ``word``, and from ``words`` its values."""
         name, equals, text = word.partition("=")
         name = name.replace("_", "-")
         flag = self.flags.get(name)
@@ -303,7 +296,6 @@ class FlagReader:
 
 
 def _value_of(name: str, annotation: Any, text: str) -> Any:
-    """The value that ``text`` stands for."""
     value: Any = text
     kind = kind_of(annotation)
     if kind in (int, float):
@@ -339,7 +331,6 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _depth(value: object) -> int:
-    """How many tables and lists stand within each other."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return max((1 + _depth(each) for each in inner), default=0)
 
@@ -347,7 +338,7 @@ def _depth(value: object) -> int:
 def parse_command(cls: type[_T], argv: Sequence[str], prog: str) -> _T:
     """Parse the arguments of a command into a dataclass, whose docstring is the help.
 
-    Where it has settings, they come from their defaults, then from the TOML file of ``--config``, then from flags.
+    Settings come from their defaults, then from the TOML file of ``--config``, then from flags.
 
     Args:
         cls: a dataclass.
@@ -355,8 +346,8 @@ def parse_command(cls: type[_T], argv: Sequence[str], prog: str) -> _T:
         prog: the command's name, for help.
 
     Raises:
-        ConfigError: an unknown flag or setting, a value that is missing or of the wrong kind, or what the dataclass
-            itself raised; the TOML file cannot be read.
+        ConfigError: an unknown flag or setting, a value that is missing or of the wrong kind, a mistake found by the
+            dataclass, or a TOML file that cannot be read.
         SystemExit: help was asked for and printed.
     """
     if "-h" in argv or "--help" in argv:
@@ -373,7 +364,6 @@ def parse_command(cls: type[_T], argv: Sequence[str], prog: str) -> _T:
 
 
 def _merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """``values`` with those of ``over`` in their place, in the tables likewise."""
     inner = {key: _merged(values.get(key, {}), value) for key, value in over.items() if isinstance(value, dict)}
     return values | over | inner
 

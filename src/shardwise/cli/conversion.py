@@ -35,17 +35,14 @@ class ImportArguments(SplitArguments):
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
 
     def check(self) -> None:
-        """Raise ConfigError if ``out`` cannot be written to."""
         check_free(Path(self.out))
 
     def prepare(self, world_size: int) -> None:
-        """Read the folder's files, but for its tensors."""
         from shardwise.run.commands.conversion import open_for_import
 
         open_for_import(self.folder, self.out, world_size)
 
     def work(self) -> Callable[[], object]:
-        """Import."""
         from shardwise.run import import_hf
 
         return partial(_import, partial(import_hf, **self.keywords()), self.out)
@@ -86,17 +83,14 @@ class ExportArguments(SplitArguments):
     merge: bool = False
 
     def check(self) -> None:
-        """Raise ConfigError if ``out`` cannot be written to."""
         check_free_target(Path(self.out))
 
     def prepare(self, world_size: int) -> None:
-        """Open the checkpoint."""
         from shardwise.run.commands.conversion import open_for_export
 
         open_for_export(self.checkpoint, self.out, merge=self.merge, world_size=world_size)
 
     def work(self) -> Callable[[], object]:
-        """Export."""
         from shardwise.run import export_hf
 
         return partial(_export, partial(export_hf, **self.keywords()), self.out)

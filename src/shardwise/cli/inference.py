@@ -51,7 +51,7 @@ class GeneratingArguments(SplitArguments):
     layers: Literal["auto", "training", "inference", "fused"] = "auto"
 
     def wishes(self) -> "ChoiceWishes":
-        """How tokens are to be chosen. Imported only here, because PyTorch takes seconds."""
+        """The choice of tokens that was asked for. Imported only here, because PyTorch takes seconds."""
         from shardwise.run.commands.text_generation import ChoiceWishes
 
         return ChoiceWishes(self.max_new_tokens, self.temperature, self.top_k, self.top_p)
@@ -73,7 +73,6 @@ class GenerateArguments(GeneratingArguments):
     special_tokens: bool = True
 
     def prepare(self, world_size: int) -> None:
-        """Open the checkpoint, and read the prompt."""
         from shardwise.run.commands.text_generation import open_prompt
 
         special = self.special_tokens
@@ -82,7 +81,6 @@ class GenerateArguments(GeneratingArguments):
         )
 
     def work(self) -> Callable[[], object]:
-        """Generate."""
         from shardwise.cli import reporting
         from shardwise.run import generate
 
@@ -108,13 +106,11 @@ class ChatArguments(GeneratingArguments):
     system: str = ""
 
     def prepare(self, world_size: int) -> None:
-        """Open the model, its tokenizer and its template."""
         from shardwise.run.commands.conversation import open_chat
 
         open_chat(self.checkpoint, self.adapter, self.wishes(), world_size)
 
     def work(self) -> Callable[[], object]:
-        """Talk."""
         from shardwise.cli import reporting
         from shardwise.run import chat
 
@@ -124,7 +120,6 @@ class ChatArguments(GeneratingArguments):
 
 
 def _turns() -> Iterator[str]:
-    """The lines of standard input, up to the one that ends the conversation."""
     while (line := _read_line()) is not None and (turn := line.strip()) != _EXIT:
         yield turn
 
@@ -179,13 +174,11 @@ class ClassifyArguments(SplitArguments):
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def prepare(self, world_size: int) -> None:
-        """Open the model."""
         from shardwise.run.commands.label_texts import open_classifier
 
         open_classifier(self.checkpoint, self.adapter, world_size)
 
     def work(self) -> Callable[[], object]:
-        """Label."""
         from shardwise.run import classify
 
         lines = None if self.text or self.data else sys.stdin
@@ -259,13 +252,11 @@ class EvalArguments(SplitArguments):
             raise ConfigError(f"{given[0]} is of tasks; name some with --tasks")
 
     def prepare(self, world_size: int) -> None:
-        """Open the model."""
         from shardwise.run.commands.evaluate import open_to_measure
 
         open_to_measure(self.checkpoint, self.adapter, world_size)
 
     def work(self) -> Callable[[], object]:
-        """Measure."""
         given = self.keywords()
         if self.tasks:
             from shardwise.run import evaluate_tasks

@@ -62,7 +62,6 @@ class PlanArguments(SettingsArguments):
         return tuple(numbers)
 
     def work(self) -> Callable[[], object]:
-        """Print the plan."""
         if self.fit is None:
             (world_size,) = self.world_sizes()
             return partial(_print_plan, self.settings, self.model_dir, world_size, as_json=self.json)
@@ -126,7 +125,6 @@ class CompareArguments(Arguments):
     run_b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_B"), Folder("")]
 
     def work(self) -> Callable[[], object]:
-        """Compare and print."""
         return partial(_compare, self.run_a, self.run_b)
 
 
@@ -151,7 +149,6 @@ class EnvArguments(Arguments):
     json: bool = False
 
     def work(self) -> Callable[[], object]:
-        """Print what this machine has."""
         from shardwise.cli.machine import as_table, gather
 
         report = gather()

@@ -59,7 +59,7 @@ def shardwise_command(*arguments: str) -> list[str]:
 
 
 def physical_cores() -> int:
-    """Physical cores that this process may run on; logical ones where the system does not tell them apart."""
+    """Physical cores that this process may run on; logical ones if the system does not tell them apart."""
     if hasattr(os, "sched_getaffinity"):
         usable = os.sched_getaffinity(0)
     else:
@@ -68,7 +68,6 @@ def physical_cores() -> int:
 
 
 def _siblings(cpu: int) -> str:
-    """The logical cores that share a physical one with ``cpu``."""
     try:
         return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
     except OSError:
@@ -93,12 +92,12 @@ def launch_ranks(
     Args:
         nproc: number of ranks.
         argv: the program and its arguments; see ``shardwise_command``.
-        command: what an error line begins with.
-        debug: show stack traces and what the agent logs.
-        way_on: says how the command can go on, for the line about a killed rank.
+        command: the beginning of an error line.
+        debug: show stack traces and the agent's log.
+        way_on: gives the hint how the command can go on, for the line about a killed rank.
 
     Returns:
-        0, or the exit code after the line that says why: 2 for the user's mistakes, 1 for failures.
+        0, or the exit code after the line with the reason: 2 for the user's mistakes, 1 for failures.
 
     Raises:
         Interrupted: SIGINT, SIGTERM or SIGHUP reached this process; the ranks have ended.
@@ -153,7 +152,6 @@ def _report(
     debug: bool,
     way_on: Callable[[], str],
 ) -> int:
-    """Print why the ranks failed, in one line, and return the exit code."""
     if debug:
         for report in filter(lambda report: report.trace, reports):
             print_line(f"rank {report.rank}:\n{report.trace.rstrip()}")
@@ -173,7 +171,7 @@ def _report(
 
 
 def _end_without_report(failures: Mapping[int, ProcessFailure], reports: list[FailureReport]) -> str:
-    """How the rank ended that ended the others, if it could not say it itself."""
+    """How the rank ended that ended the others, if it left no report itself."""
     # In the order in which the agent found them. SIGTERM is how it then ends the other ranks.
     rank, failure = next(iter(failures.items()))
     killed = [item for item in failures.items() if item[1].exitcode < 0 and item[1].exitcode != -signal.SIGTERM]
@@ -196,7 +194,7 @@ def _end_without_report(failures: Mapping[int, ProcessFailure], reports: list[Fa
 
 
 def _rank_variables(nproc: int, folder: Path, debug: bool) -> dict[str, str]:
-    """What the ranks find in their environment beside what the agent sets; the user's own values go first."""
+    """The ranks' environment beyond what the agent sets; the user's own values go first."""
     variables = {
         "OMP_NUM_THREADS": str(max(1, physical_cores() // nproc)),
         # PyTorch's store looks up the name of 127.0.0.1 for its log; where DNS does not answer, that takes 10 s.
@@ -213,18 +211,16 @@ def _rank_variables(nproc: int, folder: Path, debug: bool) -> dict[str, str]:
 
 
 def _shutdown_options(config: type[LaunchConfig]) -> dict[str, Any]:
-    """How long the ranks have to end; PyTorch 2.11 gives them 30 seconds, and cannot be told."""
+    """The time that the ranks have to end; PyTorch 2.11 gives them 30 seconds, and cannot be told."""
     known = any(field.name == "shutdown_timeout" for field in dataclasses.fields(config))
     return {"shutdown_timeout": _SHUTDOWN_SECONDS} if known else {}
 
 
 @contextlib.contextmanager
 def _surroundings(variables: Mapping[str, str], *, silent: bool) -> Iterator[None]:
-    """Within, the process is as the agent needs it; what it changes itself is put back too.
+    """Within, ``variables`` are in ``os.environ``, from which the ranks get them, and a silent agent logs nothing.
 
-    Args:
-        variables: put into ``os.environ``, which the agent hands to the ranks.
-        silent: the agent logs nothing: its warnings say what our one line says.
+    What the agent changes itself is put back too.
     """
     logger = logging.getLogger("torch.distributed.elastic")
     environment, handler, propagate = dict(os.environ), signal.getsignal(signal.SIGQUIT), logger.propagate

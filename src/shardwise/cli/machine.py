@@ -1,4 +1,4 @@
-"""What ``shardwise env`` shows of this machine."""
+"""The report of ``shardwise env`` on this machine."""
 
 import importlib
 import importlib.metadata
@@ -29,7 +29,7 @@ _OPTIONAL = ("matplotlib", "tensorboard", "triton")
 
 
 def gather() -> dict[str, Any]:
-    """What ``shardwise env`` shows, as JSON values."""
+    """The report of ``shardwise env``, as JSON values."""
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", 0))
@@ -90,7 +90,6 @@ def _try_fused_adamw(device: torch.device) -> None:
 
 
 def _fused_attention(device: torch.device) -> Choice:
-    """Which fused kernels compute causal attention and its gradient, for which dtypes."""
     dtypes_of: dict[str, list[str]] = {}
     refusals, with_dropout = [], False
     for label, backend in (
@@ -113,7 +112,6 @@ def _fused_attention(device: torch.device) -> Choice:
 
 
 def _grouped_heads(device: torch.device) -> Choice:
-    """Whether attention on grouped heads reads each key and value once, or a copy for each of its queries."""
     as_they_are, repeated = [], []
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
@@ -135,7 +133,7 @@ def _try_attention(device: torch.device, backend: Any, dtype: torch.dtype, dropo
 
 
 def _refusal(attempt: Callable[[], None]) -> str | None:
-    """Why PyTorch does not do it, in one line; None if it does."""
+    """PyTorch's reason against an attempt, in one line; None if it succeeds."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -161,7 +159,6 @@ def _accelerators() -> list[str]:
 
 
 def _device() -> str:
-    """What `shardwise train --device auto` takes for one rank, and why."""
     device, why = choose_device("auto", local_rank=0, num_local=1)
     return f"{device.type}: {why}"
 

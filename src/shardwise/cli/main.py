@@ -90,16 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_subcommand(name: str, argv: Sequence[str]) -> int:
     """Run ``shardwise NAME ARGUMENTS``, here if this process is a rank or the only one, else in ranks started here.
 
-    Args:
-        name: of the subcommand.
-        argv: the arguments after it.
-
     Returns:
         The exit code.
 
     Raises:
         SystemExit: help was asked for and printed.
-        ShardwiseError: what the user did wrong, or what failed.
+        ShardwiseError: a mistake of the user's, or a failure.
     """
     command = COMMANDS[name]
     module = importlib.import_module(f"shardwise.cli.{command.module}")
@@ -128,9 +124,8 @@ def start_ranks(command: str, argv: Sequence[str], arguments: Arguments) -> int 
         The exit code of the ranks; None if this process is to do the work itself.
 
     Raises:
-        ConfigError: the arguments do not fit the number of ranks, or ``--nproc`` asks for another than a launcher
-            started.
-        ShardwiseError: what ``arguments`` raised when it looked at the rest.
+        ConfigError: the arguments do not fit the number of ranks, or ``--nproc`` is another one than the launcher's.
+        ShardwiseError: ``arguments`` found a mistake.
     """
     if not isinstance(arguments, LaunchArguments):
         return None
@@ -178,7 +173,7 @@ def open_closed_streams() -> None:
 
 
 class LastingOutput:
-    """An output whose loss ends nothing: when it cannot be written any more, what is written goes nowhere.
+    """An output whose loss ends nothing: when it cannot be written any more, later text goes nowhere.
 
     Args:
         stream: the output.
@@ -190,13 +185,11 @@ class LastingOutput:
         self._stream, self._other, self._name = stream, other, name
 
     def write(self, text: str) -> int:
-        """Write, or lose, a text."""
         with self._loss_accepted():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush what was written."""
         with self._loss_accepted():
             self._stream.flush()
 
@@ -221,7 +214,7 @@ class LastingOutput:
 
 @contextlib.contextmanager
 def lasting_outputs() -> Iterator[None]:
-    """Within, a run goes on when nobody reads what it prints: when a pager ends or a disk is full."""
+    """Within, a run goes on when nobody reads its output: when a pager ends or a disk is full."""
     out, err = sys.stdout, sys.stderr
     sys.stdout = cast(TextIO, LastingOutput(out, err, "standard output"))
     sys.stderr = cast(TextIO, LastingOutput(err, out, "standard error"))

@@ -62,7 +62,7 @@ _HEAR_OTHERS_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why a rank failed.
+    """The failure of a rank.
 
     Attributes:
         rank: global rank.
@@ -70,7 +70,7 @@ class FailureReport:
         exit_code: 2 for the user's mistakes, 1 for failures.
         time: seconds since the epoch.
         trace: the stack trace.
-        in_collective: a collective failed, which the failure of another rank may have caused.
+        in_collective: a collective failed, perhaps because another rank did.
     """
 
     rank: int
@@ -81,19 +81,18 @@ class FailureReport:
     in_collective: bool = False
 
     def write(self, folder: Path) -> None:
-        """Leave the report in ``folder``, complete or not at all."""
         write_complete(folder / f"rank{self.rank}.json", json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def read_all(cls, folder: Path) -> list[FailureReport]:
-        """The reports in ``folder``, the likeliest cause first: the earliest, and those of failed collectives last."""
+        """The reports in ``folder``, the likeliest cause first: the earliest, and failed collectives last."""
         reports = [cls(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank*.json")]
         return sorted(reports, key=lambda report: (report.in_collective, report.time))
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What a launcher told this process through the environment.
+    """The variables of a launcher in this process's environment.
 
     Attributes:
         rank: global rank.
@@ -111,7 +110,7 @@ class RankEnvironment:
 
     @classmethod
     def read(cls) -> RankEnvironment | None:
-        """From ``RANK``, ``WORLD_SIZE`` and what else launchers set; None if this process is not a rank of several.
+        """From ``RANK``, ``WORLD_SIZE`` and others; None if this process is not a rank of several.
 
         Raises:
             ConfigError: only one of the two is set, or they are no numbers that fit.
@@ -141,12 +140,12 @@ class RankEnvironment:
 
 
 def is_first_rank() -> bool:
-    """Whether this process prints what is printed once."""
+    """True in the process that prints what is printed once."""
     return not launcher_number("RANK")
 
 
 def describe(error: BaseException) -> tuple[str, int]:
-    """One line that says what went wrong, with those below it that the error has, and the exit code.
+    """One line about an error, with those below it that the error has, and the exit code.
 
     An error that nobody foresaw is named with its type, cut to a few hundred characters, and pointed to ``--debug``.
     """
@@ -189,7 +188,7 @@ def print_error(command: str, message: str) -> None:
 
 
 def allow_any_character() -> None:
-    """Where the terminal's encoding lacks a character, show a question mark and go on."""
+    """Show a question mark for a character that the terminal's encoding lacks."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         with contextlib.suppress(OSError):
             sys.stdout.reconfigure(errors="replace")
@@ -202,7 +201,7 @@ def show(piece: str) -> None:
 
 
 def has_colours() -> bool:
-    """As no-color.org and force-color.org say, or else if a terminal reads this."""
+    """As no-color.org and force-color.org say, or else True on a terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
@@ -215,7 +214,7 @@ def run_command(command: str, body: Callable[[], int | None], *, debug: bool = F
     under ``torchrun`` the first rank of a host to have it prints it. A rank that fails does not return from here.
 
     Args:
-        command: what the line begins with, such as ``shardwise train``.
+        command: the beginning of the line, such as ``shardwise train``.
         body: the command; None is success.
         debug: show the stack trace too.
 
@@ -254,13 +253,7 @@ def leave(exit_code: int) -> NoReturn:
 
 
 class _Reporter(logging.Handler):
-    """Says why a command ended, and in a rank what the package logs: to the launcher, or once on each host.
-
-    Args:
-        command: what each line begins with.
-        environment: of a rank of several.
-        debug: show stack traces too.
-    """
+    """Reports the error of a command, and the log of a rank: to the launcher, or once on each host."""
 
     def __init__(self, command: str, environment: RankEnvironment | None, debug: bool) -> None:
         super().__init__()
@@ -269,10 +262,7 @@ class _Reporter(logging.Handler):
         self.debug = debug
 
     def hear_other_threads(self) -> None:
-        """Print what the package logs, and end this rank with the error that another of its threads ends with.
-
-        That is the watch's, when a rank waits for another and its main thread cannot raise.
-        """
+        """Print the package's log, and end this rank with the error of another of its threads: the watch's."""
 
         def end(args: threading.ExceptHookArgs) -> None:
             if isinstance(args.exc_value, ShardwiseError):
@@ -285,12 +275,10 @@ class _Reporter(logging.Handler):
         logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a record as a line; one that says under which name it is said ``once``, so on this host."""
         line = f"{self.command}: {record.getMessage()}"
         self._print_first(line, name=getattr(record, "once", line))
 
     def report(self, error: BaseException) -> int:
-        """Report what a command ended with; its exit code."""
         if isinstance(error, Interrupted):
             self._interruption(error)
             return error.exit_code
@@ -335,7 +323,7 @@ class _Reporter(logging.Handler):
         return code
 
     def _leave_report(self, message: str, code: int, trace: str = "", in_collective: bool = False) -> bool:
-        """Leave the launcher a report; False if it does not want one or there is no room on the disk for it."""
+        """Leave the launcher a report; False if it does not want one or the disk is full."""
         if self.environment is None or self.environment.reports is None:
             return False
         report = FailureReport(self.environment.rank, message, code, time.time(), trace, in_collective)
@@ -369,7 +357,7 @@ def _nobody_reads(stream: TextIO) -> bool:
 
 
 def _failed_in_collective(error: BaseException) -> bool:
-    """Whether the error comes out of a collective, which fails on every rank that waits for one that failed."""
+    """True if the error comes from a collective, which fails on every rank that waits for one that failed."""
     while error.__cause__ is not None:
         error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__)

@@ -32,7 +32,6 @@ class TrainArguments(RunArguments):
     settings: Annotated[Settings, tyro.conf.arg(name="")]
 
     def work(self) -> Callable[[], object]:
-        """Train."""
         from shardwise.run.run import run
 
         return partial(run, self.settings)
@@ -61,25 +60,20 @@ class FinetuneArguments(RunArguments):
 
     @property
     def num_ranks(self) -> int:
-        """One for each part of the model; one to show samples."""
         return 1 if self.show else super().num_ranks
 
     def check_world(self, world_size: int) -> None:
-        """See ``RunSettings.check_world``; samples are shown whatever the ranks."""
         if not self.show:
             super().check_world(world_size)
 
     def check(self) -> None:
-        """See ``RunArguments.check``; nothing is written to show samples."""
         if not self.show:
             super().check()
 
     def way_on(self) -> str:
-        """See ``RunArguments.way_on``; to show samples begins anew as it is."""
         return "" if self.show else super().way_on()
 
     def work(self) -> Callable[[], object]:
-        """Fine-tune, or show."""
         if self.show:
             return partial(_print_samples, self.settings, self.show)
         from shardwise.run.run import run
@@ -148,22 +142,19 @@ class DemoArguments(LaunchArguments):
 
     @property
     def num_ranks(self) -> int:
-        """One for each part of the model."""
         return self.tp * self.pp
 
     def check_world(self, world_size: int) -> None:
-        """See ``Settings.check_world``."""
         demo_settings(self).check_world(world_size)
 
     def check(self) -> None:
-        """Raise ConfigError if the folder is in use, or not an earlier demo's, which this one replaces."""
+        """Refuse a folder in use, or one that is not an earlier demo's, which this one replaces."""
         out = Path(self.out)
         check_free(out)
         if (out / "checkpoints").exists() and not (out / "DEMO").exists():
             raise ConfigError(f"{out} holds a run that is not a demo's; choose another --out")
 
     def work(self) -> Callable[[], object]:
-        """Prove, train and report."""
         from shardwise.run.parity import demo_task
         from shardwise.run.run import run
 

@@ -1,4 +1,4 @@
-"""What a rank holds of a model that is frozen, in 16, 8 or 4 bits, and of the adapters that are trained beside it."""
+"""A rank's parameters of a frozen model, in 16, 8 or 4 bits, and of the adapters that are trained on it."""
 
 import re
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class Adapted:
 
 
 def base_of(model: ModelDescription, adaptation: Adaptation) -> ModelDescription:
-    """The model with adapters: with two weights, where one was embedding and output layer and one of them changes."""
+    """The model with adapters: embedding and output layer become two weights where an adapter changes one of them."""
     if not model.share_embeddings_and_output_weights:
         return model
     config = adaptation.config
@@ -91,7 +91,7 @@ def adapted(
     tp: int,
     rank: int,
 ) -> Adapted:
-    """What becomes of the parameters ``params`` of a rank; ``is_tied``: the base has no weight of the output layer."""
+    """Sort a rank's parameters ``params``; ``is_tied``: the base has no weight of the output layer."""
     found, config = Adapted(), adaptation.config
     for param in params:
         key = _LAYER.sub(lambda number: str(part.layers[int(number[0])]), param.name)
@@ -164,7 +164,7 @@ def _factors(
 
 
 def quantized_bytes(kind: Quantization, layout: ParamLayout, rank: int) -> int:
-    """Of a rank's part of a weight that is kept as codes, with its scales."""
+    """Bytes of a rank's part of a weight that is kept as codes, with its scales."""
     rows, columns = layout.local_shape(rank)
     form = QUANTIZATIONS[kind]
     codes = rows * -(-columns // form.per_byte)
@@ -177,7 +177,7 @@ def quantized_bytes(kind: Quantization, layout: ParamLayout, rank: int) -> int:
 
 
 def adapted_state(workload: Workload, mesh: Mesh, parts: Sequence[Adapted], rank: int) -> StateBytes:
-    """What a rank holds from step to step; ``state_bytes`` of a model that is trained whole."""
+    """The state of a rank with adapters; ``state_bytes`` is that of a model that is trained whole."""
     adaptation, e = workload.adaptation, workload.element_bytes
     assert adaptation is not None
     adapters = [param for part in parts for param in part.adapters]

@@ -24,10 +24,10 @@ class Parameter:
         shape: of this rank's part.
         is_matrix: a linear layer's weight in a transformer layer, which Muon updates.
         is_partial: with sequence parallelism its gradient is a sum over the tensor-parallel ranks.
-        is_of_heads: it is so in any case, since each rank applies it to its own heads.
+        is_of_heads: its gradient is such a sum in any case, since each rank applies it to its own heads.
         num_shared: elements, of all ranks, that several of them hold: copies of key-value heads.
-        is_copy: of a weight that is another stage's too.
-        layout: where this rank's part of a linear layer's parameter, or of an embedding, lies; None of what is whole.
+        is_copy: of a weight that another stage has too.
+        layout: of a split parameter; None if it is whole.
     """
 
     name: str
@@ -47,12 +47,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of the model: a pipeline stage, or one of its chunks.
+    """A rank's part of the model: a pipeline stage, or one of its chunks.
 
     Attributes:
         layers: of the model, counted from 0.
-        is_first: the embedding is here.
-        is_last: final norm, output layer and loss are here.
+        is_first: it has the embedding.
+        is_last: it has the final norm, the output layer and the loss.
     """
 
     layers: range
@@ -173,13 +173,13 @@ def _layer(prefix: str, model: ModelDescription, split: _Split) -> Iterator[Para
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What one rank holds from step to step.
+    """The bytes that one rank holds from step to step.
 
     Attributes:
         weights: parameters; with zero in buffers.
         gradients: whole, in their buffers if there are any.
         masters: fp32 copies of parameters in 16 bits.
-        optimizer: what the optimizer keeps of each parameter.
+        optimizer: its state of each parameter.
     """
 
     weights: int
@@ -189,7 +189,7 @@ class StateBytes:
 
 
 def state_bytes(workload: Workload, mesh: Mesh, params: Sequence[Parameter]) -> StateBytes:
-    """Of a rank with the parameters ``params``, all of which are trained."""
+    """The state of a rank with the parameters ``params``, all of which are trained."""
     e, wide = workload.element_bytes, workload.gradient_bytes
     # Of AdamW two moments and a number of steps for each parameter, of Muon's matrices one moment.
     matrices = [param for param in params if param.is_matrix and workload.optimizer == "muon"]
@@ -232,12 +232,12 @@ def _shared_out(workload: Workload, mesh: Mesh, params: Sequence[Parameter]) -> 
 
 
 def has_buffers(workload: Workload, mesh: Mesh) -> bool:
-    """Whether gradients lie in buffers: where they are reduced, or summed in another dtype than the parameters'."""
+    """True if gradients lie in buffers: they are reduced, or summed in another dtype than the parameters'."""
     return (mesh.dp > 1 or workload.has_masters) and not mesh.shards_fully
 
 
 def buffer_elements(params: Sequence[Parameter], dp: int) -> int:
-    """Of the buffers of gradients, with what aligns parameters and lets the ranks divide each bucket."""
+    """Elements of the buffers of gradients, padding included."""
     return _buffer_elements(tuple(param.numel for param in reversed(params)), dp)
 
 
@@ -247,7 +247,7 @@ def _buffer_elements(sizes: tuple[int, ...], dp: int) -> int:
 
 
 def rows_of_first_rank(param: Parameter, dp: int) -> int:
-    """Elements that the first rank, which has the most, holds of a parameter whose rows are dealt out."""
+    """Elements of a parameter on the first rank, which has the most, when ranks share out its rows."""
     rows, *rest = param.shape
     return -(-rows // dp) * math.prod(rest)
 
@@ -255,7 +255,7 @@ def rows_of_first_rank(param: Parameter, dp: int) -> int:
 def units_of(
     workload: Workload, part: Part, params: Sequence[Parameter]
 ) -> tuple[list[Parameter], list[list[Parameter]]]:
-    """What fsdp gathers together: the rest of a part, which stays whole, and its layers and an embedding of its own."""
+    """The groups that fsdp gathers: the rest of a part, which stays whole, and its layers and a separate embedding."""
     tied = workload.model.share_embeddings_and_output_weights
     rest: list[Parameter] = []
     units: dict[str, list[Parameter]] = {}
@@ -271,7 +271,7 @@ def units_of(
 
 
 def gathered_bytes(workload: Workload, mesh: Mesh, parts: Sequence[Part], params: Sequence[Sequence[Parameter]]) -> int:
-    """With fsdp, what is whole at one time: the rest of each part, the largest unit, and gradients that accumulate."""
+    """With fsdp, bytes that are whole at one time: the rest of each part, the largest unit, accumulated gradients."""
     whole = largest = 0
     for part, own in zip(parts, params, strict=True):
         rest, units = units_of(workload, part, own)
@@ -301,7 +301,7 @@ class Shares:
 
 
 def shares_of(workload: Workload, mesh: Mesh, params: Sequence[Parameter]) -> Shares:
-    """Of a rank with the parameters ``params``."""
+    """The buffers of a rank with the parameters ``params``."""
     owned, matrices = [0] * mesh.dp, [0] * mesh.dp
     ends = []
     for is_whole in (False, True):
@@ -332,13 +332,13 @@ def shares_of(workload: Workload, mesh: Mesh, params: Sequence[Parameter]) -> Sh
 
 
 def is_summed_elsewhere(workload: Workload, mesh: Mesh, param: Parameter) -> bool:
-    """Whether a gradient is summed over tensor-parallel ranks or stages, beside the data-parallel ranks."""
+    """True if a gradient is summed over tensor-parallel ranks or stages too."""
     if mesh.tp > 1 and (param.is_of_heads or param.num_shared or (param.is_partial and mesh.splits_sequence)):
         return True
     return mesh.pp > 1 and is_tied(workload, param)
 
 
 def is_tied(workload: Workload, param: Parameter) -> bool:
-    """Whether it is a weight that embedding and output layer have in common."""
+    """True for a weight that embedding and output layer have in common."""
     is_embedding = param.name == "embedding.word_embeddings.weight"
     return param.is_copy or (workload.model.share_embeddings_and_output_weights and is_embedding)

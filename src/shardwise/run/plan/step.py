@@ -34,7 +34,7 @@ from shardwise.run.plan.workload import Mesh, Workload
 
 @dataclass(frozen=True)
 class Share:
-    """What one tensor-parallel rank computes on of a micro-batch.
+    """One tensor-parallel rank's share of a micro-batch.
 
     Attributes:
         s, b: tokens of a sample, samples.
@@ -127,16 +127,14 @@ def attention_core(
     dropout_is_global: bool = False,
     is_recomputed: bool = False,
 ) -> int:
-    """Attention between its projections, its output included; what all layers share is apart (``shared_by_layers``).
+    """Attention between its projections, its output included; ``shared_by_layers`` counts what all layers share.
 
     Args:
         x: the rank's share.
         is_rotary: queries and keys are rotated.
-        norms: the kind of norm on queries and keys, if there is one.
-        norms_over_heads: these norms are one over all heads of a token.
-        mask: what is forbidden, or added, beside what comes after a token.
-        dropout: on the attention weights.
-        dropout_is_global: its masks are those of one rank.
+        norms, norms_over_heads: the kind of norm on queries and keys, if any; it is one over all heads of a token.
+        mask: forbidden tokens, or additions to scores, other than the causal ones.
+        dropout, dropout_is_global: on the attention weights; its masks are those of one rank.
         is_recomputed: all but its inputs and its output.
     """
     tokens = x.s * x.b
@@ -216,7 +214,7 @@ def fused_loss(x: Share, memory_budget: int) -> int:
 
 
 def shared_by_layers(x: Share, workload: Workload) -> int:
-    """What all layers of a micro-batch read: cosines and sines of rotary positions, and the mask of a window."""
+    """Tensors that all layers of a micro-batch read: rotary cosines and sines, and the mask of a window."""
     model = workload.model
     tables = (model.position_embedding_type == "rope") + (model.window_rotary_base is not None)
     shared = tables * x.e * x.s * x.d
@@ -249,7 +247,7 @@ def mlp(x: Share, workload: Workload, recomputation: Recomputation) -> int:
 
 
 def layer(x: Share, workload: Workload, recomputation: Recomputation, index: int = 0) -> int:
-    """The layer ``index`` of the model, counted from 0, of which the parts that are named are recomputed."""
+    """The layer ``index`` of the model, counted from 0, without its recomputed parts."""
     model = workload.model
     rotates = model.rotary_layers is None or model.rotary_layers[index]
     core = attention_core(
@@ -277,7 +275,7 @@ def layer(x: Share, workload: Workload, recomputation: Recomputation, index: int
 
 
 def layers(x: Share, workload: Workload, recomputation: Recomputation, indices: range) -> int:
-    """Layers, one after the other, of a stage or of its chunk."""
+    """The layers of a stage or chunk."""
     number = len(indices)
     if recomputation.granularity != "full":
         return sum(layer(x, workload, recomputation, index) for index in indices)
@@ -312,7 +310,7 @@ def part(x: Share, workload: Workload, recomputation: Recomputation, part: Part)
 
 
 def recomputed_at_a_time(x: Share, workload: Workload, recomputation: Recomputation, number: int) -> int:
-    """What is there while a backward recomputes: the span of layers, or the parts, that it recomputes as one."""
+    """Bytes while a backward recomputes: the span of layers, or the parts, that it recomputes as one."""
     gathered = x.e * x.s * x.b * x.h if x.own < x.s * x.b else 0
     if recomputation.granularity == "none":
         return gathered
@@ -325,7 +323,7 @@ def recomputed_at_a_time(x: Share, workload: Workload, recomputation: Recomputat
 
 @dataclass
 class Traffic:
-    """Of one rank and step.
+    """The collectives of one rank in a step.
 
     Attributes:
         calls: number of calls by axis (``"tp"``, ``"pp"``, ``"dp"``), collective, and bytes contributed to each.
@@ -334,7 +332,6 @@ class Traffic:
     calls: Counter[tuple[str, str, int]] = field(default_factory=Counter)
 
     def add(self, axis: str, name: str, num_bytes: int, times: int = 1) -> None:
-        """Count ``times`` calls."""
         if num_bytes and times:
             self.calls[axis, name, num_bytes] += times
 
@@ -349,7 +346,6 @@ class Traffic:
 
 
 def _sent_in_ring(name: str, num_bytes: int, ranks: int) -> int:
-    """Of ``num_bytes`` that a rank contributes."""
     if name == "send":
         return num_bytes
     if name == "all_gather":
@@ -361,7 +357,7 @@ def _sent_in_ring(name: str, num_bytes: int, ranks: int) -> int:
 def traffic_of(
     workload: Workload, mesh: Mesh, parts: Sequence[Part], x: Share, params: Sequence[Sequence[Parameter]]
 ) -> Traffic:
-    """What a rank sends in a step that holds ``parts`` with the parameters ``params``."""
+    """The traffic in a step of a rank with the parts ``parts`` and the parameters ``params``."""
     traffic = Traffic()
     all_params = [param for own in params for param in own]
     times = mesh.num_micro_batches(workload)
@@ -390,13 +386,12 @@ def traffic_of(
 
 
 def _bytes_of_matrices(workload: Workload, mesh: Mesh, params: Sequence[Parameter]) -> int:
-    """Of Muon's matrices, about, that a rank has once data-parallel ranks have dealt them out, if they do."""
+    """About the bytes of Muon's matrices on a rank, once data-parallel ranks have shared them out."""
     deals = mesh.dp if mesh.splits_state or mesh.shards_fully else 1
     return workload.element_bytes * sum(param.numel for param in params if param.is_matrix) // deals
 
 
 def _tensor_parallel(traffic: Traffic, workload: Workload, mesh: Mesh, part: Part, x: Share, times: int) -> None:
-    """Of one stage, or one of its chunks."""
     model, hidden, own = workload.model, x.e * x.s * x.b * x.h, x.e * x.own * x.h
     gathers = reductions = 0
     # Of each layer two in the forward, two in the backward, and what recomputing it repeats.
@@ -427,7 +422,7 @@ def _tensor_parallel(traffic: Traffic, workload: Workload, mesh: Mesh, part: Par
 
 
 def _repeated_reductions(workload: Workload, mesh: Mesh, number: int) -> int:
-    """Reductions that the recomputation of ``number`` layers repeats in a backward: all of a span but its last one."""
+    """Reductions that recomputing ``number`` layers repeats in a backward: all of a span but its last one."""
     recomputation = mesh.recomputation
     if recomputation.granularity != "full":
         return 0

@@ -21,12 +21,12 @@ from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
 @dataclass(frozen=True)
 class Adaptation:
-    """Adapters that are trained, and what they stand beside.
+    """Adapters that are trained, and their frozen base.
 
     Attributes:
         config: of the adapters, whose targets are names of Hugging Face's.
         architecture: the ``model_type`` whose names these are.
-        quantization: what the frozen weights of linear layers are kept in; their own dtype if None.
+        quantization: of the frozen weights of linear layers; their own dtype if None.
     """
 
     config: LoraConfig
@@ -36,13 +36,13 @@ class Adaptation:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, and how it is trained, whatever the ranks.
+    """A model, and how it is trained, at any number of ranks.
 
     Attributes:
         model: a ``"gpt"``.
         sequence_length: tokens in a sample.
         global_batch_size: samples in a step.
-        element_bytes: of a parameter, and of what the forward computes.
+        element_bytes: of a parameter, and of an element in the forward.
         has_masters: gradients are summed in fp32, and the optimizer updates fp32 copies of the parameters.
         optimizer: ``"adamw"`` or ``"muon"``.
         fuses_loss: output layer and loss are one (``linear_fused``).
@@ -50,7 +50,7 @@ class Workload:
         dropout_is_global: masks are those of one rank at every layout, and take a byte an element.
         fuses_swiglu_from: elements of gate and up from which on SwiGLU is one loop that keeps nothing between them;
             None for never.
-        adaptation: adapters, beside which the model is frozen; all of it is trained if None.
+        adaptation: adapters on a frozen model; all of it is trained if None.
     """
 
     model: ModelDescription
@@ -71,7 +71,7 @@ class Workload:
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Of an element of a gradient, once it is summed over micro-batches."""
+        """Bytes of an element of a gradient that is summed over micro-batches."""
         return 4 if self.has_masters else self.element_bytes
 
     @property
@@ -85,16 +85,14 @@ class Mesh:
     """How ranks share the work.
 
     Attributes:
-        tp: ranks that split each layer.
-        pp: pipeline stages.
-        dp: ranks that see different samples.
-        sequence_parallel: what lies between tensor-parallel regions is split along the sequence.
+        tp, pp, dp: ranks that split each layer, pipeline stages, ranks that see different samples.
+        sequence_parallel: activations between tensor-parallel regions are split along the sequence.
         schedule: of the pipeline.
         virtual_stages: parts of the model on each stage.
         micro_batch_size: samples per forward and backward on a rank.
         zero: 1 splits the optimizer's state and the fp32 weights over the data-parallel ranks.
         fsdp: splits parameters, gradients and state over them.
-        recomputation: what is recomputed.
+        recomputation: in the backward.
 
     Raises:
         ConfigError: zero and fsdp together.
@@ -122,21 +120,21 @@ class Mesh:
 
     @cached_property
     def splits_sequence(self) -> bool:
-        """On one rank there is nothing to split."""
+        """False on one rank, where there is nothing to split."""
         return self.sequence_parallel and self.tp > 1
 
     @cached_property
     def splits_state(self) -> bool:
-        """With one data-parallel rank ``zero`` does nothing."""
+        """True for ``zero`` with several data-parallel ranks."""
         return self.zero > 0 and self.dp > 1
 
     @cached_property
     def shards_fully(self) -> bool:
-        """With one data-parallel rank ``fsdp`` does nothing."""
+        """True for ``fsdp`` with several data-parallel ranks."""
         return self.fsdp and self.dp > 1
 
     def num_micro_batches(self, workload: Workload) -> int:
-        """Of a step, on each data-parallel rank."""
+        """Micro-batches of a step, on each data-parallel rank."""
         return workload.global_batch_size // (self.dp * self.micro_batch_size)
 
     def check(self, workload: Workload) -> None:
@@ -174,13 +172,7 @@ class Mesh:
 
 
 def workload_of(settings: RunSettings, model: ModelDescription, adaptation: Adaptation | None = None) -> Workload:
-    """What a run of ``settings`` trains.
-
-    Args:
-        settings: of the run.
-        model: that it trains.
-        adaptation: the adapters beside it; all of its weights are trained if None.
-    """
+    """The workload of a run of ``settings`` that trains ``model``: adapters, or all weights if None."""
     precision = PRECISIONS[settings.training.dtype]
     on_cpu = settings.device != "cuda" and precision.params_dtype in ELEMENTWISE.dtypes
     return Workload(
@@ -198,12 +190,9 @@ def workload_of(settings: RunSettings, model: ModelDescription, adaptation: Adap
 
 
 def adaptation_of(lora: LoraSettings, model: ModelDescription, folder: str | None = None) -> Adaptation | None:
-    """The adapters of a run, and what they stand beside; None where it has none.
+    """The adapters of a run on a model, which names its architecture by its folder; None where it has none.
 
-    Args:
-        lora: settings of the run.
-        model: that it starts from.
-        folder: of the model; if None the names are those of the architecture that a new model is exported as.
+    Without a folder the names are those of the architecture that a new model is exported as.
 
     Raises:
         ConfigError: a target that names nothing, or adapters of a kind that is not offered.
@@ -218,10 +207,10 @@ def adaptation_of(lora: LoraSettings, model: ModelDescription, folder: str | Non
 
 
 def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
-    """How ``world_size`` ranks share a run of ``settings``.
+    """The mesh of ``world_size`` ranks for a run of ``settings``.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: they cannot share it.
     """
     settings.check_world(world_size)
     parallel = settings.parallel
@@ -243,7 +232,7 @@ def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
 def planned_model(settings: PlanSettings, folder: str | None) -> tuple[PlanSettings, ModelDescription]:
     """The settings with the numbers that are not given, and the model: theirs or that of a Hugging Face folder.
 
-    Of the folder ``config.json`` alone is read.
+    Of the folder only ``config.json`` is read.
 
     Raises:
         ConfigError: settings that contradict the folder; a model or a sequence that is not to be had.

@@ -45,16 +45,15 @@ streams of high priority for NCCL's kernels, which otherwise wait until a produc
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is.
+    """This process's place among the ranks.
 
     Attributes:
-        rank: this rank in the world.
-        local_rank: this rank among those of this machine.
-        world_size: number of ranks.
+        rank, world_size: global rank, and number of ranks.
+        local_rank: among the ranks of this machine.
         device: where this rank computes.
         why_device: why there.
         own_control: a group of all ranks on the CPU, where the world's is on another device.
-        watch: of this rank's waits; None if nobody watches.
+        watch: of this rank's waits; None if it is alone.
     """
 
     rank: int
@@ -78,16 +77,16 @@ class Ranks:
         return self.world if self.own_control is None else self.own_control
 
     def phase(self, doing: str, *, limited: bool = False) -> AbstractContextManager[None]:
-        """A context in which this rank is ``doing`` that, for messages; see ``Watch.phase``."""
+        """A context in which messages say that this rank is ``doing`` that; see ``Watch.phase``."""
         return nullcontext() if self.watch is None else self.watch.phase(doing, limited=limited)
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes what is written once."""
+        """True on the rank that writes what is written once."""
         return self.rank == 0
 
     def on_first(self, callback: Callable[[Any], object] | None) -> Callable[[Any], object]:
-        """What calls ``callback`` on the first rank, and does nothing on the others or without one."""
+        """``callback`` on the first rank; on the others, or for None, a function that does nothing."""
         return callback if callback is not None and self.is_first else lambda _: None
 
 
@@ -97,18 +96,15 @@ def open_ranks(
 ) -> Iterator[Ranks]:
     """Join the other ranks for the length of the block.
 
-    The launcher (``shardwise``, torchrun) says who this rank is in RANK, WORLD_SIZE and LOCAL_RANK; without them it is
-    the only one.
+    The launcher (``shardwise``, torchrun) sets RANK, WORLD_SIZE and LOCAL_RANK; without them this rank is alone.
 
     Args:
         device: where to compute; "auto" takes a GPU if there is one for each rank of this machine.
-        timeout: seconds that a rank waits for another in a step, and for one that shows no sign of life anywhere; see
-            ``Watch``.
-        overlaps: collectives are to run beside products on a GPU; see ``prepare_overlap``.
+        timeout: seconds that a rank waits for another in a step, and for one that is silent anywhere; see ``Watch``.
+        overlaps: collectives are to run next to products on a GPU; see ``prepare_overlap``.
 
     Raises:
-        ConfigError: "cuda" is asked for and there is no GPU for this rank, or another rank has it; or this process has
-            joined a process group already.
+        ConfigError: no GPU for this rank, or another rank has it; or this process is in a process group already.
         LaunchError: the other ranks cannot be reached, or do not come.
     """
     if dist.is_initialized():
@@ -164,17 +160,13 @@ def open_ranks(
 
 
 def prepare_overlap() -> None:
-    """Set ``OVERLAP_VARIABLES``, but for those that the user has set; before anything asks CUDA for something."""
+    """Set ``OVERLAP_VARIABLES``, but for those that the user has set; call it before CUDA starts."""
     for name, value in OVERLAP_VARIABLES.items():
         os.environ.setdefault(name, value)
 
 
 def why_no_gpu(num_local: int) -> str | None:
-    """Why ranks of this machine cannot have a GPU each; None if they can.
-
-    Args:
-        num_local: ranks on this machine.
-    """
+    """The reason why ``num_local`` ranks of this machine cannot have a GPU each; None if they can."""
     if torch.version.cuda is None and torch.version.hip is None and not torch.cuda.is_available():
         return "this PyTorch was built without CUDA"
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -193,8 +185,7 @@ def choose_device(
     Args:
         wanted: "auto" takes a GPU if there is one for each rank of this machine. With "cuda" a launcher may have given
             each rank a GPU of its own, the only one that it sees.
-        local_rank: this rank among those of this machine.
-        num_local: ranks on this machine.
+        local_rank, num_local: this rank among those of this machine, and their number.
 
     Raises:
         ConfigError: "cuda" is wanted, and there is no GPU for this rank.
@@ -216,10 +207,9 @@ def refuse_shared_gpus(store: Any, own_gpu: str, *, rank: int, local_rank: int, 
 
     Args:
         store: joins the ranks.
-        own_gpu: what tells this rank's GPU from all others, such as its UUID.
+        own_gpu: identifies this rank's GPU, such as its UUID.
         rank: global rank; those of a host follow one another.
-        local_rank: this rank among those of this host.
-        num_local: ranks on this host.
+        local_rank, num_local: this rank among those of this host, and their number.
     """
     peers = range(rank - local_rank, rank - local_rank + num_local)
     store.set(f"shardwise/gpu/{rank}", own_gpu)
@@ -242,9 +232,8 @@ def _gpus(number: int) -> str:
 def process_group_of(device: torch.device, num_ranks: int) -> dict[str, Any]:
     """The arguments of ``init_process_group`` for ``num_ranks`` ranks that compute on ``device``.
 
-    On GPUs NCCL carries what is there, and gloo what the hosts tell each other, for which they need not wait for the
-    GPUs. With the device known, NCCL's communicators are made when their groups are, in one order on all ranks, and
-    not in that of their first collectives. One rank alone needs none.
+    On GPUs NCCL carries tensors, and gloo what the hosts exchange without waiting for the GPUs. With the device known,
+    NCCL makes communicators together with their groups, in one order on all ranks. One rank alone needs none.
     """
     if device.type == "cpu":
         return {"backend": "gloo"}
@@ -254,18 +243,17 @@ def process_group_of(device: torch.device, num_ranks: int) -> dict[str, Any]:
 def join(device: torch.device, *, local_rank: int, num_local: int, timeout: datetime.timedelta) -> None:
     """``init_process_group`` as the launcher says, over the interface that reaches the other hosts.
 
-    Without being told, gloo listens where this host's name points, which on Debian is the loopback address 127.0.1.1:
-    no other host gets there. So ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set, unless the user did, if
-    there are several hosts and the interface can be told.
+    By default gloo listens where this host's name points, which on Debian is the loopback address 127.0.1.1: no other
+    host gets there. So ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set, unless the user did, if there are
+    several hosts and the interface is found.
 
     Args:
         device: where this rank computes.
-        local_rank: this rank among those of this host.
-        num_local: ranks on this host.
+        local_rank, num_local: this rank among those of this host, and their number.
         timeout: for the other ranks to come.
 
     Raises:
-        ConfigError: RANK and WORLD_SIZE are set, but not where the ranks meet; two ranks have the same GPU.
+        ConfigError: MASTER_ADDR or MASTER_PORT is missing; two ranks have the same GPU.
         LaunchError: the other ranks cannot be reached, or do not come.
     """
     _check_variables()
@@ -291,7 +279,7 @@ def join(device: torch.device, *, local_rank: int, num_local: int, timeout: date
 
 
 def _check_variables() -> None:
-    """Check what a launcher sets beside RANK and WORLD_SIZE: without it these two are left over from something else."""
+    """Check MASTER_ADDR and MASTER_PORT: without them RANK and WORLD_SIZE are left over from something else."""
     ranks = f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']}"
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
@@ -305,7 +293,6 @@ def _check_variables() -> None:
 
 
 def _hint() -> str:
-    """What the user can do if the interface is a wrong one."""
     chosen = os.environ.get(_INTERFACE_VARIABLES[0])
     names = ", ".join(name for _, name in socket.if_nameindex())
     return (
@@ -315,7 +302,7 @@ def _hint() -> str:
 
 
 def _choose_interface(store: Any, rank: int, world_size: int) -> None:
-    """Set the variables that the user did not, if the interface that reaches the other hosts can be told."""
+    """Set the variables that the user did not, if the interface that reaches the other hosts is found."""
     if all(os.environ.get(name) for name in _INTERFACE_VARIABLES):
         return
     here, there = addresses_towards(os.environ["MASTER_ADDR"])

@@ -50,9 +50,9 @@ class Interrupted(KeyboardInterrupt):
 
     Attributes:
         signal: the signal.
-        exit_code: what shells report for it, 128 plus its number.
+        exit_code: 128 plus its number, as shells report it.
         agreed: every rank ends alike, after its step.
-        note: what to say about it.
+        note: a hint for the message.
     """
 
     def __init__(self, signum: int, *, agreed: bool = False) -> None:
@@ -80,11 +80,11 @@ class Postponed:
         self._abandoned = False
 
     def step_took(self, seconds: float) -> None:
-        """Tell how long a step was: one that has begun is given a few times as long."""
+        """Record how long a step was: one that has begun is given a few times as long."""
         self._slowest_step = max(self._slowest_step, seconds)
 
     def receive(self, signum: int) -> bool:
-        """Take note of a signal; True if it is to end the process at once."""
+        """Record a signal; True if it is to end the process at once."""
         if self.signum == 0 and not self._abandoned:
             self.signum, self._since = signum, time.monotonic()
             return False
@@ -96,7 +96,7 @@ class Postponed:
 
     @contextlib.contextmanager
     def unhurried(self) -> Iterator[None]:
-        """Within, the process takes the time it needs: a checkpoint is written, or held-out text measured."""
+        """Within, the process takes its time: a checkpoint is written, or held-out text measured."""
         self._hurried = False
         try:
             yield
@@ -104,7 +104,7 @@ class Postponed:
             self._hurried = True
 
     def overdue(self) -> bool:
-        """Whether the step has had its time since the first signal: 25 seconds, or three times the slowest step.
+        """True when the step has had its time since the first signal: 25 seconds, or three times the slowest step.
 
         Most schedulers kill 30 seconds after SIGTERM.
         """
@@ -115,9 +115,9 @@ class Postponed:
 
 @contextlib.contextmanager
 def handling_signals(handle: Callable[[int, FrameType | None], object]) -> Iterator[dict[signal.Signals, Any]]:
-    """Within, ``handle`` handles the ending signals; yields what did so before.
+    """Within, ``handle`` handles the ending signals; yields the handlers before.
 
-    Those that are ignored (``nohup``) stay so. Nothing changes outside of the main thread, where Python handles none.
+    Signals that are ignored (``nohup``) stay so. Nothing changes outside the main thread, where Python handles none.
     """
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -137,16 +137,15 @@ _current: Postponed | None = None
 
 
 def current() -> Postponed | None:
-    """What makes signals wait now; None if they end the process at once. For any thread."""
+    """The object that makes signals wait now; None if they end the process at once. For any thread."""
     return _current
 
 
 @contextlib.contextmanager
 def signals_postponed() -> Iterator[Postponed]:
-    """Within, the first SIGINT, SIGTERM or SIGHUP is noted, for the end of the step; a further one does what it did.
+    """Within, the first SIGINT, SIGTERM or SIGHUP is recorded, for the end of the step; a further one acts as before.
 
-    Signals that are ignored (``nohup``) stay so. One that came and was not acted upon takes effect at the end. Outside
-    of the main thread, where Python handles no signals, they do what they did.
+    Signals that are ignored (``nohup``) stay so. One that came and was not acted upon takes effect at the end.
     """
     global _current
     postponed = Postponed()
@@ -186,7 +185,6 @@ def write_complete(path: Path, text: str) -> None:
 
 
 def _requested_stop(reports: Path | None) -> int:
-    """The signal of ``request_stop``; 0 if there was none."""
     try:
         return int((reports / _REQUEST_NAME).read_text(encoding="utf-8")) if reports is not None else 0
     except (OSError, ValueError):
@@ -198,7 +196,7 @@ def signals_raise(*, once: bool) -> Iterator[None]:
     """Within, SIGINT, SIGTERM and SIGHUP raise Interrupted; one that is ignored (``nohup``) stays so.
 
     Args:
-        once: what a second signal does: nothing if True, for a rank, which its guard ends; end the process if False.
+        once: True ignores a second signal, for a rank, which its guard ends; False lets it end the process.
     """
 
     def handle(signum: int, frame: FrameType | None) -> NoReturn:
@@ -230,9 +228,8 @@ def signals_raise(*, once: bool) -> Iterator[None]:
 def start_guard(launcher_pid: int | None, reports: Path | None = None) -> None:
     """Start the thread that ends this process when the main thread cannot: on a signal, or when the launcher died.
 
-    Where signals wait for the end of a training step, it waits too, until the step has had its time.
-
-    Call it once, in the main thread, after ``signals_raise``.
+    Where signals wait for the end of a training step, it waits too, until the step has had its time. Call it once, in
+    the main thread, after ``signals_raise``.
 
     Args:
         launcher_pid: the parent process to watch; None watches signals alone.
@@ -248,14 +245,6 @@ def start_guard(launcher_pid: int | None, reports: Path | None = None) -> None:
 
 @dataclass
 class _Guard:
-    """What ``start_guard`` starts.
-
-    Attributes:
-        receive: where the numbers of signals arrive.
-        launcher_pid: as for ``start_guard``.
-        reports: as for ``start_guard``.
-    """
-
     receive: int
     launcher_pid: int | None
     reports: Path | None
@@ -271,7 +260,6 @@ class _Guard:
         os._exit(128 + self._signum)
 
     def _is_to_end(self) -> bool:
-        """Look once, for at most ``_POLL_SECONDS``."""
         readable, _, _ = select.select([self.receive], [], [], _POLL_SECONDS)
         now, postponed = time.monotonic(), current()
         if readable:
@@ -305,11 +293,7 @@ class _Guard:
 
 
 def way_on(checkpoint: Path | None) -> str:
-    """How to go on after a run that ended early.
-
-    Args:
-        checkpoint: its newest; None if there is none.
-    """
+    """The hint after a run that ended early; ``checkpoint`` is its newest, None if there is none."""
     if checkpoint is None:
         return "no checkpoint was saved; run the same command again to start anew"
     return f"the last checkpoint is {checkpoint}; run the same command with --resume auto to go on from it"

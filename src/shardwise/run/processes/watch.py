@@ -40,18 +40,16 @@ logger = logging.getLogger("shardwise")
 
 
 class Watch:
-    """Watches this rank from ``start`` to ``stop``.
+    """Watches this rank's waits from ``start`` to ``stop``.
 
-    A wait within ``limited`` is ended at the limit, whoever causes it. Any other wait may last as long as one of those
-    that are waited for lives and is at work: reading data for an hour is no hang. In each case the wait is reported
-    once to the logger ``shardwise`` after a tenth of the limit, 30 seconds at most, and at its end as a DesyncError
-    that goes to ``threading.excepthook``, after which the process ends with exit code 1: nothing else ends a thread
-    that is inside a collective.
+    A wait within ``limited`` ends at the limit, whatever its cause. Any other wait may last as long as one of the ranks
+    that it waits for is alive and at work: reading data for an hour is no hang. In each case the wait is reported once
+    to the logger ``shardwise`` after a tenth of the limit, 30 seconds at most, and at its end as a DesyncError for
+    ``threading.excepthook``. Then the process ends with exit code 1: nothing else ends a thread inside a collective.
 
     Args:
         store: joins all ranks; a connection of its own is made.
-        rank: global rank.
-        world_size: number of ranks.
+        rank, world_size: global rank, and number of ranks.
         limit: seconds.
         waits_in_stream: collectives return to the host before they are done (NCCL): a step without progress counts as a
             wait.
@@ -101,7 +99,7 @@ class Watch:
 
     @contextlib.contextmanager
     def phase(self, doing: str, *, limited: bool) -> Iterator[None]:
-        """Within, this rank is ``doing`` that, such as "at step 12", and its waits are ``limited`` or not."""
+        """Within, messages say that this rank is ``doing`` that ("at step 12"); its waits are ``limited`` or not."""
         before = self._doing, self._is_limited
         self._doing, self._is_limited = doing, limited
         try:
@@ -110,7 +108,6 @@ class Watch:
             self._doing, self._is_limited = before
 
     def _exchange(self) -> None:
-        """Put this rank's beats into the store, and take out those of the ranks that are wanted."""
         while not self._stopping.wait(self._interval):
             # A store that does not answer, for now or for ever, is the watching thread's affair.
             with contextlib.suppress(Exception):
@@ -132,7 +129,7 @@ class Watch:
             self._end()
 
     def _wake(self, cause: Cause) -> None:
-        """Let stopped ranks of this host hear their launcher, which ends them now: it would wait long for them."""
+        """Let stopped ranks of this host hear their launcher, which would wait long for them."""
         for rank in cause.ranks:
             beat, _ = self._heard.get(rank, (self._own, 0.0))
             if beat.node == self._own.node and beat.pid != self._own.pid:
@@ -172,7 +169,6 @@ class Watch:
                 raise DesyncError(cause.text)
 
     def _observe(self, thread: int, wait: agreement.Wait | None, now: float) -> Beat:
-        """This rank's next beat."""
         collectives = _collectives()
         progress = (self._doing, collectives, None if wait is None else wait.since)
         if progress != self._progress:
@@ -193,7 +189,7 @@ class Watch:
         )
 
     def _with_suspicion(self, own: Beat, idle: float, now: float) -> Beat:
-        """No wait is announced: nothing moving may be work, or a wait inside a library or in a stream."""
+        """No wait is announced: no progress may be work, or a wait inside a library or in a stream."""
         if idle < self._patience / 3:
             return own
         if self._waits_in_stream and self._is_limited:
@@ -211,7 +207,7 @@ class Watch:
         return dataclasses.replace(own, waits=silent, call="another operation", ranks=both, missing=(self._next,))
 
     def _suspects(self) -> set[int]:
-        """The ranks that this one waits for, and those that they wait for, as far as is known."""
+        """The ranks that this one waits for, directly or through others."""
         found, left = set(), set(self._own.ranks)
         while left:
             rank = left.pop()
@@ -249,7 +245,6 @@ class Watch:
 
 
 def _collectives() -> dict[str, int]:
-    """How many collectives this rank has started in each process group, by the group's name."""
     numbers = {}
     for group in list(dist.distributed_c10d._world.pg_map):
         with contextlib.suppress(RuntimeError):
@@ -265,16 +260,14 @@ class Beat:
         rank: global rank.
         number: grows with every beat.
         pid: of its process.
-        node: tells hosts apart.
-        host: the host's name.
+        node, host: tells hosts apart, and the host's name.
         doing: "step 12", "preparing".
         waits: seconds that it has waited for another rank; 0 if it does not wait.
         call: what it waits in.
-        group: name of the process group in which it waits; empty if it has none.
-        ranks: global ranks of that group.
+        group, ranks: the process group in which it waits, empty if it has none, and its global ranks.
         missing: those that it knows not to have come; None if it does not know.
         collectives: how many collectives it has started in each process group, by name.
-        left: it has done its work and goes without further beats.
+        left: it has done its work, and sends no further beats.
     """
 
     rank: int
@@ -336,13 +329,13 @@ class Cause:
 
 
 def cause_of_waiting(own: Beat, heard: Mapping[int, Heard], *, quiet: float, unheard: float = 0.0) -> Cause:
-    """Why ``own`` waits.
+    """The cause of this rank's wait.
 
     Args:
         own: this rank's beat.
-        heard: what is known of others; a rank that it lacks has never been heard.
+        heard: the other ranks' beats; a rank that it lacks has never been heard.
         quiet: seconds without a beat that are silence, and after which a wait is one.
-        unheard: seconds for which the store has not answered; then nothing new is known of anybody.
+        unheard: seconds for which the store has not answered, so that the beats are old.
     """
     lost = unheard >= quiet
     known = {**heard, own.rank: Heard(own, 0.0)}
@@ -396,7 +389,7 @@ def ranks_behind(own: Beat, heard: Mapping[int, Heard], *, quiet: float) -> tupl
 
 
 def _missing(beat: Beat, known: Mapping[int, Heard], quiet: float, lost: bool) -> list[int]:
-    """The ranks whom the sender of ``beat`` waits for directly."""
+    """The ranks that the sender of ``beat`` waits for directly."""
     if beat.missing is not None:
         return list(beat.missing)
     others = [rank for rank in beat.ranks if rank != beat.rank]
