@@ -106,7 +106,7 @@ class ChatArguments(GeneratingArguments):
     system: str = ""
 
     def prepare(self, world_size: int) -> None:
-        from shardwise.run.commands.conversation import open_chat
+        from shardwise.run.commands.text_generation import open_chat
 
         open_chat(self.checkpoint, self.adapter, self.wishes(), world_size)
 

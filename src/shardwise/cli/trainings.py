@@ -82,7 +82,7 @@ class FinetuneArguments(RunArguments):
 
 
 def _print_samples(settings: FinetuneSettings, count: int) -> None:
-    from shardwise.run.commands.text_generation import shown_samples
+    from shardwise.run.commands.shown_samples import shown_samples
 
     allow_any_character()
     for paragraph in shown_samples(settings, count, colours=has_colours()):

@@ -13,19 +13,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise.run.commands.conversation import chat as chat
     from shardwise.run.commands.conversion import export_hf as export_hf, import_hf as import_hf
     from shardwise.run.commands.evaluate import evaluate as evaluate
     from shardwise.run.commands.harness_tasks import evaluate_tasks as evaluate_tasks
     from shardwise.run.commands.label_texts import classify as classify
-    from shardwise.run.commands.text_generation import generate as generate
+    from shardwise.run.commands.text_generation import chat as chat, generate as generate
     from shardwise.run.commands.train import distill as distill, dpo as dpo, finetune as finetune, train as train
     from shardwise.run.comparison import compare as compare
     from shardwise.run.plan.fit import fit_run as fit_run
     from shardwise.run.plan.plan import plan_run as plan_run
 
 _MODULES = {
-    "chat": "commands.conversation",
+    "chat": "commands.text_generation",
     "classify": "commands.label_texts",
     "compare": "comparison",
     "distill": "commands.train",

@@ -1,34 +1,23 @@
-"""Continue a text with a trained model.
+"""Continue a text with a trained model, or talk with one by its own chat template."""
 
-A look at what is trained on: ids, text and mask of samples, in colours.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from os import PathLike
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from shardwise.core.communication.agreement import agree
+from shardwise.core.communication.agreement import agree, gather_objects
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.data import TokenRows, UnusableExampleError
-from shardwise.data.json_records import counted
+from shardwise.data import ExampleEncoder, UnusableExampleError
 from shardwise.data.tokenizer import TextStream, Tokenizer
 from shardwise.models.generation import PrefixCache, generate as generate_ids, on_layers
 from shardwise.models.gpt import GPT
 from shardwise.run.commands.opened_model import TO_BRING_A_TOKENIZER, OpenCheckpoint, check_fits, open_model
 from shardwise.run.processes.ranks import Ranks, open_ranks
-from shardwise.run.settings import FinetuneSettings
-from shardwise.run.tasks import task_of
-from shardwise.run.tasks.labels import LabelledTexts, choose_labels
-from shardwise.run.tasks.preference import Preferences
-from shardwise.run.tasks.samples import Examples
-from shardwise.run.tasks.task_data import TaskData
 from shardwise.storage.huggingface.generation_config import GenerationChoice
 from shardwise.training.bounds import DEFAULT_TIMEOUT, SEED, STEPS, TEMPERATURE, TIMEOUT, TOP_P, checks_arguments
+
+RESET = "/reset"
+"""The turn that begins a new conversation."""
 
 
 @dataclass(frozen=True)
@@ -240,127 +229,147 @@ def write(
     return new_ids, "".join(pieces)
 
 
-# Of one sample: more are a wall of text.
-_MOST_TOKENS = 2000
-_LEARNED, _READ, _PLAIN = "\033[32m", "\033[2m", "\033[0m"
+@dataclass(frozen=True)
+class OpenChat:
+    """A model to talk with.
+
+    Attributes:
+        opened: the model.
+        encoder: turns messages into tokens.
+        turn_ends: tokens that end a turn, beside those that end a text.
+        wishes: how tokens are to be chosen.
+    """
+
+    opened: OpenCheckpoint
+    encoder: ExampleEncoder
+    turn_ends: tuple[int, ...]
+    wishes: ChoiceWishes
 
 
-def shown_samples(settings: FinetuneSettings, count: int, *, colours: bool) -> Iterator[str]:
-    """The first ``count`` samples as a run would train on them, and what is wrong with those that it leaves out.
-
-    Args:
-        settings: of the run.
-        count: how many samples, pairs or texts with labels.
-        colours: mark what is learned by colours of a terminal, else by brackets.
-
-    Yields:
-        A head, and a paragraph for each sample.
+def open_chat(
+    checkpoint: str | PathLike[str], adapter: str | PathLike[str] | None, wishes: ChoiceWishes, world_size: int
+) -> OpenChat:
+    """Open a model, its tokenizer and its chat template.
 
     Raises:
-        ShardwiseError: what a run would raise; or no sample can be trained on.
+        ConfigError: more ranks than the model can be split over, or a model that adds no tokens.
+        CheckpointError: no model there, or a damaged one.
+        DataError: no tokenizer or chat template, or a damaged one.
     """
-    method = task_of(settings).method
-    if isinstance(method, LabelledTexts):
-        yield from _labelled(method, count)
-    else:
-        assert isinstance(method, Examples | Preferences)
-        yield from _samples(method, count, colours)
+    opened, tokenizer = open_causal(checkpoint, adapter, world_size)
+    template = opened.chat_template()
+    if template is None:
+        raise DataError(
+            f"{opened.folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
+            "put the model's there, or continue a text with shardwise generate"
+        )
+    encoder = ExampleEncoder(tokenizer, template)
+    wishes.choose(opened, tokenizer, 0)
+    return OpenChat(opened, encoder, encoder.turn_end_ids(), wishes)
 
 
-def _samples(method: Examples | Preferences, count: int, colours: bool) -> Iterator[str]:
-    """Samples of texts and chats, or pairs of answers."""
-    settings, examples = method.settings, method.to_show()
-    longest = settings.sequence_length + 1
-    key = f"{_LEARNED}learned{_PLAIN}, {_READ}only read{_PLAIN}" if colours else "[[learned]], only read"
-    if isinstance(examples, TaskData):
-        yield from _stream(examples, count, key, colours)
-        return
-    encoder = method.encoder()
-    yield f"{counted(len(examples), 'sample')} in {', '.join(settings.data)}; {key}"
-    shown = 0
-    for number, example in enumerate(examples, 1):
-        try:
-            encoded = encoder.encode_all(example)
-        except UnusableExampleError as error:
-            yield f"\nsample {number} ({_printable(example.where)}) is left out: {_printable(str(error))}"
-            continue
-        for name, each in zip(("",) if len(encoded) == 1 else (", chosen", ", rejected"), encoded, strict=True):
-            ids, learned = each.ids, each.learned
-            length, past = len(ids), settings.samples.too_long
-            too_long = f"; more than {longest}: --too-long {past}" if length > longest else ""
-            if past == "cut" and not name:
-                ids, learned = ids[:longest], learned[:longest]
-            yield (
-                f"\nsample {number} ({_printable(example.where)}){name}: {counted(length, 'token')}, {learned.sum():,} "
-                f"of them learned{too_long}\n{_tokens(ids, learned, encoder.tokenizer, colours)}"
-            )
-        shown += 1
-        if shown == count:
-            return
-    if not shown:
-        raise DataError(f"nothing can be learned from any of the {counted(len(examples), 'sample')}")
+@checks_arguments
+def chat(
+    checkpoint: str | PathLike[str],
+    turns: Iterable[str],
+    *,
+    system: str = "",
+    adapter: str | PathLike[str] | None = None,
+    max_new_tokens: Annotated[int | None, STEPS] = None,
+    temperature: Annotated[float | None, TEMPERATURE] = None,
+    top_k: Annotated[int | None, STEPS] = None,
+    top_p: Annotated[float | None, TOP_P] = None,
+    seed: Annotated[int, SEED] = 0,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    layers: Literal["auto", "training", "inference", "fused"] = "auto",
+    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
+    on_text: Callable[[str], object] | None = None,
+    on_note: Callable[[str], object] | None = None,
+) -> list[dict[str, Any]]:
+    """Answer turn after turn, each with all turns before it; every rank calls.
+
+    Args:
+        checkpoint: see ``generate``; a model with a chat template.
+        turns: what the user says; "/reset" begins a new conversation, and an empty turn is passed over. Only the first
+            rank's are read, each once the one before has its answer.
+        system: what the model is told before the conversation.
+        adapter: here and below, see ``generate``.
+        on_text: given, on the first rank, each piece of an answer as it comes, and a line's end after each answer.
+        on_note: given, on the first rank, each line that a user should read, once.
+
+    Returns:
+        The messages of the last conversation, on every rank: ``{"role": ..., "content": ...}``.
+
+    Raises:
+        ConfigError: see ``generate``.
+        CheckpointError: likewise.
+        DataError: likewise; or the model has no chat template.
+    """
+    wishes = ChoiceWishes(max_new_tokens, temperature, top_k, top_p)
+    with open_ranks(device, timeout=timeout) as ranks:
+        show, note = ranks.on_first(on_text), ranks.on_first(on_note)
+        task = agree(lambda: open_chat(checkpoint, adapter, wishes, ranks.world_size), group=ranks.control)
+        model = task.opened.load_model(ranks)
+        assert isinstance(model, GPT)
+        model, kind = on_layers(model, layers)
+        note(f"layers: {kind}")
+        notes, num_answers, prefix, left = set[str](), 0, PrefixCache(model), iter(turns)
+        beginning = [{"role": "system", "content": system}] if system else []
+        messages: list[dict[str, Any]] = beginning
+
+        def note_once(line: str) -> None:
+            if line not in notes:
+                note(line)
+            notes.add(line)
+
+        while (said := _next_turn(ranks, left)) is not None:
+            if said == RESET:
+                messages = beginning
+            elif said:
+                asked = [*messages, {"role": "user", "content": said}]
+                # Another seed for each turn, so that the same question may be answered otherwise.
+                answer = _answer(ranks, model, task, asked, prefix, (seed + num_answers) % 2**63, show, note_once)
+                if answer is not None:
+                    messages, num_answers = [*asked, {"role": "assistant", "content": answer}], num_answers + 1
+        return messages
 
 
-def _stream(texts: TaskData, count: int, key: str, colours: bool) -> Iterator[str]:
-    """Samples cut from texts one after the other."""
-    rows = texts.train
-    assert isinstance(rows, TokenRows)
-    yield (
-        f"{texts.name}: texts one after the other, cut into {counted(len(rows), 'sample')} of "
-        f"{counted(rows.sequence_length, 'token')}, elsewhere in each pass over them (--packing keeps them apart); "
-        f"{key}"
+def _answer(
+    ranks: Ranks,
+    model: GPT,
+    task: OpenChat,
+    messages: list[dict[str, Any]],
+    prefix: PrefixCache,
+    seed: int,
+    show: Callable[[str], object],
+    note: Callable[[str], object],
+) -> str | None:
+    """The answer to the last of the messages, None if they cannot be read; every rank calls."""
+    tokenizer, window = task.encoder.tokenizer, model.max_sequence_length
+    try:
+        prompt_ids = agree(lambda: task.encoder.prompt_ids(tuple(messages)), group=ranks.control)
+    except UnusableExampleError as error:
+        note(str(error))
+        return None
+    choice = agree(lambda: task.wishes.choose(task.opened, tokenizer, len(prompt_ids)), group=ranks.control)
+    for line in choice.notes:
+        note(line)
+    if len(prompt_ids) > window:
+        note(
+            f"the conversation has more than {window} tokens, the last of which the model reads; {RESET} begins a new "
+            "one"
+        )
+    eos_ids = tuple(dict.fromkeys((*choice.eos_ids, *task.turn_ends)))
+    # Each turn's prompt begins with the turns before it, which are not read again.
+    new_ids, _ = write(
+        ranks, model, tokenizer, prompt_ids, choice, seed=seed, eos_ids=eos_ids, show=show, prefix=prefix
     )
-    for number in range(min(count, len(rows))):
-        row = rows.row(number)
-        ids = np.append(row["tokens"], row["labels"][-1:])
-        learned = np.arange(len(ids)) > 0
-        yield f"\nsample {number + 1}:\n{_tokens(ids, learned, texts.tokenizer, colours)}"
+    return tokenizer.decode(new_ids)
 
 
-def _labelled(method: LabelledTexts, count: int) -> Iterator[str]:
-    """Texts with labels."""
-    name, texts = method.read_texts(method.settings.data)
-    labels = choose_labels(method.source.folder, texts, method.settings.labels)
-    yield f"{name}, {counted(len(texts), 'text')}; {labels.problem}: {_printable(', '.join(labels.names))}"
-    encoded = method.encoded(texts[:count], labels)
-    for index, text in enumerate(encoded.texts):
-        row = encoded.rows.row(index)
-        ids, label = row["tokens"].tolist(), row["labels"].tolist()
-        shown = _printable(method.source.tokenizer.decode(ids))
-        yield f"\nsample {index + 1} ({_printable(text.where)}): label {label}\n{shown}\n{ids}"
-
-
-def _tokens(ids: NDArray[np.int64], learned: NDArray[np.bool_], tokenizer: Tokenizer, colours: bool) -> str:
-    """The text of a sample, and its ids below; of a long one the first and the last."""
-    parts, left_out = [_runs(ids, learned)], len(ids) - _MOST_TOKENS
-    if left_out > 0:
-        half = _MOST_TOKENS // 2
-        parts = [_runs(ids[:half], learned[:half]), _runs(ids[-half:], learned[-half:])]
-    texts = (
-        "".join(_marked(_printable(tokenizer.decode(run)), is_learned, colours) for is_learned, run in part)
-        for part in parts
-    )
-    numbers = (
-        " ".join(_marked(" ".join(map(str, run)), is_learned, colours) for is_learned, run in part) for part in parts
-    )
-    gap = f"\n... {counted(left_out, 'token')} not shown ...\n"
-    return f"{gap.join(texts)}\n{gap.join(numbers)}"
-
-
-def _runs(ids: NDArray[np.int64], learned: NDArray[np.bool_]) -> list[tuple[bool, list[int]]]:
-    """Tokens, one run after the other of those that are learned and of those that are not."""
-    pairs = zip(learned.tolist(), ids.tolist(), strict=True)
-    return [(learned, [token for _, token in run]) for learned, run in groupby(pairs, key=lambda pair: pair[0])]
-
-
-def _marked(text: str, learned: bool, colours: bool) -> str:
-    if not colours:
-        return f"[[{text}]]" if learned else text
-    colour = _LEARNED if learned else _READ
-    # Begun anew on each line, for pagers that read one line at a time.
-    return "\n".join(f"{colour}{line}{_PLAIN}" if line else "" for line in text.split("\n"))
-
-
-def _printable(text: str) -> str:
-    """The text with control characters, by which it could do things to a terminal, spelt out."""
-    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+def _next_turn(ranks: Ranks, left: Iterator[str]) -> str | None:
+    """The next of the first rank's turns, on every rank; None at the end."""
+    with ranks.phase("waiting for what the user says"):
+        turn = agree(lambda: next(left, None) if ranks.is_first else None, group=ranks.control)
+        said: str | None = gather_objects(turn, "what the user says", group=ranks.control)[0]
+    return said

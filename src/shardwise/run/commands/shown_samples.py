@@ -1,0 +1,143 @@
+"""Samples as a run would train on them: ids, text and mask, in colours."""
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.core.errors import DataError
+from shardwise.data import TokenRows, UnusableExampleError
+from shardwise.data.json_records import counted
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.run.settings import FinetuneSettings
+from shardwise.run.tasks import task_of
+from shardwise.run.tasks.labels import LabelledTexts, choose_labels
+from shardwise.run.tasks.preference import Preferences
+from shardwise.run.tasks.samples import Examples
+from shardwise.run.tasks.task_data import TaskData
+
+# Of one sample: more are a wall of text.
+_MOST_TOKENS = 2000
+_LEARNED, _READ, _PLAIN = "\033[32m", "\033[2m", "\033[0m"
+
+
+def shown_samples(settings: FinetuneSettings, count: int, *, colours: bool) -> Iterator[str]:
+    """The first ``count`` samples as a run would train on them, and what is wrong with those that it leaves out.
+
+    Args:
+        settings: of the run.
+        count: how many samples, pairs or texts with labels.
+        colours: mark what is learned by colours of a terminal, else by brackets.
+
+    Yields:
+        A head, and a paragraph for each sample.
+
+    Raises:
+        ShardwiseError: what a run would raise; or no sample can be trained on.
+    """
+    method = task_of(settings).method
+    if isinstance(method, LabelledTexts):
+        yield from _labelled(method, count)
+    else:
+        assert isinstance(method, Examples | Preferences)
+        yield from _samples(method, count, colours)
+
+
+def _samples(method: Examples | Preferences, count: int, colours: bool) -> Iterator[str]:
+    """Samples of texts and chats, or pairs of answers."""
+    settings, examples = method.settings, method.to_show()
+    longest = settings.sequence_length + 1
+    key = f"{_LEARNED}learned{_PLAIN}, {_READ}only read{_PLAIN}" if colours else "[[learned]], only read"
+    if isinstance(examples, TaskData):
+        yield from _stream(examples, count, key, colours)
+        return
+    encoder = method.encoder()
+    yield f"{counted(len(examples), 'sample')} in {', '.join(settings.data)}; {key}"
+    shown = 0
+    for number, example in enumerate(examples, 1):
+        try:
+            encoded = encoder.encode_all(example)
+        except UnusableExampleError as error:
+            yield f"\nsample {number} ({_printable(example.where)}) is left out: {_printable(str(error))}"
+            continue
+        for name, each in zip(("",) if len(encoded) == 1 else (", chosen", ", rejected"), encoded, strict=True):
+            ids, learned = each.ids, each.learned
+            length, past = len(ids), settings.samples.too_long
+            too_long = f"; more than {longest}: --too-long {past}" if length > longest else ""
+            if past == "cut" and not name:
+                ids, learned = ids[:longest], learned[:longest]
+            yield (
+                f"\nsample {number} ({_printable(example.where)}){name}: {counted(length, 'token')}, {learned.sum():,} "
+                f"of them learned{too_long}\n{_tokens(ids, learned, encoder.tokenizer, colours)}"
+            )
+        shown += 1
+        if shown == count:
+            return
+    if not shown:
+        raise DataError(f"nothing can be learned from any of the {counted(len(examples), 'sample')}")
+
+
+def _stream(texts: TaskData, count: int, key: str, colours: bool) -> Iterator[str]:
+    """Samples cut from texts one after the other."""
+    rows = texts.train
+    assert isinstance(rows, TokenRows)
+    yield (
+        f"{texts.name}: texts one after the other, cut into {counted(len(rows), 'sample')} of "
+        f"{counted(rows.sequence_length, 'token')}, elsewhere in each pass over them (--packing keeps them apart); "
+        f"{key}"
+    )
+    for number in range(min(count, len(rows))):
+        row = rows.row(number)
+        ids = np.append(row["tokens"], row["labels"][-1:])
+        learned = np.arange(len(ids)) > 0
+        yield f"\nsample {number + 1}:\n{_tokens(ids, learned, texts.tokenizer, colours)}"
+
+
+def _labelled(method: LabelledTexts, count: int) -> Iterator[str]:
+    """Texts with labels."""
+    name, texts = method.read_texts(method.settings.data)
+    labels = choose_labels(method.source.folder, texts, method.settings.labels)
+    yield f"{name}, {counted(len(texts), 'text')}; {labels.problem}: {_printable(', '.join(labels.names))}"
+    encoded = method.encoded(texts[:count], labels)
+    for index, text in enumerate(encoded.texts):
+        row = encoded.rows.row(index)
+        ids, label = row["tokens"].tolist(), row["labels"].tolist()
+        shown = _printable(method.source.tokenizer.decode(ids))
+        yield f"\nsample {index + 1} ({_printable(text.where)}): label {label}\n{shown}\n{ids}"
+
+
+def _tokens(ids: NDArray[np.int64], learned: NDArray[np.bool_], tokenizer: Tokenizer, colours: bool) -> str:
+    """The text of a sample, and its ids below; of a long one the first and the last."""
+    parts, left_out = [_runs(ids, learned)], len(ids) - _MOST_TOKENS
+    if left_out > 0:
+        half = _MOST_TOKENS // 2
+        parts = [_runs(ids[:half], learned[:half]), _runs(ids[-half:], learned[-half:])]
+    texts = (
+        "".join(_marked(_printable(tokenizer.decode(run)), is_learned, colours) for is_learned, run in part)
+        for part in parts
+    )
+    numbers = (
+        " ".join(_marked(" ".join(map(str, run)), is_learned, colours) for is_learned, run in part) for part in parts
+    )
+    gap = f"\n... {counted(left_out, 'token')} not shown ...\n"
+    return f"{gap.join(texts)}\n{gap.join(numbers)}"
+
+
+def _runs(ids: NDArray[np.int64], learned: NDArray[np.bool_]) -> list[tuple[bool, list[int]]]:
+    """Tokens, one run after the other of those that are learned and of those that are not."""
+    pairs = zip(learned.tolist(), ids.tolist(), strict=True)
+    return [(learned, [token for _, token in run]) for learned, run in groupby(pairs, key=lambda pair: pair[0])]
+
+
+def _marked(text: str, learned: bool, colours: bool) -> str:
+    if not colours:
+        return f"[[{text}]]" if learned else text
+    colour = _LEARNED if learned else _READ
+    # Begun anew on each line, for pagers that read one line at a time.
+    return "\n".join(f"{colour}{line}{_PLAIN}" if line else "" for line in text.split("\n"))
+
+
+def _printable(text: str) -> str:
+    """The text with control characters, by which it could do things to a terminal, spelt out."""
+    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
