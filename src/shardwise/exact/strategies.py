@@ -215,22 +215,21 @@ class ExactNorm(Norm):
 
     partial_gradients = False
 
-    def __call__(self, norm: nn.Module, input_: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
-        return norm_by_parts(norm, input_, *_own_parts(input_, group, sequence_parallel))
+    def __call__(self, norm: nn.Module, input_: Tensor) -> Tensor:
+        return norm_by_parts(norm, input_, *self._parts(input_))
 
-    def add_and_norm(
-        self, norm: nn.Module, residual: Tensor, added: Tensor, *, group: ProcessGroup, sequence_parallel: bool
-    ) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, norm: nn.Module, residual: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         total = residual + added
-        return total, self(norm, total, group=group, sequence_parallel=sequence_parallel)
+        return total, self(norm, total)
 
-    def heads(
-        self, query_norm: nn.Module, key_norm: nn.Module, query: Tensor, key: Tensor, *, group: ProcessGroup
-    ) -> tuple[Tensor, Tensor]:
-        return _norm_heads(query_norm, query, group), _norm_heads(key_norm, key, group)
+    def heads(self, query_norm: nn.Module, key_norm: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return _norm_heads(query_norm, query, self.group), _norm_heads(key_norm, key, self.group)
 
-    def add_bias(self, output: Tensor, bias: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
-        return add_bias_by_parts(output, bias, *_own_parts(output, group, sequence_parallel))
+    def add_bias(self, output: Tensor, bias: Tensor) -> Tensor:
+        return add_bias_by_parts(output, bias, *self._parts(output))
+
+    def _parts(self, input_: Tensor) -> tuple[int, ProcessGroup | None]:
+        return _own_parts(input_, self.group, self.sequence_parallel)
 
 
 class ExactActivation(Activation):
@@ -251,7 +250,7 @@ class ExactActivation(Activation):
 class ExactArithmetic(Arithmetic):
     """The arithmetic of a group that sums over parts."""
 
-    norm = ExactNorm()
+    norm = ExactNorm
     activation = ExactActivation()
     # The gradient of a row is summed in the order of the ids: in the same with sequence parallelism and without.
     sequence_first = True

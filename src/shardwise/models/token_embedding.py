@@ -84,6 +84,7 @@ class TokenEmbedding(GroupModule):
 
         self.position_embeddings = table(self.position_offset + max_sequence_length, "position") if learned else None
         self.tokentype_embeddings = table(num_tokentypes, "token type") if num_tokentypes > 0 else None
+        self._norm = arithmetic_of(tp_group).norm(tp_group, sequence_parallel=self.scatters)
         self.layernorm: nn.Module | None = None
         if config.embedding_layernorm:
             with parameter_device(self.tp_group, on_cpu=config.use_cpu_initialization):
@@ -141,8 +142,7 @@ class TokenEmbedding(GroupModule):
             if self.scatters:
                 hidden = moves.scatter(hidden, dim=0, group=self.tp_group)
         if self.layernorm is not None:
-            norm = arithmetic_of(self.tp_group).norm
-            hidden = norm(self.layernorm, hidden, group=self.tp_group, sequence_parallel=self.scatters)
+            hidden = self._norm(self.layernorm, hidden)
         output: Tensor = self.dropout(hidden, SequenceView(s, self.tp_group if self.scatters else None))
         return viewless(output)
 

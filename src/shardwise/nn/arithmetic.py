@@ -19,10 +19,11 @@ from shardwise.nn.norm import HeadsRMSNorm, add_and_norm
 
 
 class Norm:
-    """Norms and biases: parameters that every rank holds whole.
+    """Norms and biases of one layer: parameters that every rank holds whole.
 
-    Args of all methods: ``group``, the ranks that share the sequence or the heads; ``sequence_parallel``, True if each
-    rank holds its shard of the sequence, ``[s/t, b, h]`` instead of ``[s, b, h]``.
+    Args:
+        group: the ranks that share the sequence or the heads.
+        sequence_parallel: each rank holds its shard of the sequence, ``[s/t, b, h]`` instead of ``[s, b, h]``.
 
     Attributes:
         partial_gradients: gradients of parameters that ranks apply to different tokens or heads are partial sums.
@@ -30,29 +31,28 @@ class Norm:
 
     partial_gradients = True
 
-    def __call__(self, norm: nn.Module, input_: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    def __init__(self, group: ProcessGroup, *, sequence_parallel: bool = False) -> None:
+        self.group, self.sequence_parallel = group, sequence_parallel
+
+    def __call__(self, norm: nn.Module, input_: Tensor) -> Tensor:
         """``norm(input_)``."""
         output: Tensor = norm(input_)
         return output
 
-    def add_and_norm(
-        self, norm: nn.Module, residual: Tensor, added: Tensor, *, group: ProcessGroup, sequence_parallel: bool
-    ) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, norm: nn.Module, residual: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         """``residual + added``, and its norm."""
         return add_and_norm(norm, residual, added)
 
-    def heads(
-        self, query_norm: nn.Module, key_norm: nn.Module, query: Tensor, key: Tensor, *, group: ProcessGroup
-    ) -> tuple[Tensor, Tensor]:
+    def heads(self, query_norm: nn.Module, key_norm: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """The norms of queries ``[s, b, heads/t, d]`` and keys ``[s, b, groups/t, d]``."""
         if not isinstance(query_norm, HeadsRMSNorm) or not isinstance(key_norm, HeadsRMSNorm):
             return query_norm(query), key_norm(key)
         squares = torch.stack((query_norm.squares(query), key_norm.squares(key)))
         # The sum is identical on all ranks, and each uses it for its own heads: the gradient is a partial sum there.
-        squares = moves.copy(moves.reduce(squares, group=group), group=group)
+        squares = moves.copy(moves.reduce(squares, group=self.group), group=self.group)
         return query_norm(query, squares[0]), key_norm(key, squares[1])
 
-    def add_bias(self, output: Tensor, bias: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    def add_bias(self, output: Tensor, bias: Tensor) -> Tensor:
         """``output + bias``."""
         # Under autocast the output has another dtype than the bias; a whole linear would add in the output's.
         return output + bias.to(output.dtype)
@@ -84,13 +84,14 @@ class Arithmetic:
     """The strategies of one group's layers; this class is the plain arithmetic.
 
     Attributes:
-        norm, activation: see their classes.
+        norm: class of a layer's norms and biases.
+        activation: see its class.
         sequence_first: embeddings look ids up in the order of the sequence, ``[s, b]``.
         fuses_loss: output layer and loss may be computed in one.
         leaves_out_tokens: the output layer may leave tokens out that the loss does not count.
     """
 
-    norm = Norm()
+    norm: type[Norm] = Norm
     activation = Activation()
     sequence_first = False
     fuses_loss = True

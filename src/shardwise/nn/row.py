@@ -63,7 +63,8 @@ class RowLinear(ParallelLinear):
         self._input_sizes = [layout.local_size(rank) for rank in range(t)]
         self.local_features = self._input_sizes[group.rank()]
         self._products = self._arithmetic.products(layout, "input", group=group)
-        is_partial = self.sequence_parallel and self._arithmetic.norm.partial_gradients
+        self._norm = self._arithmetic.norm(group, sequence_parallel=self.sequence_parallel)
+        is_partial = self.sequence_parallel and self._norm.partial_gradients
         bias_layout = ParamLayout.replicated((out_features,), t) if bias else None
         self._make_parameters(layout, bias_layout, init, partial_bias_gradient=is_partial)
 
@@ -92,16 +93,11 @@ class RowLinear(ParallelLinear):
         # On one rank the bias goes with the product; on several it must be added once, after the sum.
         adds_later = self.bias is not None and (self.group.size() > 1 or not self._products.adds_bias)
         output = self._apply_linear(input_, None if adds_later else self.bias)
-        return self._add_bias(output) if adds_later else output
+        return self._norm.add_bias(output, self.bias) if adds_later and self.bias is not None else output
 
     def _apply_linear(self, input_: Tensor, bias: Tensor | None) -> Tensor:
         self._check_width(input_, self.local_features)
         return self._multiply(input_, self.weight, bias)
-
-    def _add_bias(self, output: Tensor) -> Tensor:
-        assert self.bias is not None
-        add_bias = self._arithmetic.norm.add_bias
-        return add_bias(output, self.bias, group=self.group, sequence_parallel=self.sequence_parallel)
 
     def scatter(self, input_: Tensor) -> Tensor:
         """This rank's features ``[s, b, i/t]`` of a whole input ``[s, b, i]``.

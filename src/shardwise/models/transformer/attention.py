@@ -94,7 +94,7 @@ class SelfAttention(GroupModule):
         self.logit_softcap = config.attention_logit_softcap
         self.window_size = config.window_size if config.windows(layer_number) else None
         self.rotates = config.rotates(layer_number)
-        self._norm, self._activation = arithmetic.norm, arithmetic.activation
+        self._norm, self._activation = arithmetic.norm(group), arithmetic.activation
         self.rotary_interleaved = config.rotary_interleaved
         self.recomputes_core = config.recompute.recomputes("core_attn")
         self._hold(split, group)
@@ -117,7 +117,7 @@ class SelfAttention(GroupModule):
                 self.q_layernorm, self.k_layernorm = self._make_norms(config, split)
             for norm in (self.q_layernorm, self.k_layernorm):
                 # By parts a gradient is whole as soon as it is made.
-                is_partial = group.size() > 1 and arithmetic.norm.partial_gradients
+                is_partial = group.size() > 1 and self._norm.partial_gradients
                 set_replicas_(norm, Replicas(summed_over=("tp",) if is_partial else ()))
         self.linear_proj = RowLinear(
             num_heads * head_dim,
@@ -225,7 +225,7 @@ class SelfAttention(GroupModule):
     def _norm_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_layernorm is None or self.k_layernorm is None:
             return query, key
-        return self._norm.heads(self.q_layernorm, self.k_layernorm, query, key, group=self.group)
+        return self._norm.heads(self.q_layernorm, self.k_layernorm, query, key)
 
     def _split_heads(self, mixed: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """``[s, b, rows/t]`` to ``[s, b, heads/t, d]`` and twice ``[s, b, groups/t, d]``, normed and rotated."""

@@ -77,6 +77,7 @@ class TransformerBlock(GroupModule):
         self._sequence_parallel = config.sequence_parallel
         self._num_layers = config.num_layers
         self._recompute = config.recompute
+        self._norm = arithmetic_of(tp_group).norm(tp_group, sequence_parallel=config.sequence_parallel)
         self.layers = nn.ModuleList()
         for index in range(config.num_layers) if layers is None else layers:
             with part_seeded(seed, *_part(index + 1)):
@@ -115,8 +116,7 @@ class TransformerBlock(GroupModule):
             run = recomputed if is_recomputed and attention.get("cache") is None else _call
             hidden = run(_through, layers, hidden, sequence=sequence, **attention)
         if self.final_layernorm is not None:
-            norm, split = arithmetic_of(self.tp_group).norm, self._sequence_parallel
-            hidden = norm(self.final_layernorm, hidden, group=self.tp_group, sequence_parallel=split)
+            hidden = self._norm(self.final_layernorm, hidden)
         return hidden
 
     def _spans(self) -> Iterator[tuple[list[nn.Module], bool]]:

@@ -103,13 +103,11 @@ class TransformerLayer(GroupModule):
         self.is_parallel = config.parallel_residual
         self.residual_is_normed = config.apply_residual_connection_post_layernorm
         self._tp_group, self._sequence_parallel = tp_group, config.sequence_parallel
-        self._norm = arithmetic_of(tp_group).norm
+        self._norm = arithmetic_of(tp_group).norm(tp_group, sequence_parallel=config.sequence_parallel)
         self.residual_multiplier = config.residual_multiplier
         self._norms_sum = position == "post"
-        self.recomputes_norms, self.recomputes_mlp = (
-            config.recompute.recomputes("layernorm"),
-            config.recompute.recomputes("mlp"),
-        )
+        again = config.recompute
+        self.recomputes_norms, self.recomputes_mlp = again.recomputes("layernorm"), again.recomputes("mlp")
         # Parts that the spec makes may not ask the group for the device of their parameters.
         with parameter_device(tp_group, on_cpu=config.use_cpu_initialization):
             self.input_layernorm = spec.norm(config) if is_before else None
@@ -156,11 +154,11 @@ class TransformerLayer(GroupModule):
         # The norm after a pre-norm layer's sum is the next layer's: layers are recomputed, sharded and put on stages
         # one by one.
         norm_after = self.post_mlp_layernorm if self._norms_sum else None
-        return residual + added if norm_after is None else self._add_and_norm(norm_after, residual, added)[1]
+        return residual + added if norm_after is None else self._norm.add_and_norm(norm_after, residual, added)[1]
 
     def _branch(self, output: Tensor, norm: nn.Module | None, sequence: SequenceView) -> Tensor:
         if norm is not None and not self._norms_sum:
-            output = self._normed(norm, output)
+            output = self._norm(norm, output)
         if self.residual_multiplier != 1.0:
             output = output * self.residual_multiplier
         added: Tensor = self.dropout(output, sequence)
@@ -170,7 +168,7 @@ class TransformerLayer(GroupModule):
         if norm is None:
             return _Input(hidden, hidden, None)
         recomputation = OutputRecomputation() if self.recomputes_norms else None
-        apply = partial(self._normed, norm)
+        apply = partial(self._norm, norm)
         normed = apply(hidden) if recomputation is None else recomputation.run(apply, hidden)
         return _Input(normed if self.residual_is_normed else hidden, normed, recomputation)
 
@@ -178,16 +176,9 @@ class TransformerLayer(GroupModule):
         """From the sum of the residual stream and attention to the MLP."""
         if self._norms_sum:
             assert self.post_self_attn_layernorm is not None
-            _, normed = self._add_and_norm(self.post_self_attn_layernorm, residual, added)
+            _, normed = self._norm.add_and_norm(self.post_self_attn_layernorm, residual, added)
             return _Input(normed, normed, None)
         if self.recomputes_norms or self.pre_mlp_layernorm is None:
             return self._before(residual + added, self.pre_mlp_layernorm)
-        total, normed = self._add_and_norm(self.pre_mlp_layernorm, residual, added)
+        total, normed = self._norm.add_and_norm(self.pre_mlp_layernorm, residual, added)
         return _Input(normed if self.residual_is_normed else total, normed, None)
-
-    def _add_and_norm(self, norm: nn.Module, residual: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        group, split = self._tp_group, self._sequence_parallel
-        return self._norm.add_and_norm(norm, residual, added, group=group, sequence_parallel=split)
-
-    def _normed(self, norm: nn.Module, input_: Tensor) -> Tensor:
-        return self._norm(norm, input_, group=self._tp_group, sequence_parallel=self._sequence_parallel)
