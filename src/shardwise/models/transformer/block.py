@@ -9,14 +9,13 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ConfigError, TopologyError
 from shardwise.core.initialization import part_seeded
-from shardwise.core.layout import Layout, hidden_layout
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.sharding import ParamShard, ShardedOffset
 from shardwise.kernels.dispatch import agree_on_kernels
 from shardwise.models.config import ModelConfig
-from shardwise.models.transformer.layer import TransformerLayer, TransformerLayerSpec
-from shardwise.nn import GroupModule, arithmetic_of, parameter_device
+from shardwise.models.transformer.layer import HiddenToHidden, TransformerLayer, TransformerLayerSpec
+from shardwise.nn import arithmetic_of, parameter_device
 from shardwise.nn.recompute import recomputed
 
 
@@ -45,7 +44,7 @@ def layers_of_this_stage(
     return chunks[chunk]
 
 
-class TransformerBlock(GroupModule):
+class TransformerBlock(HiddenToHidden):
     """Layers, one after the other, and a norm after the model's last.
 
     Args:
@@ -86,16 +85,6 @@ class TransformerBlock(GroupModule):
         if post_process and config.final_layernorm:
             with parameter_device(self.tp_group, on_cpu=config.use_cpu_initialization):
                 self.final_layernorm = spec.norm(config)
-
-    @property
-    def input_layout(self) -> Layout:
-        """The layout of hidden states, I or V(dim=0)."""
-        return hidden_layout(sequence_parallel=self._sequence_parallel)
-
-    @property
-    def output_layout(self) -> Layout:
-        """As ``input_layout``."""
-        return self.input_layout
 
     def seeded_parts(self) -> Iterator[tuple[tuple[object, ...], nn.Module]]:
         """Each layer, with what is mixed into its seed."""

@@ -69,7 +69,23 @@ class _Input(NamedTuple):
     recomputation: OutputRecomputation | None
 
 
-class TransformerLayer(GroupModule):
+class HiddenToHidden(GroupModule):
+    """A module from hidden states to hidden states, ``[s, b, h]``, or ``[s/t, b, h]`` with sequence parallelism."""
+
+    _sequence_parallel: bool
+
+    @property
+    def input_layout(self) -> Layout:
+        """The layout of hidden states, I or V(dim=0)."""
+        return hidden_layout(sequence_parallel=self._sequence_parallel)
+
+    @property
+    def output_layout(self) -> Layout:
+        """The same."""
+        return self.input_layout
+
+
+class TransformerLayer(HiddenToHidden):
     """Attention and MLP, each with a norm and added to the residual stream.
 
     With ``config.norm_position`` "pre": ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; with "post":
@@ -117,16 +133,6 @@ class TransformerLayer(GroupModule):
             self.mlp = spec.mlp(config, tp_group)
             self.post_mlp_layernorm = spec.norm(config) if is_after else None
         self.dropout = ResidualDropout(config.hidden_dropout, layer_number)
-
-    @property
-    def input_layout(self) -> Layout:
-        """The layout of hidden states, I or V(dim=0)."""
-        return hidden_layout(sequence_parallel=self._sequence_parallel)
-
-    @property
-    def output_layout(self) -> Layout:
-        """As ``input_layout``."""
-        return self.input_layout
 
     def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None, **attention: Any) -> Tensor:
         """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same.
