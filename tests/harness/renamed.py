@@ -2,7 +2,8 @@
 
 ``tests/renames.json`` is the map: ``modules`` has the old and new path of modules and packages (the longest match
 counts), ``names`` those of single names that left their module, ``tests`` the old and new places of files and folders
-of tests. Paths of the package are without the leading ``shardwise.``. docs/moved.md shows the same map as a page.
+of tests, ``calls`` what changed in the calls of a test file, named by its old place ("": imports that they need). Paths
+of the package are without the leading ``shardwise.``. docs/moved.md shows the same map as a page.
 """
 
 from __future__ import annotations
@@ -77,6 +78,14 @@ def renamed(text: str, helpers: dict[str, str]) -> str:
     return text
 
 
+def with_changed_calls(text: str, place: str) -> str:
+    """The renamed text of a test with the calls of today; ``place`` is its old one."""
+    for old, new in RENAMES["calls"].get(place, {}).items():
+        assert old in text, f"{place} does not contain {old!r}"
+        text = text.replace(old, new) if old else text.replace("\nfrom shardwise", f"\n{new}\nfrom shardwise", 1)
+    return text
+
+
 def main(folder: Path) -> None:
     """Rewrite and move every file of a folder of tests."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
@@ -89,8 +98,9 @@ def main(folder: Path) -> None:
             helpers[old.removesuffix(".py").replace("/", ".")] = place.removesuffix(".py").replace("/", ".")
     for path, place in places.items():
         if path.suffix == ".py":
-            text = renamed(path.read_text(encoding="utf-8"), helpers)
-            depth = len(PurePosixPath(place).parts) - len(path.relative_to(folder).parts)
+            old = path.relative_to(folder)
+            text = with_changed_calls(renamed(path.read_text(encoding="utf-8"), helpers), old.as_posix())
+            depth = len(PurePosixPath(place).parts) - len(old.parts)
             # The folder above all tests is that many folders further up.
             levels = re.split(r"(?<=__file__\)\.parents\[)(\d)(?=\])", text)
             levels[1::2] = [str(int(level) + depth) for level in levels[1::2]]
