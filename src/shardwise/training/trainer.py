@@ -1,4 +1,4 @@
-"""The training step and the measurement on held-out text."""
+"""The trainer: one training step, the measurement on held-out rows, and the choice of a run's optimizer."""
 
 import contextlib
 import itertools
@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.core.communication.agreement import agree
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.context import host_numbers
-from shardwise.core.communication.trees import exact_parts
+from shardwise.core.communication.trees import exact_parts, sum_in_parts
 from shardwise.core.errors import DivergenceError
 from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups
@@ -24,19 +24,26 @@ from shardwise.core.validation import DeferredChecks
 from shardwise.data import Batch, DataLoader, HeldOut
 from shardwise.data.batch import BatchMover
 from shardwise.models.description import ModelChunks
+from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.training.gradients import Total
+from shardwise.training.gradients import GradientBuffers, Gradients, GradientTrees, Total
 from shardwise.training.gradients.replicas import check_replicas
 from shardwise.training.objective import CrossEntropy, Objective, means_of, outputs_of
-from shardwise.training.optimization import build_optimizer
 from shardwise.training.optimizer.gradients import (
     clip_grad_norm_,
     exact_grad_norm,
     finalize_gradients_,
     global_grad_norm,
+    summed_over_other_groups,
 )
 from shardwise.training.optimizer.mixed_precision import PRECISIONS, DynamicLossScale
-from shardwise.training.optimizer.optimizer import ZeroOptimizer, set_learning_rate_
+from shardwise.training.optimizer.optimizer import (
+    LocalShards,
+    MasterWeights,
+    ShardedOptimizer,
+    ZeroOptimizer,
+    set_learning_rate_,
+)
 from shardwise.training.pipeline import Pipeline, Schedule, forward_only, make_schedule
 from shardwise.training.pipeline.stage import hidden_shape
 from shardwise.training.step_settings import StepSettings
@@ -49,14 +56,14 @@ _Prepared = tuple[int, DataLoader, list[Batch]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did.
+    """The result of one step.
 
     Attributes:
         loss: mean over the global batch, in nats per token, before the update.
-        others: the means of what the objective reports besides, likewise.
+        others: the same means of the objective's other sums.
         grad_norm: global gradient norm before clipping.
         learning_rate: of the update.
-        loss_scale: by which the loss was multiplied; None where it is not.
+        loss_scale: factor of the loss; None without one.
         is_skipped: the gradient overflowed, and nothing was updated.
     """
 
@@ -69,27 +76,28 @@ class StepResult:
 
 
 class Trainer:
-    """A model, its optimizer and its groups; knows nothing of files or screens.
+    """A model, its optimizer and its groups; it reads and writes no files.
 
     Args:
         settings: of the run.
         model: on its device; with pipeline stages this rank's, or its chunks.
         groups: the model's process groups.
-        objective: what is minimised; the cross entropy of each token if None.
+        objective: the loss; the cross entropy of each token if None.
 
     Raises:
-        DesyncError: ranks hold different values of a parameter that they hold alike; on every rank.
+        DesyncError: ranks hold different values of a replicated parameter; on every rank.
 
     Attributes:
-        gradients: what sums gradients over the data-parallel ranks, and over micro-batches in fp32.
+        gradients: sums gradients over the data-parallel ranks, and over micro-batches in fp32.
+        zero: the optimizer if its state is split over the data-parallel ranks, else None.
         loss_scale: None where the loss is not scaled.
-        num_skipped: steps whose gradients overflowed, in all.
-        wishes: if not None, called in every step for numbers that each rank has to say.
-        before_update: if not None, called with each step's number and the largest of each wish over all ranks, once the
-            step's loss and gradient are known, which are finite or, with a loss scale, skipped if not, and nothing has
-            changed yet; what it raises leaves the weights as they were.
-        defers_checks: ids out of range are found with the loss and the norm, which are all that a step reads of the
-            device; otherwise where they are used. True but on a CPU, where a look costs nothing.
+        num_skipped: number of steps whose gradients overflowed.
+        wishes: if not None, called in every step for this rank's numbers.
+        before_update: if not None, called with each step's number and the largest of each of ``wishes`` over all ranks,
+            once loss and gradient are known and finite (or will be skipped), and before anything has changed; after an
+            error that it raises the weights are unchanged.
+        defers_checks: ids out of range are found with the loss and the norm, the only values of the device that a step
+            reads; otherwise where they are used. False on a CPU, where a check costs nothing.
     """
 
     def __init__(
@@ -116,20 +124,15 @@ class Trainer:
         self.defers_checks = self.device.type != "cpu"
         self._mover = BatchMover(self.device)
         self._prepared: _Prepared | None = None
-        precision = PRECISIONS[settings.training.dtype]
         self.optimizer, self.gradients = build_optimizer(settings, model, self._chunks, groups)
+        self.zero = self.optimizer if isinstance(self.optimizer, ZeroOptimizer) else None
         self.objective = CrossEntropy(self.gradients.sum_of_losses) if objective is None else objective
         self._needs_lengths = self.objective.depends_on_length or any(each.depends_on_length for each in self._chunks)
         self._norm_of = global_grad_norm if exact_parts(groups.tp) is None else exact_grad_norm
         self._step = self._num_micro_batches = 0
         self._seed_micro_batch = self._seed_in_order if self.gradients.seeds_micro_batches else _draw_on
-        self.loss_scale = DynamicLossScale() if precision.scales_loss else None
+        self.loss_scale = DynamicLossScale() if PRECISIONS[settings.training.dtype].scales_loss else None
         self.num_skipped = 0
-
-    @property
-    def zero(self) -> ZeroOptimizer | None:
-        """The optimizer, where its state is split over the data-parallel ranks."""
-        return self.optimizer if isinstance(self.optimizer, ZeroOptimizer) else None
 
     def step(
         self,
@@ -144,15 +147,15 @@ class Trainer:
         Args:
             step: from 0.
             micro_batches: this data-parallel rank's samples.
-            num_labels: labels of the global batch that count, over which the loss is the mean; all of them if None.
+            num_labels: number of labels of the global batch that count, by which the loss is divided; None for all.
             meanwhile: if not None, called when all but the update has been launched, before the host waits for it.
 
         Returns:
             The same on every rank.
 
         Raises:
-            DivergenceError: the loss or the gradient is not finite; on every rank, which has its weights as they were.
-            VocabularyError: an id out of range; likewise, where ``defers_checks``.
+            DivergenceError: the loss or the gradient is not finite; on every rank, with unchanged weights.
+            VocabularyError: an id out of range; the same way if ``defers_checks``.
         """
         settings = self.settings
         # Dropout's numbers are a function of the step, so that a resumed run draws what it would have drawn. Ranks of
@@ -168,46 +171,40 @@ class Trainer:
         batches = list(micro_batches)
         self.gradients.begin(len(batches))
         self._step, self._num_micro_batches = step, len(batches)
-        no_sync = self.gradients.no_sync
+        no_sync, inputs = self.gradients.no_sync, self.objective.inputs
+
+        def loss_of(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            loss, means = means_of(self.objective, output, batch, num_labels)
+            return (loss if self.loss_scale is None else loss * scale), means
+
         with self._deferred_checks() as checks:
             if self._pipeline is None:
                 for number, batch in enumerate(self._mover.moved(batches), 1):
                     self._seed_micro_batch(number - 1)
                     with no_sync() if number < len(batches) else contextlib.nullcontext():
-                        output = self.model(**self.objective.inputs(batch))
-                        loss, means = means_of(self.objective, output, batch, num_labels)
-                        (loss if self.loss_scale is None else loss * scale).backward()
+                        loss, means = loss_of(self.model(**inputs(batch)), batch)
+                        loss.backward()
                     total.add(means)
             else:
-                name = settings.parallel.pipeline_schedule
-                schedule = make_schedule(name, self._pipeline.group.size(), len(batches), len(self._chunks))
-
-                def scaled(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-                    loss, means = means_of(self.objective, output, batch, num_labels)
-                    return (loss if self.loss_scale is None else loss * scale), means
-
-                for means in self._run_pipeline(
-                    self._pipeline, schedule, batches, self.objective.inputs, scaled, no_sync
-                ):
+                name, num_stages = settings.parallel.pipeline_schedule, self._pipeline.group.size()
+                schedule = make_schedule(name, num_stages, len(batches), len(self._chunks))
+                for means in self._run_pipeline(self._pipeline, schedule, batches, inputs, loss_of, no_sync):
                     total.add(means)
         self.gradients.finish()
         finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=None, embd_group=self.embd_group)
-        largest, pp_group = settings.optimizer.clip_grad_norm, self.pp_group
         norm = clip_grad_norm_(
             self.model,
-            largest,
+            settings.optimizer.clip_grad_norm,
             tp_group=self.tp_group,
-            pp_group=pp_group,
+            pp_group=self.pp_group,
             loss_scale=scale,
             shares=None if self.zero is None else self.zero.parameters.shares,
             norm_of=self._norm_of,
         )
         if meanwhile is not None:
             meanwhile()
-        means_of_step, (grad_norm, *wishes) = self._read(
-            total, norm, checks, [] if self.wishes is None else self.wishes()
-        )
-        mean_loss, *others = means_of_step
+        own_wishes = [] if self.wishes is None else self.wishes()
+        (mean_loss, *others), (grad_norm, *wishes) = self._read(total, norm, checks, own_wishes)
         # Both are sums over all ranks, so that all ranks find this alike, before any weight is touched.
         wrong = {"loss": mean_loss, "norm of the gradient": grad_norm}
         wrong = {what: value for what, value in wrong.items() if not math.isfinite(value)}
@@ -232,7 +229,7 @@ class Trainer:
         return self.gradients.total(torch.zeros(1 + len(objective.names), dtype=torch.float64, device=self.device))
 
     def _seed_in_order(self, micro_batch: int) -> None:
-        """Dropout's numbers of one micro-batch of the global batch, on whichever rank it is."""
+        """Seed dropout by the micro-batch's place in the global batch, on any rank."""
         training, number = self.settings.training, self.dp_group.rank() * self._num_micro_batches + micro_batch
         seed_streams(_stream_seed(training.seed, self._step, number, 0), self.tp_group.rank(), rng=training.rng)
 
@@ -245,8 +242,7 @@ class Trainer:
         results: Callable[[Tensor, Batch], tuple[Tensor | None, Tensor]],
         no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> list[Tensor]:
-        """On the last stage what ``results`` gives of each micro-batch's output, beside what the backward is called on;
-        nothing on the others."""
+        """On the last stage the results (the second value of ``results``) of all micro-batches; none on the others."""
 
         def loss(micro_batch: int, output: Tensor) -> tuple[Tensor | None, Tensor]:
             return results(output, moved[micro_batch])
@@ -279,14 +275,9 @@ class Trainer:
     ) -> tuple[list[float], list[float]]:
         """The one place where the host waits for the device, once a step.
 
-        Args:
-            total: on the last stage, of which the sum over data-parallel ranks is wanted; 0 on the others.
-            norm: the same on every rank.
-            checks: whose outcome is still on the device.
-            wishes: of which the largest over all ranks are wanted.
-
         Returns:
-            The sums; the norm and the wishes; the same on every rank.
+            The sums of ``total`` over data-parallel ranks and stages; ``norm`` and the largest of each of ``wishes``
+            over all ranks. The same on every rank.
 
         Raises:
             VocabularyError: a check has failed on any rank; on every rank.
@@ -305,12 +296,12 @@ class Trainer:
         return numbers[: len(summed)], numbers[len(summed) :]
 
     def wait_for_weights(self) -> None:
-        """Wait until every weight is as the last step left it, before they are read otherwise than by a forward."""
+        """Wait for the weights of the last step, before they are read by other code than a forward."""
         if self.zero is not None:
             self.zero.parameters.wait()
 
     def train_step(self, step: int, loader: DataLoader) -> StepResult:
-        """``step`` on this rank's samples of ``loader``; a GPU is given those of the next step meanwhile."""
+        """``step`` on this rank's samples of ``loader``; those of the next step go to a GPU meanwhile."""
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared[:2] != (step, loader):
             prepared = self._prepare(step, loader)
@@ -330,7 +321,7 @@ class Trainer:
         return step, loader, [self._mover.start(batch) for batch in batches]
 
     def evaluate(self, held_out: HeldOut) -> dict[str, float]:
-        """What the objective measures of held-out rows, by name, the same on every rank."""
+        """The objective's metrics of held-out rows, by name, the same on every rank."""
         objective = self.objective.of_evaluation
         total = self._new_total(objective)
         with self._deferred_checks() as checks:
@@ -378,3 +369,35 @@ def _stream_seed(seed: int, step: int, dp_rank: int, stage: int) -> int:
     # of a run without stages.
     entropy = (seed, step, dp_rank, stage) if stage else (seed, step, dp_rank)
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(2))
+
+
+def build_optimizer(
+    settings: StepSettings, model: TransformerModel | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
+) -> tuple[ShardedOptimizer, Gradients]:
+    """The optimizer of a run's model, and the object that sums its gradients over ranks and micro-batches.
+
+    ``model`` is on its device: with pipeline stages this rank's, or its chunks, which ``chunks`` has as a sequence.
+    """
+    dp_group = groups.dp
+    assert dp_group is not None
+    num_ranks, has_masters = dp_group.size(), PRECISIONS[settings.training.dtype].has_masters
+    optimizer = settings.optimizer.make(model)
+    dtype = torch.float32 if has_masters else None
+    parts = chunks[0].config.exact_parts
+    if parts is not None:
+        sum_in_parts(dp_group, parts)
+    if settings.parallel.shards_fully(num_ranks):
+        # Importing it imports DTensor, which takes a while.
+        from shardwise.training.gradients.fully_sharded import FullyShardedModel
+
+        sharded = FullyShardedModel(chunks, group=dp_group, dtype=dtype)
+        return LocalShards(optimizer, sharded), sharded
+    if num_ranks == 1 and not has_masters and parts is None:
+        return optimizer, Gradients.of([param for param in model.parameters() if param.requires_grad])
+    splits_state = settings.parallel.zero > 0 and num_ranks > 1
+    whole = summed_over_other_groups(model, tp_group=groups.tp, embd_group=groups.embd)
+    summing = GradientBuffers if parts is None else GradientTrees
+    gradients = summing(chunks, group=dp_group, dtype=dtype, scatter=splits_state, whole=whole)
+    if splits_state:
+        return ZeroOptimizer(optimizer, chunks, gradients, has_masters=has_masters), gradients
+    return MasterWeights(optimizer, model) if has_masters else optimizer, gradients
