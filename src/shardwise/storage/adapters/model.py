@@ -165,11 +165,7 @@ def check_without_adapters(model: TransformerModel) -> None:
 
 
 def add_adapters_(
-    model: TransformerModel,
-    config: LoraConfig,
-    architecture: Architecture,
-    chosen: Collection[str],
-    trained: Set[str],
+    model: TransformerModel, config: LoraConfig, architecture: Architecture, chosen: Collection[str], trained: Set[str]
 ) -> None:
     """``add_lora_`` at the paths ``chosen``, with the tensors ``trained`` of the base model; both are of all stages."""
     check_without_adapters(model)

@@ -119,10 +119,7 @@ def load(
     reader = SafetensorsReader(path, manifest)
     with checkpoint_errors():
         state_dict_loader.load(
-            dict(mine),
-            storage_reader=reader,
-            planner=DefaultLoadPlanner(flatten_state_dict=False),
-            process_group=group,
+            dict(mine), storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), process_group=group
         )
     decide(lambda: reader.sums, checkpoint_errors()(reader.check_sums), group=group)
     return manifest.meta

@@ -190,9 +190,4 @@ def rope_json(description: ModelDescription) -> dict[str, Any]:
     share: dict[str, Any] = {}
     if description.rotary_percent != 1.0:
         share = {"partial_rotary_factor": description.rotary_percent}
-    return {
-        "rope_theta": description.rotary_base,
-        "rope_scaling": old,
-        "rope_parameters": new | share,
-        **share,
-    }
+    return {"rope_theta": description.rotary_base, "rope_scaling": old, "rope_parameters": new | share, **share}

@@ -356,11 +356,7 @@ def make_room_(
 
 
 def fill_quantized_(
-    shard: ParamShard,
-    composition: Composition,
-    source: PretrainedFolder,
-    names: Mapping[str, str],
-    groups: Groups,
+    shard: ParamShard, composition: Composition, source: PretrainedFolder, names: Mapping[str, str], groups: Groups
 ) -> None:
     """Read and quantise one weight; every tensor-parallel rank calls."""
     weight = shard.data

@@ -14,23 +14,7 @@ from shardwise.storage.huggingface.architectures.llama import (
     SMOLLM3,
 )
 
-_ALL = (
-    GPT2,
-    BLOOM,
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    BERT,
-    PHI3,
-    SMOLLM3,
-    GRANITE,
-    OLMO2,
-    GEMMA2,
-    GEMMA3,
-    GPT_NEOX,
-    OPT,
-)
+_ALL = (GPT2, BLOOM, LLAMA, MISTRAL, QWEN2, QWEN3, BERT, PHI3, SMOLLM3, GRANITE, OLMO2, GEMMA2, GEMMA3, GPT_NEOX, OPT)
 ARCHITECTURES = {each.model_type: each for each in _ALL}
 """By ``model_type``, in the order in which they are tried for a model that does not say which it is."""
 

@@ -142,10 +142,7 @@ GEMMA3 = _Gemma3(
     classes=("Gemma3ForCausalLM", "Gemma3TextModel"),
     classifiers=classifiers("Gemma3Text", of_tokens=False),
     settings=_SETTINGS
-    | {
-        "vocab_size": Setting("vocab_size", 262208),
-        "max_sequence_length": Setting("max_position_embeddings", 131072),
-    },
+    | {"vocab_size": Setting("vocab_size", 262208), "max_sequence_length": Setting("max_position_embeddings", 131072)},
     fixed={**_FIXED, "qk_layernorm": True},
     # Gemma 3 in transformers caps the logits of words, and ignores this field, a cap of scores.
     required={"use_bidirectional_attention": False, "attn_logit_softcapping": None},

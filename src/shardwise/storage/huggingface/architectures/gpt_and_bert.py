@@ -190,12 +190,7 @@ BLOOM = _Bloom(
         "init_method_std": Setting("initializer_range", 0.02),
         "share_embeddings_and_output_weights": Setting("tie_word_embeddings", True),
     },
-    fixed={
-        **_BIASES,
-        "activation": "gelu_tanh",
-        "embedding_layernorm": True,
-        "position_embedding_type": "alibi",
-    },
+    fixed={**_BIASES, "activation": "gelu_tanh", "embedding_layernorm": True, "position_embedding_type": "alibi"},
     prefix="transformer.",
     table=_BLOOM_TABLE,
     tied={"lm_head.weight": "transformer.word_embeddings.weight"},
@@ -315,13 +310,7 @@ BERT = _Bert(
         "layernorm_epsilon": Setting("layer_norm_eps", 1e-12),
         "share_embeddings_and_output_weights": Setting("tie_word_embeddings", True),
     },
-    fixed={
-        **_BIASES,
-        "kind": "bert",
-        "norm_position": "post",
-        "embedding_layernorm": True,
-        "final_layernorm": False,
-    },
+    fixed={**_BIASES, "kind": "bert", "norm_position": "post", "embedding_layernorm": True, "final_layernorm": False},
     required={
         "is_decoder": False,
         "add_cross_attention": False,
