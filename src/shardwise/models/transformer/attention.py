@@ -1,7 +1,8 @@
-"""Self-attention whose heads are split over the tensor-parallel group."""
+"""Self-attention whose heads are split over the tensor-parallel group, by a kernel that the config may choose."""
 
 import copy
 import math
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol, Self
@@ -10,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
 from shardwise.core.random import streams
 from shardwise.core.sequence_view import SequenceView
@@ -20,7 +22,6 @@ from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.kernels.elementwise import rotate, split, split_and_rotate
 from shardwise.models.config import ModelConfig
-from shardwise.models.transformer.attention_backend import attention_kernels, kernels_on_a_cache
 from shardwise.models.transformer.heads import HeadSplit, split_heads
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.models.transformer.mlp import layer_arguments, make_norm, softcap
@@ -28,6 +29,16 @@ from shardwise.nn import ColumnLinear, GroupModule, HeadsRMSNorm, RowLinear, ari
 from shardwise.nn.dropout import sharded_dropout
 from shardwise.nn.recompute import recomputed
 from shardwise.nn.replicated import set_replicas_
+
+_KERNELS = {
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "fused": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION],
+    "unfused": [SDPBackend.MATH],
+}
+"""The kernels that ``config.attention_backend`` leaves PyTorch to choose from. Of "auto" these are all, of "local" none."""
+
+# cuDNN's kernel makes a plan for each number of keys, which takes longer than the attention of one token.
+_KERNELS_ON_A_CACHE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # 64 MiB of fp32.
 _SCORES_OF_BLOCK = 1 << 24
@@ -99,7 +110,7 @@ class SelfAttention(GroupModule):
         self.recomputes_core = config.recompute.recomputes("core_attn")
         self._hold(split, group)
         self._backend = config.attention_backend
-        self._kernels = attention_kernels(config)
+        self._kernels = _KERNELS.get(config.attention_backend)
         layout = split.qkv_layout((config.hidden_size,), head_dim)
         arguments = layer_arguments(config, group=group)
         self.linear_qkv = ColumnLinear(
@@ -222,11 +233,6 @@ class SelfAttention(GroupModule):
         context = attend(query, key, value, mask)
         return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
-    def _norm_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        if self.q_layernorm is None or self.k_layernorm is None:
-            return query, key
-        return self._norm.heads(self.q_layernorm, self.k_layernorm, query, key)
-
     def _split_heads(self, mixed: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """``[s, b, rows/t]`` to ``[s, b, heads/t, d]`` and twice ``[s, b, groups/t, d]``, normed and rotated."""
         s, b, _ = mixed.shape
@@ -241,7 +247,8 @@ class SelfAttention(GroupModule):
             sections = [n for queries in self.queries_of_groups for n in (queries, 1, 1)]
             parts = mixed.view(s, b, -1, head_dim).split(sections, dim=2)
             query, key, value = (torch.cat(parts[i::3], dim=2) for i in range(3))
-        query, key = self._norm_heads(query, key)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self._norm.heads(self.q_layernorm, self.k_layernorm, query, key)
         if rotary is not None:
             query, key = (
                 rotate(x, *rotary, interleaved=interleaved, at_any_size=self._activation.at_any_size)
@@ -274,11 +281,11 @@ class SelfAttention(GroupModule):
         if self._backend == "local" or (dropout > 0 and streams().rule == "global"):
             return self._attend_written_out(query, key, value, bias, is_causal, dropout)
         grouped = self.num_local_groups < query.size(1)
-        if grouped and (not self._is_even or self._repeats_keys(query, masked=bias is not None)):
+        if grouped and (not self._is_even or self._why_repeat(query, bias) is not None):
             key, value, grouped = self._for_all_queries(key), self._for_all_queries(value), False
         kernels = self._kernels
         if query.is_cuda and query.size(2) != key.size(2):
-            kernels = kernels_on_a_cache(kernels)
+            kernels = [each for each in kernels or _KERNELS_ON_A_CACHE if each is not SDPBackend.CUDNN_ATTENTION]
         with (
             streams().fork() if dropout > 0 else nullcontext(),
             sdpa_kernel(kernels) if kernels is not None else nullcontext(),
@@ -294,9 +301,9 @@ class SelfAttention(GroupModule):
                 enable_gqa=grouped,
             )
 
-    def _repeats_keys(self, query: Tensor, *, masked: bool) -> bool:
-        device_type, head_dim = query.device.type, self.head_dim
-        return why_repeat_keys(self._backend, device_type, query.dtype, head_dim=head_dim, masked=masked) is not None
+    def _why_repeat(self, query: Tensor, bias: Tensor | None) -> str | None:
+        kind = query.device.type, query.dtype
+        return why_repeat_keys(self._backend, *kind, head_dim=self.head_dim, masked=bias is not None)
 
     def _for_all_queries(self, heads: Tensor) -> Tensor:
         """Keys or values ``[b, groups/t, keys, d]``, each repeated for all of its queries."""
@@ -351,3 +358,51 @@ class SelfAttention(GroupModule):
             weights, dropout, dim=1, group=self.group, sizes=self._head_sizes, layer_number=self.layer_number
         )
         return weights @ value
+
+
+def check_attention_backend(config: ModelConfig, device: torch.device, *, masked: bool = False) -> None:
+    """Raise unless ``config.attention_backend`` works for such attention on such a device, by trying it.
+
+    Args:
+        config: dtype, heads, dropout, window and backend.
+        device: where the model is; nothing is known, and nothing raised, of the meta device.
+        masked: attention has a mask or bias (padding, documents, ALiBi), which some kernels do not take.
+
+    Raises:
+        ConfigError: it does not; with PyTorch's reasons.
+    """
+    kernels = _KERNELS.get(config.attention_backend)
+    if kernels is None or device.type == "meta":
+        return
+    heads, groups, head_dim = config.heads
+    masked = masked or config.window_size is not None
+    repeated = why_repeat_keys(
+        config.attention_backend, device.type, config.params_dtype, head_dim=head_dim, masked=masked
+    )
+    query = torch.zeros(1, min(heads, 2), 16, head_dim, dtype=config.params_dtype, device=device, requires_grad=True)
+    key = query if repeated is not None or groups == heads else query[:, :1]
+    mask = query.new_zeros(16, 16) if masked else None
+    devices = [device] if device.type != "cpu" else []
+    with (
+        warnings.catch_warnings(record=True) as reasons,
+        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+        sdpa_kernel(kernels),
+    ):
+        warnings.simplefilter("always")
+        try:
+            F.scaled_dot_product_attention(
+                query,
+                key,
+                key,
+                attn_mask=mask,
+                dropout_p=config.attention_dropout,
+                is_causal=not masked,
+                enable_gqa=key is not query,
+            ).sum().backward()
+        except RuntimeError as error:
+            said = "; ".join(dict.fromkeys(str(reason.message).splitlines()[0] for reason in reasons))
+            raise ConfigError(
+                f"attention_backend {config.attention_backend!r} does not work on {device} in {config.params_dtype} "
+                f"with heads of width {head_dim}, attention_dropout {config.attention_dropout} and "
+                f"{'a' if masked else 'no'} mask: {said or error}; use 'auto'"
+            ) from error
