@@ -35,7 +35,7 @@ _KERNELS = {
     "fused": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION],
     "unfused": [SDPBackend.MATH],
 }
-"""The kernels that ``config.attention_backend`` leaves PyTorch to choose from. Of "auto" these are all, of "local" none."""
+"""Kernels that each ``config.attention_backend`` leaves PyTorch to choose from; all for "auto", none for "local"."""
 
 # cuDNN's kernel makes a plan for each number of keys, which takes longer than the attention of one token.
 _KERNELS_ON_A_CACHE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -361,15 +361,10 @@ class SelfAttention(GroupModule):
 
 
 def check_attention_backend(config: ModelConfig, device: torch.device, *, masked: bool = False) -> None:
-    """Raise unless ``config.attention_backend`` works for such attention on such a device, by trying it.
+    """Raise ConfigError, with PyTorch's reasons, unless ``config.attention_backend`` works on a device, by trying it.
 
-    Args:
-        config: dtype, heads, dropout, window and backend.
-        device: where the model is; nothing is known, and nothing raised, of the meta device.
-        masked: attention has a mask or bias (padding, documents, ALiBi), which some kernels do not take.
-
-    Raises:
-        ConfigError: it does not; with PyTorch's reasons.
+    Nothing is tried on the meta device. ``masked``: attention has a mask or bias (padding, documents, ALiBi), which
+    some kernels do not take.
     """
     kernels = _KERNELS.get(config.attention_backend)
     if kernels is None or device.type == "meta":
