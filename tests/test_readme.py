@@ -51,12 +51,26 @@ def test_python_example_gives_the_same_loss_at_every_number_of_ranks(tmp_path, d
     assert len({round(float(text.split()[1]), 4) for text in losses.values()}) == 1
 
 
+def pages() -> list[Path]:
+    roots = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
+    return [*roots, *sorted((ROOT / "examples").rglob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
 def test_links_and_files_named_in_the_documents_exist():
-    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    for document in [*pages(), ROOT / "CHANGELOG.md"]:
         text = document.read_text(encoding="utf-8")
-        for target in re.findall(r"\]\(([^)#:]+)\)", text):
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
-        for named in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.-]+)`", text):
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", text):
+            page = document.parent / target if target else document
+            assert page.exists(), f"{document.name} links to {target}"
+            assert not anchor or anchor in anchors(page), f"{document.name} links to {target}#{anchor}"
+    for document in pages():
+        for named in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.-]+)`", document.read_text()):
             assert (ROOT / named).exists(), f"{document.name} names {named}"
 
 
