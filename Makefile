@@ -16,16 +16,21 @@ SIDE_BY_SIDE := $(MAKE) --no-print-directory -j3 tests-of-ranks tests-of-program
 PROGRAMS := $(addprefix tests/,benchmarks cli examples harness_test hostile)
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo gpu test test-fast test-under-load tests-of-ranks tests-of-programs other-tests check install clean
+.PHONY: demo gpu test test-all test-fast test-under-load tests-of-ranks tests-of-programs other-tests check install clean
 
 demo: $(INSTALLED)
 	$(BIN)/shardwise demo
 
+# A cover of pairs of layouts and options.
 test: $(INSTALLED_DEV) check
+	@$(SIDE_BY_SIDE) ONLY="not matrix and"
+
+# Every case of every matrix; see tests/harness/plugin.py.
+test-all: $(INSTALLED_DEV) check
 	@$(SIDE_BY_SIDE)
 
 test-fast: $(INSTALLED_DEV)
-	@$(SIDE_BY_SIDE) ONLY="not slow and"
+	@$(SIDE_BY_SIDE) ONLY="not slow and not matrix and"
 
 # No test fails for being slow: LOAD processes that only compute run beside all tests, or beside `TESTS="tests/cli -x"`.
 LOAD ?= 50

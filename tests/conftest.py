@@ -6,6 +6,7 @@ import signal
 from harness.plugin import (
     group,
     pytest_collection_finish,
+    pytest_collection_modifyitems,
     pytest_configure,
     pytest_generate_tests,
     pytest_itemcollected,
@@ -19,6 +20,7 @@ __all__ = [
     "group",
     "pretended_gpu",
     "pytest_collection_finish",
+    "pytest_collection_modifyitems",
     "pytest_configure",
     "pytest_generate_tests",
     "pytest_itemcollected",

@@ -10,6 +10,10 @@
 Without ``slow`` in the mark, all but the smallest of several ranks are slow: of 1, 2, 3 and 4 those are 1, 3 and 4.
 Four ranks and more are also where no fewer are there.
 
+The mark ``matrix`` is for the cases that ``make test`` leaves to ``make test-all``. Besides those that have it by hand,
+these get it here: of a test with several numbers of ranks, four and more where two or three are there too; and of a
+test with three parameters or more, the cases that are not needed for every pair of two parameters' values to occur.
+
 The body runs in the ranks, everything around it in pytest's process: collection, fixtures, set-up methods.
 The values of fixtures and parameters are pickled and sent, the same to every rank (so ``tmp_path`` is one folder).
 Two arguments are each rank's own: ``group``, its default process group, and ``monkeypatch``.
@@ -22,6 +26,7 @@ import os
 import pickle
 import sys
 import warnings
+from itertools import combinations
 from typing import Any, Literal
 
 import pytest
@@ -32,6 +37,9 @@ from harness.pool import TEST_TIMEOUT, Pools, RankError
 
 _POOLS = pytest.StashKey[Pools]()
 _SIZE = "_num_ranks"
+_Pair = tuple[tuple[str, str], tuple[str, str]]
+"""Two parameters of a case, each a name and a value."""
+
 # Seen once in several runs of all tests: gloo does not get the sockets of a new group connected, though no rank has
 # done anything wrong. A second time in a row it is the test's fault.
 _NOT_CONNECTED = "Gloo connectFullMesh failed"
@@ -75,9 +83,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         # Two, or three, find nearly all that one or more would.
         fast = min((size for size in sizes if 1 < size < 4), default=min(sizes))
         slow = mark.kwargs.get("slow", [size for size in sizes if size != fast])
-        params = [
-            pytest.param(size, id=f"tp{size}", marks=[pytest.mark.slow] if size in slow else []) for size in sizes
-        ]
+        marks = {size: [pytest.mark.slow] if size in slow else [] for size in sizes}
+        if fast in (2, 3):
+            for size in sizes:
+                marks[size] += [pytest.mark.matrix] if size >= 4 else []
+        params = [pytest.param(size, id=f"tp{size}", marks=marks[size]) for size in sizes]
         metafunc.parametrize(_SIZE, params)
 
 
@@ -86,6 +96,31 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     mark = item.get_closest_marker("ranks")
     if mark is not None and "slow" not in mark.kwargs and len(mark.args) == 1 and mark.args[0] >= 4:
         item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases that a cover of pairs does without, before the marks on the command line select."""
+    cases: dict[str, list[tuple[pytest.Item, frozenset[_Pair]]]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("matrix") is None:
+            values = sorted((name, repr(value)) for name, value in item.callspec.params.items())
+            pairs = frozenset(combinations(values, 2))
+            cases.setdefault(item.nodeid.split("[")[0], []).append((item, pairs))
+    for several in cases.values():
+        for item in _beyond_a_cover(several):
+            item.add_marker(pytest.mark.matrix)
+
+
+def _beyond_a_cover(cases: list[tuple[pytest.Item, frozenset[_Pair]]]) -> list[pytest.Item]:
+    """The cases that remain after taking, one at a time, the case with the most new pairs until no pair is new."""
+    missing = frozenset[_Pair]().union(*(pairs for _, pairs in cases))
+    left = list(cases) if missing else []
+    while missing:
+        best = max(left, key=lambda case: len(case[1] & missing))
+        left.remove(best)
+        missing -= best[1]
+    return [item for item, _ in left]
 
 
 @pytest.hookimpl(tryfirst=True)
