@@ -119,8 +119,15 @@ def test_two_ranks_of_a_kind(group, kind):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("kind", ["llama", "gpt"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        ("float32", "llama"),
+        ("bfloat16", "gpt"),
+        pytest.param("float32", "gpt", marks=pytest.mark.matrix),
+        pytest.param("bfloat16", "llama", marks=pytest.mark.matrix),
+    ],
+)
 def test_four_ranks(group, kind, dtype):
     layouts = [
         {},

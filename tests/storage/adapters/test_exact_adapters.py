@@ -38,7 +38,7 @@ def adapted(model, **options):
 
 @pytest.mark.slow
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.matrix), "bfloat16"])
 def test_adapters(group, dtype):
     layouts = [
         {},

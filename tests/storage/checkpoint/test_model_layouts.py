@@ -175,7 +175,7 @@ def load_with(storage: str, folder: Path, state: dict[str, ParamShard], group: P
 
 @pytest.mark.slow
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("storage", "tied"), [("ours", False), ("dcp", True)])
+@pytest.mark.parametrize(("storage", "tied"), [("ours", False), pytest.param("dcp", True, marks=pytest.mark.matrix)])
 def test_any_layout_of_a_model_to_any_other(group: ProcessGroup, tmp_path: Path, storage: str, tied: bool) -> None:
     places = {layout: Place(*layout) for layout in LAYOUTS}
     expected = {layout: place.state(1, tied=tied) for layout, place in places.items() if place.takes_part}
@@ -201,7 +201,14 @@ def test_any_layout_of_a_model_to_any_other(group: ProcessGroup, tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("kind", "chunks"), [("bert", 1), ("alibi", 1), ("llama", 2)])
+@pytest.mark.parametrize(
+    ("kind", "chunks"),
+    [
+        pytest.param("bert", 1, marks=pytest.mark.matrix),
+        pytest.param("alibi", 1, marks=pytest.mark.matrix),
+        ("llama", 2),
+    ],
+)
 def test_other_models_through_torchs_checkpoints(group: ProcessGroup, tmp_path: Path, kind: str, chunks: int) -> None:
     """From two stages, with two chunks each or one, to all other layouts, and back."""
     staged = Place(2, 2)
