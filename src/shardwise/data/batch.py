@@ -60,7 +60,7 @@ def stack(rows: Iterable[Row], *, with_lengths: bool) -> Batch:
 
 
 class BatchMover:
-    """Copies batches to a device on a stream of its own, from pinned memory, so that neither host nor device waits.
+    """Copies batches to a device on a separate stream, from pinned memory, so that neither host nor device waits.
 
     On a CPU batches stay where they are.
 

@@ -216,7 +216,7 @@ def stdlib_corpus(folder: Path | None = None) -> Corpus:
 
 
 def _decode_source(content: bytes) -> str | None:
-    """The text by the encoding that the source declares (UTF-8 if none), line ends as they are; None if undecodable."""
+    """The text by the encoding that the source declares (UTF-8 if none), line ends unchanged; None if undecodable."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
         return content.decode(encoding)

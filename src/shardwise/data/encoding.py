@@ -57,7 +57,7 @@ class ExampleEncoder:
             chat that has one is unusable.
 
     Attributes:
-        tokenizer, template, mask_prompts, parse_special: likewise.
+        tokenizer, template, mask_prompts, parse_special: see above.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ExampleEncoder:
             return [*self.tokenizer.beginning, *ids]
         return self.tokenizer.encode(self._render(example.prompt, example, prompt=True).text, parse_special=True)
 
-    def prompt_ids(self, messages: Messages, **options: object) -> list[int]:
+    def prompt_ids(self, messages: Messages) -> list[int]:
         """The tokens of messages, and what the assistant's next turn begins with.
 
         Raises:
@@ -115,7 +115,7 @@ class ExampleEncoder:
         return self.tokenizer.encode(text, parse_special=True)
 
     def turn_end_ids(self) -> tuple[int, ...]:
-        """The token that ends a turn of the assistant, by which a model that learned from such chats stops.
+        """The token that ends a turn of the assistant. A model that learned from such chats stops at it.
 
         Nothing where the template ends it with letters, or refuses a question with its answer.
         """
@@ -285,7 +285,7 @@ _PROBE = 16
 
 
 def _gist(message: Mapping[str, Any]) -> str:
-    """What cannot be missing where a turn is rendered: its content, or the function that it calls."""
+    """The text that every rendering of a turn contains: its content, or the function that it calls."""
     content: str = message.get("content", "").strip()
     calls = message.get("tool_calls")
     if content or not isinstance(calls, list) or not calls or not isinstance(calls[0], dict):

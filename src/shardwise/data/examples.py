@@ -82,7 +82,7 @@ def _names_its_text(record: Record, text_key: str) -> bool:
 
 
 def is_plain_text(record: Record) -> bool:
-    """Whether a record is a text and nothing else."""
+    """Whether a record is only a text."""
     value = record.value
     if not isinstance(value, dict):
         return True
@@ -90,7 +90,7 @@ def is_plain_text(record: Record) -> bool:
 
 
 def example_of(record: Record, text_key: str) -> Example:
-    """What a record is for fine-tuning.
+    """The example that a record holds.
 
     Raises:
         DataError: it has none of the forms above, or messages that are none. The message says where.
@@ -221,7 +221,7 @@ def is_preference(record: Record) -> bool:
 
 
 def preference_of(record: Record) -> Preference:
-    """What a record prefers.
+    """The preference that a record holds.
 
     Raises:
         DataError: it has none of the forms above, or messages that are none. The message says where.
@@ -247,7 +247,7 @@ def preference_of(record: Record) -> Preference:
     if isinstance(prompt, list):
         before = messages_of(prompt, where, "prompt")
     elif prompt is None or isinstance(prompt, str):
-        # Each answer has a message of its own, even where one of them goes on after all of the other.
+        # Each answer keeps at least one message, even where one of them begins with all of the other.
         common = min(common_length(*answers), min(map(len, answers)) - 1)
         before, *answers = answers[0][:common], *(answer[common:] for answer in answers)
         if isinstance(prompt, str) and all(prompt.strip() != each.get("content", "").strip() for each in before):

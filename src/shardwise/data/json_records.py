@@ -96,7 +96,22 @@ def text_of(record: Record, text_key: str) -> str:
     """
     if record.may_be_text and isinstance(record.value, str):
         return check_text(record.value, record.where, "the text")
-    return _text_of_object(record, text_key)
+    where, value = record.where, record.value
+    if not isinstance(value, dict):
+        example = f'{{{json.dumps(text_key)}: "..."}}'
+        problem = "neither a JSON object nor a string" if record.may_be_text else "not a JSON object"
+        raise DataError(f"{where}: {problem} but {kind_of(value)}; each record must be like {example}")
+    if text_key not in value:
+        raise DataError(
+            f"{where}: no key {text_key!r} (its keys: {keys_of(value)}); name the key of the text (--corpus.text-key) "
+            f"or repair the record"
+        )
+    text = value[text_key]
+    if not isinstance(text, str):
+        raise DataError(
+            f"{where}: {text_key!r} is not a string but {kind_of(text)}; make it a string or remove the record"
+        )
+    return check_text(text, where, repr(text_key))
 
 
 def _records_of_array(content: str, start: int, file: Path) -> Iterator[Record]:
@@ -139,7 +154,7 @@ def _records_of_array(content: str, start: int, file: Path) -> Iterator[Record]:
 
 
 def _problem(error: json.JSONDecodeError) -> str:
-    """What is wrong, without the place: "Invalid control character", not "Invalid control character at"."""
+    """The error without its place: "Invalid control character", not "Invalid control character at"."""
     return error.msg.removesuffix(" at")
 
 
@@ -174,25 +189,6 @@ def _value_of_line(line: str, where: str) -> Any:
         raise DataError(f"{where}: JSON that cannot be read: {error}; repair or remove the line") from error
 
 
-def _text_of_object(record: Record, text_key: str) -> str:
-    where, value = record.where, record.value
-    if not isinstance(value, dict):
-        example = f'{{{json.dumps(text_key)}: "..."}}'
-        problem = "neither a JSON object nor a string" if record.may_be_text else "not a JSON object"
-        raise DataError(f"{where}: {problem} but {kind_of(value)}; each record must be like {example}")
-    if text_key not in value:
-        raise DataError(
-            f"{where}: no key {text_key!r} (its keys: {keys_of(value)}); name the key of the text (--corpus.text-key) "
-            f"or repair the record"
-        )
-    text = value[text_key]
-    if not isinstance(text, str):
-        raise DataError(
-            f"{where}: {text_key!r} is not a string but {kind_of(text)}; make it a string or remove the record"
-        )
-    return check_text(text, where, repr(text_key))
-
-
 def check_text(text: str, where: str, what: str) -> str:
     """The text itself, if every character of it is one.
 
@@ -209,7 +205,7 @@ def check_text(text: str, where: str, what: str) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What JSON calls a value, with its article."""
+    """The JSON name of a value, with its article."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -230,7 +226,7 @@ def digest_of(value: object) -> str:
 
 
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
-"""Files of which each row is a record."""
+"""Files whose rows are records."""
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _ROWS = 1024
@@ -294,7 +290,7 @@ def _batches(arrow: Any, opened: Any, is_parquet: bool) -> Iterator[Any]:
 
         yield from pyarrow.parquet.ParquetFile(opened).iter_batches(batch_size=_ROWS)
         return
-    # A dataset's files are streams; others write the random-access form, which begins with a word of its own.
+    # A dataset's files are streams; others write the random-access form, which begins with a magic word.
     is_file = opened.peek(6)[:6] == b"ARROW1"
     with arrow.ipc.open_file(opened) if is_file else arrow.ipc.open_stream(opened) as reader:
         if is_file:

@@ -27,7 +27,7 @@ class LabelledText:
         text: the text.
         pair: the second one, or None.
         label: as the record has it: a name, a number, or a list of them; None if it has none.
-        words: of which each has a label, a name or a number of ``label``; None if the label is the text's.
+        words: the words, if each has a label, a name or a number of ``label``; None if the label is the text's.
     """
 
     where: str
@@ -114,7 +114,7 @@ def labelled_words_of(record: Record, words_key: str, *, needs_labels: bool = Tr
 
 @dataclass(frozen=True)
 class Labels:
-    """What labels there are.
+    """The labels that texts may have.
 
     Attributes:
         names: of each, in order.
@@ -241,7 +241,7 @@ def _check_integer(label: object, where: str) -> None:
 
 
 def usual_problem(texts: Sequence[LabelledText], num_labels: int | None = None) -> ProblemType:
-    """What the labels of texts look like: a fraction is a regression's, and a list holds any number of labels."""
+    """The kind of problem that labels suggest: a fraction is a regression's, and a list holds any number of labels."""
     if any(isinstance(text.label, list) for text in texts):
         return "multi_label_classification"
     is_regression = num_labels == 1 or any(isinstance(text.label, float) for text in texts)

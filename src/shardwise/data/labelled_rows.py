@@ -99,7 +99,7 @@ class EncodedTexts:
         max_length: most tokens of a row.
         num_cut: texts that lost their end.
         num_words: words with a label but without a token: cut off, or of characters that the tokenizer leaves out.
-        num_left_out: texts of which no word has a label that counts.
+        num_left_out: texts without a word whose label counts.
     """
 
     rows: LabelledRows
@@ -110,7 +110,7 @@ class EncodedTexts:
     num_left_out: int
 
     def notes(self, flag: str, what: str = "") -> tuple[str, ...]:
-        """What was cut and left out, a line each.
+        """Notes on texts that were cut and left out, a line each.
 
         Args:
             flag: says how long a row is.
@@ -136,14 +136,13 @@ def encode_labelled(
 ) -> EncodedTexts:
     """Rows of texts.
 
-    A word's label is that of its first token, as is usual with ``transformers``. Texts of which no word has a label
-    that counts are left out.
+    The first token of a word has the word's label, as is usual with ``transformers``. Texts without a word whose label
+    counts are left out.
 
     Args:
         texts: at least one; all with labels of words, or none.
         tokenizer: of the model.
-        labels: what labels are; if None nobody asks for them, words have their numbers in their place, and no text is
-            left out.
+        labels: the labels; if None words have their numbers instead of labels, and no text is left out.
         max_length: most tokens.
         pad_id: fills up rows.
         kinds: token types of the model; 0 of one that has none, and whose padding needs no mask.

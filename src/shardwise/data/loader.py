@@ -39,7 +39,7 @@ class Rows(Protocol):
         """Places that all of these rows have in a batch."""
 
     def row(self, index: int, length: int | None = None) -> Row:
-        """One row in new arrays, filled up to ``length`` places, or with as many as its kind has by itself.
+        """One row in new arrays, filled up to ``length`` places; if None to the usual number of its kind.
 
         It has ``lengths`` if nothing else in it says where its text ends. Raises IndexError: there is no such row.
         """
@@ -230,7 +230,7 @@ class HeldOut:
         indices: ``[n]``, which of them; all if None.
 
     Attributes:
-        rows: likewise.
+        rows: see above.
     """
 
     def __init__(self, rows: Rows, indices: NDArray[np.int64] | None = None) -> None:

@@ -18,7 +18,7 @@ _Ids = NDArray[np.int64]
 class PairRows(Rows):
     """Pairs of samples that begin with the same prompt.
 
-    A pair of which a sample takes more than ``sequence_length`` places is cut or dropped. If it is cut, the prompt
+    A pair with a sample that takes more than ``sequence_length`` places is cut or dropped. If it is cut, the prompt
     loses its left end first, until half of the row is left to it (what the tokenizer puts in front of every text
     stays), and then both answers their right ends.
 
@@ -30,13 +30,13 @@ class PairRows(Rows):
         beginning: ids that a prompt keeps if it begins with them.
 
     Attributes:
-        samples, sequence_length, too_long: likewise.
-        num_too_long: pairs of which a sample was longer.
+        samples, sequence_length, too_long: see above.
+        num_too_long: pairs with a sample that was longer.
         num_equal: pairs that were left out since both samples are the same after the cut.
         lengths: ``[pairs]``: places that both samples take.
         labels: ``[pairs]``: 1 for each, as a step's loss is the mean over pairs.
         reference: ``[pairs, 2]``, fp64: log-probability of either answer by the model that training begins with; NaN
-            until somebody sets it.
+            until it is set.
 
     Raises:
         ConfigError: ``sequence_length`` is less than 2.
@@ -115,7 +115,7 @@ class PairRows(Rows):
         return len(self._kept)
 
     def notes(self, what: str) -> list[str]:
-        """What was cut and left out of the pairs that are for ``what``, one line each."""
+        """Notes on pairs, for ``what``, that were cut or left out, a line each."""
         notes = []
         if self.num_too_long:
             of = f"{counted(len(self._firsts), 'pair')} {what}"

@@ -4,7 +4,7 @@ A file is one document, except that each line of a JSON-lines file (``.jsonl``, 
 a ``.json`` file (an array of objects or strings, or JSON lines), and each row of a Parquet or Arrow file. In a folder,
 the files with a suffix of ``TEXT_SUFFIXES``, ``JSONL_SUFFIXES`` or ``.parquet`` are read, in all folders below it, in
 the order of their paths; what begins with a dot is not. A folder that the library ``datasets`` saved is read as it
-says. A file that is named itself is read whatever its suffix, but for tables as text (``.csv``, ``.tsv``).
+says. A file that is named itself is read with any suffix, except tables as text (``.csv``, ``.tsv``).
 """
 
 import os
@@ -27,7 +27,7 @@ from shardwise.data.json_records import (
 AnyPath = str | os.PathLike[str]
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
-"""Files of which each line is a JSON object with a text."""
+"""Files whose lines are JSON objects with a text."""
 
 JSON_SUFFIX = ".json"
 """A file of records: one JSON array, or JSON lines."""
@@ -51,7 +51,7 @@ _FIRST_LOOK_BYTES = 1 << 16
 def read_corpus(paths: AnyPath | Iterable[AnyPath], *, text_key: str = "text") -> Corpus:
     """Read the documents of files and folders.
 
-    The text must be UTF-8; a byte order mark is dropped, and line ends stay as they are. A file that is reached twice,
+    The text must be UTF-8; a byte order mark is dropped, and line ends stay unchanged. A file that is reached twice,
     also through links, is read once. Nothing is skipped in silence: a file that was picked and cannot be read is an
     error, in a folder too. Empty files, blank lines and empty texts of records carry nothing and are left out.
 
@@ -91,7 +91,7 @@ def read_records(
         has_text: whether a record holds anything; one of each path must.
 
     Returns:
-        What people call them, which does not depend on where they lie, and the records in order.
+        A name for people, which does not depend on where they lie, and the records in order.
 
     Raises:
         DataError: a path that is missing or unreadable or has no records, or a file of another format.

@@ -17,7 +17,7 @@ from shardwise.data.json_records import counted
 from shardwise.data.loader import Rows
 
 TooLong = Literal["cut", "split", "drop"]
-"""What becomes of a sample that is longer than a sequence: its beginning, parts of it, or nothing."""
+"""The rest of a sample that is longer than a sequence: its beginning, pieces of it, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class SampleRows(Rows):
     Args:
         samples: the samples.
         sequence_length: ``s``, most places in a row.
-        packing: put several samples into a row, each with positions of its own from 0 and a number of its own, by which
-            a model keeps them apart.
+        packing: put several samples into a row. Positions begin at 0 in each, and a model tells them apart by their
+            numbers.
         too_long: what becomes of longer samples.
         multiple_of: rows of a batch have a multiple of so many places, which divides ``sequence_length``.
 
     Attributes:
-        samples, sequence_length, packing, too_long: likewise.
+        samples, sequence_length, packing, too_long: see above.
         num_too_long: samples that were longer.
         num_masked: samples or parts of them that were left out since nothing in them is learned after the cut.
         lengths: ``[rows]``: places that samples take.
@@ -137,7 +137,7 @@ class SampleRows(Rows):
                     self.num_masked += 1
 
     def notes(self, what: str) -> list[str]:
-        """What was cut and left out of the samples that are for ``what``, one line each."""
+        """Notes on samples, for ``what``, that were cut or left out, a line each."""
         notes = []
         if self.num_too_long:
             of = f"{counted(len(self.samples), 'sample')} {what}"
@@ -157,7 +157,7 @@ class SampleRows(Rows):
         """``tokens [s]`` and ``labels [s]``; packed ``position_ids [s]`` and ``document_ids [s]``, else ``lengths []``.
 
         It is filled up to ``length`` places, or to ``sequence_length``, with labels that count for nothing, and in a
-        packed row with a number of its own.
+        packed row with the number -1.
         """
         row = self.padding(self.sequence_length if length is None else length)
         if not self.packing:

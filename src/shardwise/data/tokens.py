@@ -170,7 +170,7 @@ class TokenRows(_StreamRows):
     Args:
         stream: the tokens.
         sequence_length: ``s``, tokens in a row.
-        offset: tokens by which all rows are shifted.
+        offset: shift of all rows, in tokens.
 
     Raises:
         ConfigError: ``sequence_length`` is less than 1.

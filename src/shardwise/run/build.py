@@ -52,7 +52,7 @@ def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
     chunks = parallel.virtual_stages if pp > 1 else 1
     return {
         "params_dtype": precision.params_dtype,
-        # What is fully sharded has no whole gradient to add to; an exact run sums by a tree.
+        # A fully sharded weight has no whole gradient to add to; an exact run sums by a tree.
         "gradient_accumulation_fusion": precision.has_masters
         and not parallel.exact
         and not parallel.shards_fully(1 if groups.dp is None else groups.dp.size()),

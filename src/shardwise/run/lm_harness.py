@@ -30,7 +30,7 @@ _USUAL_TOP_K = 50
 _GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "seed"}
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
-"""What the harness calls it, the ids of a context, and those of what follows."""
+"""The harness's key, the ids of a context, and those of the continuation."""
 
 
 class _Stopped(Exception):  # noqa: N818 - it is no error
@@ -46,11 +46,10 @@ class ShardwiseLM:
         model: whole on the tensor-parallel ranks, in no pipeline stages.
         tokenizer: of the model.
         template: of chats, for ``apply_chat_template``; None if the model has none.
-        prefix_id: the token before a text that stands by itself: that which begins a text, or else the one that ends
-            it.
-        eos_ids: more tokens that end a text, beside the tokenizer's.
+        prefix_id: the token before a text without a context: the one that begins a text, or else the one that ends it.
+        eos_ids: tokens that end a text, in addition to the tokenizer's.
         batch_size: requests in a pass.
-        name: of the tokenizer, by which the harness tells its caches apart.
+        name: of the tokenizer; the harness tells its caches apart by it.
 
     Attributes:
         rank, world_size: those of one process, as which the harness sees all ranks.
@@ -94,7 +93,7 @@ class ShardwiseLM:
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that stands by itself."""
+        """The token before a text without a context."""
         return self._prefix_id
 
     @property
@@ -104,7 +103,7 @@ class ShardwiseLM:
 
     @property
     def tokenizer_name(self) -> str:
-        """By which the harness tells its caches apart."""
+        """The name that tells the harness's caches apart."""
         return self._name
 
     @property
@@ -119,7 +118,7 @@ class ShardwiseLM:
         return [*self._tokenizer.beginning, *ids] if add_special_tokens else ids
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's source, by which the harness names it; None if none is asked for.
+        """The template's source, which names it for the harness; None if none is asked for.
 
         Raises:
             DataError: the model has none.
@@ -157,7 +156,7 @@ class ShardwiseLM:
         return self._loglikelihood_tokens(encoded, disable_tqdm)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The ids of a context and of what follows, of which there is one at least."""
+        """The ids of a context, at least one, and of the continuation."""
         if not context:
             ids = self.tok_encode(continuation, add_special_tokens=False)
             return ([self._prefix_id], ids) if ids[:1] != [self._prefix_id] else (ids[:1], ids[1:])
@@ -258,7 +257,7 @@ class ShardwiseLM:
         ]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """What each prompt is continued with, up to the first of its texts that end it.
+        """The continuation of each prompt, up to the first text that ends it.
 
         Raises:
             ConfigError: an option of generation that is not offered, or more tokens than the model's window.

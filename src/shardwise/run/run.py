@@ -42,7 +42,7 @@ def run(settings: RunSettings, make_task: Callable[[Any], Task] = task_of) -> Ou
         make_task: makes the task from the settings.
 
     Returns:
-        What it came to.
+        The result.
     """
     overlaps = settings.parallel.tp > 1 and not settings.parallel.fsdp
     with (
@@ -153,7 +153,7 @@ class _Training:
         with (
             session.ranks.phase(f"at step {step}", limited=True),
             self._counting,
-            # What ranks disagree on they do so in their first step.
+            # Ranks that disagree do so in their first step.
             validated_calls(session.topology.groups() if is_first else ()),
         ):
             if is_first:
@@ -189,7 +189,7 @@ class _Training:
     def _before_update(self, step: int, wishes: Sequence[float]) -> None:
         """Save and end where it is time, now that loss and gradient have shown that the weights are good.
 
-        What is saved is the state after ``step`` steps, from which the loss and the gradient of one more have come.
+        The state that is saved is the one after ``step`` steps: the loss and the gradient of one more came from it.
         """
         self._counting.close()
         signum, due, progress = int(wishes[0]), bool(wishes[1]), SaveProgress(int(wishes[2]))
@@ -204,7 +204,7 @@ class _Training:
     def _save(self, done: int, signum: int) -> None:
         """Save; then end if there was a signal, or one came meanwhile, which is not made to wait for another step."""
         settings = self.session.settings.training
-        # What would be done while a thread writes is little, or nothing.
+        # Little or nothing would be done while a thread writes.
         at_once = not settings.asynchronous_saves or bool(signum) or done == settings.steps
         with self._apart(), self.session.ranks.phase(f"saving step {done}"):
             self.saves.save(done, at_once=at_once)
@@ -214,7 +214,7 @@ class _Training:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """What happens within takes the time that it needs, and is not part of the step that it happens in."""
+        """The block takes the time that it needs, which is not counted in the step."""
         begun = time.perf_counter()
         with self.signals.unhurried():
             yield
@@ -236,7 +236,7 @@ class _Training:
         return float(self.signals.signum), float(due), float(self.saves.progress), memory
 
     def _agreed(self) -> int:
-        """The signal that came to any of the ranks, asked for by itself; 0 if none did."""
+        """The signal that came to any of the ranks, by a separate collective; 0 if none did."""
         ranks = self.session.ranks
         signum = torch.tensor(self._wishes()[:1], dtype=torch.float32, device=ranks.device)
         return int(all_reduce(signum, group=ranks.world, op=dist.ReduceOp.MAX, may_overwrite=True))

@@ -1,4 +1,4 @@
-"""What a step minimises: from a model's output for a micro-batch to sums, which micro-batches and ranks add up."""
+"""Objectives: from a model's output for a micro-batch to sums, which are added up over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Objective:
     """The loss of a run, and what it reports besides.
 
     Attributes:
-        names: what is summed beside the loss, by the names that metrics give its mean.
+        names: of the other sums, as metrics name their means.
         curves: names of the metrics that are drawn, of a training batch and of held-out data.
         unit: of both.
     """
@@ -29,7 +29,7 @@ class Objective:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether it has a model of its own that rotates tokens otherwise in a longer text."""
+        """Whether it has another model, which rotates tokens otherwise in a longer text."""
         return False
 
     def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
@@ -52,11 +52,11 @@ class Objective:
 
     @property
     def of_evaluation(self) -> Objective:
-        """What is measured on held-out data."""
+        """The objective for held-out data."""
         return self
 
     def reported(self, means: Sequence[float], bits_per_nat: float) -> dict[str, float]:
-        """What a step's metrics say.
+        """The metrics of a step.
 
         Args:
             means: of the loss, and of each of ``names``.
@@ -65,11 +65,11 @@ class Objective:
         return dict(zip(("loss", *self.names), means, strict=True))
 
     def held_out(self, sums: Sequence[float], held_out: HeldOut) -> dict[str, float]:
-        """What the metrics say of held-out data, of ``sums`` over all of it; what matters most comes first."""
+        """The metrics of held-out data, from ``sums`` over all of it, the most important first."""
         raise NotImplementedError
 
     def outcome(self, held_out: dict[str, float]) -> str:
-        """What people are told at the end of a run of ``held_out``'s result."""
+        """The line of a run's summary about ``held_out``'s metrics."""
         raise NotImplementedError
 
 
@@ -101,7 +101,7 @@ class CrossEntropy(Objective):
 
 
 def model_inputs(batch: Batch) -> dict[str, Tensor | None]:
-    """The arguments with which a model gives the loss of each token."""
+    """The arguments of a model that returns the loss of each token."""
     return {
         "input_ids": batch.tokens,
         "position_ids": batch.position_ids,

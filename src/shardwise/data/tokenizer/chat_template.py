@@ -63,7 +63,7 @@ class ChatTemplate:
         where: where the program comes from, for messages.
 
     Attributes:
-        source, tokens: likewise.
+        source, tokens: see above.
         has_marks: whether it marks what the assistant wrote.
 
     Raises:

@@ -2,7 +2,7 @@
 
 It holds some 200 bytes per token while it encodes. A panic of its Rust code is no ``Exception``.
 
-What the files beside a ``tokenizer.json`` add to it: which tokens there are besides, and which of them are special.
+The files next to a ``tokenizer.json`` add to it: further tokens, and which of all are special.
 
 ``transformers`` reads them so: ``added_tokens_decoder`` of ``tokenizer_config.json`` replaces what ``tokenizer.json``
 says of a token. Where it is missing, ``special_tokens_map.json`` and ``added_tokens.json`` count. Every token with a
@@ -127,7 +127,7 @@ _FIELDS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class DeclaredTokens:
-    """What the files in a tokenizer's folder say of its tokens.
+    """The tokens that the files in a tokenizer's folder declare.
 
     Args:
         folder: the folder of the ``tokenizer.json``; each of the files may be missing.

@@ -45,7 +45,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """What is left, with U+FFFD for a character that stays unfinished."""
+        """The remaining text, with U+FFFD for a character that stays unfinished."""
         piece = self._tokenizer.decode(self._window)[self._num_given :]
         self._num_given += len(piece)
         return piece

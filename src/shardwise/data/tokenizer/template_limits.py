@@ -1,6 +1,6 @@
 """A Jinja sandbox in which every template ends: bounded steps, values and output, in any thread, on any machine alike.
 
-What a template does is counted as it is done, never timed. Loops, macros and blocks count each time they are entered,
+The work of a template is counted, never timed. Loops, macros and blocks count each time they are entered,
 by the nodes of what is in them. What one operation of Python's can make large (a product, a power, a width, a
 replacement) or slow (a comparison of lists of lists) is estimated before it is done, and refused if it is too large.
 """
@@ -48,7 +48,13 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if len(source) > MAX_SOURCE_CHARS:
             raise LimitError(f"has {len(source):,} characters, more than {MAX_SOURCE_CHARS:,}")
         self.filters = {name: _limited_filter(name, each) for name, each in self.filters.items()}
-        self.filters |= {_STEP: _step, _BOUNDED: _bounded, _JOINED: _joined, _CUT: _cut}
+        self.filters |= {
+            _STEP: _step,
+            # Before a comparison, as the key of a dictionary, or as text next to another; after a slice.
+            _BOUNDED: _counting(Meter.weigh),
+            _JOINED: _counting(_weigh_as_text),
+            _CUT: _counting(Meter.made),
+        }
         self.tests = self.tests | {name: _limited_test(self.tests[name]) for name in _COMPARING_TESTS}
         tree = _Limiter().visit(self.parse(source))
         tree.set_environment(self)
@@ -116,7 +122,7 @@ _STEP, _BOUNDED, _JOINED, _CUT = "a step", "is compared", "is joined", "is cut"
 
 
 def _listed(value: Any) -> Any:
-    """A generator's items as a list, counted; anything else as it is."""
+    """A generator's items as a list, counted; anything else unchanged."""
     return list(value) if isinstance(value, GeneratorType) else value
 
 
@@ -138,12 +144,15 @@ def _concat(pieces: Iterable[str]) -> str:
     return "".join(kept)
 
 
+def _weigh_as_text(meter: Meter, value: Any) -> None:
+    meter.make(meter.weigh(value))
+
+
 @pass_context
 def _finalized(context: Context, value: Any) -> Any:
-    """What is about to be written as text."""
+    """A value that is about to be written as text."""
     if not isinstance(value, str):
-        meter = _METER.get()
-        meter.make(meter.weigh(value))
+        _weigh_as_text(_METER.get(), value)
     return value
 
 
@@ -153,26 +162,15 @@ def _step(context: Context, value: Any, count: int) -> Any:
     return value
 
 
-@pass_context
-def _bounded(context: Context, value: Any) -> Any:
-    """What is about to be compared, or to be the key of a dictionary."""
-    _METER.get().weigh(value)
-    return value
+def _counting(count: Callable[[Meter, Any], object]) -> Callable[..., Any]:
+    """A filter that counts its value and returns it."""
 
+    @pass_context
+    def counting(context: Context, value: Any) -> Any:
+        count(_METER.get(), value)
+        return value
 
-@pass_context
-def _joined(context: Context, value: Any) -> Any:
-    """What is about to be written as text and put beside another."""
-    meter = _METER.get()
-    meter.make(meter.weigh(value))
-    return value
-
-
-@pass_context
-def _cut(context: Context, value: Any) -> Any:
-    """What was cut out of another value."""
-    _METER.get().made(value)
-    return value
+    return counting
 
 
 class _Limiter(NodeTransformer):
@@ -221,13 +219,15 @@ class _Limiter(NodeTransformer):
         return weight
 
 
-# What it costs to enter them, as measured.
+# The measured cost of entering them.
 _ENTRY_STEPS = {nodes.For: 8, nodes.Macro: 40, nodes.CallBlock: 40, nodes.Block: 400}
 _MADE = (nodes.List, nodes.Tuple, nodes.Dict, nodes.Macro, nodes.CallBlock, nodes.For)
 
 
 def _weight(node: nodes.Node) -> int:
-    """The nodes of a part of a template, without what counts by itself when it is entered; those that allocate more."""
+    """The number of nodes in a part of a template, without bodies that are counted when they are entered.
+
+    A node that allocates counts more."""
     weight, left = 0, [node]
     while left:
         each = left.pop()
@@ -360,8 +360,8 @@ def _set(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-# By what they do at most: look at the value but not at what is in it; read all of it; compare each part of it with each
-# of the arguments', or with each other. What is in none is taken to make as much as value and arguments multiplied.
+# By their cost at most: they look at the value but not at what is in it; read all of it; compare each part of it with
+# each of the arguments', or with each other. What is in none is taken to make as much as value and arguments multiplied.
 _FILTERS = {
     "shallow": _set(
         "attr count d default first items last length list map random reject rejectattr reverse select selectattr"

@@ -1,4 +1,4 @@
-"""What one rendering of a chat template has done so far, and how large its values are."""
+"""The work of one rendering of a chat template so far, and the sizes of its values."""
 
 import itertools
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class LimitError(Exception):
 
 
 class Meter:
-    """What one rendering has done so far.
+    """The work of one rendering so far.
 
     Attributes:
         steps: nodes, items and portions of text gone through.

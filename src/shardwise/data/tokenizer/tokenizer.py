@@ -27,7 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 # Where a tokenizer file does not say which token ends a text, these names are tried in order.
 _USUAL_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 
-# What a token may at most span. Made for source code: an identifier is one piece and takes one blank and one sign in
+# The longest spans of a token. Made for source code: an identifier is one piece and takes one blank and one sign in
 # front (" self", ".join", "(_name"), and a line's end is one piece with the next line's indentation and the signs
 # before it ("):\n        "). Every run is bounded, because merges within one piece of a megabyte would take hours.
 _SIGN = r"[^\s\p{L}\p{M}\p{N}_]"
@@ -48,7 +48,7 @@ _CACHE_FORMAT = 1
 
 
 class TextSource(Protocol):
-    """What ``Tokenizer.train_cached`` needs of a corpus."""
+    """The part of a corpus that ``Tokenizer.train_cached`` reads."""
 
     @property
     def documents(self) -> Sequence[str]:
@@ -83,7 +83,7 @@ def _use_one_thread() -> None:
     """Set the library to one thread, unless ``TOKENIZERS_PARALLELISM`` says otherwise.
 
     Its threads do not survive a fork: a forked child warns or hangs, by version. And the ranks of one machine share its
-    cores as it is.
+    cores anyway.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -216,16 +216,16 @@ class Tokenizer:
     def load(cls, path: str | os.PathLike[str], eos_token: str | None = None) -> Tokenizer:
         """Read a ``tokenizer.json``, ours or another of the Hugging Face format.
 
-        The files beside it (``tokenizer_config.json``, ``special_tokens_map.json``, ``added_tokens.json``) say, too,
+        The files next to it (``tokenizer_config.json``, ``special_tokens_map.json``, ``added_tokens.json``) say, too,
         which tokens are special; see ``library.DeclaredTokens``.
 
         Args:
             path: the file, or the folder that holds it.
-            eos_token: the token that ends a text. If None, the one that the files beside it name, or else the first of
+            eos_token: the token that ends a text. If None, the one that the files next to it name, or else the first of
                 the usual names that the tokenizer has.
 
         Raises:
-            DataError: no such file, not a tokenizer, no end-of-text token found in it, or a damaged file beside it.
+            DataError: no such file, not a tokenizer, no end-of-text token found in it, or a damaged file next to it.
         """
         file = Path(path).expanduser()
         if file.is_dir():
@@ -290,7 +290,7 @@ class Tokenizer:
 
     @cached_property
     def tokens(self) -> dict[int, str]:
-        """What stands for each id in the tokenizer's file."""
+        """The entry of each id in the tokenizer's file."""
         return {number: name for name, number in self._backend.get_vocab(with_added_tokens=True).items()}
 
     @cached_property
@@ -300,7 +300,7 @@ class Tokenizer:
 
     @cached_property
     def beginning(self) -> tuple[int, ...]:
-        """What the tokenizer's file puts in front of each text, such as ``<s>``; nothing for most.
+        """The tokens that the tokenizer's file puts in front of each text, such as ``<s>``; none for most.
 
         ``encode`` does not add it, since its texts may be parts of one.
         """
@@ -377,7 +377,7 @@ class Tokenizer:
     def encode_framed(
         self, text: str | Sequence[str], pair: str | None = None, *, max_length: int, parse_special: bool = False
     ) -> Framed:
-        """A text, or two, with what the tokenizer's file puts around them, as ``transformers`` reads a text by itself.
+        """A text, or two, with what the tokenizer's file puts around them, as ``transformers`` reads a single text.
 
         Args:
             text: the text; or its words, as ``transformers`` reads them with ``is_split_into_words``: there is nothing
@@ -420,7 +420,7 @@ class Tokenizer:
 
     @cached_property
     def added_names(self) -> dict[int, str]:
-        """The names of tokens that are found in a text as they are, special ones or not, by their ids."""
+        """The names of tokens that are looked for in a text before it is split, special ones or not, by their ids."""
         return {number: str(token.content) for number, token in self._backend.get_added_tokens_decoder().items()}
 
     @cached_property

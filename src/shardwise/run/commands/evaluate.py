@@ -113,7 +113,7 @@ def evaluate(
         ConfigError: an argument out of range, more ranks than the model can be split over, or a model that neither
             continues nor labels texts.
         CheckpointError: no model there, or a damaged one.
-        DataError: no tokenizer, or data that cannot be read or of which nothing counts.
+        DataError: no tokenizer, or data that cannot be read or has nothing that counts.
         DivergenceError: the loss is not finite.
     """
     files = as_tuple(data)

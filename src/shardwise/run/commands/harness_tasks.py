@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from os import PathLike
@@ -48,7 +49,7 @@ def evaluate_tasks(
         tasks: their names.
         adapter: see ``evaluate``.
         batch_size: texts at once.
-        task_path: folder of tasks of one's own (YAML), which are then all there are.
+        task_path: folder of other tasks (YAML), which replace the harness's.
         num_fewshot: solved examples before each question; what the task says if None.
         limit: questions of each task; all if None.
         chat: ask by the model's chat template.
@@ -58,7 +59,7 @@ def evaluate_tasks(
         on_table: given, on the first rank, each of the harness's tables for people.
 
     Returns:
-        What the harness reports, on the first rank; None on the others.
+        The report of the harness, on the first rank; None on the others.
 
     Raises:
         ConfigError: see ``generate``.
@@ -117,9 +118,21 @@ def harness_model(opened: OpenCheckpoint, tokenizer: Tokenizer, model: GPT, batc
     )
 
 
+@contextmanager
+def _errors_of_harness(what: str) -> Iterator[None]:
+    """Within, any error of the harness, of its data sets and of tasks of strangers is a DataError."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:500]
+        raise DataError(f"the tasks cannot be {what}: {type(error).__name__}: {reason}") from error
+
+
 def _read_tasks(tasks: Sequence[str], own: str | None) -> Any:
     """The harness's manager of tasks, once it has read those that are asked for."""
-    try:
+    with _errors_of_harness("read"):
         if own is not None and not os.path.isdir(own):
             raise DataError(f"--task-path {own} is not a folder")
         manager = import_module("lm_eval.tasks").TaskManager(include_path=own, include_defaults=own is None)
@@ -129,17 +142,12 @@ def _read_tasks(tasks: Sequence[str], own: str | None) -> Any:
             there = f"{own} has {', '.join(sorted(known)[:10]) or 'none'}" if own else "see lm-eval ls tasks"
             raise DataError(f"there is no task {unknown[0]!r}; {there}")
         manager.load(list(tasks))
-    except ShardwiseError:
-        raise
-    except Exception as error:  # whatever the harness, its data sets and tasks of strangers may raise
-        reason = " ".join(str(error).split())[:500]
-        raise DataError(f"the tasks cannot be read: {type(error).__name__}: {reason}") from error
     return manager
 
 
 def _measure(lm: ShardwiseLM, manager: Any, tasks: Sequence[str], options: dict[str, Any], *, log_samples: bool) -> Any:
-    """What the harness reports; on some ranks nothing."""
-    try:
+    """The harness's report; None on some ranks."""
+    with _errors_of_harness("measured"):
         return import_module("lm_eval").simple_evaluate(
             model=lm,
             tasks=list(tasks),
@@ -148,11 +156,6 @@ def _measure(lm: ShardwiseLM, manager: Any, tasks: Sequence[str], options: dict[
             log_samples=log_samples,
             **options,
         )
-    except ShardwiseError:
-        raise
-    except Exception as error:  # see above
-        reason = " ".join(str(error).split())[:500]
-        raise DataError(f"the tasks cannot be measured: {type(error).__name__}: {reason}") from error
 
 
 def _tables(report: Any) -> Iterator[str]:

@@ -127,8 +127,7 @@ def classify(
         checkpoint: Hugging Face folder, or adapters, with the model that they name, or an import.
         text: text or texts to label; a model that labels words takes the words between blanks.
         data: instead, files and folders of records, in the forms that ``finetune`` reads.
-        lines: instead, lines of a file, of which the first rank's are read; one without a token has None for an
-            answer.
+        lines: instead, lines of a file; those of the first rank are read. The answer to a line without a token is None.
         adapter: folder of adapters to use with the model.
         sequence_length: most tokens of a text, which loses its end otherwise; 512, or the model's longest if that is
             less, if None.
@@ -169,7 +168,7 @@ def classify(
         rest, kept = iter(texts), texts
         if not (files or given):
             kept = [each for each in texts if _has_tokens(opened, each, special_tokens)]
-            # A blank line of which nothing can be said has an answer too, so that these keep their numbers.
+            # A blank line without tokens has an answer too, so that the others keep their numbers.
             rest = _after_none_for(texts, kept, say)
         if kept:
             encode = partial(opened.encode, kept, None, sequence_length=sequence_length, special_tokens=special_tokens)
@@ -228,7 +227,7 @@ def _texts(
 
 
 def answer(head: Classification, names: Sequence[str], logits: Tensor) -> object:
-    """What is said of a text.
+    """The answer for a text.
 
     Args:
         head: of the model.
@@ -247,7 +246,7 @@ def answer(head: Classification, names: Sequence[str], logits: Tensor) -> object
 def answer_words(
     names: Sequence[str], logits: Tensor, numbers: Sequence[int], words: Sequence[str]
 ) -> list[dict[str, object]]:
-    """What is said of each word; null of those of which no token is left.
+    """The answer for each word; null for a word without a token.
 
     Args:
         names: of the labels.

@@ -88,7 +88,7 @@ def distill(
 
     Args:
         base: see ``finetune``.
-        data: likewise.
+        data: see ``finetune``.
         teacher: Hugging Face folder of the model to learn from.
         out: see ``finetune``.
         settings: those of ``shardwise distill --help``: ``alpha=1.0`` for ``--alpha 1``.

@@ -51,11 +51,11 @@ class DistillationObjective(Objective):
         return self.teacher.depends_on_length
 
     def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
-        """What gives logits."""
+        """The arguments without labels: the student returns logits."""
         return super().inputs(batch) | {"labels": None}
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
-        """Sums over labels that count, of which the divergence is reported without ``T²``. See ``Objective``."""
+        """Sums over labels that count. The divergence is reported without ``T²``."""
         settings, labels = self.settings, batch.labels.t().contiguous()
         with torch.no_grad():
             taught: Tensor = self.teacher(**self.inputs(batch))
@@ -76,7 +76,7 @@ class DistillationObjective(Objective):
 
     @property
     def of_evaluation(self) -> Objective:
-        """The student by itself."""
+        """The cross entropy of the student."""
         return CrossEntropy()
 
     def reported(self, means: Sequence[float], bits_per_nat: float) -> dict[str, float]:

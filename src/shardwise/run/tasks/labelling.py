@@ -58,7 +58,7 @@ class Labelling(Objective):
 
     @property
     def is_regression(self) -> bool:
-        """Whether labels are numbers, of which none is right."""
+        """Whether labels are numbers, which are never just right or wrong."""
         return self.head.problem_type == "regression"
 
     @property
@@ -69,7 +69,7 @@ class Labelling(Objective):
     def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
         """Ids and, of a model that sees all of a row, token types and mask; logits come back."""
         if batch.attention_mask is None:
-            # Padding is on the right, which nobody before it sees.
+            # Padding is on the right, and no token sees those behind it.
             return {"input_ids": batch.tokens, "lengths": batch.lengths}
         return {
             "input_ids": batch.tokens,
@@ -107,7 +107,7 @@ class Labelling(Objective):
 
     @property
     def of_evaluation(self) -> Objective:
-        """Counts, of which accuracy and F1 come."""
+        """Counts for accuracy and F1."""
         return HeldOutLabels(self.head, self.label_names)
 
 
@@ -115,7 +115,7 @@ class HeldOutLabels(Labelling):
     """Of held-out texts, or their words: the mean loss, the accuracy, and the mean of the labels' F1 (macro).
 
     With several labels a text is right if all of them are. Labels that no text has, and that were never chosen, have no
-    F1. Where labels of words mark entities, it is the F1 of these, of which kind, first and last word must be right.
+    F1. Where labels of words mark entities, it is the F1 of these, whose kind, first and last word must be right.
     """
 
     @property
@@ -128,7 +128,7 @@ class HeldOutLabels(Labelling):
 
     @property
     def titles(self) -> dict[str, str]:
-        """What people call the numbers whose name says less."""
+        """Titles of the metrics whose names do not say enough."""
         return {"held_out_f1": "entity F1" if self._marks_entities else "macro F1"}
 
     @property
@@ -167,7 +167,7 @@ class HeldOutLabels(Labelling):
         return self.scores(sums)
 
     def scores(self, sums: Sequence[float]) -> dict[str, float]:
-        """What the sums of the loss and of ``names`` over all texts come to."""
+        """The metrics, from the sums of the loss and of ``names`` over all texts."""
         loss, texts, *others = sums
         values = {"held_out_loss": loss / texts}
         if not others:

@@ -141,7 +141,7 @@ def pad_id_of(
         path: the model's folder.
         model: what is in it.
         tokenizer: of the model.
-        name: of the token; None if nobody said.
+        name: of the token; None if it was not given.
         task: of the head. One of words does not look at what fills up, and any token does; ``name`` is None.
 
     Raises:
@@ -172,7 +172,7 @@ def pad_id_of(
 
 
 def problem_of(head: Classification, texts: Sequence[LabelledText]) -> ProblemType:
-    """What the labels of texts mean to a head; see ``usual_problem``."""
+    """The kind of problem that a head solves; that of the labels, if it does not say. See ``usual_problem``."""
     return head.problem_type or usual_problem(texts, head.num_labels)
 
 
@@ -212,7 +212,7 @@ def choose_labels(folder: PretrainedFolder, texts: Sequence[LabelledText], setti
         )
     if settings.label_names:
         return _named(settings.label_names, problem)
-    # A head that nobody named takes the names of the data, if they are as many.
+    # A head without names takes those of the data, if they are as many.
     if is_unnamed and problem != "regression":
         named = any(isinstance(each, str) for text in texts for each in _as_list(text.label))
         return labels_of(texts, num_labels=len(names), problem=problem) if named else Labels(names, problem)
@@ -237,7 +237,7 @@ def head_of(folder: PretrainedFolder, task: HeadTask, labels: Labels, pad_id: in
     if task == "token-classification":
         return own if own is not None and own.task == task else kind.head(len(labels), dropout=dropout)
     if own is not None and own.task == task:
-        # Where transformers would look at the first batch of labels, the file is told what is so.
+        # Where transformers would look at the first batch of labels, the file states the problem.
         own = dataclasses.replace(own, pad_token_id=pad_id) if kind.pads else own
         return own.with_problem(own.problem_type or labels.problem)
     return kind.head(len(labels), problem_type=labels.problem, pad_token_id=pad_id, dropout=dropout)

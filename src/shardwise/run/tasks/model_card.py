@@ -21,7 +21,7 @@ _COMMANDS = ("train", "finetune", "dpo", "distill")
 # A hub's cache keeps a model's files under such a folder.
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 _LICENCE = re.compile(r"^(license(?:_name|_link)?):[ \t]*(\S.*)$", re.MULTILINE)
-# Where files are and what a step costs is nobody's business who uses the model.
+# The user of a model does not need the places of files and the cost of a step.
 _LEFT_OUT = ("base", "out", "data", "held_out", "resume", "lora_from")
 
 
@@ -92,13 +92,13 @@ def of_merged(card: str) -> str:
 
 
 def base_name(base: Path) -> str:
-    """What people call a model: its name on the hub if its folder tells, or else its folder's name."""
+    """The name of a model on the hub, if its folder tells, or else its folder's name."""
     match = _CACHED.search(f"{base.resolve().as_posix()}/")
     return f"{match[1]}/{match[2]}" if match else base.resolve().name
 
 
 def _licence_of(base: Path) -> dict[str, str]:
-    """What the front matter of a readme says about the licence, as it stands there."""
+    """The fields of the licence in the front matter of a readme, unchanged."""
     path = base / README_NAME
     if not path.is_file() or path.stat().st_size > _LARGEST_README:
         return {}

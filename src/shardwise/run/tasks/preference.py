@@ -101,7 +101,7 @@ def set_reference_(session: Session, model: Mapping[str, str]) -> None:
 
 
 def log_probs(trainer: Trainer, dataset: PairRows) -> NDArray[np.float64]:
-    """Log-probability of both answers of each pair, by the trainer's model as it is; every rank calls.
+    """Log-probability of both answers of each pair, by the trainer's model in its present state; every rank calls.
 
     Returns:
         ``[pairs, 2]``, the same on every rank.
@@ -146,7 +146,7 @@ def _check_finite(name: str, values: NDArray[np.float64]) -> None:
 
 
 def _read(path: Path, identity: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> _Values | None:
-    """What an earlier start of the run kept; None if there is nothing."""
+    """The values that an earlier start of the run kept; None if there are none."""
     if not path.exists():
         return None
     hint = "remove it to compute them again, or choose another --out"
@@ -190,7 +190,7 @@ def prepare_pairs(
 
 
 def _notes_on_prompts(encoder: PreferenceEncoder, examples: Sequence[Preference]) -> list[str]:
-    """What the first pairs say of prompts that do not end where a token does."""
+    """A note, if a prompt of the first pairs does not end where a token does."""
     for example in examples[:LOOKED_AT]:
         try:
             chosen, _ = encoder.encode_all(example)
@@ -222,7 +222,7 @@ class PreferenceObjective(Objective):
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
         """Sums over pairs; a pair without labels is filling and counts for nothing. See ``Objective``."""
         assert batch.reference is not None
-        # Whole answers are sums of many numbers, of which small differences are taken.
+        # Small differences are taken of whole answers, which are sums of many numbers.
         ratios = -output.sum(-1, dtype=torch.float64) - batch.reference
         chosen, rejected = ratios.view(-1, 2).unbind(1)
         num_chosen, num_rejected = (batch.labels != IGNORE_INDEX).sum(-1).view(-1, 2).unbind(1)

@@ -30,7 +30,7 @@ _LOOKED_AT_BYTES = 1 << 20
 
 
 class FolderTokenizer(PaddedTokenizer):
-    """The tokenizer of a Hugging Face folder, whose files are copied as they are."""
+    """The tokenizer of a Hugging Face folder; saving copies its files."""
 
     source: Path
 
@@ -55,7 +55,7 @@ class PretrainedModel:
         settings: of the run.
 
     Attributes:
-        settings: likewise, with the sequence length.
+        settings: of the run, with the sequence length.
         folder: of the model, open for reading; no tensor is read yet.
         tokenizer: of the folder.
         identity, trains_weights: see ``Source``.

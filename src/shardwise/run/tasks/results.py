@@ -119,7 +119,7 @@ def _write(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
-# What a reader looks for first comes first, so that a folder half emptied is one without a model.
+# Readers look for the first one first, so that a folder that is half emptied counts as one without a model.
 _MODEL_FILES = (CONFIG_NAME, "model*.safetensors", "model*.safetensors.index.json")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model*.safetensors")
 

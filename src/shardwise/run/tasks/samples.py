@@ -48,7 +48,7 @@ _REASONS_SHOWN = 3
 LOOKED_AT = 8
 """Examples that are looked at before the others are encoded."""
 
-# What tokens that begin and end turns look like, in every family that has such.
+# The form of tokens that begin and end turns, in every family that has such tokens.
 _TOKEN_NAMES = re.compile(r"<[|\uff5c][^|\uff5c<>\s]{1,60}[|\uff5c]>|</?[a-z_]{1,40}>|\[/?[A-Z_]{2,40}\]")
 
 
@@ -150,7 +150,7 @@ class Examples(Method):
 
 
 def _as_examples(corpus: Corpus) -> list[Example]:
-    """The documents as examples of their own."""
+    """Each document as an example."""
     return [Example(f"text {number}", None, each) for number, each in enumerate(corpus.documents, 1)]
 
 
@@ -240,7 +240,7 @@ def _bits_per_nat(rows: SampleRows | PairRows) -> float:
 
 
 def check_template(encoder: ExampleEncoder, examples: Sequence[Example]) -> list[str]:
-    """Notes, if no token of the tokenizer ends what the assistant says, by which a model learns to stop.
+    """A note, if no token of the tokenizer ends the turns of the assistant: a model learns to stop by such a token.
 
     Raises:
         DataError: a name does that looks like a token and is none, so that the template, or the tokenizer, belongs to
@@ -307,7 +307,7 @@ _ARRAYS: Mapping[str, type] = {"tokens": np.uint32, "learned": np.bool_, "starts
 
 
 def _read_cached(path: Path, key: str, name: str, eos_id: int) -> tuple[TokenSamples, _Left] | None:
-    """What an earlier run wrote; None if there is none, or it is damaged."""
+    """The samples that an earlier run wrote; None if there are none, or they are damaged."""
     try:
         with safetensors.safe_open(path, "numpy") as file:
             header = file.metadata()

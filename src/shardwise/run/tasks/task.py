@@ -1,7 +1,7 @@
 """A task: where a run's model comes from, what it learns, and what is left at the end.
 
-Each is a part of its own: a ``Source``, a ``Method`` and a function of the session. ``shardwise.run.tasks.task_of``
-chooses them by the settings. ``Session`` is the task set up on one rank, ``Outcome`` what it came to.
+A ``Source``, a ``Method`` and a function of the session are chosen apart, by ``shardwise.run.tasks.task_of`` from the
+settings. ``Session`` is the task set up on one rank, ``Outcome`` its result.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Source(Protocol):
 
 
 class Method:
-    """What a run learns from, and what a step minimises.
+    """The data of a run, and the objective of its steps.
 
     Attributes:
         identity: of what it learns from besides its data, as checkpoints record it.
@@ -67,7 +67,7 @@ class Method:
         raise NotImplementedError
 
     def objective(self, data: TaskData, groups: Groups, device: torch.device) -> Objective | None:
-        """What a step minimises; the cross entropy of each token if None. Every rank calls.
+        """The objective of a step; the cross entropy of each token if None. Every rank calls.
 
         Args:
             data: of the run.
@@ -77,7 +77,7 @@ class Method:
         return None
 
     def before(self, session: Session) -> None:
-        """What is to be done before the first step; every rank calls."""
+        """Do what comes before the first step; every rank calls."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,11 @@ class Session:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to; the same on every rank.
+    """The result of a run; the same on every rank.
 
     Attributes:
         first_loss: of the first step that this process did, in nats per token; None if there was none to do.
-        last_loss: of the last step; None likewise.
+        last_loss: of the last step; None if there was none to do.
         held_out: what was measured on held-out data at the end, by name.
         seconds: spent in training steps.
         collectives_per_step: collectives that a rank launches in a step.
@@ -156,7 +156,7 @@ class Outcome:
 
 
 def summary(session: Session, outcome: Outcome) -> str:
-    """What came of a run, and where it is."""
+    """The result of a run, and its folder."""
     references = f" ({compared(outcome)})" if outcome.references else ""
     lines = [session.trainer.objective.of_evaluation.outcome(outcome.held_out) + references]
     if outcome.first_loss is not None and outcome.last_loss is not None:
@@ -166,7 +166,7 @@ def summary(session: Session, outcome: Outcome) -> str:
 
 
 def compared(outcome: Outcome) -> str:
-    """What other compressors need for the held-out text."""
+    """The bits per byte of other compressors for the held-out text."""
     return ", ".join(f"{name} {value:.3f}" for name, value in outcome.references.items())
 
 
@@ -194,7 +194,7 @@ class Task:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the run starts from and learns from besides its data, as checkpoints record it."""
+        """The models that the run starts from and learns from, as checkpoints record them."""
         return {**self.source.identity, **self.method.identity}
 
     def read(self, ranks: Ranks) -> TaskData:

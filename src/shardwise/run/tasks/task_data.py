@@ -117,7 +117,7 @@ def divided(items: Sequence[_I], held_out: Sequence[_I] | None, fraction: float)
 
     Args:
         items: to train on.
-        held_out: to measure on; a part of ``items`` if None: whole ones, equal ones on one side, whatever their order.
+        held_out: to measure on; a part of ``items`` if None: whole ones, equal ones on one side, in any order.
         fraction: how much of the items that part is.
 
     Raises:
