@@ -361,7 +361,7 @@ def _set(names: str) -> frozenset[str]:
 
 
 # By their cost at most: they look at the value but not at what is in it; read all of it; compare each part of it with
-# each of the arguments', or with each other. What is in none is taken to make as much as value and arguments multiplied.
+# each of the arguments', or with each other. Those in no set count as if they made value times arguments.
 _FILTERS = {
     "shallow": _set(
         "attr count d default first items last length list map random reject rejectattr reverse select selectattr"
