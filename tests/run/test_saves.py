@@ -33,15 +33,15 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
         self.waited = 0
-        write_parts = saving.write_parts
+        write_boxes = saving.write_boxes
 
         def waiting(*args, **kwargs):
             if threading.current_thread() is not threading.main_thread():
                 self.waited += 1
                 self.opened.wait()
-            return write_parts(*args, **kwargs)
+            return write_boxes(*args, **kwargs)
 
-        monkeypatch.setattr(saving, "write_parts", waiting)
+        monkeypatch.setattr(saving, "write_boxes", waiting)
 
 
 def written(saves: Saves) -> None:

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from shardwise.core.errors import UnwritableError
 from shardwise.core.files import write_atomically
 from shardwise.models.description import ModelDescription
-from shardwise.run.plan.parameters import Part, parameters_of
+from shardwise.run.plan.parameters import StageChunk, parameters_of
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import ProfileSettings
 
@@ -157,7 +157,7 @@ def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trai
 
     Source: Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
     """
-    whole = Part(range(model.num_layers), is_first=True, is_last=True)
+    whole = StageChunk(range(model.num_layers), is_first=True, is_last=True)
     is_output = model.share_embeddings_and_output_weights and model.classification is None
     looked_up = _LOOKED_UP[:1] if is_output else _LOOKED_UP
     multiplied = sum(

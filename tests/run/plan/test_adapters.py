@@ -15,7 +15,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups
 from shardwise.models.adapters import LoraConfig
 from shardwise.nn.quantization import QuantizedTensor
-from shardwise.run.plan.parameters import parts_of
+from shardwise.run.plan.parameters import stage_chunks
 from shardwise.run.plan.plan import make_plan, plan_rank
 from shardwise.run.plan.workload import Adaptation, Mesh
 from shardwise.storage.adapters import add_lora_
@@ -56,7 +56,7 @@ def test_bytes_are_those_of_the_plan(group, folders):
             add_lora_(model, config, read.architecture)
             adaptation = Adaptation(config, read.architecture.model_type, quantization)
             workload = workload_of(read.description, dtype, adaptation=adaptation)
-            (parts,) = parts_of(read.description, 1)
+            (parts,) = stage_chunks(read.description, 1)
             plan = plan_rank(workload, Mesh(tp=t), 0, parts, rank)
             where = f"{kind} {config} {dtype} {quantization} at {t}"
             weights = sum(map(bytes_of, model.parameters()))

@@ -14,8 +14,8 @@ from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups
 from shardwise.models.recomputation import RECOMPUTE_MODULES, Recomputation
 from shardwise.run.plan import step as kept
-from shardwise.run.plan.parameters import parts_of
-from shardwise.run.plan.step import Share
+from shardwise.run.plan.parameters import stage_chunks
+from shardwise.run.plan.step import LocalSizes
 from shardwise.storage.huggingface import build_model, model_config
 
 NOTHING = Recomputation()
@@ -24,7 +24,7 @@ NOTHING = Recomputation()
 def page_share(t, sequence_parallel, dtype, *, groups=page.A):
     model = described("gpt2", num_query_groups=groups, sizes=page_sizes())
     e, splits = dtype.itemsize, sequence_parallel
-    return Share.of(model, s=page.S, b=page.B, e=e, tp=t, rank=0, splits_sequence=splits)
+    return LocalSizes.of(model, s=page.S, b=page.B, e=e, tp=t, rank=0, splits_sequence=splits)
 
 
 def page_sizes():
@@ -122,8 +122,8 @@ def check(group, model, dtype, *, recomputation=NOTHING, sequence_parallel=False
     workload = workload_of(model, dtype, fuses_loss=fuses, dropout_is_global=rule == "global")
     splits = sequence_parallel and group.size() > 1
     e, t = dtype.itemsize, group.size()
-    x = Share.of(model, s=S, b=B, e=e, tp=t, rank=group.rank(), splits_sequence=splits)
-    ((whole,),) = parts_of(model, 1)
+    x = LocalSizes.of(model, s=S, b=B, e=e, tp=t, rank=group.rank(), splits_sequence=splits)
+    ((whole,),) = stage_chunks(model, 1)
     stated = kept.part(x, workload, recomputation, whole)
     if recomputation.granularity == "full" and recomputation.num_layers * 2 > model.num_layers > 2:
         # What all layers read is alive, and no layer that is not recomputed keeps it for autograd.

@@ -20,7 +20,7 @@ from shardwise.data import Batch
 from shardwise.models.description import chunks_of
 from shardwise.nn import named_param_layouts
 from shardwise.run.build import build_model as build_new_model, describe
-from shardwise.run.plan.parameters import parameters_of, parts_of
+from shardwise.run.plan.parameters import parameters_of, stage_chunks
 from shardwise.run.plan.plan import make_plan, plan_rank
 from shardwise.run.plan.workload import mesh_of, workload_of
 from shardwise.run.settings import (
@@ -74,7 +74,7 @@ def test_parameters_are_those_that_a_rank_builds(kind, sizes, world_size, layout
     model = described(kind, sizes=sizes)
     for rank in ranks:
         tp_rank, stage, shapes = shapes_on(rank, world_size, model, **layout)
-        parts = parts_of(model, layout["pp"], layout["chunks"])[stage]
+        parts = stage_chunks(model, layout["pp"], layout["chunks"])[stage]
         planned = [parameters_of(model, part, tp=layout["tp"], rank=tp_rank) for part in parts]
         assert [[(param.name, param.shape) for param in params] for params in planned] == shapes
 
@@ -190,7 +190,7 @@ def test_state_at_1024_ranks(monkeypatch, zero, rank):
         dist.destroy_process_group()
     workload = workload_of(settings, describe(settings.model, 128256))
     layout = mesh_of(settings, 1024)
-    planned = plan_rank(workload, layout, stage, parts_of(workload.model, 4)[stage], tp_rank)
+    planned = plan_rank(workload, layout, stage, stage_chunks(workload.model, 4)[stage], tp_rank)
     stated = {name: getattr(planned, name) for name in found}
     if zero and dp_rank:
         assert all(found[name] <= stated[name] for name in found)
@@ -236,7 +236,7 @@ def test_state_and_collectives_of_a_step(group, settings):
     workload = workload_of(settings, describe(settings.model, settings.model.vocab_size))
     layout = mesh_of(settings, group.size())
     trainer, groups, counter = a_step(settings)
-    parts = parts_of(workload.model, layout.pp, layout.virtual_stages)[groups.stage]
+    parts = stage_chunks(workload.model, layout.pp, layout.virtual_stages)[groups.stage]
     planned = plan_rank(workload, layout, groups.stage, parts, groups.tp.rank())
     found = measured(trainer)
     stated = {name: getattr(planned, name) for name in found}

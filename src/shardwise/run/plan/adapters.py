@@ -13,13 +13,13 @@ from shardwise.models.description import ModelDescription
 from shardwise.nn.quantization import QUANTIZATIONS, Quantization
 from shardwise.run.plan.parameters import (
     Parameter,
-    Part,
+    StageChunk,
     StateBytes,
     buffer_elements,
     has_buffers,
     parameters_of,
-    parts_of,
     rows_of_first_rank,
+    stage_chunks,
     state_bytes,
 )
 from shardwise.run.plan.workload import Adaptation, Mesh, Workload
@@ -69,7 +69,7 @@ def base_of(model: ModelDescription, adaptation: Adaptation) -> ModelDescription
 
 def check_adaptation(model: ModelDescription, adaptation: Adaptation) -> None:
     """Raise ConfigError for targets, patterns or modules that name nothing."""
-    ((whole,),) = parts_of(model, 1)
+    ((whole,),) = stage_chunks(model, 1)
     in_layers: set[str] = set()
     outer: set[str] = set()
     tensors: set[str] = set()
@@ -84,7 +84,7 @@ def check_adaptation(model: ModelDescription, adaptation: Adaptation) -> None:
 def adapted(
     model: ModelDescription,
     adaptation: Adaptation,
-    part: Part,
+    part: StageChunk,
     params: Sequence[Parameter],
     *,
     is_tied: bool,

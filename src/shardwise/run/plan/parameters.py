@@ -46,7 +46,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Part:
+class StageChunk:
     """A rank's part of the model: a pipeline stage, or one of its chunks.
 
     Attributes:
@@ -60,7 +60,7 @@ class Part:
     is_last: bool
 
 
-def parts_of(model: ModelDescription, pp: int, virtual_stages: int = 1) -> tuple[tuple[Part, ...], ...]:
+def stage_chunks(model: ModelDescription, pp: int, virtual_stages: int = 1) -> tuple[tuple[StageChunk, ...], ...]:
     """``[stage][chunk]``, the parts of the model.
 
     Raises:
@@ -69,7 +69,7 @@ def parts_of(model: ModelDescription, pp: int, virtual_stages: int = 1) -> tuple
     stages = stage_layers(model.num_layers, pp, num_chunks=virtual_stages)
     return tuple(
         tuple(
-            Part(layers, stage == 0 and chunk == 0, stage == pp - 1 and chunk == virtual_stages - 1)
+            StageChunk(layers, stage == 0 and chunk == 0, stage == pp - 1 and chunk == virtual_stages - 1)
             for chunk, layers in enumerate(chunks)
         )
         for stage, chunks in enumerate(stages)
@@ -77,7 +77,7 @@ def parts_of(model: ModelDescription, pp: int, virtual_stages: int = 1) -> tuple
 
 
 @lru_cache(maxsize=1024)
-def parameters_of(model: ModelDescription, part: Part, *, tp: int, rank: int) -> tuple[Parameter, ...]:
+def parameters_of(model: ModelDescription, part: StageChunk, *, tp: int, rank: int) -> tuple[Parameter, ...]:
     """The parameters of tensor-parallel rank ``rank``, in the model's order."""
     return tuple(_parameters(model, part, _Split(tp, rank)))
 
@@ -116,7 +116,7 @@ def _norm(name: str, model: ModelDescription, width: int | None = None) -> Itera
         yield Parameter(f"{name}.bias", (width,), is_partial=True)
 
 
-def _parameters(model: ModelDescription, part: Part, split: _Split) -> Iterator[Parameter]:
+def _parameters(model: ModelDescription, part: StageChunk, split: _Split) -> Iterator[Parameter]:
     h, v = model.hidden_size, model.vocab_size
     layout = ParamLayout.split((v, h), 0, split.tp)
     vocabulary = layout.local_shape(split.rank)
@@ -253,7 +253,7 @@ def rows_of_first_rank(param: Parameter, dp: int) -> int:
 
 
 def units_of(
-    workload: Workload, part: Part, params: Sequence[Parameter]
+    workload: Workload, part: StageChunk, params: Sequence[Parameter]
 ) -> tuple[list[Parameter], list[list[Parameter]]]:
     """The groups that fsdp gathers: the rest of a part, which stays whole, and its layers and a separate embedding."""
     tied = workload.model.share_embeddings_and_output_weights
@@ -270,7 +270,9 @@ def units_of(
     return rest, list(units.values())
 
 
-def gathered_bytes(workload: Workload, mesh: Mesh, parts: Sequence[Part], params: Sequence[Sequence[Parameter]]) -> int:
+def gathered_bytes(
+    workload: Workload, mesh: Mesh, parts: Sequence[StageChunk], params: Sequence[Sequence[Parameter]]
+) -> int:
     """With fsdp, bytes that are whole at one time: the rest of each part, the largest unit, accumulated gradients."""
     whole = largest = 0
     for part, own in zip(parts, params, strict=True):

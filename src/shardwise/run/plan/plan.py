@@ -13,11 +13,11 @@ from shardwise.run.plan import step
 from shardwise.run.plan.adapters import adapted, adapted_state, base_of, check_adaptation
 from shardwise.run.plan.parameters import (
     Parameter,
-    Part,
+    StageChunk,
     StateBytes,
     gathered_bytes,
     parameters_of,
-    parts_of,
+    stage_chunks,
     state_bytes,
 )
 from shardwise.run.plan.workload import Mesh, Workload, adaptation_of, mesh_of, planned_model, workload_of
@@ -105,7 +105,7 @@ class Plan:
 
     workload: Workload
     mesh: Mesh
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[StageChunk, ...], ...]
     stages: tuple[RankPlan, ...]
 
     @cached_property
@@ -152,9 +152,9 @@ def make_plan(workload: Workload, mesh: Mesh) -> Plan:
     mesh.check(workload)
     if workload.adaptation is not None:
         check_adaptation(workload.model, workload.adaptation)
-    stages = parts_of(workload.model, mesh.pp, mesh.virtual_stages)
+    stages = stage_chunks(workload.model, mesh.pp, mesh.virtual_stages)
     # Tensor-parallel ranks of which no earlier one holds as much of everything.
-    ranks = sorted({_share(workload, mesh, rank): rank for rank in reversed(range(mesh.tp))}.values())
+    ranks = sorted({_local_sizes(workload, mesh, rank): rank for rank in reversed(range(mesh.tp))}.values())
     worst = (
         max((plan_rank(workload, mesh, stage, parts, rank) for rank in ranks), key=lambda plan: plan.total)
         for stage, parts in enumerate(stages)
@@ -162,9 +162,9 @@ def make_plan(workload: Workload, mesh: Mesh) -> Plan:
     return Plan(workload, mesh, stages, tuple(worst))
 
 
-def plan_rank(workload: Workload, mesh: Mesh, stage: int, parts: tuple[Part, ...], rank: int) -> RankPlan:
+def plan_rank(workload: Workload, mesh: Mesh, stage: int, parts: tuple[StageChunk, ...], rank: int) -> RankPlan:
     """Plan tensor-parallel rank ``rank`` of a stage."""
-    x = _share(workload, mesh, rank)
+    x = _local_sizes(workload, mesh, rank)
     adaptation, model = workload.adaptation, workload.model
     is_tied = model.share_embeddings_and_output_weights
     if adaptation is not None:
@@ -172,7 +172,7 @@ def plan_rank(workload: Workload, mesh: Mesh, stage: int, parts: tuple[Part, ...
         workload = replace(workload, model=model)
     by_part = [parameters_of(model, part, tp=mesh.tp, rank=rank) for part in parts]
     params = [param for own in by_part for param in own]
-    of_chunks = [step.part(x, workload, mesh.recomputation, part) for part in parts]
+    of_chunks = [step.chunk(x, workload, mesh.recomputation, part) for part in parts]
     learned: list[Sequence[Parameter]] = list(by_part)
     if adaptation is None:
         state = state_bytes(workload, mesh, params)
@@ -201,8 +201,8 @@ def plan_rank(workload: Workload, mesh: Mesh, stage: int, parts: tuple[Part, ...
     )
 
 
-def _share(workload: Workload, mesh: Mesh, rank: int) -> step.Share:
-    return step.Share.of(
+def _local_sizes(workload: Workload, mesh: Mesh, rank: int) -> step.LocalSizes:
+    return step.LocalSizes.of(
         workload.model,
         s=workload.sequence_length,
         b=mesh.micro_batch_size,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.core.errors import ConfigError
-from shardwise.run.plan.parameters import parameters_of, parts_of
+from shardwise.run.plan.parameters import parameters_of, stage_chunks
 from shardwise.run.plan.plan import Plan
 from shardwise.run.plan.workload import Mesh
 
@@ -100,7 +100,7 @@ def layout_as_json(mesh: Mesh) -> dict[str, Any]:
 def sum_of_parameters(plan: Plan) -> int:
     """Of the whole model, tied weights once."""
     model = plan.workload.model
-    ((whole,),) = parts_of(model, 1)
+    ((whole,),) = stage_chunks(model, 1)
     return sum(param.numel for param in parameters_of(model, whole, tp=1, rank=0))
 
 

@@ -22,7 +22,7 @@ from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer.heads import split_heads
 from shardwise.run.plan.parameters import (
     Parameter,
-    Part,
+    StageChunk,
     buffer_elements,
     is_tied,
     rows_of_first_rank,
@@ -33,7 +33,7 @@ from shardwise.run.plan.workload import Mesh, Workload
 
 
 @dataclass(frozen=True)
-class Share:
+class LocalSizes:
     """One tensor-parallel rank's share of a micro-batch.
 
     Attributes:
@@ -61,7 +61,9 @@ class Share:
     e: int
 
     @classmethod
-    def of(cls, model: ModelDescription, *, s: int, b: int, e: int, tp: int, rank: int, splits_sequence: bool) -> Share:
+    def of(
+        cls, model: ModelDescription, *, s: int, b: int, e: int, tp: int, rank: int, splits_sequence: bool
+    ) -> LocalSizes:
         """The share of ``rank``."""
         heads = split_heads(model.num_attention_heads, model.num_query_groups, tp)
         queries = heads.queries_of_groups(rank)
@@ -86,12 +88,12 @@ class Share:
         return max(4, self.e)
 
 
-def norm(x: Share, normalization: str) -> int:
+def norm(x: LocalSizes, normalization: str) -> int:
     """A norm between tensor-parallel regions."""
     return _norm_of(x, normalization, x.own, x.h)
 
 
-def _norm_of(x: Share, normalization: str, rows: int, width: int) -> int:
+def _norm_of(x: LocalSizes, normalization: str, rows: int, width: int) -> int:
     if normalization == "LayerNorm":
         return x.e * rows * width + 2 * x.e * rows
     if x.e == 2:
@@ -99,17 +101,17 @@ def _norm_of(x: Share, normalization: str, rows: int, width: int) -> int:
     return x.e * rows * width + x.e * rows
 
 
-def column_linear(x: Share) -> int:
+def column_linear(x: LocalSizes) -> int:
     """A column-parallel linear layer on hidden states."""
     return x.e * x.own * x.h
 
 
-def row_linear(x: Share, features: int) -> int:
+def row_linear(x: LocalSizes, features: int) -> int:
     """A row-parallel linear layer whose input has ``features`` on this rank."""
     return x.e * x.s * x.b * features
 
 
-def activation(x: Share, *, gated: bool, keeps_activated_gate: bool = True) -> int:
+def activation(x: LocalSizes, *, gated: bool, keeps_activated_gate: bool = True) -> int:
     """The MLP's activation, its output left out."""
     if not gated:
         return x.e * x.s * x.b * x.f
@@ -117,7 +119,7 @@ def activation(x: Share, *, gated: bool, keeps_activated_gate: bool = True) -> i
 
 
 def attention_core(
-    x: Share,
+    x: LocalSizes,
     *,
     is_rotary: bool = False,
     norms: str | None = None,
@@ -188,22 +190,22 @@ def attention_core(
     return x.e * (sum(elements[name] for name in kept) + queries) + extra
 
 
-def residual_dropout(x: Share, *, is_global: bool = False) -> int:
+def residual_dropout(x: LocalSizes, *, is_global: bool = False) -> int:
     """Dropout on a residual branch: its mask, in the tensor's dtype or of a byte."""
     return (1 if is_global else x.e) * x.own * x.h
 
 
-def embedding(x: Share) -> int:
+def embedding(x: LocalSizes) -> int:
     """The embedding of the vocabulary: ids, and which of them are not this rank's."""
     return 8 * x.s * x.b + x.s * x.b * (x.t > 1)
 
 
-def loss(x: Share) -> int:
+def loss(x: LocalSizes) -> int:
     """The loss of logits, which it turns into their gradient."""
     return x.e * x.s * x.b * x.v + (9 + 3 * x.wide) * x.s * x.b
 
 
-def fused_loss(x: Share, memory_budget: int) -> int:
+def fused_loss(x: LocalSizes, memory_budget: int) -> int:
     """Output layer and loss in one, its input included: hidden states of all tokens, their gradient, and the logits."""
     tokens = x.s * x.b
     logits = x.e * tokens * x.v
@@ -213,7 +215,7 @@ def fused_loss(x: Share, memory_budget: int) -> int:
     return hidden + 8 * tokens + 3 * x.wide * tokens
 
 
-def shared_by_layers(x: Share, workload: Workload) -> int:
+def shared_by_layers(x: LocalSizes, workload: Workload) -> int:
     """Tensors that all layers of a micro-batch read: rotary cosines and sines, and the mask of a window."""
     model = workload.model
     tables = (model.position_embedding_type == "rope") + (model.window_rotary_base is not None)
@@ -233,7 +235,7 @@ def _mask(model: ModelDescription, s: int, index: int) -> Literal["window", "ali
     return "window" if 0 <= before < s - 1 else None
 
 
-def mlp(x: Share, workload: Workload, recomputation: Recomputation) -> int:
+def mlp(x: LocalSizes, workload: Workload, recomputation: Recomputation) -> int:
     """The MLP of a layer."""
     if recomputation.recomputes("mlp"):
         return column_linear(x)
@@ -246,7 +248,7 @@ def mlp(x: Share, workload: Workload, recomputation: Recomputation) -> int:
     return column_linear(x) + activation(x, gated=gated, keeps_activated_gate=not fuses) + row_linear(x, x.f)
 
 
-def layer(x: Share, workload: Workload, recomputation: Recomputation, index: int = 0) -> int:
+def layer(x: LocalSizes, workload: Workload, recomputation: Recomputation, index: int = 0) -> int:
     """The layer ``index`` of the model, counted from 0, without its recomputed parts."""
     model = workload.model
     rotates = model.rotary_layers is None or model.rotary_layers[index]
@@ -274,7 +276,7 @@ def layer(x: Share, workload: Workload, recomputation: Recomputation, index: int
     return kept
 
 
-def layers(x: Share, workload: Workload, recomputation: Recomputation, indices: range) -> int:
+def layers(x: LocalSizes, workload: Workload, recomputation: Recomputation, indices: range) -> int:
     """The layers of a stage or chunk."""
     number = len(indices)
     if recomputation.granularity != "full":
@@ -286,7 +288,7 @@ def layers(x: Share, workload: Workload, recomputation: Recomputation, indices: 
     return recomputed * column_linear(x) + left
 
 
-def part(x: Share, workload: Workload, recomputation: Recomputation, part: Part) -> int:
+def chunk(x: LocalSizes, workload: Workload, recomputation: Recomputation, part: StageChunk) -> int:
     """All of a pipeline stage, or of one of its chunks."""
     model = workload.model
     kept = layers(x, workload, recomputation, part.layers)
@@ -309,7 +311,7 @@ def part(x: Share, workload: Workload, recomputation: Recomputation, part: Part)
     return kept
 
 
-def recomputed_at_a_time(x: Share, workload: Workload, recomputation: Recomputation, number: int) -> int:
+def recomputed_at_a_time(x: LocalSizes, workload: Workload, recomputation: Recomputation, number: int) -> int:
     """Bytes while a backward recomputes: the span of layers, or the parts, that it recomputes as one."""
     gathered = x.e * x.s * x.b * x.h if x.own < x.s * x.b else 0
     if recomputation.granularity == "none":
@@ -355,7 +357,7 @@ def _sent_in_ring(name: str, num_bytes: int, ranks: int) -> int:
 
 
 def traffic_of(
-    workload: Workload, mesh: Mesh, parts: Sequence[Part], x: Share, params: Sequence[Sequence[Parameter]]
+    workload: Workload, mesh: Mesh, parts: Sequence[StageChunk], x: LocalSizes, params: Sequence[Sequence[Parameter]]
 ) -> Traffic:
     """The traffic in a step of a rank with the parts ``parts`` and the parameters ``params``."""
     traffic = Traffic()
@@ -391,7 +393,9 @@ def _bytes_of_matrices(workload: Workload, mesh: Mesh, params: Sequence[Paramete
     return workload.element_bytes * sum(param.numel for param in params if param.is_matrix) // deals
 
 
-def _tensor_parallel(traffic: Traffic, workload: Workload, mesh: Mesh, part: Part, x: Share, times: int) -> None:
+def _tensor_parallel(
+    traffic: Traffic, workload: Workload, mesh: Mesh, part: StageChunk, x: LocalSizes, times: int
+) -> None:
     model, hidden, own = workload.model, x.e * x.s * x.b * x.h, x.e * x.own * x.h
     gathers = reductions = 0
     # Of each layer two in the forward, two in the backward, and what recomputing it repeats.
@@ -438,7 +442,7 @@ def _data_parallel(
     traffic: Traffic,
     workload: Workload,
     mesh: Mesh,
-    parts: Sequence[Part],
+    parts: Sequence[StageChunk],
     params: Sequence[Sequence[Parameter]],
     times: int,
 ) -> None:

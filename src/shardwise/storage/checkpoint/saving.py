@@ -40,7 +40,7 @@ from shardwise.storage.checkpoint.manifest import (
     TensorRecord,
     json_copy,
 )
-from shardwise.storage.checkpoint.storage import Part, PartsOfPlan, Written, tensors_of, write_parts
+from shardwise.storage.checkpoint.storage import BoxData, BoxesToWrite, Written, tensors_of, write_boxes
 
 
 class Snapshot:
@@ -54,7 +54,7 @@ class Snapshot:
         self._buffers: dict[str, Tensor] = {}
         self._copied: torch.Event | None = None
 
-    def take(self, parts: Sequence[Part]) -> list[Part]:
+    def take(self, parts: Sequence[BoxData]) -> list[BoxData]:
         """The parts with copies of their data, complete after ``wait``; copies of an earlier call are overwritten.
 
         Raises:
@@ -175,7 +175,7 @@ class PendingSave:
         self._snapshot, self._check = snapshot, check
         self._tensors: dict[str, Description] = {}
         self._partial: Path | None = None
-        self._parts: list[Part] = []
+        self._parts: list[BoxData] = []
         self._meta: dict[str, Any] = {}
         self._written: Written | None = None
         self._error: BaseException | None = None
@@ -202,7 +202,7 @@ class PendingSave:
             with checkpoint_errors():
                 state_dict_saver.save(
                     dict(mine),
-                    storage_writer=PartsOfPlan(self._take),
+                    storage_writer=BoxesToWrite(self._take),
                     planner=DefaultSavePlanner(flatten_state_dict=False),
                     process_group=group,
                 )
@@ -243,7 +243,7 @@ class PendingSave:
         self._abandoned = True
         self.wait()
 
-    def _take(self, parts: list[Part]) -> None:
+    def _take(self, parts: list[BoxData]) -> None:
         if self._snapshot is not None:
             try:
                 parts = self._snapshot.take(parts)
@@ -265,7 +265,7 @@ class PendingSave:
                 if self._check is not None:
                     self._check(part.key, part.data)
             with checkpoint_errors():
-                self._written = write_parts(self._partial, self._rank, self._parts, go_on=self._go_on)
+                self._written = write_boxes(self._partial, self._rank, self._parts, go_on=self._go_on)
         except BaseException as error:
             self._error = error
             # A KeyboardInterrupt of the caller's thread is the caller's.

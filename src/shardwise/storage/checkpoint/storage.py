@@ -103,7 +103,7 @@ class FolderStorage:
 
 
 @dataclass(frozen=True)
-class Part:
+class BoxData:
     """A box of a tensor that this rank writes.
 
     Attributes:
@@ -128,10 +128,10 @@ class Written:
     chunks: tuple[tuple[str, ChunkRecord], ...] = ()
 
 
-class PartsOfPlan(FolderStorage, StorageWriter):
+class BoxesToWrite(FolderStorage, StorageWriter):
     """Hands the parts that torch.distributed.checkpoint plans for this rank to ``take``, and writes nothing itself."""
 
-    def __init__(self, take: Callable[[list[Part]], None]) -> None:
+    def __init__(self, take: Callable[[list[BoxData]], None]) -> None:
         self._take = take
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -147,7 +147,7 @@ class PartsOfPlan(FolderStorage, StorageWriter):
         for item in plan.items:
             assert item.tensor_data is not None
             offsets = tuple(item.tensor_data.chunk.offsets)
-            parts.append(Part(_chunk_key(item), item.index.fqn, offsets, cast(Tensor, planner.resolve_data(item))))
+            parts.append(BoxData(_chunk_key(item), item.index.fqn, offsets, cast(Tensor, planner.resolve_data(item))))
         keys = [part.key for part in parts]
         if len(set(keys)) != len(keys):
             raise CheckpointError(f"two tensors would both be stored as {next(k for k in keys if keys.count(k) > 1)!r}")
@@ -160,7 +160,9 @@ class PartsOfPlan(FolderStorage, StorageWriter):
         """Nothing has been written yet."""
 
 
-def write_parts(folder: Path, rank: int, parts: Sequence[Part], *, go_on: Callable[[], None] = lambda: None) -> Written:
+def write_boxes(
+    folder: Path, rank: int, parts: Sequence[BoxData], *, go_on: Callable[[], None] = lambda: None
+) -> Written:
     """Write a rank's parts into ``rank-NNNNN.safetensors``, through to the disk; read it back for its checksum.
 
     ``go_on`` is called before each part; an error that it raises ends the writing.

@@ -83,8 +83,8 @@ def save_pretrained(
     is_first = replicas is None or replicas.rank() == 0
 
     def export(ranks: Sequence[ProcessGroup]) -> None:
-        plan = agree(lambda: _plan(models, source, architecture, dtype, fields or {}, card), group=ranks)
-        _write_folder(target, plan, groups, ranks, max_file_size, writes=is_first)
+        content = agree(lambda: _prepare(models, source, architecture, dtype, fields or {}, card), group=ranks)
+        _write_folder(target, content, groups, ranks, max_file_size, writes=is_first)
 
     if replicas is None or replicas.size() == 1:
         export(model_groups(groups))
@@ -97,7 +97,7 @@ def save_pretrained(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _StoredParameter:
     """A parameter, and the tensors that it becomes."""
 
     shard: ParamShard
@@ -114,23 +114,23 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Export:
     """Contents of a folder: ``config.json``, where to copy other files from, this stage's parameters, ``README.md``."""
 
     config: Mapping[str, Any]
     source: Path | None
-    parts: Mapping[str, _Part]
+    parts: Mapping[str, _StoredParameter]
     card: str | None
 
 
-def _plan(
+def _prepare(
     models: Sequence[Model],
     source: str | Path | None,
     architecture: str | None,
     dtype: torch.dtype | None,
     fields: Mapping[str, Any],
     card: str | None,
-) -> _Plan:
+) -> _Export:
     folder = None if source is None else Path(source)
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"there is no folder {folder} to copy the tokenizer from")
@@ -145,21 +145,23 @@ def _plan(
     config = config_to_json(description, architecture=architecture, dtype=stored_dtype, base=base)
     table = ARCHITECTURES[config["model_type"]].table_of(description.classification)
     parts = {
-        key: _Part(shard, compose(table, key, shard.layout.global_shape, description.heads), dtype or shard.dtype)
+        key: _StoredParameter(
+            shard, compose(table, key, shard.layout.global_shape, description.heads), dtype or shard.dtype
+        )
         for model in models
         for key, shard in model.sharded_state_dict().items()
     }
-    return _Plan(config | dict(fields), folder, parts, card)
+    return _Export(config | dict(fields), folder, parts, card)
 
 
 def _write_folder(
-    target: Path, plan: _Plan, groups: Groups, ranks: Sequence[ProcessGroup], max_file_size: int, *, writes: bool
+    target: Path, content: _Export, groups: Groups, ranks: Sequence[ProcessGroup], max_file_size: int, *, writes: bool
 ) -> None:
     is_first = all(group.rank() == 0 for group in ranks)
-    keys = gather_from_stages(list(plan.parts), "the names of parameters", groups)
+    keys = gather_from_stages(list(content.parts), "the names of parameters", groups)
     # The last stage's copy of a tied weight must not be written a second time.
     before = {key for earlier in keys[: groups.stage] for key in earlier}
-    own_files = _dealt_out([part for key, part in plan.parts.items() if key not in before], max_file_size)
+    own_files = _dealt_out([part for key, part in content.parts.items() if key not in before], max_file_size)
     own_contents = [
         ([name for part in parts for name in part.tensors], sum(part.size for part in parts)) for parts in own_files
     ]
@@ -179,12 +181,12 @@ def _write_folder(
         agree(lambda: stack.enter_context(_begun(target, partial)) if is_first else None, group=ranks)
         own = dict(zip(names[first:], own_files, strict=False))
         agree(lambda: _write_files(partial, own, groups.tp, writes=writes), group=ranks)
-        agree(lambda: _finish(target, partial, plan, index) if is_first else None, group=ranks)
+        agree(lambda: _finish(target, partial, content, index) if is_first else None, group=ranks)
 
 
-def _dealt_out(parts: Sequence[_Part], max_file_size: int) -> list[list[_Part]]:
+def _dealt_out(parts: Sequence[_StoredParameter], max_file_size: int) -> list[list[_StoredParameter]]:
     """Parameters in files of at most ``max_file_size`` bytes, or of one parameter."""
-    files: list[list[_Part]] = []
+    files: list[list[_StoredParameter]] = []
     room = 0
     for part in parts:
         if not files or part.size > room:
@@ -195,7 +197,9 @@ def _dealt_out(parts: Sequence[_Part], max_file_size: int) -> list[list[_Part]]:
     return files
 
 
-def _write_files(partial: Path, files: Mapping[str, Sequence[_Part]], group: ProcessGroup, *, writes: bool) -> None:
+def _write_files(
+    partial: Path, files: Mapping[str, Sequence[_StoredParameter]], group: ProcessGroup, *, writes: bool
+) -> None:
     """Gather this stage's parameters, and write each file on another rank."""
     # A rank that fails goes on gathering, since the others could not go on without it, and raises its error at the end.
     failure: Exception | None = None
@@ -240,21 +244,21 @@ def _begun(target: Path, partial: Path) -> Iterator[None]:
         yield
 
 
-def _finish(target: Path, partial: Path, plan: _Plan, index: Mapping[str, Any] | None) -> None:
+def _finish(target: Path, partial: Path, content: _Export, index: Mapping[str, Any] | None) -> None:
     """Add all but the tensors, and give the folder its name."""
-    texts = {CONFIG_NAME: plan.config} | ({} if index is None else {INDEX_NAME: index})
+    texts = {CONFIG_NAME: content.config} | ({} if index is None else {INDEX_NAME: index})
     for name, value in texts.items():
         with write_errors(target / name):
             (partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    if plan.source is not None:
+    if content.source is not None:
         with write_errors(target):
-            copies = list(companion_files(plan.source, beside_card=plan.card is not None))
+            copies = list(companion_files(content.source, beside_card=content.card is not None))
         for path, name in copies:
             with write_errors(target / name):
                 shutil.copyfile(path, partial / name)
-    if plan.card is not None:
+    if content.card is not None:
         with write_errors(target / README_NAME):
-            (partial / README_NAME).write_text(plan.card, encoding="utf-8")
+            (partial / README_NAME).write_text(content.card, encoding="utf-8")
     with write_errors(target):
         for path in partial.iterdir():
             fsync(path)

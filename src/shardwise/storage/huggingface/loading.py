@@ -86,7 +86,7 @@ def load_pretrained(
     # A size that contradicts the tensors is reported before memory is allocated for it.
     agree(lambda: _check_sizes(source), group=ranks)
     outlines = built(torch.device("meta"))
-    outline_parts, _ = _plan(outlines, source, groups)
+    outline_parts, _ = _compositions_and_names(outlines, source, groups)
     if quantization is None:
         models = built(where)
     else:
@@ -97,7 +97,7 @@ def load_pretrained(
     for model in models:
         # Modules that are added to the model later are initialised as in any other model.
         model.config.perform_initialization = True
-    parts, names = _plan(models, source, groups)
+    parts, names = _compositions_and_names(models, source, groups)
 
     def fill() -> None:
         for shard, composition in parts.values():
@@ -151,7 +151,7 @@ def _check_sizes(source: PretrainedFolder) -> None:
         )
 
 
-def _plan(
+def _compositions_and_names(
     models: Sequence[Model], source: PretrainedFolder, groups: Groups
 ) -> tuple[dict[str, tuple[ParamShard, Composition]], dict[str, str]]:
     """This stage's parameters, each with its composition, and the stored names of tensors. Collective."""

@@ -72,7 +72,7 @@ def update_(param: Tensor, move: Tensor, *, rate: float, weight_decay: float) ->
 def matrix_shapes(model: nn.Module) -> set[tuple[int, ...]]:
     """The shapes of the whole matrices whose updates are made orthogonal."""
     return {
-        _part(linear.param_layouts["weight"], rows, 0).layout.global_shape
+        _matrix(linear.param_layouts["weight"], rows, 0).layout.global_shape
         for linear, matrices in _matrices(model)
         for rows in matrices
     }
@@ -84,7 +84,7 @@ def product_dtype(params_dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Matrix:
     """Rows of a weight that form a matrix, such as all queries of a query-key-value weight.
 
     It has the matrix's layout, and first index and length of each run of this rank's part in its part of the weight.
@@ -104,11 +104,11 @@ class _Part:
 
 
 @cache
-def _part(layout: ParamLayout, rows: tuple[Interval, ...], rank: int) -> _Part:
+def _matrix(layout: ParamLayout, rows: tuple[Interval, ...], rank: int) -> _Matrix:
     """The given runs of a weight's rows as a part."""
     if layout.dim == 1:
         # A weight whose columns are split is one matrix.
-        return _Part(layout, ((0, layout.local_size(rank)),))
+        return _Matrix(layout, ((0, layout.local_size(rank)),))
     intervals: list[list[Interval]] = []
     runs: list[list[tuple[int, int]]] = []
     for held in layout.intervals:
@@ -126,7 +126,7 @@ def _part(layout: ParamLayout, rows: tuple[Interval, ...], rank: int) -> _Part:
             local += stop - start
     shape = (sum(last - first for first, last in rows), *layout.global_shape[1:])
     # A rank without any row has a run of none.
-    return _Part(ParamLayout.of_intervals(shape, 0, intervals), tuple(runs[rank]) or ((0, 0),))
+    return _Matrix(ParamLayout.of_intervals(shape, 0, intervals), tuple(runs[rank]) or ((0, 0),))
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[ParallelLinear, tuple[tuple[Interval, ...], ...]]]:
@@ -181,7 +181,7 @@ class Muon:
         epsilon: float,
         exact_parts: int | None = None,
     ) -> None:
-        self._parts: dict[Parameter, list[_Part]] = {}
+        self._parts: dict[Parameter, list[_Matrix]] = {}
         self._momenta: dict[Parameter, Tensor] = {}
         self._local_shapes: dict[Parameter, torch.Size] = {}
         self._shares: Mapping[Parameter, Division] = {}
@@ -190,7 +190,7 @@ class Muon:
             assert linear.weight is not None
             self._group = linear.group
             layout, rank = linear.param_layouts["weight"], linear.group.rank()
-            self._parts[linear.weight] = [_part(layout, rows, rank) for rows in matrices]
+            self._parts[linear.weight] = [_matrix(layout, rows, rank) for rows in matrices]
             self._local_shapes[linear.weight] = linear.weight.shape
         first = next(iter(self._parts), None)
         self._dtype = torch.float32 if first is None else product_dtype(first.dtype)
@@ -248,7 +248,7 @@ class Muon:
 
         ``gradients`` has those of some weights, with momentum: this tensor-parallel rank's part in one dimension.
         """
-        parts: list[tuple[int, _Part]] = []
+        parts: list[tuple[int, _Matrix]] = []
         shards: list[Tensor] = []
         for index, flat in gradients.items():
             gradient = flat.view(self._local_shapes[params[index]])
@@ -317,7 +317,7 @@ class Muon:
         """Ranks that share out the matrices."""
         return math.prod(group.size() for group in (self._group, self._dp_group) if group is not None)
 
-    def _orthogonalized(self, parts: Sequence[_Part], shards: Sequence[Tensor]) -> list[Tensor]:
+    def _orthogonalized(self, parts: Sequence[_Matrix], shards: Sequence[Tensor]) -> list[Tensor]:
         """This rank's shards of the orthogonalized matrices, from its shards of the matrices."""
         if self._group is None or self._group.size() == 1 or not shards:
             return [orthogonalized(shard) for shard in shards]
