@@ -33,15 +33,15 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
         self.waited = 0
-        write_boxes = saving.write_boxes
+        write_parts = saving.write_parts
 
         def waiting(*args, **kwargs):
             if threading.current_thread() is not threading.main_thread():
                 self.waited += 1
                 self.opened.wait()
-            return write_boxes(*args, **kwargs)
+            return write_parts(*args, **kwargs)
 
-        monkeypatch.setattr(saving, "write_boxes", waiting)
+        monkeypatch.setattr(saving, "write_parts", waiting)
 
 
 def written(saves: Saves) -> None:

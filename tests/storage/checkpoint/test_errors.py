@@ -397,9 +397,9 @@ def test_a_file_is_in_the_way(group: ProcessGroup, tmp_path: Path) -> None:
 @pytest.mark.ranks(2)
 def test_a_folder_that_ranks_do_not_share(group: ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if dist.get_rank(group) == 1:
-        write_boxes = saving.write_boxes
+        write_parts = saving.write_parts
         monkeypatch.setattr(
-            saving, "write_boxes", lambda folder, *args, **kwargs: write_boxes(Path("/nowhere"), *args, **kwargs)
+            saving, "write_parts", lambda folder, *args, **kwargs: write_parts(Path("/nowhere"), *args, **kwargs)
         )
     message = raised_everywhere(group, lambda: saved(tmp_path, group))
     assert "rank-00001.safetensors" in message

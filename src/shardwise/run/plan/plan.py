@@ -172,7 +172,7 @@ def plan_rank(workload: Workload, mesh: Mesh, stage: int, parts: tuple[StageChun
         workload = replace(workload, model=model)
     by_part = [parameters_of(model, part, tp=mesh.tp, rank=rank) for part in parts]
     params = [param for own in by_part for param in own]
-    of_chunks = [step.chunk(x, workload, mesh.recomputation, part) for part in parts]
+    of_chunks = [step.part(x, workload, mesh.recomputation, part) for part in parts]
     learned: list[Sequence[Parameter]] = list(by_part)
     if adaptation is None:
         state = state_bytes(workload, mesh, params)

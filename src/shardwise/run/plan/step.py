@@ -288,7 +288,7 @@ def layers(x: LocalSizes, workload: Workload, recomputation: Recomputation, indi
     return recomputed * column_linear(x) + left
 
 
-def chunk(x: LocalSizes, workload: Workload, recomputation: Recomputation, part: StageChunk) -> int:
+def part(x: LocalSizes, workload: Workload, recomputation: Recomputation, part: StageChunk) -> int:
     """All of a pipeline stage, or of one of its chunks."""
     model = workload.model
     kept = layers(x, workload, recomputation, part.layers)

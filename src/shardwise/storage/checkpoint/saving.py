@@ -40,7 +40,7 @@ from shardwise.storage.checkpoint.manifest import (
     TensorRecord,
     json_copy,
 )
-from shardwise.storage.checkpoint.storage import BoxData, BoxesToWrite, Written, tensors_of, write_boxes
+from shardwise.storage.checkpoint.storage import BoxData, BoxesToWrite, Written, tensors_of, write_parts
 
 
 class Snapshot:
@@ -265,7 +265,7 @@ class PendingSave:
                 if self._check is not None:
                     self._check(part.key, part.data)
             with checkpoint_errors():
-                self._written = write_boxes(self._partial, self._rank, self._parts, go_on=self._go_on)
+                self._written = write_parts(self._partial, self._rank, self._parts, go_on=self._go_on)
         except BaseException as error:
             self._error = error
             # A KeyboardInterrupt of the caller's thread is the caller's.

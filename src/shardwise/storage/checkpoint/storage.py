@@ -160,7 +160,7 @@ class BoxesToWrite(FolderStorage, StorageWriter):
         """Nothing has been written yet."""
 
 
-def write_boxes(
+def write_parts(
     folder: Path, rank: int, parts: Sequence[BoxData], *, go_on: Callable[[], None] = lambda: None
 ) -> Written:
     """Write a rank's parts into ``rank-NNNNN.safetensors``, through to the disk; read it back for its checksum.
