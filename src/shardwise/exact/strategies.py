@@ -45,12 +45,17 @@ def norm_by_parts(norm: nn.Module, input_: Tensor, number: int, others: ProcessG
         # A row does not depend on the others; only the weight's gradient goes by parts.
         normed: Tensor = _RMSNormByParts.apply(input_, function.whole_weight, function.eps, number, others)
         return normed
-    weights = moves.copies(function.weight, number, group=others)
-    biases = (None,) * number if function.bias is None else moves.copies(function.bias, number, group=others)
-    functions = (
-        dataclasses.replace(function, weight=weight, bias=bias) for weight, bias in zip(weights, biases, strict=True)
-    )
-    return torch.cat([_norm_by_rows(each, part) for each, part in zip(functions, input_.chunk(number), strict=True)])
+    return torch.cat(_normed(function, input_.chunk(number), others))
+
+
+def _normed(norm: NormFunction, parts: Sequence[Tensor], others: ProcessGroup | None) -> list[Tensor]:
+    number = len(parts)
+    weights = moves.copies(norm.weight, number, group=others)
+    biases = (None,) * number if norm.bias is None else moves.copies(norm.bias, number, group=others)
+    return [
+        _norm_by_rows(dataclasses.replace(norm, weight=weight, bias=bias), part)
+        for weight, bias, part in zip(weights, biases, parts, strict=True)
+    ]
 
 
 def add_bias_by_parts(output: Tensor, bias: Tensor, number: int, others: ProcessGroup | None = None) -> Tensor:
@@ -92,30 +97,22 @@ def _norm_heads(norm: nn.Module, heads: Tensor, group: ProcessGroup) -> Tensor:
     parts, local = trees.exact_parts(group), heads.size(2)
     assert parts is not None
     number, others = min(parts // group.size(), local & -local), group if group.size() > 1 else None
+    some = [part.contiguous() for part in heads.chunk(number, 2)]
     if isinstance(norm, HeadsRMSNorm):
-        return _norm_heads_together(norm, heads, number, others)
-    function = NormFunction.of(norm)
-    weights = moves.copies(function.weight, number, group=others)
-    biases = (None,) * number if function.bias is None else moves.copies(function.bias, number, group=others)
-    normed = [
-        _norm_by_rows(dataclasses.replace(function, weight=weight, bias=bias), part.contiguous())
-        for weight, bias, part in zip(weights, biases, heads.chunk(number, 2), strict=True)
-    ]
-    return torch.cat(normed, 2)
+        return torch.cat(_normed_together(norm, some, others), 2)
+    return torch.cat(_normed(NormFunction.of(norm), some, others), 2)
 
 
-def _norm_heads_together(norm: HeadsRMSNorm, heads: Tensor, number: int, others: ProcessGroup | None) -> Tensor:
-    parts = [part.contiguous() for part in heads.chunk(number, 2)]
-    sums = [norm.squares_of(part) for part in parts]
+def _normed_together(norm: HeadsRMSNorm, parts: list[Tensor], others: ProcessGroup | None) -> list[Tensor]:
+    sums, number = [norm.squares_of(part) for part in parts], len(parts)
     while len(sums) > 1:
         sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
     squares = moves.copies(sums[0] if others is None else moves.reduce(sums[0], group=others), number, group=others)
-    weights, width, first = moves.copies(norm.weight, number, group=others), heads.size(2) // number, norm.heads[0]
-    normed = [
+    weights, width, first = moves.copies(norm.weight, number, group=others), parts[0].size(2), norm.heads[0]
+    return [
         norm.norm_some(part, square, weight, (first + i * width, first + (i + 1) * width))
         for i, (part, square, weight) in enumerate(zip(parts, squares, weights, strict=True))
     ]
-    return torch.cat(normed, 2)
 
 
 def _norm_by_rows(norm: NormFunction, input_: Tensor) -> Tensor:
