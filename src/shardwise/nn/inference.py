@@ -209,10 +209,8 @@ class InferenceNormColumnLinear(InferenceColumnLinear):
         layout = ParamLayout.replicated((self.in_features,), self.group.size())
         ones = nn.init.zeros_ if zero_centered else nn.init.ones_
         self._make_parameter("layer_norm_weight", layout, ones, partial_gradient=self.sequence_parallel)
-        if normalization == "RMSNorm":
-            self.register_parameter("layer_norm_bias", None)
-        else:
-            self._make_parameter("layer_norm_bias", layout, nn.init.zeros_, partial_gradient=self.sequence_parallel)
+        bias_layout = None if normalization == "RMSNorm" else layout
+        self._make_parameter("layer_norm_bias", bias_layout, nn.init.zeros_, partial_gradient=self.sequence_parallel)
 
     @property
     def norm(self) -> NormFunction:

@@ -116,9 +116,12 @@ class ShardedModule(GroupModule):
         return parameter_device(self.group, on_cpu=self.init_on_cpu) if device is None else torch.device(device)
 
     def _make_parameter(
-        self, name: str, layout: ParamLayout, init_method: InitMethod, *, partial_gradient: bool = False
+        self, name: str, layout: ParamLayout | None, init_method: InitMethod, *, partial_gradient: bool = False
     ) -> None:
-        """Make parameter ``name``; ``partial_gradient``: what each rank computes of its gradient is a part of a sum."""
+        """Make parameter ``name``, or none without a layout; a partial gradient is a part of a sum over the ranks."""
+        if layout is None:
+            self.register_parameter(name, None)
+            return
         self.param_layouts[name] = layout
         self._init_methods[name] = init_method
         self.param_replicas[name] = Replicas(summed_over=("tp",) if partial_gradient else ())

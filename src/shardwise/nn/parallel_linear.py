@@ -97,15 +97,9 @@ class ParallelLinear(DelayedGradients, ShardedModule):
         partial_bias_gradient: bool = False,
     ) -> None:
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        if weight is None:
-            self.register_parameter("weight", None)
-        else:
-            self._make_parameter("weight", weight, init_method or as_linear)
-        if bias is None:
-            self.register_parameter("bias", None)
-        else:
-            zeros_or_uniform = init.zeros_ if init_method else functools.partial(init.uniform_, a=-bound, b=bound)
-            self._make_parameter("bias", bias, zeros_or_uniform, partial_gradient=partial_bias_gradient)
+        self._make_parameter("weight", weight, init_method or as_linear)
+        zeros_or_uniform = init.zeros_ if init_method else functools.partial(init.uniform_, a=-bound, b=bound)
+        self._make_parameter("bias", bias, zeros_or_uniform, partial_gradient=partial_bias_gradient)
 
     @property
     def is_one_product(self) -> bool:

@@ -125,15 +125,10 @@ class ReplicatedLinear(ShardedModule):
         **options: Any,
     ) -> None:
         super().__init__(group, **options)
-        for name, shape, method in (
-            ("weight", (out_features, in_features), init),
-            ("bias", (out_features,), torch.nn.init.zeros_),
-        ):
-            if name == "bias" and not bias:
-                self.register_parameter(name, None)
-                continue
-            layout = ParamLayout.replicated(shape, group.size())
-            self._make_parameter(name, layout, method, partial_gradient=sequence_shards)
+        weight = ParamLayout.replicated((out_features, in_features), group.size())
+        self._make_parameter("weight", weight, init, partial_gradient=sequence_shards)
+        layout = ParamLayout.replicated((out_features,), group.size()) if bias else None
+        self._make_parameter("bias", layout, torch.nn.init.zeros_, partial_gradient=sequence_shards)
 
     def forward(self, input_: Tensor) -> Tensor:
         """``[..., i]`` to ``[..., o]``."""
