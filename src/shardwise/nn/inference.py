@@ -84,9 +84,7 @@ class InferenceColumnLinear(ColumnLinear):
         parallelism: LinearParallelism | None = None,
     ) -> Tensor:
         _check_input(input_, weight)
-        if self.group.size() == 1:
-            return products.linear(self._normed(input_), weight, bias)
-        if not (self._gathers or self.skip_norm_and_all_gather):
+        if self.group.size() == 1 or not (self._gathers or self.skip_norm_and_all_gather):
             return products.linear(self._normed(input_), weight, bias)
         # A subclass that overrides a step knows Megatron's arguments only.
         given = {} if sequence is None else {"sequence": sequence}
