@@ -109,8 +109,7 @@ class SplitArguments(LaunchArguments):
     pp: Annotated[int, RANKS, tyro.conf.arg(aliases=("--parallel.pp",))] = 1
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         if self.pp > 1:
             raise ConfigError(f"--pp is {self.pp}, but this command has no pipeline stages; split the layers with --tp")
 

@@ -240,8 +240,8 @@ class EvalArguments(SplitArguments):
     output: Annotated[str | None, Folder()] = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
+        super()._check_together()
         if not self.data and not self.tasks:
             raise ConfigError("no data to measure on; pass --data with files or folders, or --tasks")
         if self.data and self.tasks:

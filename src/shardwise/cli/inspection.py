@@ -42,8 +42,7 @@ class PlanArguments(SettingsArguments):
     json: bool = False
     settings: Annotated[PlanSettings, tyro.conf.arg(name="")] = field(default_factory=PlanSettings)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         if self.fit is None and len(self.ranks) > 1:
             raise ConfigError(f"--ranks has {len(self.ranks)} numbers; several go with --fit only")
         self.world_sizes()

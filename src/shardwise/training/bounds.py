@@ -153,6 +153,10 @@ class Checked:
 
     def __post_init__(self) -> None:
         check_values(self, self._prefix)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Raise ConfigError for values that contradict each other."""
 
     def changed(self, *names: str) -> list[tuple[str, Any]]:
         """Fields that are not at their default, of ``names`` or of all: each as messages name it, and its value."""

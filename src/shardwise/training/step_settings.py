@@ -56,8 +56,7 @@ class ParallelSettings(Checked, prefix="parallel."):
     exact: Annotated[bool, tyro.conf.arg(aliases=("--exact",))] = False
     exact_parts: Annotated[int, Range(1, 1024), tyro.conf.arg(aliases=("--exact-parts",))] = 8
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         require(
             self.sequence_parallel or not self.tp_comm_overlap,
             "parallel.tp-comm-overlap is about the gathers and sums of --parallel.sequence-parallel, which is off; use "
@@ -232,8 +231,7 @@ class OptimizerSettings(Checked, prefix="optimizer."):
     momentum: Annotated[float | None, bounds.PROBABILITY] = None
     matrix_learning_rate_ratio: Annotated[float | None, Range(0, _LARGE)] = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         for switch, choice, names in (
             ("name", "muon", ("momentum", "matrix_learning_rate_ratio")),
             ("schedule", "wsd", ("decay_share",)),

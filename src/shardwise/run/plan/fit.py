@@ -19,9 +19,9 @@ import torch
 from shardwise.core.errors import ConfigError, OutOfMemoryError, ShardwiseError
 from shardwise.models.description import ModelDescription
 from shardwise.models.recomputation import Recomputation
-from shardwise.run.plan.plan import Plan, make_plan, planned_workload
+from shardwise.run.plan.plan import Plan, make_plan
 from shardwise.run.plan.report import aligned, plan_as_table, read_bytes, shown_bytes
-from shardwise.run.plan.workload import Mesh, Workload, mesh_of, workload_of
+from shardwise.run.plan.workload import Mesh, Workload, mesh_of, planned_workload, workload_of
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import PlanSettings, RunSettings
 from shardwise.training.bounds import (

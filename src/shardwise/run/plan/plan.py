@@ -1,13 +1,10 @@
 """The plan of a run: the bytes of every pipeline stage, of its rank that needs the most, by arithmetic alone."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from os import PathLike
 from typing import Annotated, Any
-
-import torch
 
 from shardwise.run.plan import step
 from shardwise.run.plan.adapters import adapted, adapted_state, base_of, check_adaptation
@@ -20,7 +17,7 @@ from shardwise.run.plan.parameters import (
     stage_chunks,
     state_bytes,
 )
-from shardwise.run.plan.workload import Mesh, Workload, adaptation_of, mesh_of, planned_model, workload_of
+from shardwise.run.plan.workload import Mesh, Workload, mesh_of, planned_workload
 from shardwise.run.settings import PlanSettings
 from shardwise.training.bounds import RANKS, checks_arguments, from_keywords
 from shardwise.training.pipeline.schedules import Kind, make_schedule
@@ -52,16 +49,6 @@ def plan_of(settings: PlanSettings, folder: str | PathLike[str] | None, world_si
     """Plan a run of ``settings`` on ``world_size`` ranks. Raises as ``plan_run``."""
     settings, workload = planned_workload(settings, folder)
     return make_plan(workload, mesh_of(settings, world_size))
-
-
-def planned_workload(settings: PlanSettings, given: str | PathLike[str] | None) -> tuple[PlanSettings, Workload]:
-    """The settings with the numbers that are not given, and their workload, with the model of a folder if given."""
-    folder = None if given is None else os.fspath(given)
-    if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
-        settings = settings.on_device("cuda")
-    settings, model = planned_model(settings, folder)
-    settings.check_effect(model.num_layers)
-    return settings, workload_of(settings, model, adaptation_of(settings.lora, model, folder))
 
 
 @dataclass(frozen=True)
@@ -107,6 +94,12 @@ class Plan:
     mesh: Mesh
     parts: tuple[tuple[StageChunk, ...], ...]
     stages: tuple[RankPlan, ...]
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, tied weights once."""
+        ((whole,),) = stage_chunks(self.workload.model, 1)
+        return sum(param.numel for param in parameters_of(self.workload.model, whole, tp=1, rank=0))
 
     @cached_property
     def worst(self) -> RankPlan:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.core.errors import ConfigError
-from shardwise.run.plan.parameters import parameters_of, stage_chunks
 from shardwise.run.plan.plan import Plan
 from shardwise.run.plan.workload import Mesh
 
@@ -48,7 +47,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
     mesh = plan.mesh
     return {
         "layout": layout_as_json(mesh),
-        "parameters": sum_of_parameters(plan),
+        "parameters": plan.num_parameters,
         "stages": [
             {
                 "stage": rank.stage,
@@ -97,13 +96,6 @@ def layout_as_json(mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def sum_of_parameters(plan: Plan) -> int:
-    """Of the whole model, tied weights once."""
-    model = plan.workload.model
-    ((whole,),) = stage_chunks(model, 1)
-    return sum(param.numel for param in parameters_of(model, whole, tp=1, rank=0))
-
-
 def plan_as_table(plan: Plan) -> str:
     """A line for each pipeline stage, and which rank needs the most."""
     workload, mesh = plan.workload, plan.mesh
@@ -118,7 +110,7 @@ def plan_as_table(plan: Plan) -> str:
     worst = plan.worst
     samples, number = workload.global_batch_size, mesh.num_micro_batches(workload)
     lines = [
-        f"model  {sum_of_parameters(plan):,} parameters, {workload.element_bytes} bytes each"
+        f"model  {plan.num_parameters:,} parameters, {workload.element_bytes} bytes each"
         + (", with fp32 copies" if workload.has_masters else "")
         + f", {workload.optimizer}",
         f"ranks  {mesh.world_size}: {mesh}",

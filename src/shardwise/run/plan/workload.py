@@ -1,10 +1,14 @@
 """What is planned: a model and how it is trained, and how ranks share the work; and both of the settings of a run."""
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Literal
+
+import torch
 
 from shardwise.core.errors import ConfigError
 from shardwise.kernels.dispatch import ELEMENTWISE
@@ -189,18 +193,11 @@ def workload_of(settings: RunSettings, model: ModelDescription, adaptation: Adap
     )
 
 
-def adaptation_of(lora: LoraSettings, model: ModelDescription, folder: str | None = None) -> Adaptation | None:
-    """The adapters of a run on a model, which names its architecture by its folder; None where it has none.
-
-    Without a folder the names are those of the architecture that a new model is exported as.
-
-    Raises:
-        ConfigError: a target that names nothing, or adapters of a kind that is not offered.
-        CheckpointError: a folder that cannot be read.
-    """
+def _adaptation_of(lora: LoraSettings, model: ModelDescription, folder: str | None) -> Adaptation | None:
     if not lora.is_on:
         return None
     config = lora.config() if lora.lora_from is None else read_adapter_config(lora.lora_from)
+    # Without a folder the names are those of the architecture that a new model is exported as.
     name = config_to_json(model)["model_type"] if folder is None else read_config(Path(folder)).architecture.model_type
     kind = lora.base_quantization
     return Adaptation(config, name, None if kind == "none" else kind)
@@ -229,8 +226,8 @@ def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
     )
 
 
-def planned_model(settings: PlanSettings, folder: str | None) -> tuple[PlanSettings, ModelDescription]:
-    """The settings with the numbers that are not given, and the model: theirs or that of a Hugging Face folder.
+def planned_workload(settings: PlanSettings, model_dir: str | PathLike[str] | None) -> tuple[PlanSettings, Workload]:
+    """The settings with the numbers that are not given, and the workload: of their model or of a Hugging Face folder's.
 
     Of the folder only ``config.json`` is read.
 
@@ -238,20 +235,24 @@ def planned_model(settings: PlanSettings, folder: str | None) -> tuple[PlanSetti
         ConfigError: settings that contradict the folder; a model or a sequence that is not to be had.
         CheckpointError: there is no ``config.json``, or it cannot be read.
     """
-    if folder is None:
-        settings = settings.resolved(None)
-        return settings, describe(settings.model, settings.model.vocab_size)
-    for name, value in settings.model.changed():
-        if name not in ("model.sequence-length", "model.dropout"):
-            raise ConfigError(f"{name} {value} is given, and the model of {folder}; leave one out")
-    description = read_config(Path(folder)).description
-    settings = settings.resolved(description.max_sequence_length)
-    if settings.sequence_length > description.max_sequence_length:
-        raise ConfigError(
-            f"model.sequence-length {settings.sequence_length} is more than {description.max_sequence_length}, the "
-            f"longest sequence of {folder}"
-        )
-    dropout = settings.model.dropout
-    if dropout:
-        description = dataclasses.replace(description, hidden_dropout=dropout, attention_dropout=dropout)
-    return settings, description
+    if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
+        settings = settings.on_device("cuda")
+    if model_dir is None:
+        folder, settings = None, settings.resolved(None)
+        model = describe(settings.model, settings.model.vocab_size)
+    else:
+        folder = os.fspath(model_dir)
+        for name, value in settings.model.changed():
+            if name not in ("model.sequence-length", "model.dropout"):
+                raise ConfigError(f"{name} {value} is given, and the model of {folder}; leave one out")
+        model = read_config(Path(folder)).description
+        settings, longest = settings.resolved(model.max_sequence_length), model.max_sequence_length
+        if settings.sequence_length > longest:
+            raise ConfigError(
+                f"model.sequence-length {settings.sequence_length} is more than {longest}, the longest sequence of "
+                f"{folder}"
+            )
+        if dropout := settings.model.dropout:
+            model = dataclasses.replace(model, hidden_dropout=dropout, attention_dropout=dropout)
+    settings.check_effect(model.num_layers)
+    return settings, workload_of(settings, model, _adaptation_of(settings.lora, model, folder))

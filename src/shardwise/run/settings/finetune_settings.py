@@ -75,8 +75,7 @@ class LoraSettings(Checked, prefix="--"):
     base_quantization: Literal["none", "int8", "nf4"] = "none"
     lora_merge: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         of_any = ("--lora-from", "--lora-merge", "--base-quantization")
         changed = [flag for flag, _ in self.changed() if flag not in of_any]
         if self.base_quantization != "none":
@@ -222,8 +221,7 @@ class LabelSettings(Checked, prefix="--"):
     problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = None
     pad_token: str | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         for flag, _ in self.changed("num_labels", "label_names", "problem_type", "pad_token"):
             require(self.is_on, f"{flag} is for --task sequence-classification or token-classification; add it")
         for name, why in (
@@ -291,8 +289,8 @@ class FinetuneSettings(RunSettings):
     samples: Annotated[SampleSettings, tyro.conf.arg(name="")] = field(default_factory=SampleSettings)
     labels: Annotated[LabelSettings, tyro.conf.arg(name="")] = field(default_factory=LabelSettings)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
+        super()._check_together()
         if (kind := self.lora.base_quantization) != "none":
             cases = (self.parallel.fsdp, "--fsdp"), (self.parallel.exact, "--exact")
             refuse(f"--base-quantization {kind} and {{}} exclude each other; leave one out", *cases)
@@ -339,8 +337,7 @@ class PreferenceSettings(Checked, prefix="--"):
     loss_type: Literal["sigmoid", "robust", "hinge", "ipo"] = "sigmoid"
     label_smoothing: Annotated[float, Range(0, 0.5, high_included=False)] = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
             raise ConfigError(
                 f"--label-smoothing {self.label_smoothing:g} and --loss-type {self.loss_type} exclude each other; use "
@@ -362,8 +359,8 @@ class DpoSettings(FinetuneSettings):
     out: Annotated[str, Folder()] = "runs/dpo"
     preference: Annotated[PreferenceSettings, tyro.conf.arg(name="")] = field(default_factory=PreferenceSettings)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
+        super()._check_together()
         refuse(
             "dpo has no {}; leave it out",
             (self.samples.packing, "--packing: the answers of a pair are rows of one batch"),
@@ -408,8 +405,8 @@ class DistillSettings(FinetuneSettings):
     out: Annotated[str, Folder()] = "runs/distill"
     distillation: Annotated[TeacherSettings, tyro.conf.arg(name="")] = field(default_factory=TeacherSettings)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
+        super()._check_together()
         given = self.distillation.teacher is not None
         require(given, "no model to learn from; name its Hugging Face folder: --teacher FOLDER")
         refuse(

@@ -56,8 +56,7 @@ class ModelSettings(Checked, prefix="model."):
     tie_embeddings: bool = True
     dropout: Annotated[float, bounds.PROBABILITY] = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         _require_multiple("model.hidden-size", self.hidden_size, "model.num-heads", self.num_heads)
         groups = self.num_query_groups or self.num_heads
         _require_multiple("model.num-heads", self.num_heads, "model.num-query-groups", groups)
@@ -73,8 +72,7 @@ class RecomputeSettings(Checked, Recomputation, prefix="recompute."):
 
     num_layers: Annotated[int, Range(1, 10_000)] = 1
 
-    def __post_init__(self) -> None:
-        Checked.__post_init__(self)
+    def _check_together(self) -> None:
         Recomputation.__post_init__(self)
 
 
@@ -109,8 +107,7 @@ class ProfileSettings(Checked, prefix="profile."):
     # Each is some megabytes.
     active: Annotated[int, Range(1, 1_000)] = 3
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         for name, value in self.changed("wait", "warmup", "active"):
             words = f"{name} {value} is for --profile, which is not given; give it, or leave the other out"
             require(self.enabled, words)
@@ -174,8 +171,7 @@ class RunSettings(StepSettings):
     profile: ProfileSettings = field(default_factory=ProfileSettings)
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
         require(bool(self.data), "no text to train on; pass --data with files or folders, or --data stdlib")
         self.profile.check_steps(0, self.training.steps)
 
@@ -282,8 +278,8 @@ class Settings(RunSettings):
 
     model: ModelSettings = field(default_factory=ModelSettings)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_together(self) -> None:
+        super()._check_together()
         require(
             self.model.num_heads >= self.parallel.tp,
             f"parallel.tp {self.parallel.tp} is more than the {self.model.num_heads} attention heads; lower it or "
