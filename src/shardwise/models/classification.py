@@ -81,7 +81,7 @@ class Classification:
 
         Args:
             logits: ``[b, n]``, or ``[b, s, n]`` of tokens; not modified.
-            labels: ``[b]`` or ``[b, s]`` integers, -100 for what costs nothing; for a regression ``[b]`` or ``[b, n]``
+            labels: ``[b]`` or ``[b, s]`` integers, where -100 costs nothing; for a regression ``[b]`` or ``[b, n]``
                 and with several labels each ``[b, n]`` floats.
 
         Returns:

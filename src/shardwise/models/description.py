@@ -119,7 +119,7 @@ def model_config(description: ModelDescription, **settings: Any) -> ModelConfig:
     """The ``ModelConfig`` of a described model.
 
     Args:
-        description: the model's description.
+        description: of the model.
         **settings: other fields of the config (``params_dtype``, ``sequence_parallel``, stages and the like), and
             values that replace the description's (``hidden_dropout``).
 
@@ -147,10 +147,9 @@ def build_model(
     """A described model, or this rank's part of it.
 
     Args:
-        description: the model's description.
-        config: its config, from ``model_config``.
+        description, config: of the model; the config from ``model_config``.
         groups: its process groups.
-        device: the device that its parameters are made on; PyTorch's default device if None, or the GPU of NCCL groups.
+        device: device of its parameters; PyTorch's default device if None, or the GPU of NCCL groups.
         max_sequence_length: longest sequence, for models without learned positions.
         vp_stage: the index of the stage's chunk; None without interleaving.
 
@@ -233,14 +232,7 @@ def chunks_of(config: ModelConfig) -> Sequence[int | None]:
 
 
 class ModelChunks(nn.ModuleList):
-    """A pipeline stage's chunks of a model, in order.
-
-    Args:
-        chunks: at least one chunk; all have the same config.
-
-    Attributes:
-        config: the config of all chunks.
-    """
+    """A pipeline stage's chunks of a model, in order; at least one, all with the same config."""
 
     config: ModelConfig
 

@@ -85,8 +85,8 @@ class ShardedModule(GroupModule):
 
     Attributes:
         group: the ranks that share the layer.
-        param_layouts: for each of the layer's own parameters, where this rank's part lies in the whole one.
-        param_replicas: for each of them, which ranks hold the same, and over which its gradient is summed.
+        param_layouts: for each of the layer's parameters, the place of this rank's part in the whole one.
+        param_replicas: for each of them, the ranks that hold the same, and those over which its gradient is summed.
         initializes, init_on_cpu: as ``initialize`` and ``init_on_cpu``.
     """
 

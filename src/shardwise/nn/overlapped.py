@@ -30,12 +30,11 @@ def multiply_gathered(
     Args:
         pass_: the layer's kind, and its forward or backward.
         shard: this rank's rows.
-        weight: ``[o, i]``.
-        bias: ``[o]`` or None.
+        weight, bias: ``[o, i]``, and ``[o]`` or None.
         group: the ranks that share the sequence.
         sizes: every rank's number of rows; all the same as this rank's if None.
-        buffer: where the rows of all ranks lie, until the next gather into it; new memory if None.
-        needs_whole: return them too.
+        buffer: memory of the rows of all ranks, until the next gather into it; new memory if None.
+        needs_whole: return these rows too.
     """
     way = choose_way(pass_, group=group, device=shard.device, even=sizes is None, has_bias=bias is not None)
     if way.name == "symmetric memory":
@@ -58,13 +57,9 @@ def multiply_gathered(
 
 
 def multiply_scattered(pass_: Pass, rows: Tensor, weight: Tensor, *, group: ProcessGroup) -> Pending:
-    """Start ``rows @ weight.T``, summed over the ranks and scattered by rows; not recorded by autograd.
+    """Start ``rows @ weight.T`` of ``[s, ..., i]`` and ``[o, i]``, summed over the ranks and scattered by rows.
 
-    Args:
-        pass_: as for ``multiply_gathered``.
-        rows: ``[s, ..., i]``.
-        weight: ``[o, i]``.
-        group: the ranks that share the sequence, by the balanced rule.
+    Rows are scattered by the balanced rule. Not recorded by autograd.
     """
     even = uneven_sizes(rows.size(0), group.size()) is None
     if choose_way(pass_, group=group, device=rows.device, even=even).name == "symmetric memory":

@@ -338,15 +338,9 @@ def quantize_shard(kind: Quantization, values: Tensor, layout: ParamLayout, grou
 
 
 def quantized_linear(input_: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
-    """``input_ @ weight.T + bias``. The backward makes the weight of its codes again; neither it nor the input is kept.
+    """``input_ @ weight.T + bias`` of ``[..., i]``, ``[o, i]`` and ``[o]``, where the weight gets no gradient.
 
-    Args:
-        input_: ``[..., i]``; not modified.
-        weight: ``[o, i]``, which gets no gradient.
-        bias: ``[o]`` or None.
-
-    Returns:
-        ``[..., o]``.
+    The backward decodes the weight again; neither it nor the input is kept.
     """
     output: Tensor = _QuantizedLinear.apply(input_, weight.detach())
     return output if bias is None else output + bias.to(output.dtype)

@@ -27,10 +27,9 @@ class WeightGradientQueue:
     forwards whose backward has not come yet.
 
     Args:
-        limit: how many may wait; 0 is no limit.
-        inputs: where the inputs are kept, ``[s, b, i]`` each, or this rank's shards of them; None if the caller keeps
-            them itself.
-        grad_outputs: where the output gradients are kept, ``[s, b, o]`` each.
+        limit: the most that may wait; 0 is no limit.
+        inputs: list for the inputs, ``[s, b, i]`` or this rank's shards; None if the caller keeps them.
+        grad_outputs: list for the output gradients, ``[s, b, o]``.
         from_forward: an input is there from its forward on; else it comes with its output gradient.
 
     Attributes:

@@ -10,12 +10,10 @@ row, also sequence   split like ``W``  whole, gradient   none: ``B z`` joins the
 parallel                               partial           reduction
 ==================== ================= ================= ==============================================================
 
-``z`` has ``r`` features, so what travels per token is ``r / hidden_size`` of what the layer itself sends. Gradients
-marked partial are summed once per step by ``finalize_gradients_``. A replicated ``A`` sees its whole gradient on every
-rank, because the sum over ranks is taken of the gradient of ``z`` already.
-
-In a group that sums over parts (``core.communication.trees``) no gradient is partial, and of a row-parallel layer the
-sum of ``z`` over the ranks is taken too.
+``z`` has ``r`` features, so a token sends ``r / hidden_size`` of the layer's own traffic. Partial gradients are summed
+once per step by ``finalize_gradients_``. A replicated ``A`` has its whole gradient on every rank, because the gradient
+of ``z`` is summed over the ranks. In a group that sums over parts (``core.communication.trees``) no gradient is
+partial, and ``z`` of a row-parallel layer is summed over the ranks too.
 """
 
 from __future__ import annotations

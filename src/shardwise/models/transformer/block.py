@@ -48,11 +48,9 @@ class TransformerBlock(HiddenToHidden):
     """Layers, one after the other, and a norm after the model's last.
 
     Args:
-        config: sizes of the model.
-        spec: what a layer is made of.
-        tp_group: tensor-parallel group.
-        layers: which of the model's layers, counted from 0; all if None.
-        post_process: whether the model ends here, so that the final norm (``config.final_layernorm``) is here too.
+        config, spec, tp_group: as ``TransformerLayer``.
+        layers: the layers of the model, counted from 0, that are here; all if None.
+        post_process: the model ends here, so that the final norm (``config.final_layernorm``) is here too.
         seed: the source of each layer's seed, so that a layer starts alike on every stage; the default
             generators go on from layer to layer if None.
 

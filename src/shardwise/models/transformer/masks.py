@@ -83,16 +83,15 @@ class AttentionMask:
         Args:
             query: ``[b, heads/t, s, d]``, of the last ``s`` of ``num_keys`` positions.
             num_keys: number of positions of the keys.
-            causal: forbid what comes after a token.
+            causal: forbid keys after a token.
             window: positions that a token sees before and after itself, -1 for no bound.
 
         Returns:
-            A bias of the query's dtype, -inf where attention is forbidden, broadcast to ``[b, heads/t, s, num_keys]``.
-            None where ``is_causal`` says everything.
+            A bias of the query's dtype, -inf where attention is forbidden, broadcast to ``[b, heads/t, s, num_keys]``;
+            None if ``is_causal`` suffices.
 
         Raises:
-            ShardingError: a mask of another shape; document numbers that are not those of the queries, or with a
-                cache.
+            ShardingError: a mask of another shape; numbers of documents of another shape, or with a cache.
         """
         new = query.size(2)
         before, after = (-1, -1) if window is None else window

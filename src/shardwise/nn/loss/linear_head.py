@@ -44,15 +44,12 @@ from shardwise.nn.loss.vocabulary import Combined, combine
 
 @dataclass(frozen=True)
 class Head:
-    """An output layer and its loss, but for the tensors.
+    """An output layer and its loss, without the tensors.
 
     Attributes:
         ranges: every rank's ids.
-        options: of the loss.
-        sequence_parallel: hidden states are a shard of the tokens.
-        sizes: how many tokens each rank holds then; None if all hold as many.
+        sequence_parallel, sizes: hidden states are a shard of the tokens; each rank's number of them, None if equal.
         main_grad_weight: the parameter whose ``main_grad`` the weight gradient is added to; None to return it.
-        checks: of logits and targets.
         group: the ranks that split the vocabulary.
     """
 

@@ -151,8 +151,7 @@ class LossChecks:
         Args:
             every: ``[t, n, k]``, all ranks' ``row_statistics``, or ``[t p, n, k]`` of their parts; marked.
             row_of: this rank's logits ``[v]`` of a token; called only after an error.
-            target: ``[...]``, this rank's targets; messages give positions in its shape.
-            ignored: ``[n]``, this rank's tokens that do not count.
+            target, ignored: this rank's targets, whose shape is that of positions in messages; those that do not count.
             interval: this rank's ids.
             group: the ranks that split the vocabulary.
 
