@@ -18,15 +18,13 @@
     ├── ParityError      (RuntimeError)  a parallel result that does not equal the dense one
     └── LaunchError      (RuntimeError)  a rank that died, or could not be started
 
-Each is also the builtin in brackets, so that callers who do not know Shardwise catch what they expect. What Megatron
-raises as a RuntimeError, and what is a ValueError here, is both. Where Megatron has an ``assert``, its names raise
-the errors of ``shardwise.megatron.errors``.
-
-A message carries the values that broke the rule and says what to do.
+Each is also the builtin in brackets, so that callers who do not know Shardwise catch what they expect; a RuntimeError
+of Megatron that is a ValueError here is both. Where Megatron has an ``assert``, its names raise the errors of
+``shardwise.megatron.errors``. A message carries the values that broke the rule and says what to do.
 """
 
 REPORT = "if {}, the mistake is Shardwise's own: please report it"
-"""What the message of an error ends with whose cause may be ours; ``{}`` is how to tell."""
+"""End of the message of an error whose cause may be Shardwise; ``{}`` is how to tell."""
 
 
 class ShardwiseError(Exception):
@@ -38,7 +36,7 @@ class ConfigError(ShardwiseError, ValueError):
 
 
 class ContradictionError(ConfigError, RuntimeError):
-    """Settings that exclude each other, which Megatron says by a RuntimeError."""
+    """Settings that exclude each other; a RuntimeError in Megatron."""
 
 
 class UnwritableError(ConfigError):
@@ -81,7 +79,7 @@ class OutOfMemoryError(ShardwiseError, MemoryError):
     """A rank that needs more memory than there is.
 
     Attributes:
-        details: lines to print below the message, such as what the run needs.
+        details: lines to print below the message, such as the memory that the run needs.
     """
 
     def __init__(self, message: str, details: str = "") -> None:

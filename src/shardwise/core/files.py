@@ -1,10 +1,8 @@
-"""Files that are complete or absent, and files of others, which are looked at before they are opened and read.
+"""Files that are complete or absent, and JSON from files of others, which are checked before they are read.
 
-The one way to read JSON from untrusted files.
-
-Python's reader takes what is no JSON (NaN, Infinity), keeps the last of two equal keys in silence, and follows brackets
-until its stack ends. What is read here is an object, nested at most ``MAX_DEPTH`` deep, with finite numbers and each
-key once, from a regular file of a bounded size.
+Python's reader takes NaN and Infinity, keeps the last of two equal keys in silence, and follows brackets until its
+stack ends. ``read_json`` reads an object, nested at most ``MAX_DEPTH`` deep, with finite numbers and each key once,
+from a regular file of a bounded size.
 """
 
 import errno
@@ -35,7 +33,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
     Args:
         path: the file; its folder is made if missing.
-        write: called with the open binary file; its result is not used.
+        write: writes to the open binary file.
 
     Raises:
         UnwritableError: the folder cannot be made or written to.
@@ -61,10 +59,10 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str]) -> Iterator[int]:
-    """A descriptor to read a regular file with, for the length of the block.
+    """A descriptor of a regular file, to read from within the block.
 
-    Opening a named pipe would wait for a writer that never comes, and a device has no end; so the kind is looked at
-    first, and once more when it is open.
+    Opening a named pipe would wait for a writer that never comes, and a device has no end; so the kind is checked
+    first, and again when the file is open.
 
     Raises:
         OSError: there is no such file, it cannot be read, or it is no regular file.
@@ -86,19 +84,19 @@ def read_regular(path: str | os.PathLike[str], *, limit: int) -> bytes:
     """The content of a regular file of at most ``limit`` bytes.
 
     Raises:
-        OSError: see ``open_regular``; or the file is larger, which is found before anything is read.
+        OSError: see ``open_regular``; or the file is larger.
     """
     with open_regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit:
             raise OSError(errno.EFBIG, f"it has {size} bytes, and such a file at most {limit}", os.fspath(path))
         with open(descriptor, "rb", closefd=False) as file:
-            # One that grows meanwhile is read as far as it was looked at.
+            # One that grows meanwhile is read up to its size at the check.
             return file.read(size)
 
 
 def can_be_a_name(text: str) -> bool:
-    """Whether a file can be called so: no NUL, and no lone surrogate."""
+    """True if a file can have this name: no NUL, and no lone surrogate."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -112,13 +110,13 @@ def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None
 
 
 MAX_DEPTH = 64
-"""Objects and lists within each other; real files have about ten."""
+"""Depth of objects and lists within each other; real files have about ten."""
 
 MAX_CONFIG_BYTES = 8_000_000
-"""Of files that describe one thing, such as ``config.json``; real ones have some kilobytes."""
+"""Size of files such as ``config.json``; real ones have some kilobytes."""
 
 MAX_TABLE_BYTES = 100_000_000
-"""Of files that list tensors; safetensors has the same limit for its headers."""
+"""Size of lists of tensors; safetensors has the same limit for its headers."""
 
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 
@@ -138,10 +136,10 @@ def read_json(path: str | os.PathLike[str], *, limit: int = MAX_CONFIG_BYTES) ->
 
 
 def parse_json(content: bytes) -> dict[str, Any]:
-    """The object that a JSON text in UTF-8 is.
+    """The object of a JSON text in UTF-8.
 
     Raises:
-        ValueError: it is no JSON, no object, has a number that is not finite or a key twice, or is nested deeper than
+        ValueError: it is no JSON or no object, has a number that is not finite or a key twice, or is nested deeper than
             ``MAX_DEPTH``. The message says which, without the file's name.
     """
     try:
@@ -180,14 +178,14 @@ def _checked_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_finite(item: Any) -> bool:
-    """Whether a number, or each number of a list, is finite. Objects within were looked at when they were made."""
+    """True if a number, or each number of a list, is finite. Objects within were checked when they were made."""
     if isinstance(item, float):
         return math.isfinite(item)
     return not isinstance(item, list) or all(map(_is_finite, item))
 
 
 def shown(value: object, longest: int = 80) -> str:
-    """A value of a file as JSON has it, or its beginning, for a message."""
+    """A value of a file in JSON, or its beginning, for a message."""
     try:
         text = json.dumps(value, default=str)
     except (ValueError, RecursionError):

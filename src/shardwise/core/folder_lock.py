@@ -1,8 +1,7 @@
 """One run at a time in a folder: a file there that a living process holds locked.
 
-The kernel gives the lock back when the process ends, however it ends, so that a killed run is in nobody's way. The file
-says who holds it. Where a file system has no locks, what the file says decides: a process of this machine can be asked
-whether it lives, one of another host cannot.
+The kernel releases the lock when the process ends, also when it is killed. The file names the holder. Where a file
+system has no locks, that name decides: a process of this machine can be looked up, one of another host cannot.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ _LONGEST = 4096
 
 
 class FolderLock:
-    """Holds a folder for this process, from when it is made until ``release`` or the end of a ``with`` block.
+    """A lock of a folder for this process, until ``release`` or the end of a ``with`` block.
 
     A child that is forked while the lock is held keeps it as long as it lives; one that is started does not.
 
     Args:
-        folder: made if missing, with the folders above it; what was made and is still empty goes at the release.
-        name: of the file in it.
-        what: what is said to be in use, where it is not the folder itself.
-        flag: what the user named it by, for messages.
+        folder: made if missing, with the folders above it; those that are still empty are removed at the release.
+        name: name of the file in it.
+        what: path that messages name, if not the folder.
+        flag: the user's flag for it, for messages.
 
     Attributes:
-        left_by: what the file says of a process that did not release it, and is gone; None if there was none.
+        left_by: name of a process that is gone and did not release the lock, if any.
 
     Raises:
-        ConfigError: another process holds it, which is named; or the folder cannot be made or written to.
+        ConfigError: another process, which is named, holds it; or the folder cannot be made or written to.
     """
 
     def __init__(self, folder: Path, *, name: str = LOCK_NAME, what: Path | None = None, flag: str = "--out") -> None:
@@ -69,7 +68,7 @@ class FolderLock:
                 before = _holder(self.path)
                 if not _is_free(descriptor, before):
                     raise _in_use(self._what, self.path, before, flag)
-                # Whoever held it until now may have removed the file after it was opened here.
+                # The holder until now may have removed the file after it was opened here.
                 if _is_same_file(descriptor, self.path):
                     self.left_by = _named(before) if before else None
                     os.ftruncate(descriptor, 0)
@@ -81,7 +80,7 @@ class FolderLock:
             os.close(descriptor)
 
     def release(self) -> None:
-        """Let others have the folder; nothing of the lock is left in it."""
+        """Release the lock and remove its file."""
         if self._descriptor < 0:
             return
         with suppress(OSError):
@@ -92,7 +91,7 @@ class FolderLock:
 
     def _remove_made(self) -> None:
         for folder in self._made:
-            # Stays where something is in it.
+            # It stays if it is not empty.
             with suppress(OSError):
                 folder.rmdir()
 
@@ -106,7 +105,7 @@ class FolderLock:
 
 
 def check_free(folder: Path, *, name: str = LOCK_NAME, what: Path | None = None, flag: str = "--out") -> None:
-    """Check that nobody holds a folder, and that it could be written to, without making or holding anything.
+    """Check that no process holds a folder, and that it could be written to, without making or locking anything.
 
     Raises:
         ConfigError: as for ``FolderLock``.
@@ -120,7 +119,7 @@ def check_free(folder: Path, *, name: str = LOCK_NAME, what: Path | None = None,
 
 
 def lock_of_target(target: Path) -> dict[str, Any]:
-    """Arguments of the lock of a folder that is to appear when it is complete: a file beside it."""
+    """Arguments of the lock of a folder that is to appear when it is complete: a file next to it."""
     return {"folder": target.parent, "name": f".{target.name}.lock", "what": target, "flag": "folder"}
 
 
@@ -130,11 +129,7 @@ def check_free_target(target: Path) -> None:
 
 
 def check_folder(folder: Path, *, flag: str = "--out") -> None:
-    """Check that a folder is there and can be written to, or could be made; without making anything.
-
-    Raises:
-        ConfigError: it cannot; the message says why.
-    """
+    """Raise ConfigError unless a folder is there and can be written to, or could be made; nothing is made."""
     if not can_be_a_name(str(folder)):
         raise ConfigError(f"{flag} is {str(folder)!r}, which is no folder's name")
     for place in (folder, *folder.parents):
@@ -158,7 +153,7 @@ def check_folder(folder: Path, *, flag: str = "--out") -> None:
 
 
 def cannot_write(folder: Path, reason: str, flag: str) -> UnwritableError:
-    """The error of a folder that nothing can be written to."""
+    """The error of a folder that cannot be written to."""
     return UnwritableError(f"cannot write to {str(folder)!r}: {reason}; choose another {flag} or free it")
 
 
@@ -169,7 +164,7 @@ def _in_use(what: Path, path: Path, holder: dict[str, Any], flag: str) -> Config
 
 
 def _holder(path: Path) -> dict[str, Any]:
-    """What the file says; nothing if it says nothing that makes sense."""
+    """The holder that the file names; empty if it makes no sense."""
     try:
         return parse_json(read_regular(path, limit=_LONGEST))
     except (OSError, ValueError):
@@ -177,7 +172,7 @@ def _holder(path: Path) -> dict[str, Any]:
 
 
 def _is_free(descriptor: int, holder: dict[str, Any]) -> bool:
-    """Whether the file could be locked, and is now; where there are no locks, whether its holder is gone."""
+    """True if the file could be locked, and is now; where there are no locks, if its holder is gone."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -206,7 +201,7 @@ def _named(holder: dict[str, Any]) -> str:
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:
-    """Whether the holder was a process of this machine that has ended."""
+    """True if the holder was a process of this machine that has ended."""
     pid, started = holder.get("pid"), holder.get("started")
     if holder.get("machine") != machine() or type(pid) is not int or not isinstance(started, str):
         return False

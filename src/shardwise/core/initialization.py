@@ -1,27 +1,23 @@
 """One initialisation for every layout: a rank's slice is that of the whole parameter.
 
-The whole weight is the same bit for bit, whatever the number of ranks, as long as every rank's default generator is in
-the same state; and the generator ends in the same state too, so that the next parameter agrees as well. Four kinds of
-methods:
+The whole weight is the same bit for bit at every number of ranks, as long as every rank's default generator is in the
+same state; and the generator ends in the same state, so that the next parameter agrees as well. Four kinds of methods:
 
-* ``CounterNormal``, with which models start: a rank computes its slice and nothing else, and its bits are the same on
-  every device.
-* PyTorch's normal, uniform, Xavier and Kaiming methods and constants, by themselves or as ``functools.partial``: drawn
-  a bounded block of rows at a time, so that no rank ever holds more than its slice and one block. On a CPU the values
-  are those of ``init_method(torch.empty(global_shape))``.
-* The truncated normal, which draws rejected numbers again: each block by itself, at every number of ranks. The values
-  are PyTorch's as long as the parameter is one block.
-* An arbitrary method is given the whole parameter.
+* ``CounterNormal``, the models' default: a rank computes only its slice, and its bits are the same on every device.
+* PyTorch's normal, uniform, Xavier and Kaiming methods and constants, also as ``functools.partial``: drawn a bounded
+  block of rows at a time, so that no rank ever holds more than its slice and one block. On a CPU the values are those
+  of ``init_method(torch.empty(global_shape))``.
+* The truncated normal, which draws rejected numbers again: block by block, at every number of ranks. The values are
+  PyTorch's as long as the parameter is one block.
+* An arbitrary method gets the whole parameter.
 
-What depends on the parameter's shape (the fans of Xavier and Kaiming) is taken from the whole one.
+The fans of Xavier and Kaiming are those of the whole parameter.
 
-Normal numbers by a counter: each is a function of a key and of its own place, and of nothing else.
-
-So whoever needs a part of a tensor computes that part alone. The numbers are the same bits on every device and however
-many are computed at once: Philox is integers, and what makes normals of them uses only those operations on fp64 whose
-result IEEE 754 defines to the bit (addition, multiplication, division, square root; PyTorch's logarithm and sine differ
-between devices, and between a vector's body and its end), each in a call of its own, since compilers fuse what stands
-together.
+Each number of ``CounterNormal`` is a function of a key and of its place, so that a part of a tensor is computed alone.
+The bits are the same on every device and for any number of numbers at once: Philox computes with integers, and normals
+are made of them only by operations on fp64 whose result IEEE 754 defines to the bit (addition, multiplication,
+division, square root; PyTorch's logarithm and sine differ between devices, and between a vector's body and its end),
+one operation in each call, since compilers fuse several.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox); Box and Muller 1958.
 """
@@ -42,14 +38,14 @@ from torch.nn import init
 
 from shardwise.core.sharding import Interval, ParamLayout
 
-# Numbers of 32 bits that one counter gives.
+# Numbers of 32 bits for each counter.
 _WORDS = 4
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
-# Counters at a time: on a CPU so few, for each thread, that what lies between two operations stays in its cache.
+# Counters at a time: on a CPU so few for each thread that the results between two operations stay in its cache.
 _COUNTERS_PER_THREAD, _COUNTERS_ELSEWHERE = 1 << 14, 1 << 20
 
 # Enough terms for an error of 1e-12.
@@ -83,15 +79,15 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
 def fill_normal_(out: Tensor, *, key: int, rows: Tensor, column: int, mean: float = 0.0, std: float = 1.0) -> None:
     """Fill a part of a whole matrix with independent normal numbers.
 
-    In row ``r`` of the whole, columns ``4 b`` to ``4 b + 3`` are what counter ``(b, r)`` gives: two pairs by Box and
-    Muller, computed in fp64 and rounded at the end, to fp32 first where ``out`` is narrower.
+    In row ``r`` of the whole, columns ``4 b`` to ``4 b + 3`` are the numbers of counter ``(b, r)``: two pairs by Box
+    and Muller, computed in fp64 and rounded at the end, to fp32 first where ``out`` is narrower.
 
     Args:
         out: ``[n, m]``, or a view of that shape; overwritten.
-        key: of the matrix, of 64 bits.
-        rows: ``[n]``, int64, which rows of the whole these are; on the device of ``out``.
-        column: which column of the whole is the first here; the next ones follow it.
-        mean, std: of the numbers.
+        key: key of the matrix, of 64 bits.
+        rows: ``[n]``, int64, numbers of these rows in the whole; on the device of ``out``.
+        column: number in the whole of the first column here.
+        mean, std: mean and standard deviation of the numbers.
     """
     num_rows, num_columns = out.shape
     first, last = column // _WORDS, -(-(column + num_columns) // _WORDS)
@@ -101,7 +97,7 @@ def fill_normal_(out: Tensor, *, key: int, rows: Tensor, column: int, mean: floa
     height = max(1, at_once // width)
     for block in range(first, last, width):
         blocks = torch.arange(block, min(block + width, last), device=out.device)
-        # What these counters give, and what of it is wanted.
+        # The columns of these counters that are wanted.
         start = block * _WORDS
         low, high = max(start, column), min(start + len(blocks) * _WORDS, column + num_columns)
         for row in range(0, num_rows, height):
@@ -110,7 +106,7 @@ def fill_normal_(out: Tensor, *, key: int, rows: Tensor, column: int, mean: floa
 
 
 def _normals(key: int, rows: Tensor, blocks: Tensor) -> Tensor:
-    """``[n, 1]`` and ``[m]`` to ``[n, 4 m]``: what each counter gives."""
+    """The numbers of counters: ``[n, 1]`` and ``[m]`` to ``[n, 4 m]``."""
     words = philox((blocks, rows & _MASK, rows >> 32, rows.new_zeros(())), key)
     normals = torch.empty((*words[0].shape, _WORDS), dtype=torch.float64, device=rows.device)
     for pair in range(0, _WORDS, 2):
@@ -172,8 +168,7 @@ class Normal:
 class CounterNormal:
     """Fill with independent normal numbers, each a function of its place in the parameter and of a key.
 
-    The key is one number of the CPU's default generator, on every device and however large the parameter. See
-    ``shardwise.core.philox``.
+    The key is one number of the CPU's default generator, on every device and for every size of parameter.
     """
 
     std: float
@@ -183,7 +178,7 @@ class CounterNormal:
         return initialize_shard_(tensor, ParamLayout.replicated(tensor.shape, 1), 0, self)
 
     def fill_(self, shard: Tensor, layout: ParamLayout, rank: int) -> None:
-        """Fill what ``rank`` holds of a parameter: a matrix of its last dimension, where it has several before."""
+        """Fill a rank's shard of a parameter, as a matrix: dimensions before the last are its rows."""
         shape, key = layout.global_shape or (1,), draw_seed()
         target = shard if shard.device.type not in _WITHOUT_FP64 else torch.empty_like(shard, device="cpu")
         rows = torch.arange(math.prod(shape[:-1]), device=target.device)
@@ -215,14 +210,10 @@ def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float =
 
 @dataclass(frozen=True)
 class _BlockMethod:
-    """How to fill one block of a parameter.
-
-    Attributes:
-        fill: fills the block in place.
-        one_stream: whether consecutive blocks, on a CPU, get the numbers that one fill of all would get.
-    """
+    """Fills one block of a parameter in place."""
 
     fill: InitMethod
+    # On a CPU consecutive blocks get the numbers of one fill of all.
     one_stream: bool = True
 
 
@@ -231,7 +222,7 @@ _ELEMENTWISE: tuple[Any, ...] = (init.normal_, init.uniform_, init.constant_, in
 
 
 def _block_method(init_method: InitMethod, shape: tuple[int, ...]) -> _BlockMethod | None:
-    """How ``init_method`` of a whole parameter of ``shape`` fills a block of it; None if that is not known."""
+    """The filling of blocks of a parameter of ``shape`` that equals ``init_method`` of the whole; None if unknown."""
     if isinstance(init_method, Normal):
         return _BlockMethod(init_method)
     function: Any = init_method
@@ -289,13 +280,12 @@ def initialize_shard_(
     """Fill ``shard`` with this rank's slice of ``init_method`` applied to the whole parameter.
 
     Args:
-        shard: this rank's part, of shape ``layout.local_shape(rank)``; overwritten. A meta tensor stays as it is, and
-            nothing is drawn.
-        layout: where the part lies in the whole.
+        shard: this rank's part, of shape ``layout.local_shape(rank)``; overwritten. Nothing is drawn for a meta tensor.
+        layout: the parameter's layout.
         rank: this rank in the tensor-parallel group.
         init_method: fills a tensor in place.
-        on_cpu: draw on the CPU in fp32 (fp64 for an fp64 shard), whatever the shard's device and dtype, and copy: the
-            same weights, up to the shard's rounding, on every device. ``CounterNormal`` gives these anyway.
+        on_cpu: draw on the CPU in fp32 (fp64 for an fp64 shard) and copy: the same weights, up to the shard's rounding,
+            on every device. ``CounterNormal`` gives these anyway.
 
     Returns:
         ``shard``.
@@ -362,7 +352,7 @@ def _fill_columns(shard: Tensor, layout: ParamLayout, rank: int, blocks: Iterato
 
 
 def draw_seed() -> int:
-    """A seed from the CPU's default generator, whatever PyTorch's default device is: one number, of 63 bits."""
+    """A seed of 63 bits: one number of the CPU's default generator."""
     seed = torch.empty((), dtype=torch.int64, device="cpu").random_()
     # Fake tensors have no values, and nothing that is made of them has.
     return 0 if isinstance(seed, FakeTensor) else int(seed)
@@ -370,10 +360,9 @@ def draw_seed() -> int:
 
 @contextmanager
 def part_seeded(seed: int | None, *part: object) -> Iterator[None]:
-    """Seed the default generators by ``seed`` and the name of a part of the model; give them back their states after.
+    """Within the block the default generators are seeded by ``seed`` and the name of a part of the model; not if None.
 
-    So a part starts from the same values whichever other parts this rank has, as on a pipeline stage. Nothing happens
-    if ``seed`` is None.
+    So a part starts from the same values on every pipeline stage, whichever other parts the stage has.
     """
     if seed is None:
         yield

@@ -1,9 +1,7 @@
-"""Processes of this machine, and temporary files that bear the name of the process that made them.
+"""Processes of this machine, their temporary files, and switches in the environment.
 
-A process that is killed leaves its temporary files. The name of each says whose it is, so that the next one can tell
-those of the living from those of the dead.
-
-The switches in the environment: variables that are 0 or 1, and whose other values are errors.
+A process that is killed leaves its temporary files. The name of each has its process, so that the next process can tell
+files of living processes from those of dead ones. A switch is a variable that is 0 or 1; another value is an error.
 """
 
 from __future__ import annotations
@@ -44,16 +42,13 @@ class Process:
         return None if fields[0] in "ZX" else cls(pid, fields[19])
 
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """True if it has not ended."""
         return Process.find(self.pid) == self
 
 
 @cache
 def machine() -> str | None:
-    """Eight digits that are the same for processes whose numbers mean the same: of one boot, in one namespace.
-
-    None where there is no /proc that would say it.
-    """
+    """Eight digits, the same for processes of one boot in one namespace of process numbers; None without /proc."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
         return hashlib.sha256(f"{_BOOT_ID.read_text().strip()} {namespace}".encode()).hexdigest()[:8]
@@ -62,20 +57,16 @@ def machine() -> str | None:
 
 
 def temporary_prefix(kind: str) -> str:
-    """What the name of a temporary file or folder of this process begins with.
-
-    Args:
-        kind: what it is for, in small letters.
-    """
+    """Prefix of the name of a temporary file or folder of this process; ``kind`` is its purpose, in small letters."""
     own = Process.find(os.getpid())
     return f"shardwise-{kind}-" if own is None else f"shardwise-{kind}-{machine()}-{own.pid}-{own.started}-"
 
 
 def clear_leftovers(folders: Iterable[str | os.PathLike[str]] | None = None) -> None:
-    """Remove what processes of this user left that are gone.
+    """Remove the files of this user's processes that are gone.
 
     Args:
-        folders: where; the folders of temporary files and of shared memory if None.
+        folders: folders to look in; those of temporary files and of shared memory if None.
     """
     for folder in {tempfile.gettempdir(), "/dev/shm"} if folders is None else folders:
         with suppress(OSError):
@@ -103,7 +94,7 @@ _ON_IF_NOT_SET = {SHARED_MEMORY: True, ONEDNN: True, TRITON: True, CUDA_GRAPHS: 
 
 
 def is_on(name: str) -> bool:
-    """Whether a switch is 1; what it is by default if the variable is not set, or empty.
+    """True if a switch is 1; its default if the variable is not set, or empty.
 
     Raises:
         ConfigError: it is neither 0 nor 1.

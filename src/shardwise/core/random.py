@@ -1,9 +1,8 @@
-"""Named random streams: which numbers the ranks share, and which are each rank's own.
+"""Named random streams, which the ranks share or have each of their own.
 
 A stream is a state of PyTorch's default generators. ``fork(name)`` switches to it for the length of a block, so that
-whatever draws inside (dropout, say) draws from that stream. The streams work on whatever device the program computes
-on: the CPU's generator and, once CUDA is in use, the current GPU's are switched together, so that no part of a program
-has to say where it computes.
+dropout, for example, draws from that stream inside. The CPU's generator and, once CUDA is in use, the current GPU's are
+switched together, so that no part of a program has to say where it computes.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
 GLOBAL_STREAM = "global-rng"
 
 Rule = Literal["per_rank", "global"]
-"""Whose numbers a shard's dropout draws: the rank's own, or its slice of numbers that belong to the whole tensor."""
+"""Numbers that a shard's dropout draws: the rank's own, or its slice of numbers that belong to the whole tensor."""
 
 # From Megatron's rule, so that programs find the numbers they know.
 _TENSOR_PARALLEL_OFFSET = 2718
@@ -36,7 +35,7 @@ _DEFAULT = "default"
 
 StreamState = dict[str, Any]
 """Generator states by device type: tensors, or the GPU's ``torch.Generator`` for streams that a CUDA graph captures.
-What ``set_states`` was given that is no state stands under "given"."""
+A value given to ``set_states`` that is no state is kept under "given"."""
 
 
 def _cuda_is_in_use() -> bool:
@@ -48,7 +47,7 @@ def _gpu_generator() -> Any:
 
 
 def _seed_gpu(seed: int, graphable: bool) -> None:
-    """Seed what the GPU draws from: in place, or, where a generator that a graph knows is in use, a new one."""
+    """Seed the GPU's generator in place; where a graph knows the generator that is in use, a new one."""
     if graphable:
         own = _gpu_generator().clone_state()
         own.manual_seed(seed)
@@ -65,8 +64,8 @@ def _live_state(graphable: bool) -> StreamState:
 
 
 def _set_live_state(state: StreamState, graphable: bool) -> None:
-    # A state may know one device only, being older than the use of CUDA or given to `set_states`. The other's numbers
-    # begin where the same seed would have them begin.
+    # A state that is older than the use of CUDA, or was given to `set_states`, may know one device only. The other's
+    # numbers begin where the same seed would have them begin.
     if "cpu" in state:
         torch.set_rng_state(state["cpu"])
     if _cuda_is_in_use():
@@ -93,9 +92,9 @@ def _state_of(given: object, graphable: bool) -> StreamState:
 
 def _one_of(state: StreamState, graphable: bool) -> Any:
     """The state on the device that the program computes on, as a generator for streams that a graph captures."""
-    value = next((state[kind] for kind in ("cuda", "cpu") if kind in state), None)
-    if value is None or isinstance(value, torch.Generator):
-        return state["given"] if value is None else value
+    value = next(state[kind] for kind in ("cuda", "cpu", "given") if kind in state)
+    if "given" in state or isinstance(value, torch.Generator):
+        return value
     return generator_in(value) if graphable else value.clone()
 
 
@@ -103,15 +102,15 @@ def default_state(device: Any = "cuda", *, graphable: bool = False) -> Any:
     """The state of the default generator of the device that the program computes on.
 
     Args:
-        device: which GPU, where CUDA is in use.
-        graphable: as a ``torch.Generator``; a GPU's is the generator itself, which goes on as numbers are drawn.
+        device: the GPU, where CUDA is in use.
+        graphable: return a ``torch.Generator``; a GPU's is the generator itself, which goes on as numbers are drawn.
     """
     with torch.cuda.device(device) if _cuda_is_in_use() else nullcontext():
         return _one_of(_live_state(graphable), graphable)
 
 
 def set_default_state(state: Tensor | torch.Generator, device: Any = "cuda") -> None:
-    """Set the default generator of the device that ``state`` is of: one of ``default_state``.
+    """Set the default generator of the state's device to a state of ``default_state``.
 
     Raises:
         ConfigError: ``state`` is no state.
@@ -134,7 +133,7 @@ def set_default_state(state: Tensor | torch.Generator, device: Any = "cuda") -> 
 
 
 def generator_in(state: Tensor) -> torch.Generator:
-    """A generator in the given state, of the device that the state is of."""
+    """A generator in the given state, on the state's device."""
     (kind,) = _state_of(state, graphable=False)
     generator = torch.Generator(kind)
     generator.set_state(state)
@@ -143,7 +142,7 @@ def generator_in(state: Tensor) -> torch.Generator:
 
 @dataclass(frozen=True)
 class RandomState:
-    """All that decides what will be drawn: the default generators and the streams; see ``RandomStreams.snapshot``."""
+    """The state of the default generators and of the streams; see ``RandomStreams.snapshot``."""
 
     live: StreamState
     states: dict[str, StreamState]
@@ -170,9 +169,9 @@ class RandomStreams:
     number is drawn twice.
 
     Args:
-        use_cudagraphable_rng: streams that a CUDA graph can capture: ``get_states`` returns ``torch.Generator`` objects
-            in place of tensors, which a program registers with its graph (``CUDAGraph.register_generator_state``), and
-            ``fork`` lets the GPU draw from one of them in place of copying states.
+        use_cudagraphable_rng: make streams that a CUDA graph can capture. ``get_states`` returns ``torch.Generator``
+            objects instead of tensors, which a program registers with its graph
+            (``CUDAGraph.register_generator_state``), and ``fork`` copies no states.
         is_inference_rng_tracker: make no streams: ``add``, ``set_states`` and ``fork`` do nothing.
     """
 
@@ -187,11 +186,11 @@ class RandomStreams:
 
     @property
     def rule(self) -> Rule:
-        """Whose numbers a shard's dropout draws; see ``shardwise.nn.dropout``."""
+        """The rule of a shard's dropout; see ``shardwise.nn.dropout``."""
         return "global" if GLOBAL_STREAM in self._states else "per_rank"
 
     def is_initialized(self) -> bool:
-        """Whether a stream was made, or streams were set, since the last ``reset``."""
+        """True if a stream was made, or streams were set, since the last ``reset``."""
         return self._is_initialized
 
     def reset(self) -> None:
@@ -215,7 +214,7 @@ class RandomStreams:
 
     @property
     def states_(self) -> Mapping[str, Any]:
-        """``get_states()`` for reading only, under the name by which programs know it; ``set_states`` sets them."""
+        """Megatron's name of ``get_states()``, for reading only."""
         return MappingProxyType(self.get_states())
 
     @property
@@ -264,9 +263,9 @@ class RandomStreams:
         _set_live_state(before, graphable)
 
     def global_stream(self, layer_number: int | None) -> str:
-        """The name of the "global" rule's stream of one layer, or of what is in none; the first call makes a layer's.
+        """The name of the "global" rule's stream of one layer, or outside of layers if None; the first call makes it.
 
-        Each layer draws from one of its own, so that its numbers do not depend on which layers are on its stage.
+        Each layer has another stream, so that its numbers do not depend on the layers that are on its stage.
         """
         if layer_number is None or GLOBAL_STREAM not in self._states or self.is_inference_rng_tracker:
             return GLOBAL_STREAM
@@ -282,7 +281,7 @@ class RandomStreams:
         """Draw from stream ``name`` inside the block.
 
         Where CUDA is in use, a UserWarning says that the block drew from the CPU's generator: such numbers are the
-        stream's own too, but a program for GPUs that draws them there computes something on the wrong device.
+        stream's too, but a program for GPUs that draws them computes something on the wrong device.
 
         Raises:
             TopologyError: there is no stream of that name.
@@ -358,10 +357,8 @@ class RandomStreams:
 
 @dataclass
 class _Ambient:
-    """All that this module remembers."""
-
     streams: RandomStreams
-    # Whether a program has said which kind it wants.
+    # A program has said which kind of streams it wants.
     chosen: bool = False
 
 
@@ -374,20 +371,14 @@ def streams() -> RandomStreams:
 
 
 def streams_are_chosen() -> bool:
-    """Whether a program has said which kind of ambient streams it wants, or made one."""
+    """True if a program has said which kind of ambient streams it wants, or made one."""
     return _AMBIENT.chosen or streams().is_initialized()
 
 
 def choose_streams(
     *, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False, force_reset: bool = False
 ) -> None:
-    """Make ambient streams of the given kind, unless a program has chosen before.
-
-    Args:
-        use_cudagraphable_rng: see ``RandomStreams``.
-        is_inference_rng_tracker: see ``RandomStreams``.
-        force_reset: make new ones in any case.
-    """
+    """Make ambient ``RandomStreams`` of a kind, unless a program has chosen one before; with ``force_reset`` always."""
     held = _AMBIENT.streams
     wanted = (use_cudagraphable_rng, is_inference_rng_tracker)
     is_another_kind = wanted != (held.use_cudagraphable_rng, held.is_inference_rng_tracker)
@@ -397,7 +388,7 @@ def choose_streams(
 
 
 def _mixed_seed(*values: object) -> int:
-    """A seed of 62 bits that no sum of small numbers hits."""
+    """A seed of 62 bits that is no sum of small numbers."""
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "big") >> 2
 
 
@@ -424,7 +415,7 @@ def seed_streams(
         tp_rank: this rank in its tensor-parallel group.
         ep_rank: this rank in its expert-parallel group.
         etp_rank: this rank in its expert-tensor group; ``tp_rank`` if None.
-        rng: "global" adds a stream that is the same on every rank of a tensor-parallel group, from which
+        rng: "global" adds a stream that is the same on every rank of a tensor-parallel group; with it
             ``shardwise.nn.dropout`` draws the same mask at every number of ranks.
 
     Raises:

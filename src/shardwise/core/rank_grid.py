@@ -32,7 +32,7 @@ def generate_masked_orthogonal_rank_groups(
     Args:
         world_size: number of ranks in the grid, the product of ``parallel_size`` (or a multiple: the grid is repeated).
         parallel_size: size of each axis, fastest first.
-        mask: which axes lie within a group.
+        mask: True for axes within a group.
 
     Returns:
         The groups, ordered by their unmasked coordinates (first axis fastest); within a group ranks ascend.
@@ -45,20 +45,18 @@ def generate_masked_orthogonal_rank_groups(
     """
     if len(parallel_size) != len(mask):
         raise ConfigError(f"sizes {list(parallel_size)} and mask {list(mask)} must have one entry per axis")
-    product = int(np.prod(parallel_size, dtype=np.int64))
+    product = math.prod(parallel_size)
     if product < 1 or world_size % product != 0:
         raise ConfigError(
             f"parallel sizes {list(parallel_size)} (product {product}) do not divide the world of {world_size}"
         )
-    sizes = [*parallel_size, world_size // product]
-    masked = [*mask, False]
     # The slowest axis of the ranks is the first of the array.
-    grid = np.arange(world_size).reshape(sizes[::-1])
-    slow_to_fast = list(range(len(sizes)))
-    outer = [axis for axis in slow_to_fast if not masked[::-1][axis]]
-    inner = [axis for axis in slow_to_fast if masked[::-1][axis]]
-    group_size = int(np.prod([sizes[::-1][axis] for axis in inner], dtype=np.int64))
-    groups: list[list[int]] = grid.transpose(outer + inner).reshape(-1, group_size).tolist()
+    grid = np.arange(world_size).reshape([world_size // product, *parallel_size[::-1]])
+    masked = [False, *mask[::-1]]
+    inner, outer = ([axis for axis in range(grid.ndim) if bool(masked[axis]) == kind] for kind in (True, False))
+    groups: list[list[int]] = (
+        grid.transpose(outer + inner).reshape(-1, math.prod(grid.shape[a] for a in inner)).tolist()
+    )
     return groups
 
 
@@ -68,7 +66,7 @@ class RankGenerator:
     Args:
         tp, ep, dp, pp, cp: sizes of the axes.
         order: names of the axes joined by "-", fastest-varying first. An axis of size 1 may be left out.
-        rank_offset: added to every rank.
+        rank_offset: number added to every rank.
 
     Raises:
         ConfigError: an axis of size over 1 is missing from ``order``, or ``order`` names an unknown or repeated axis.
@@ -93,7 +91,7 @@ class RankGenerator:
         self.ordered_size = [self.name_to_size[name] for name in names]
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Which axes of ``order`` the token (axis names joined by "-") contains.
+        """For each axis of ``order``, True if the token (axis names joined by "-") contains it.
 
         Raises:
             ConfigError: the token names an axis that is not in ``order``.
@@ -114,7 +112,7 @@ class RankGenerator:
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 HYBRID = "hybrid"
-"""Followed by their size: names of the parts that ``hybrid_context_parallel`` makes."""
+"""Prefix, before their size, of the names of the parts that ``hybrid_context_parallel`` makes."""
 
 SEPARATE_ALL_GATHER = "dp_cp_all_gather"
 """The one group that is not shared with another of the same ranks."""
@@ -147,12 +145,12 @@ class ParallelSizes:
         order: axes from fastest-varying to slowest.
         hcp: sizes of the levels of each context-parallel group, innermost (neighbouring ranks) first; one level if
             None.
-        num_distributed_optimizer_instances: copies of the sharded optimizer state. Each lies on the ranks of one part
-            of the data-parallel group; 1 spreads one copy over all of it.
-        hybrid_context_parallel: each data- and context-parallel group is also divided into parts of 2, 4, 8, ... ranks,
-            for programs that split a sample over as many ranks as its length asks for.
-        separate_all_gather: a second group of the data- and context-parallel ranks, so that gathering parameters and
-            reducing gradients need not wait for each other.
+        num_distributed_optimizer_instances: number of copies of the sharded optimizer state, each on the ranks of one
+            part of the data-parallel group; 1 spreads one copy over all of it.
+        hybrid_context_parallel: also divide each data- and context-parallel group into parts of 2, 4, 8, ... ranks, for
+            programs that choose the number of ranks for a sample by its length.
+        separate_all_gather: make a second group of the data- and context-parallel ranks, so that gathering parameters
+            and reducing gradients need not wait for each other.
     """
 
     tp: int = 1
@@ -170,8 +168,8 @@ class ParallelSizes:
         """The grid of the dense layers and that of the expert layers, on ``world_size`` ranks.
 
         Raises:
-            ConfigError: a size is not a whole number of at least 1, the order names an unknown axis or leaves one
-                out, or dense and expert layers of a rank would be on different stages.
+            ConfigError: a size is not a whole number of at least 1, the order names an unknown axis or lacks one, or
+                dense and expert layers of a rank would be on different stages.
             TopologyError: the sizes do not divide the world.
         """
         etp = self.tp if self.etp is None else self.etp
@@ -301,5 +299,5 @@ def _chosen(choose: EmbeddingRanks, pipeline: list[int], what: str) -> list[int]
             f"the function for the {what} ranks chose {ranks} from the pipeline group {pipeline}; it must choose "
             "distinct ranks of that group"
         )
-    # A process group keeps its ranks in ascending order, whatever order they are given in.
+    # A process group keeps its ranks in ascending order.
     return sorted(ranks)

@@ -1,4 +1,4 @@
-"""Which positions of each sample this rank holds."""
+"""The positions of each sample that this rank holds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardwise.core.sharding import Interval, balanced_sizes, intervals_of_sizes
 class SequenceView:
     """The positions of a batch's sequences that this rank holds: all, or its shard by the balanced rule.
 
-    A model makes one in each forward, and everything that depends on the sequence's length or on how it is split reads
-    it. A shard alone does not tell the length where the ranks do not divide it.
+    A model makes one in each forward; everything that depends on the sequence's length or its split reads it. A shard
+    alone does not tell the length where the ranks do not divide it.
 
     Attributes:
-        length: positions of the whole sequence, ``s``.
+        length: number of positions of the whole sequence, ``s``.
         group: the ranks that split it, with sequence parallelism; None where every rank holds all of it.
 
     Raises:
@@ -35,12 +35,12 @@ class SequenceView:
 
     @classmethod
     def of(cls, shard: Tensor, group: ProcessGroup | None) -> SequenceView:
-        """The view of a tensor ``[s/t, ...]``, where every rank of ``group`` holds as many positions."""
+        """The view of a tensor ``[s/t, ...]``, if every rank of ``group`` holds as many positions."""
         return cls(shard.size(0) * (1 if group is None else group.size()), group)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Positions that each rank holds."""
+        """Number of positions that each rank holds."""
         return balanced_sizes(self.length, 1 if self.group is None else self.group.size())
 
     @property
@@ -50,12 +50,12 @@ class SequenceView:
 
     @property
     def size(self) -> int:
-        """Positions that this rank holds."""
+        """Number of positions that this rank holds."""
         start, stop = self.interval
         return stop - start
 
     def sizes_to_gather(self, shard: Tensor) -> tuple[int, ...] | None:
-        """What a gather of ``shard``, ``[s/t, ...]``, is told: ``sizes``, or None where all are equal.
+        """The sizes for a gather of ``shard``, ``[s/t, ...]``: ``sizes``, or None where all are equal.
 
         Raises:
             ShardingError: no group splits the sequence, or the shard is not of its rank's size.

@@ -1,4 +1,4 @@
-"""The sharded state of any module: each parameter with where this rank's part lies in the whole; and the whole."""
+"""The sharded state of any module: this rank's part of each parameter and its place in the whole; and the whole."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,15 +22,15 @@ def sharded_state_dict(
 ) -> dict[str, ParamShard]:
     """This rank's part of every parameter and persistent buffer of ``module``, by name, for a checkpoint.
 
-    A module with a ``sharded_state_dict`` of its own, such as a tensor-parallel layer, answers for itself and all in
-    it. What else there is, every rank of the group holds whole. A tied parameter comes once, under its first name.
+    A module that has a ``sharded_state_dict``, such as a tensor-parallel layer, answers for itself and its submodules.
+    Every rank of the group holds all else whole. A tied parameter comes once, under its first name.
 
     Args:
         module: any module.
-        prefix: put before each name.
+        prefix: prefix of each name.
         sharded_offsets: ``(axis, index, count)`` of leading axes that stack this module with others of one name.
-        metadata: handed on to modules that answer for themselves. ``dp_cp_group`` in it is the group of the ranks that
-            hold the same: its first writes all of it; without it the planner of a checkpoint spreads the work.
+        metadata: argument of modules that answer for themselves. Its ``dp_cp_group`` has the ranks that hold the same,
+            of which the first writes; without it the planner of a checkpoint spreads the work.
         group: tensor-parallel group.
 
     Returns:
@@ -54,14 +54,14 @@ def state_of_parts(
     *,
     group: ProcessGroup,
 ) -> dict[str, ParamShard]:
-    """As ``sharded_state_dict``, without asking ``module`` itself: what it holds directly, and its children's answers.
+    """``sharded_state_dict`` without asking ``module`` itself: its own tensors, and its children's answers.
 
-    For a module whose ``sharded_state_dict`` changes something of that.
+    For a module whose ``sharded_state_dict`` changes the result.
     """
     entries: dict[str, ParamShard] = {}
     stated: dict[str, Replicas] = getattr(module, "param_replicas", {})
     for name, tensor in module.state_dict(keep_vars=True).items():
-        # A dot stands before what belongs to a child.
+        # The names of a child's tensors have a dot.
         if "." not in name and isinstance(tensor, Tensor):
             layout = ParamLayout.replicated(tensor.shape, group.size())
             offsets, replicas = tuple(sharded_offsets), stated.get(name, Replicas())
@@ -74,7 +74,7 @@ def state_of_parts(
 
 
 def _each_tensor_once(entries: dict[str, ParamShard]) -> dict[str, ParamShard]:
-    """Without those that share a tensor with one before them."""
+    """The entries without those that share a tensor with one before them."""
     first = {id(shard.data): name for name, shard in reversed(entries.items())}
     return {name: shard for name, shard in entries.items() if first[id(shard.data)] == name}
 
@@ -83,14 +83,13 @@ def _each_tensor_once(entries: dict[str, ParamShard]) -> dict[str, ParamShard]:
 def gather_parameter(local: Tensor, layout: ParamLayout, *, group: ProcessGroup) -> Tensor:
     """The whole parameter, on every rank.
 
-    Collective; every rank then holds all of it, so this is not for models that need the ranks' memory together. On the
-    way, it takes the memory of the whole and of one part. Of a fully sharded model, whose data-parallel ranks hold some
-    rows of a part each, they call too.
+    Collective, also over the data-parallel ranks of a fully sharded model. Takes the memory of the whole and of one
+    part on every rank, so it is not for models that need the ranks' memory together.
 
     Args:
-        local: this rank's part, or something of its shape such as its gradient; not modified.
+        local: this rank's part, or a tensor of its shape such as its gradient; not modified.
         layout: where each rank's part lies.
-        group: the ranks that ``layout`` is about.
+        group: the ranks of ``layout``.
 
     Returns:
         A new tensor of shape ``layout.global_shape``.

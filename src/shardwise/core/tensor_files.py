@@ -1,8 +1,8 @@
 """Safetensors files: slices of their tensors read without the rest, and tensors written one by one.
 
-A slice is read with ``pread`` and not through the safetensors library, which maps the file: of a mapped matrix, some
-columns make nearly every page resident, so that each rank would hold, and have read, the whole of it. And the library
-writes files from all of their tensors at once, which would all be in memory on the CPU.
+A slice is read with ``pread`` and not through the safetensors library, which maps the file: some columns of a mapped
+matrix make nearly every page resident, so that each rank would read and hold all of it. And the library writes a file
+from all of its tensors at once, which would all be in memory on the CPU.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MAX_ELEMENTS = (1 << 63) - 1
-"""Of a tensor, and so of a dimension: what PyTorch can count."""
+"""Elements of a tensor that PyTorch can count."""
 
 # PyTorch itself has the same limit on the number of dimensions.
 _MAX_DIMS = 64
@@ -61,9 +61,9 @@ class StoredTensor:
         name: the tensor's stored name.
         file: the file that holds it.
         dtype: the format's name of its dtype.
-        shape: the shape as it is stored.
-        start: the first of its bytes in the file.
-        num_bytes: how many they are.
+        shape: its stored shape.
+        start: position of its first byte in the file.
+        num_bytes: number of its bytes.
     """
 
     name: str
@@ -102,10 +102,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_box(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """A box of a tensor, on the CPU, and no other byte of it.
+    """A box of a tensor, on the CPU; no other byte is read.
 
     Args:
-        stored: where the tensor lies.
+        stored: the tensor.
         offsets: first index of the box, in each dimension.
         sizes: number of indices, in each dimension.
 
@@ -151,7 +151,7 @@ def _contiguous(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[in
 
 
 def is_shape(value: Any) -> TypeGuard[list[int]]:
-    """Whether a value from a file is a list of sizes that a tensor can have."""
+    """True if a value from a file is a list of sizes that a tensor can have."""
     return (
         isinstance(value, list)
         and len(value) <= _MAX_DIMS
@@ -185,7 +185,7 @@ def _stored_tensor(path: Path, name: str, entry: Any, begin: int, file_size: int
 
 
 def _check_filled(path: Path, tensors: Iterable[StoredTensor], begin: int, file_size: int) -> None:
-    """Check that the tensors lie one behind the other and fill the file, as the format has it."""
+    """Check that the tensors lie one behind the other and fill the file."""
     last = "the header"
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.num_bytes)):
         if tensor.start != begin:
@@ -200,7 +200,7 @@ def _check_filled(path: Path, tensors: Iterable[StoredTensor], begin: int, file_
 
 
 class TensorFile:
-    """A new safetensors file, which is whole and on the disk itself once its last tensor was written.
+    """A new safetensors file, which is complete and on the disk once its last tensor was written.
 
     Args:
         path: the file's path; it must not exist.
@@ -255,14 +255,14 @@ class TensorFile:
             data = data[self._file.write(data) :]
 
     def close(self) -> None:
-        """Close it, also before it is whole; what is missing then stays so."""
+        """Close it, even if it is not complete."""
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 @contextlib.contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that names ``path``, and the file within that could not be written."""
+    """Turn an OSError into a CheckpointError that names ``path``, and the file in it that could not be written."""
     try:
         yield
     except OSError as error:
@@ -271,6 +271,6 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 def some_tensors(names: Sequence[str]) -> str:
-    """The first of the tensors and how many more there are, for a message."""
+    """The first tensor's name and how many more there are, for a message."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"tensor {names[0]!r}{more}"

@@ -49,9 +49,8 @@ class Topology:
     ====================  ==================================================================================
 
     Groups of the same ranks are one process group, but for ``dp_cp_all_gather``, which ``sizes.separate_all_gather``
-    asks for. So is the group of this rank alone. It takes every collective, and its communicator is made by the first
-    one; those of the other groups are made here, where the default group is bound to a device
-    (``init_process_group(device_id=...)``).
+    asks for; all groups of this rank alone are one, too. Its communicator is made by its first collective; those of the
+    other groups are made here, where the default group is bound to a device (``init_process_group(device_id=...)``).
 
     Attributes:
         sizes: sizes of the axes.
@@ -80,8 +79,8 @@ class Topology:
     ) -> Topology:
         """Create all groups. Collective: every rank of the world calls it with the same arguments.
 
-        Whatever is wrong with the arguments is found before the first group is made, on every rank alike. If making a
-        group fails, those that were made are destroyed.
+        Every rank finds wrong arguments before the first group is made. If making a group fails, the groups that were
+        made are destroyed.
 
         Args:
             sizes: sizes of the axes.
@@ -89,14 +88,14 @@ class Topology:
             embedding_ranks: from a pipeline group's ranks, those that hold a tied word embedding.
             position_embedding_ranks: the same for the position embedding.
             validate: check now that all ranks ask for the same sizes, and before each collective of these groups that
-                their ranks agree on the call; for finding errors, as it costs a message more.
-            **axes: sizes by name in place of ``sizes``, as in ``Topology.create(tp=2)``.
+                their ranks agree on the call. Each check costs a message.
+            **axes: sizes by name instead of ``sizes``, as in ``Topology.create(tp=2)``.
 
         Raises:
-            ConfigError: sizes out of range, whatever the world.
+            ConfigError: sizes out of range.
             TopologyError: ``torch.distributed`` is not initialised, the sizes do not divide the world, or a group could
                 not be made.
-            DesyncError: ranks ask for different sizes; found under ``validate``.
+            DesyncError: under ``validate``, ranks ask for different sizes.
         """
         if not dist.is_initialized():
             raise TopologyError(
@@ -139,7 +138,7 @@ class Topology:
         return topology
 
     def __contains__(self, name: str) -> bool:
-        """Whether this rank is in a group of that name (a middle stage is in no embedding group)."""
+        """True if this rank is in a group of that name (a middle stage is in no embedding group)."""
         return name in self._groups
 
     def group(self, name: str) -> ProcessGroup:
@@ -185,10 +184,7 @@ class Topology:
         return DeviceMesh.from_group(groups, device_of(groups[0]).type, mesh=grid, mesh_dim_names=tuple(names))
 
     def destroy(self) -> None:
-        """Destroy the groups, so that no descriptor stays open; a second time does nothing. Every rank should call it.
-
-        Afterwards the topology has no groups. Groups that went with ``torch.distributed`` itself are only forgotten.
-        """
+        """Destroy the groups, so that no descriptor stays open. Every rank should call it; twice is allowed."""
         if self.__dict__.pop("mesh", None) is not None:
             _make_dtensor_forget()
         groups = list(self._groups.values())
@@ -198,7 +194,7 @@ class Topology:
 
 
 def _default_timeout() -> datetime.timedelta | None:
-    """The default group's time limit, in whose place ``new_group`` would take PyTorch's; None if it has none."""
+    """The default group's time limit, which ``new_group`` does not take over; None if it has none."""
     world: Any = dist.group.WORLD
     limits = [
         getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
@@ -210,7 +206,7 @@ def _default_timeout() -> datetime.timedelta | None:
 def _new_group(
     name: str, ranks: tuple[int, ...], own_rank: int, timeout: datetime.timedelta | None
 ) -> ProcessGroup | None:
-    """The process group of ``ranks``; None where this rank is not of them."""
+    """The process group of ``ranks``; None if this rank is not in it."""
     try:
         with _unbound() if len(ranks) == 1 else contextlib.nullcontext() as device:
             group: Any = dist.new_group(list(ranks), timeout=timeout, group_desc=f"shardwise.{name}")
@@ -227,10 +223,9 @@ def _new_group(
 
 @contextlib.contextmanager
 def _unbound() -> Iterator[torch.device | None]:
-    """Within the block a new group makes no communicator; its first collective does.
+    """Within the block a new group makes no communicator; its first collective does. Yields the default group's device.
 
-    If the default group is bound to a device, which is yielded, ``new_group`` makes NCCL's at once: it splits the
-    default group's, which is a collective of all ranks of the world, those outside the new group included.
+    ``new_group`` would split the communicator of a bound default group at once, which is collective over the world.
     """
     world: Any = dist.group.WORLD
     device: torch.device | None = world.bound_device_id
@@ -242,10 +237,7 @@ def _unbound() -> Iterator[torch.device | None]:
 
 
 def _make_dtensor_forget() -> None:
-    """Empty DTensor's cache of results, which are kept by mesh and carry that mesh's groups.
-
-    Meshes over the same ranks count as equal, so the next topology's would be given groups that are no more.
-    """
+    """Empty DTensor's cache of results by mesh: an equal, later mesh would be given groups that are gone."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -295,13 +287,13 @@ class Groups:
 
     @classmethod
     def of(cls, topology: Topology) -> Groups:
-        """Those of a topology that this rank is in."""
+        """This rank's groups of a topology."""
         named = {name: topology.group(name) for name in ("tp", "pp", "dp", "embd") if name in topology}
         return cls(**named)
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> Groups:
-        """The dimensions ``tp``, ``pp`` and ``dp`` of a mesh; tied weights over several stages need ``embd`` besides.
+        """The dimensions ``tp``, ``pp`` and ``dp`` of a mesh; tied weights over several stages also need ``embd``.
 
         Raises:
             TopologyError: the mesh has no dimension ``tp``.
@@ -331,11 +323,11 @@ _T = TypeVar("_T")
 
 
 def model_groups(groups: Groups) -> list[ProcessGroup]:
-    """The groups whose ranks share a model, without those of one rank; there is at least one."""
+    """The groups whose ranks share a model, without groups of one rank; there is at least one."""
     found = [group for group in (groups.tp, groups.pp) if group is not None]
     return [group for group in found if group.size() > 1] or found[:1]
 
 
 def gather_from_stages(value: _T, what: str, groups: Groups) -> list[_T]:
-    """Every stage's ``value``, in their order; this rank's alone if there is one stage."""
+    """Every stage's ``value``, in order; only this rank's if there is one stage."""
     return [value] if groups.num_stages == 1 or groups.pp is None else gather_objects(value, what, group=groups.pp)

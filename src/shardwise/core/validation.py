@@ -1,8 +1,8 @@
-"""Checks of values, in one place; each costs a look at the data, so each can be turned off.
+"""Checks of values; each costs a look at the data, so each can be turned off.
 
-A look at what is on a GPU makes the host wait until all that was launched is done. So on CUDA nobody looks at ids where
-they are used: inside ``DeferredChecks``, as every step of training is, their outcome is read with the step's other
-numbers, and an error is that of a CPU; elsewhere it is asserted on the device.
+A look at a GPU's data makes the host wait for everything that was launched. So on CUDA ids are not looked at where they
+are used: inside ``DeferredChecks``, as in every step of training, their outcome is read with the step's other numbers,
+and an error is that of a CPU; elsewhere it is asserted on the device.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _of_thread = threading.local()
 
 
 def validation_applies() -> bool:
-    """Whether values can be looked at now: not while compiling, nor while a CUDA graph is captured."""
+    """True if values can be looked at now: not while compiling, nor while a CUDA graph is captured."""
     if torch.compiler.is_compiling():
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 class DeferredChecks:
-    """Inside its ``with`` block, what ``check_ids`` would look at is kept, and the outcome is a tensor.
+    """Inside its ``with`` block ``check_ids`` keeps its checks, and their outcome is a tensor.
 
     For a loop that reads other numbers of the device anyway::
 
@@ -39,7 +39,7 @@ class DeferredChecks:
             checks.run()                       # raises the error of the first that failed
         optimizer.step()
 
-    Ids that are out of range are looked up as id 0 inside the block. It is of the thread that enters it.
+    Ids that are out of range are looked up as id 0 inside the block. It concerns the thread that enters it.
     """
 
     def __init__(self) -> None:
@@ -55,12 +55,7 @@ class DeferredChecks:
         _of_thread.checks = self._before
 
     def add(self, failed: Tensor, check: Callable[[], None]) -> None:
-        """Keep a check.
-
-        Args:
-            failed: bool scalar on the device, true if ``check`` would raise.
-            check: looks, and raises.
-        """
+        """Keep a check that raises, and whether it would: a bool scalar on the device."""
         self._flags.append(failed)
         self._checks.append(check)
 
@@ -77,7 +72,7 @@ class DeferredChecks:
 
 
 def deferred_checks() -> DeferredChecks | None:
-    """The block that this thread is in; None if in none."""
+    """The block that this thread is in, if any."""
     found: DeferredChecks | None = getattr(_of_thread, "checks", None)
     return found
 
@@ -99,10 +94,10 @@ def check_ids(
     Args:
         ids: integer tensor of any shape.
         vocab_size: ids run from 0 to ``vocab_size - 1``.
-        what: what the ids are, for the message.
+        what: name of the ids, for the message.
         ignore_index: one more id that is allowed.
         may_wait: look on CUDA too.
-        of: what they are ids of, for the message; the vocabulary if None.
+        of: name of the set that they are ids of, for the message; the vocabulary if None.
     """
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise VocabularyError(f"{what} of shape {list(ids.shape)} is of {ids.dtype}; ids are of an integer dtype")
@@ -130,7 +125,7 @@ def _raise_first(ids: Tensor, wrong: Tensor, what: str, message: str) -> None:
 
 
 def safe_to_look_up(ids: Tensor, vocab_size: int) -> Tensor:
-    """Ids of which those that ``check_ids`` let pass inside ``DeferredChecks`` are 0; the ids themselves elsewhere."""
+    """The ids; inside ``DeferredChecks`` with 0 instead of those that are out of range."""
     if torch.compiler.is_compiling() or deferred_checks() is None:
         return ids
     return ids.masked_fill((ids < 0) | (ids >= vocab_size), 0)

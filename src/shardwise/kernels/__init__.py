@@ -1,1 +1,1 @@
-"""Kernels: each beside its plain PyTorch reference, and one place that chooses (``dispatch``)."""
+"""Kernels: each next to its plain PyTorch reference, and one place that chooses (``dispatch``)."""

@@ -83,7 +83,7 @@ def _kernel(name: str, dtype: torch.dtype = torch.float32) -> Callable[..., None
 
 
 def _compiled(*arguments: str, text: str = "") -> ctypes.CDLL | str:
-    """What the compiler makes of a file or of ``text``, or why it makes nothing."""
+    """The library made of a file or of ``text``, or why there is none."""
     compiler = _compiler()
     if compiler is None:
         return "no C compiler: neither $CC nor cc, gcc or clang is there"
@@ -238,7 +238,7 @@ def rms_norm_gradient(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of input and weight, where needed, from the arguments and results of ``rms_norm``.
 
-    With ``num_parts`` that of the weight is ``[num_parts, n]``, of equal runs of rows, each summed by itself.
+    With ``num_parts`` the weight's is ``[num_parts, n]``: sums over equal runs of rows.
     """
     grad_input = torch.empty_like(input_) if needs_input else None
     rows, grad_rows, scales = _rows_of(input_), _rows_of(grad_output.contiguous()), _rows_of(scale)
@@ -248,7 +248,7 @@ def rms_norm_gradient(
 
     def compute(start: int, stop: int) -> None:
         if needs_weight:
-            # Each thread has sums of its own.
+            # Each thread has its own sums.
             sums[start] = torch.zeros(weight.shape, dtype=torch.float64)
         to_input = None if to_rows is None else _address(to_rows, start)
         to_weight = sums[start].data_ptr() if needs_weight else None

@@ -1,6 +1,6 @@
-"""Attention of one new token to a cache of fixed size, of which a number on the device says how much is filled.
+"""Attention of one new token to a cache of fixed size, whose filled length is a number on the device.
 
-Shapes and addresses are the same at every token, and the host knows nothing of the length: so a GPU's pass over a token
+Shapes and addresses are the same at every token, and the host does not know the length: so a GPU's pass over a token
 can be recorded once and repeated (``models.generation.decoding``).
 """
 
@@ -30,9 +30,9 @@ def attend_to_cache(
         query: ``[b, groups * n, 1, d]``, ``n`` queries of each group side by side.
         keys: ``[b, groups, capacity, d]``, any numbers after the query's position.
         values: like ``keys``.
-        position: int64 ``[1]``, of the query; its own key is in ``keys``.
-        scale: of the scores.
-        before: how many positions before its own a query sees; -1 for all.
+        position: int64 ``[1]``, position of the query; its own key is in ``keys``.
+        scale: factor of the scores.
+        before: number of positions before its own that a query sees; -1 for all.
         softcap: scores ``x`` become ``softcap · tanh(x / softcap)``; none if None.
         slopes: ``[groups * n]``, scores fall by so much per position of distance; None for 0.
 
@@ -61,6 +61,6 @@ def attend_to_cache(
     if before >= 0:
         hidden = hidden | (place < position - before)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
-    # What was never written may be NaN, and 0 times that would be too.
+    # Unwritten values may be NaN, and 0 times NaN would be, too.
     seen = values.to(wide).masked_fill(hidden.unsqueeze(-1), 0.0)
     return (weights @ seen).to(query.dtype).view(query.shape)

@@ -1,7 +1,7 @@
 """``decode_attention.attend_to_cache`` as two Triton kernels; see there.
 
-One token has few queries, and its cache many keys: so each group's keys are dealt out to several programs, and what
-these find is put together afterwards. How many there are depends on shapes alone; how many keys each has, on the
+One token has few queries, and its cache many keys: so each group's keys are dealt out to several programs, and their
+results are combined afterwards. The number of programs depends on shapes alone; the number of keys of each, on the
 position, which is read on the device.
 
 This module needs Triton: ``dispatch`` imports it where it can be had.
@@ -163,7 +163,7 @@ def attend_to_cache(
 
 
 def num_splits(num_groups: int) -> int:
-    """How many programs share the keys of each of so many groups: a power of two."""
+    """The number of programs that share the keys of each of so many groups: a power of two."""
     splits = 1
     while splits < _MAX_SPLITS and 2 * splits * num_groups <= _PROGRAMS:
         splits *= 2

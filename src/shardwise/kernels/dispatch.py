@@ -28,7 +28,7 @@ from shardwise.core.communication.context import context_of
 from shardwise.core.errors import ConfigError
 from shardwise.kernels import loss_reference
 
-# Of flash attention, and of ours to a cache.
+# Of flash attention, and of the attention to a cache.
 WIDEST_HEAD = 256
 
 
@@ -183,7 +183,7 @@ def _no_triton(device_index: int) -> str | None:
         return f"{processes.TRITON} is 0"
     try:
         _module("loss_triton")
-    # Whatever is wrong with an optional package, the reference runs.
+    # Without an optional package the reference runs.
     except Exception as error:
         return f"the triton kernels cannot be imported: {type(error).__name__}: {error}"
     major, minor = torch.cuda.get_device_capability(torch.device("cuda", device_index))
@@ -195,7 +195,7 @@ def _no_triton(device_index: int) -> str | None:
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-# What is saved at this size, a quarter of a millisecond a step, is worth the compilation in a thousand steps.
+# The savings at this size, a quarter of a millisecond a step, are worth the compilation in a thousand steps.
 LOSS_CPU = FastPath(
     "compiled loss",
     "for fp32 and bf16 logits, 2^18 of them or more",
@@ -292,7 +292,7 @@ PLACED_OUTPUTS = FastPath(
     "outputs in huge pages", "for those of 32 MiB or more", "cpu", (), 32 << 20, "bytes", rounds=False
 )
 
-# Between ranks, and so not one of the paths that a device has by itself.
+# Between ranks, and so not one of the paths of a device.
 REDUCE_NORM = FastPath(
     "Triton exchange of inference layers",
     "in fused mode with sequence parallelism, where the ranks reach each other's memory",
@@ -303,19 +303,9 @@ REDUCE_NORM = FastPath(
 )
 
 
-PATHS = (
-    LOSS_CPU,
-    LOSS_TRITON,
-    ELEMENTWISE,
-    ELEMENTWISE_TRITON,
-    RMS_NORM,
-    ADD_NORM_TRITON,
-    DECODE_TRITON,
-    CUDA_GRAPHS,
-    ONEDNN,
-    HUGE_PAGES,
-    PLACED_OUTPUTS,
-)
+_CPU_PATHS = (LOSS_CPU, ELEMENTWISE, RMS_NORM, ONEDNN, HUGE_PAGES, PLACED_OUTPUTS)
+_CUDA_PATHS = (LOSS_TRITON, ELEMENTWISE_TRITON, ADD_NORM_TRITON, DECODE_TRITON, CUDA_GRAPHS)
+PATHS = (*_CPU_PATHS, *_CUDA_PATHS)
 
 
 def report(
@@ -347,7 +337,7 @@ def agree_on_kernels(like: Tensor, *, group: ProcessGroup) -> list[str]:
     in traced code, do nothing.
 
     Args:
-        like: of the device and the dtype of the work; an ordinary tensor, or nothing happens.
+        like: a tensor of the device and dtype of the work; nothing happens if it is of a subclass.
         group: the ranks that must compute alike.
 
     Returns:
@@ -356,7 +346,7 @@ def agree_on_kernels(like: Tensor, *, group: ProcessGroup) -> list[str]:
     Raises:
         DesyncError: a rank is gone, or does not come within the group's time limit.
     """
-    # What compilers trace, and what has no memory of its own, takes no fast path.
+    # Traced code, and a tensor without memory, take no fast path.
     if group.size() == 1 or torch.compiler.is_compiling() or type(like) not in (Tensor, Parameter):
         return []
     agreed, device = context_of(group).agreed_kernels, like.device
@@ -411,8 +401,8 @@ def why_not_fused_optimizer(device_type: str, *, has_copies: bool) -> str | None
     """Why an optimizer's step is not one fused kernel; None if it is.
 
     Args:
-        device_type: where a parameter is.
-        has_copies: whether several ranks hold parts of it, which must stay the same bit for bit.
+        device_type: type of a parameter's device.
+        has_copies: several ranks hold a part of it, which must stay the same bit for bit.
     """
     if device_type == "cpu" and has_copies:
         # The last elements of a tensor are rounded otherwise than those before, and copies of a key-value head do not
@@ -422,7 +412,7 @@ def why_not_fused_optimizer(device_type: str, *, has_copies: bool) -> str | None
 
 
 def why_repeat_keys(backend: str, device_type: str, dtype: torch.dtype, *, head_dim: int, masked: bool) -> str | None:
-    """Why keys and values are repeated for all of their query heads; None where they are used as they are.
+    """Why keys and values are repeated for all of their query heads; None where they are not.
 
     On CUDA two kernels take grouped heads (flash, and cuDNN's, which is narrower) and one more has less than quadratic
     memory: the memory-efficient one, to which every head must be given its own keys. Without them PyTorch falls back to
@@ -431,9 +421,9 @@ def why_repeat_keys(backend: str, device_type: str, dtype: torch.dtype, *, head_
     Args:
         backend: ``config.attention_backend``.
         device_type: such as ``"cuda"``.
-        dtype: of the queries.
+        dtype: dtype of the queries.
         head_dim: width of a head.
-        masked: attention has a mask or bias beside the causal one.
+        masked: attention has a mask or bias besides the causal one.
 
     Source: the conditions are PyTorch's, ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``.
     """
@@ -445,7 +435,7 @@ def why_repeat_keys(backend: str, device_type: str, dtype: torch.dtype, *, head_
         return "flash attention takes no mask"
     if dtype == torch.float32:
         return "flash attention takes no float32"
-    # In fp64 there are explicit products alone, whatever they are given.
+    # In fp64 there are only explicit products.
     if head_dim > WIDEST_HEAD and dtype != torch.float64:
         return f"flash attention takes no heads wider than {WIDEST_HEAD}"
     return None

@@ -1,8 +1,8 @@
 """SwiGLU, and the rotation of pairs of elements: single operations of PyTorch, or one loop or kernel.
 
-Rotated are the pairs ``(i, i + r/2)`` of the first ``r`` elements of a head, or with ``interleaved`` the pairs
-``(2i, 2i + 1)``; the other elements do not change. The gradient is rotated back. Queries and keys can be rotated in a
-query-key-value projection as they leave it.
+A rotation turns the pairs ``(i, i + r/2)`` of the first ``r`` elements of a head, or with ``interleaved`` the pairs
+``(2i, 2i + 1)``; the other elements do not change. The gradient is rotated back. The kernel rotates queries and keys
+while it splits a query-key-value projection.
 
 ``in_blocks`` computes elementwise functions whose bits do not depend on where a tensor begins or ends, nor on the
 number of threads. PyTorch computes most elements of a tensor on a CPU by vectors, and the last few of each thread's
@@ -33,8 +33,8 @@ def rotate(input_: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fals
         input_: ``[s, b, heads, d]``; not modified.
         cos: ``[s, 1 or b, 1, r/2]``.
         sin: like ``cos``.
-        interleaved: which pairs.
-        at_any_size: let the number of heads that are here not choose what computes.
+        interleaved: rotate pairs of neighbours.
+        at_any_size: let the number of heads not choose the implementation.
 
     Returns:
         A new tensor of the same shape.
@@ -48,8 +48,8 @@ def split_and_rotate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of a projection, the first two rotated.
 
-    By a kernel all three are new tensors, made in one pass, and the projection's output can be freed. By single
-    operations the values, and queries of one for each key, stay views of it, and what is rotated lies beside it.
+    A kernel makes all three as new tensors in one pass, and the projection's output can be freed. With single
+    operations the values, and queries of one for each key, stay views of it.
 
     Args:
         mixed: ``[s, b, groups * (n + 2) * d]``: for each group its ``n`` queries, its key, its value; not modified.
@@ -57,7 +57,7 @@ def split_and_rotate(
         sin: like ``cos``.
         queries_per_group: ``n``.
         head_dim: ``d``.
-        interleaved: which pairs.
+        interleaved: rotate pairs of neighbours.
 
     Returns:
         ``[s, b, groups * n, d]`` and twice ``[s, b, groups, d]``.
@@ -145,8 +145,6 @@ def _rotate(
 
 
 def _rotary_kernels(input_: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    """What rotates heads ``[s, b, ...]`` by angles ``[s, 1 or b, 1, r/2]``; None for single operations."""
-
     def fits() -> bool:
         s, b = input_.shape[:2]
         return cos.shape == sin.shape and cos.dim() == 4 and cos.shape[:3] in ((s, 1, 1), (s, b, 1))

@@ -1,7 +1,7 @@
 """SwiGLU and rotary embedding as one Triton kernel each; ``elementwise`` says what they compute.
 
 All is computed in fp32 (fp64 for fp64) and rounded once. Offsets have 64 bits, so tensors may have more than 2^31
-elements. This module needs Triton: ``dispatch`` imports it where it can be had.
+elements.
 """
 
 import torch
@@ -148,7 +148,7 @@ def rotary_kernel(
 
 
 def swiglu(inner: Tensor) -> Tensor:
-    """As ``swiglu.swiglu``; not recorded by autograd."""
+    """As ``elementwise.swiglu``; not recorded by autograd."""
     width = inner.size(-1) // 2
     output = inner.new_empty(*inner.shape[:-1], width)
     rows = _rows_of(inner)
@@ -182,7 +182,7 @@ def swiglu_gradient(inner: Tensor, grad_output: Tensor) -> Tensor:
 
 
 def rotate(input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backwards: bool) -> Tensor:
-    """As ``rotary.rotate``, or by the negative angles; not recorded by autograd."""
+    """As ``elementwise.rotate``, or by the negative angles; not recorded by autograd."""
     output = torch.empty(input_.shape, dtype=input_.dtype, device=input_.device)
     _launch(
         _with_columns_together(input_),
@@ -200,7 +200,7 @@ def rotate(input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backw
 def split_and_rotate(
     mixed: Tensor, cos: Tensor, sin: Tensor, per_group: int, head_dim: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``rotary.split_and_rotate``; not recorded by autograd."""
+    """As ``elementwise.split_and_rotate``; not recorded by autograd."""
     s, b, rows = mixed.shape
     num_groups = rows // (head_dim * (per_group + 2))
     query = mixed.new_empty(s, b, num_groups * per_group, head_dim)
@@ -283,7 +283,7 @@ def _launch(
 
 
 def block_size(width: int) -> int:
-    """How many columns of a row a program has."""
+    """The number of columns of a row that a program has."""
     size: int = triton.next_power_of_2(width)
     return min(_BLOCK, size)
 

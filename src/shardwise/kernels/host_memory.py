@@ -1,12 +1,12 @@
-"""What the C library and the kernel do with the memory of CPU tensors, where page faults would take a share of a step.
+"""Fewer page faults in the memory of CPU tensors, where they would take a share of a step.
 
 A fresh 32 MiB tensor costs 8,192 page faults, a tenth of the time of the weight gradient that is written into it.
 
 - In huge pages it costs 16. Linux gives them to a program that asks (``madvise(2)``, ``MADV_HUGEPAGE``), where
-  ``/sys/kernel/mm/transparent_hugepage/enabled`` is not ``never``. It is advice: nothing else depends on it.
-- Memory that was freed and kept costs none. The GNU C library gives back what lies free at the end of its heap, and
-  every block above 32 MiB as soon as it is freed, so a training step may fault in the same memory again and again
-  (8,000 faults in a step of the demo's model, a sixth of its time, or none, as the blocks happen to lie).
+  ``/sys/kernel/mm/transparent_hugepage/enabled`` is not ``never``. No result depends on it.
+- Memory that was freed and kept costs none. The GNU C library gives back free memory at the end of its heap, and every
+  block above 32 MiB as soon as it is freed, so a training step may fault in the same memory again and again (8,000
+  faults in a step of the demo's model, a sixth of its time, or none, by the places of the blocks).
 """
 
 import ctypes
@@ -43,18 +43,18 @@ def empty_in_huge_pages(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def why_not_huge_pages() -> str | None:
-    """Why no tensor is in huge pages by our doing; None if large ones are, as far as the system grants it."""
+    """Why tensors are not put in huge pages; None if large ones are, as far as the system grants it."""
     return None if _madvise() is not None else "the system has no madvise"
 
 
 def keep_freed_memory() -> bool:
     """Let this process keep up to 1 GiB that it frees, and blocks of up to as much, for its next tensors.
 
-    For a process that does the same over and over, as training does; ``shardwise train`` and ``finetune`` call it. What
-    the user set by ``MALLOC_TRIM_THRESHOLD_`` or ``MALLOC_MMAP_THRESHOLD_`` stands.
+    For a process that repeats its work, as training does; ``shardwise train`` and ``finetune`` call it. The user's
+    ``MALLOC_TRIM_THRESHOLD_`` and ``MALLOC_MMAP_THRESHOLD_`` have priority.
 
     Returns:
-        Whether the C library has such a setting.
+        True if the C library has such a setting.
     """
     set_option = _c_function("mallopt", ctypes.c_int, ctypes.c_int)
     if set_option is None:
@@ -75,6 +75,6 @@ def _c_function(name: str, *argument_types: type) -> Callable[..., int] | None:
     # Another C library than GNU's has no mallopt.
     function: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
     if function is not None:
-        # It is ctypes' own type of function, of which a Callable has no attributes.
+        # A function of ctypes; a Callable has no such attribute.
         function.argtypes = list(argument_types)  # type: ignore[attr-defined]
     return function

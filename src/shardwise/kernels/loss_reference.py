@@ -1,8 +1,8 @@
-"""What the loss does with this rank's logits, in plain PyTorch: the definition that every kernel is tested against.
+"""The loss' work on this rank's logits in plain PyTorch: the definition that every kernel is tested against.
 
 A logit ``x`` enters the softmax as ``y = softcap(x) / temperature`` with ``softcap(x) = c tanh(x / c)``; its *slope* is
-``dy/dx = (1 - tanh²(x / c)) / temperature``. All is computed in fp32 (fp64 for fp64 logits), whatever the logits are.
-Targets are this rank's column numbers, and -1 where another rank holds the target.
+``dy/dx = (1 - tanh²(x / c)) / temperature``. All is computed in fp32 (fp64 for fp64 logits). Targets are this rank's
+column numbers, and -1 where another rank holds the target.
 
 Rows are taken in blocks that suit the device, so that no copy of the logits is made; while ``torch.compile`` traces
 they are taken at once, since the compiler makes its own loops.
@@ -22,7 +22,7 @@ GPU_BLOCK_ELEMENTS = 1 << 24
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What logits of ``dtype`` are computed in."""
+    """The dtype of computations with logits of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -52,11 +52,10 @@ def row_statistics(
         logits: ``[n, v]``, any strides.
         target_local: ``[n]`` columns, -1 where the target is not among them.
         softcap: the cap ``c``, or None.
-        temperature: what capped logits are divided by.
-        want_sum: a fourth number, the sum.
+        temperature: divisor of the capped logits.
+        want_sum: compute a fourth number, the sum.
         exponentiate_: overwrite the logits with ``slope · exp(y - m)``: the softmax's gradient but for a factor per
-            row. The target's entry becomes 0: what belongs there is a difference that only the whole vocabulary can
-            tell exactly.
+            row. The target's entry becomes 0: it needs a difference that only the whole vocabulary tells exactly.
 
     Returns:
         ``[n, 3]`` or ``[n, 4]``: ``m = max y``, ``Σ exp(y - m)``, ``y_target - m`` (-inf without a target), and
@@ -103,7 +102,7 @@ def gradient_(
 ) -> None:
     """``out = slope · (scale · exp(y - shift) - rest)``, and ``slope · at_target`` in the target's column.
 
-    A row whose numbers are all 0, as an ignored token's are, becomes 0 whatever its logits hold.
+    A row whose numbers are all 0, as an ignored token's are, becomes 0 for any logits.
 
     Args:
         out: ``[n, v]`` of the logits' dtype, any strides; overwritten. May be ``logits`` itself.
@@ -137,17 +136,17 @@ def gradient_(
 
 
 def _sums(matrix: Tensor) -> Tensor:
-    """Of each row, in an order that does not depend on the number of threads, which share the sum of a single row."""
+    """The sum of each row; that of a single row, which threads would share, at any number of threads."""
     return sum_at_any_threads(matrix).view(1) if matrix.size(0) == 1 else matrix.sum(dim=1)
 
 
 def finite(maximum: Tensor) -> Tensor:
-    """What is subtracted before the exponential: a row of -inf has no finite maximum, and its exponentials are 0."""
+    """The maximum to subtract before the exponential: finite also for a row of -inf, whose exponentials are 0."""
     return maximum.clamp(min=torch.finfo(maximum.dtype).min)
 
 
 def below_maximum(y: Tensor, maximum: Tensor, target_local: Tensor) -> tuple[Tensor, Tensor]:
-    """``y - maximum`` of each row, and of it the target's column, -inf where there is none.
+    """``y - maximum`` of each row, and its element in the target's column, -inf where there is none.
 
     Args:
         y: ``[n, v]``.

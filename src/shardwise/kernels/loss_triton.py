@@ -5,16 +5,14 @@ for every column that it holds of a block. They become the row's at its end: thr
 row, however long it is. A block has several columns for each of these sums, so that they are lowered to a new maximum
 once for all of them.
 
-Where the logits become exponentials a row is read a second time. The rows that are worked on at once are then still in
-the GPU's second-level cache: the longer a row, the more warps it has (``launch_shape``), and with the registers that
-these take an H100 works on 132 rows of 2^17 columns at once, which in bf16 are 35 of its 50 MB; of shorter rows it is
-less. Every row is read again from its end, which was read last, so that of what does not fit a part is still there.
+Where the logits become exponentials a row is read a second time, from the GPU's second-level cache: the longer a row,
+the more warps it has (``launch_shape``), and with their registers an H100 works on 132 rows of 2^17 columns at once,
+which in bf16 are 35 of its 50 MB; on shorter rows it needs less. Every row is read again from its end, which was read
+last, so that a part of a row that does not fit is still there.
 
 Rows are found with 64-bit offsets, so logits may have more than 2^31 elements. A thread reads 16 bytes at once if rows
-begin at multiples of 16 bytes, whatever the number of columns is: those after the last 16 bytes are read by themselves.
-
-A program reads columns that lie side by side; there must be some. This module needs Triton: ``dispatch`` imports it
-where it can be had.
+begin at multiples of 16 bytes, for any number of columns: those after the last 16 bytes are read separately. A program
+reads columns that lie side by side; there must be some.
 """
 
 import torch
@@ -80,7 +78,7 @@ def statistics_kernel(
     maximum = tl.full((BLOCK,), float("-inf"), wide)
     sum_exp = tl.zeros((BLOCK,), wide)
     total = tl.zeros((BLOCK,), wide)
-    # What is read in whole vectors: of such a bound it is known that it cuts through none.
+    # A bound that is known to cut through no vector.
     full = num_columns // VECTOR * VECTOR
     num_tiles = tl.cdiv(full, DEPTH * BLOCK)
     for tile in range(num_tiles):
@@ -119,8 +117,7 @@ def statistics_kernel(
     tl.store(statistics + 1, tl.sum(sum_exp * tl.exp(maximum - shift), 0) + tl.sum(exponentials_last, 0))
     tl.store(statistics + 2, tl.where(owned, at_target - shift, float("-inf")))
     if EXPONENTIATE:
-        # What a thread reads above (the target's logit, the last columns) another may overwrite below, so all must have
-        # read it first.
+        # Another thread may overwrite below what this one reads above (the target's logit, the last columns).
         tl.debug_barrier()
         result_last = tl.where(last == target, 0.0, exponentials_last * slope_last)
         tl.store(logits + last, result_last.to(logits.dtype.element_ty), mask=inside_last)
@@ -256,11 +253,11 @@ def gradient_(
 
 
 def launch_shape(num_columns: int, wide_bytes: int = 4) -> tuple[int, int, int]:
-    """How ``statistics_kernel`` goes over a row: columns with sums of their own, rows of a block, and warps.
+    """The launch of ``statistics_kernel``: columns with separate sums, rows of a block, and warps.
 
     Args:
-        num_columns: of a row.
-        wide_bytes: of a number in the type in which it is computed.
+        num_columns: number of columns of a row.
+        wide_bytes: bytes of a number in the type of the computation.
     """
     block, depth, num_warps = next(shape for columns, *shape in _SHAPES if num_columns <= columns)
     # Registers hold half as many numbers of twice the size.
@@ -268,7 +265,7 @@ def launch_shape(num_columns: int, wide_bytes: int = 4) -> tuple[int, int, int]:
 
 
 # Up to how many columns; and the columns of a block, its rows, and warps. A thread has 8 columns that lie side by side,
-# which in bf16 are 16 bytes, or 4 in fp64. Nobody has tuned it on a GPU yet.
+# which in bf16 are 16 bytes, or 4 in fp64. It was not tuned on a GPU yet.
 _SHAPES = (
     (256, 256, 1, 1),
     (1024, 1024, 1, 4),
@@ -285,7 +282,7 @@ def gradient_shape(num_columns: int) -> tuple[int, int]:
 
 
 def vector_size(matrix: Tensor) -> int:
-    """How many elements of a row can be read at once, wherever it begins: at most 16 bytes."""
+    """The number of elements that can be read at once at the start of every row: at most 16 bytes."""
     size = matrix.element_size()
     elements = _VECTOR_BYTES // size
     while matrix.data_ptr() % (elements * size) or matrix.stride(0) % elements:

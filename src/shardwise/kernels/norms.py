@@ -1,9 +1,8 @@
 """RMSNorm on a CPU in few passes over memory, and on CUDA one pass for a residual's addition and the norm after it.
 
-PyTorch has one kernel for it on CUDA. On a CPU it is made of single operations, whose backward autograd makes of single
-operations too: some twenty passes over tensors as large as the input, and as many saved for it. The function here saves
-the input and one number per row, and takes a half to a quarter of the time (forward and backward, one core of an EPYC);
-in fp32, where large, a loop in C does the work.
+PyTorch has one kernel for RMSNorm on CUDA. On a CPU it and its backward are single operations: some twenty passes over
+tensors as large as the input, many of them saved. The function here saves the input and one number per row, and takes a
+half to a quarter of the time (forward and backward, one core of an EPYC); a loop in C does large ones in fp32.
 
 With ``r = rsqrt(mean(x^2) + eps)`` per row of ``n``, ``y = x r w``, and for an incoming ``g``
 
@@ -11,15 +10,12 @@ With ``r = rsqrt(mean(x^2) + eps)`` per row of ``n``, ``y = x r w``, and for an 
 
 Source: Zhang & Sennrich 2019 (arXiv:1910.07467), equation 4.
 
-What lies between two products of a model's inference in fused mode, on memory that the ranks reach in each other.
-
-Each rank has its partial sum ``[n, h]`` in its buffer and owns some of the rows. Of these it sums the partial sums of
-all ranks, adds the residual and a bias, which makes the new residual, and writes the norm of that into the same rows of
-every buffer: reduce-scatter, residual, norm and all-gather in one pass over each row. No row is anybody else's, so that
-nothing is read after it was written.
-
-``reduce_norm_`` is the definition. ``fused_reduce_norm_`` does it on CUDA devices by one Triton kernel, between two
-barriers: all products are in the buffers before it, and all norms after it.
+``reduce_norm_`` defines the work between two products of a model's inference in fused mode, on memory that the ranks
+reach in each other. Each rank has its partial sum ``[n, h]`` in its buffer and owns some of the rows. There it sums the
+partial sums of all ranks, adds the residual and a bias, which makes the new residual, and writes its norm into the same
+rows of every buffer: reduce-scatter, residual, norm and all-gather in one pass over each row. Each row has one owner,
+so that nothing is read after it was written. On CUDA devices ``fused_reduce_norm_`` does it by one Triton kernel
+between two barriers: all products are in the buffers before it, and all norms after it.
 """
 
 from collections.abc import Sequence
@@ -96,7 +92,7 @@ class _AddRMSNorm(Function):
         total, normed, scale = kernels.add_rms_norm(residual, added, weight, eps)
         ctx.save_for_backward(total, weight, scale)
         ctx.kernels = kernels
-        # Zeros for a result that nobody uses would be read like any gradient.
+        # Zeros for an unused result would be read like any gradient.
         ctx.set_materialize_grads(False)
         return total, normed
 
@@ -164,7 +160,7 @@ def reduce_norm_(
     """The work of the rank that owns the rows from ``start`` on.
 
     Args:
-        buffers: each rank's partial sum, ``[n, h]``; of these rows overwritten with the norm of the new residual.
+        buffers: each rank's partial sum, ``[n, h]``; the owned rows are overwritten with the norm of the new residual.
         start: the first row.
         residual: ``[m, h]``, of these rows; not modified.
         bias: ``[h]`` or None, added once.
@@ -173,8 +169,7 @@ def reduce_norm_(
         eps: added to the variance.
 
     Returns:
-        The new residual, ``[m, h]``. Sums and norm are in fp32 (fp64 for fp64), and the norm is that of what is
-        returned, after rounding.
+        The new residual, ``[m, h]``. Sums and norm are in fp32 (fp64 for fp64); the norm is that of the rounded result.
     """
     rows = slice(start, start + residual.size(0))
     wide = torch.promote_types(residual.dtype, torch.float32)

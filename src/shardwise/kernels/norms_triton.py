@@ -1,17 +1,12 @@
-"""A residual's addition and RMSNorm as one Triton kernel each way; ``norms.add_rms_norm`` says what they compute.
+"""``norms.add_rms_norm`` as one Triton kernel each way, and ``norms.reduce_norm_`` as one; see there.
 
-Two operations read what was just written once more, in the forward and in the backward; here a program holds a row. In
-the backward a program goes over many rows and keeps its sum for the weight's gradient, so that few partial sums are
-left; how many programs there are depends on the number of rows alone, and so do the bits of the sum.
+Two operations would read the sum once more, in the forward and in the backward; here a program holds a row. In the
+backward a program goes over many rows and keeps its sum for the weight's gradient, so that few partial sums are left;
+the number of programs depends on the number of rows alone, and so do the bits of the sum.
 
-This module needs Triton: ``dispatch`` imports it where it can be had.
-
-``norms.reduce_norm_`` as one Triton kernel; see there.
-
-One program per row that this rank owns. It reads the row in every rank's buffer and writes it there, by addresses that
-are valid in this process. The norm needs a sum over the row, so all of it is read before any of it is written.
-
-This module needs Triton: ``norms`` imports it where ``dispatch`` says that it can be had.
+``reduce_norm_`` has one program per row that this rank owns. It reads the row in every rank's buffer and writes it
+there, by addresses that are valid in this process. The norm needs a sum over the row, so all of it is read before any
+of it is written.
 """
 
 import torch
@@ -162,13 +157,13 @@ def add_rms_norm_gradient(
 
 
 def block_size(num_columns: int) -> int:
-    """How many columns a program holds: a row."""
+    """The number of columns that a program holds: a row."""
     size: int = triton.next_power_of_2(num_columns)
     return size
 
 
 def num_warps(block: int) -> int:
-    """So that a thread holds 8 numbers."""
+    """The number of warps whose threads hold 8 numbers each."""
     return max(1, min(32, block // 256))
 
 
@@ -180,10 +175,6 @@ def _rows_of(tensor: Tensor) -> Tensor:
     """``[n, width]``: a view where rows lie evenly and columns side by side, else a copy."""
     rows = tensor.reshape(-1, tensor.size(-1))
     return rows if rows.stride(1) == 1 or rows.size(1) == 1 else rows.contiguous()
-
-
-# Triton's convention: what is known when a kernel is compiled has a name in capitals.
-# ruff: noqa: N803
 
 
 @triton.jit
@@ -242,7 +233,7 @@ def reduce_norm_(
     """As ``norms.reduce_norm_``, on buffers of the residual's dtype.
 
     Args:
-        addresses: of the buffers, int64 ``[t]``, multiples of 16.
+        addresses: addresses of the buffers, int64 ``[t]``, multiples of 16.
         start, residual, bias, weight, norm_bias, eps: as there.
     """
     num_columns = residual.size(-1)

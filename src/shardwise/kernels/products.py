@@ -1,14 +1,14 @@
 """The three matrix products of a linear layer, by the faster of PyTorch's two CPU libraries, into memory that is there.
 
 PyTorch multiplies fp32 matrices on a CPU with MKL. On AMD's processors oneDNN, which PyTorch brings too and uses for
-bf16, is 8 to 20 % faster (106 against 82 to 94 GFLOP/s on a core of an EPYC). Both sum in fp32,
-in another order, so results agree to rounding. Everything else (other dtypes, devices and processors, small matrices,
-whatever ``torch.compile`` traces) is PyTorch's own product.
+bf16, is 8 to 20 % faster (106 against 82 to 94 GFLOP/s on a core of an EPYC). Both sum in fp32, in another order, so
+results agree to rounding. All other products (other dtypes, devices and processors, small matrices, traced code) are
+PyTorch's own.
 
-oneDNN's operator allocates its output itself. PyTorch's own can write into huge pages, which for a large output of few
-terms (the logits of a narrow model) is worth more than the quicker product.
+oneDNN's operator allocates its output. PyTorch's own can write into huge pages, which for a large output of few terms
+(the logits of a narrow model) is worth more than the faster product.
 
-Adding a weight's gradient to its ``main_grad``, which may be wider than what is multiplied.
+``add_product_`` adds a weight's gradient to its ``main_grad``, which may be wider than the factors.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _MAX_SHORT_SUM = 512
 _NARROW = range(64, 257)
 _MIN_WIDE = 2048
 _MAX_TEMPORARY_BYTES = 4 << 20
-# What CUDA's widest loads take, and cuBLAS's tensor cores ask of addresses.
+# CUDA's widest load, and the alignment that cuBLAS's tensor cores need.
 _ALIGNED_BYTES = 16
 
 
 def autocast(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The factors of a linear layer in the dtype that PyTorch's own multiplies them in; call it where autocast is on.
+    """The factors of a linear layer in autocast's dtype; call it where autocast is on.
 
-    Autocast ends with the forward; what the backward of an autograd function multiplies must have one dtype by then.
+    Autocast ends with the forward, but the backward of an autograd function needs factors of one dtype.
     """
 
     def cast(tensor: Tensor) -> Tensor:
@@ -101,10 +101,10 @@ def linear_into_(output: Tensor, input_: Tensor, weight: Tensor, bias: Tensor | 
 
 
 def linear_in_aligned_rows(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``linear`` whose output's rows begin at multiples of 16 bytes on CUDA, whatever their length.
+    """``linear`` whose output's rows begin at multiples of 16 bytes on CUDA, for rows of any length.
 
-    From there kernels read 16 bytes at once, and cuBLAS takes its fast products, of the output and of what lies in its
-    place later. Not recorded by autograd.
+    There kernels read 16 bytes at once, and cuBLAS takes its fast products of the output, and of a gradient written in
+    its place. Not recorded by autograd.
 
     Args:
         input_: ``[n, i]``.
@@ -121,11 +121,11 @@ def linear_in_aligned_rows(input_: Tensor, weight: Tensor, bias: Tensor | None =
 
 
 class Products:
-    """The products of a linear layer; this class makes those of this file.
+    """The products of a linear layer; this class has those of this file.
 
     Attributes:
         is_usual: autograd's own linear computes the same, and products may overlap with communication.
-        adds_bias: ``linear`` may be given the bias of a layer whose input features are split, on one rank.
+        adds_bias: ``linear`` may take the bias of a layer whose input features are split, on one rank.
     """
 
     is_usual = True
@@ -136,11 +136,11 @@ class Products:
         return linear(input_, weight, bias)
 
     def input_gradient(self, grad_output: Tensor, weight: Tensor) -> Tensor:
-        """``grad_output @ weight``: ``[..., o]`` and ``[o, i]`` to ``[..., i]``; not recorded by autograd."""
+        """``grad_output @ weight``: ``[..., o]`` and ``[o, i]`` to ``[..., i]``."""
         return input_gradient(grad_output, weight)
 
     def weight_gradient(self, grad_output: Tensor, input_: Tensor) -> Tensor:
-        """``grad_output.T @ input_``: ``[n, o]`` and ``[n, i]`` to ``[o, i]``; not recorded by autograd."""
+        """``grad_output.T @ input_``: ``[n, o]`` and ``[n, i]`` to ``[o, i]``."""
         return weight_gradient(grad_output, input_)
 
     def bias_gradient(self, grad_output: Tensor) -> Tensor:
@@ -170,18 +170,15 @@ class AlignedProducts(Products):
     is_usual = False
 
     def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``[..., i]`` to ``[..., o]``."""
         rows = input_.reshape(input_.shape[:-1].numel(), input_.size(-1))
         return linear_in_aligned_rows(rows, weight, bias).view(*input_.shape[:-1], weight.size(0))
 
 
 class ProductsIn(Products):
-    """The products of a linear layer whose output has a dtype of its own; not recorded by autograd.
+    """The products of a linear layer whose output has another dtype than the factors; not recorded by autograd.
 
     Sums are never rounded to a narrower dtype than the output's: fp32 logits of bf16 factors have their fp32 sums.
-
-    Args:
-        dtype: of the output; gradients have the factors' dtype.
+    Gradients have the factors' dtype.
     """
 
     is_usual = False
@@ -190,18 +187,15 @@ class ProductsIn(Products):
         self.dtype = dtype
 
     def aligned(self, input_: Tensor, weight: Tensor) -> Products:
-        """These: the output has a dtype first."""
         return self
 
     def cast(self, output: Tensor) -> Tensor:
-        """See ``Products.cast``."""
         return output.to(self.dtype)
 
     def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``[..., i]`` to ``[..., o]``."""
         if torch.is_autocast_enabled(input_.device.type):
             input_, weight, bias = autocast(input_, weight, bias)
-            # Which would narrow the wide factors again.
+            # It would narrow the wide factors again.
             with torch.autocast(input_.device.type, enabled=False):
                 return self._linear(input_, weight, bias)
         return self._linear(input_, weight, bias)
@@ -219,7 +213,7 @@ class ProductsIn(Products):
 
 
 def needs_alignment(input_: Tensor, weight: Tensor) -> bool:
-    """Whether rows of ``input_ @ weight.T`` that lie one after the other would begin where 16-byte loads cannot."""
+    """True if adjacent rows of ``input_ @ weight.T`` would begin where 16-byte loads cannot."""
     if not input_.is_cuda or torch.compiler.is_compiling():
         return False
     return padded_width(weight.size(0), input_.element_size()) != weight.size(0)
@@ -248,7 +242,7 @@ def weight_gradient(grad_output: Tensor, input_: Tensor) -> Tensor:
     """``grad_output.T @ input_``: ``[n, o]`` and ``[n, i]`` to ``[o, i]``; not recorded by autograd.
 
     PyTorch's own product: oneDNN's would need a copy of the transposed factor, which takes what it gains, unless ``i``
-    is small beside ``o``.
+    is much smaller than ``o``.
     """
     if torch.compiler.is_compiling():
         return grad_output.t().mm(input_)
@@ -260,11 +254,11 @@ def weight_gradient(grad_output: Tensor, input_: Tensor) -> Tensor:
 
 
 def prefers_onednn(input_: Tensor, weight: Tensor, num_multiplications: int | None = None) -> bool:
-    """Whether oneDNN multiplies ``input_ [..., i]`` by the transpose of ``weight [o, i]``.
+    """True if oneDNN multiplies ``input_ [..., i]`` by the transpose of ``weight [o, i]``.
 
     Args:
         input_, weight: the factors.
-        num_multiplications: by which it is chosen; those of this product if None.
+        num_multiplications: number to choose by; that of this product if None.
     """
 
     # For a matrix that lies neither by rows nor by columns oneDNN may have no code but its slow reference.
@@ -283,19 +277,16 @@ def onednn_linear(input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def sums_by_shape(factor: Tensor) -> bool:
-    """True where the order in which a product sums an element depends on all of its sizes.
+    """True where the order of the sum of a product's element depends on all of its sizes; ``factor`` is either factor.
 
-    On Intel's processors it was seen to: MKL's products in fp32, and oneDNN's in bf16 on AMX.
-
-    Args:
-        factor: either factor of the product.
+    On Intel's processors it does for MKL's products in fp32, and oneDNN's in bf16 on AMX.
     """
     return factor.is_cpu and is_intel()
 
 
 @cache
 def is_intel() -> bool:
-    """True on a processor of Intel's."""
+    """True on Intel's processors."""
     return _vendor() == "GenuineIntel"
 
 
@@ -304,7 +295,7 @@ def _vendor() -> str | None:
 
 
 def processor_says(field: str) -> str | None:
-    """A field of what Linux tells of the first processor, such as ``"model name"``; None if it does not."""
+    """A field of the first processor in ``/proc/cpuinfo``, such as ``"model name"``, if any."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             line = next((line for line in file if line.startswith(field)), "")
@@ -320,13 +311,10 @@ _MIN_ROWS = 256
 
 
 def main_grad_of(weight: Tensor) -> Tensor:
-    """``weight.main_grad``, for one backward to add to.
+    """``weight.main_grad``, for one backward to add to; ConfigError if it has none.
 
-    A parameter of Megatron-FSDP (it has ``__fsdp_param__``) gets a new one, of zeros, from its ``get_main_grad()``: ask
-    once for all that is to be added together.
-
-    Raises:
-        ConfigError: it has none.
+    A parameter of Megatron-FSDP (it has ``__fsdp_param__``) gets a new one, of zeros, from its ``get_main_grad()``:
+    call once for all terms.
     """
     if hasattr(weight, "__fsdp_param__"):
         fsdp_weight: Any = weight
@@ -342,11 +330,10 @@ def main_grad_of(weight: Tensor) -> Tensor:
 
 
 def placeholder(weight: Any) -> Tensor | None:
-    """What autograd is given for a gradient that went to ``main_grad``.
+    """The gradient for autograd where the real one went to ``main_grad``: None, or zeros without memory.
 
-    None, unless the weight has the attribute ``grad_added_to_main_grad``: then that becomes True and autograd gets
-    zeros, so that hooks on the weight run, whether or not ``weight.zero_out_wgrad`` asks for that; they take no memory
-    until autograd keeps them.
+    If the weight has the attribute ``grad_added_to_main_grad``, that becomes True and autograd gets zeros, so that
+    hooks on the weight run, whether or not ``weight.zero_out_wgrad`` asks for that.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

@@ -1,11 +1,9 @@
-"""Whether Triton's kernels can be compiled and run here, found out by trying the smallest one, and then each.
+"""Trials of Triton's kernels on this machine: first of the smallest one, and then of each.
 
 Triton compiles a kernel when it is first called: its own ``ptxas`` makes machine code, and a C compiler with Python's
-headers the function that launches it. Images without them import Triton all the same. And a GPU or a release of Triton
-may be such that one kernel fails where others run. So each is tried on few numbers before a tensor needs it, when the
-ranks of a group can still agree to do without it (``kernels.agreed``).
-
-This module needs Triton: ``dispatch`` imports it where it can be had.
+headers the function that launches it. Images without them import Triton all the same. And on a GPU or a release of
+Triton one kernel may fail where others run. So each is tried on few numbers before a tensor needs it, when the ranks of
+a group can still agree not to use it (``dispatch.agree_on_kernels``).
 """
 
 from collections.abc import Callable, Iterator
@@ -41,28 +39,22 @@ def why_not(device_index: int) -> str | None:
 
 
 def why_not_kernel(name: str, dtype: torch.dtype, device_index: int) -> str | None:
-    """Why a kernel does not run on a CUDA device, in one line; None if it does.
-
-    Args:
-        name: of its module in this folder, without ``_triton``.
-        dtype: of what it reads.
-        device_index: of several devices.
-    """
+    """Why a kernel of ``NAMES`` does not run for a dtype on a CUDA device, in one line; None if it does."""
     return _tried(lambda: outcomes(name, dtype, torch.device("cuda")), device_index, f"{name} of {dtype}")
 
 
 def outcomes(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[bool]:
-    """Of each result of a kernel's trial whether it is that of the definition; arguments as ``why_not_kernel``'s."""
+    """For each result of a kernel's trial, True if it is that of the definition."""
     return (_agree(found, expected) for found, expected in _TRIALS[name](dtype, device))
 
 
 def _tried(trial: Callable[[], Iterator[bool]], device_index: int, what: str) -> str | None:
     """Why a trial fails, or gives other numbers than are expected; None if it does neither."""
     try:
-        # What a caller's modes do with tensors is not tried here.
+        # The caller's modes are not for trials.
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device_index):
             agrees = all(trial())
-    # Whatever is wrong with an optional package and its compilers, PyTorch's own operations run.
+    # Where an optional package or its compilers fail, PyTorch's own operations run.
     except Exception as error:
         reason = (str(error).strip() or "failed").splitlines()[0]
         return f"Triton cannot run {what} here: {type(error).__name__}: {reason}"
@@ -70,12 +62,12 @@ def _tried(trial: Callable[[], Iterator[bool]], device_index: int, what: str) ->
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
-    """Whether numbers are those of the definition, but for what two ways of rounding to 16 bits make of them."""
+    """True if numbers are those of the definition, up to two roundings to 16 bits."""
     return torch.allclose(found.double().cpu(), expected.double().cpu(), rtol=0.05, atol=0.05)
 
 
 def _numbers(*shape: int, dtype: torch.dtype) -> Tensor:
-    """On the CPU, whatever the default device: there the definitions compute what is expected, and no kernel does."""
+    """Numbers on the CPU, where the definitions and no kernel compute the expected results."""
     size = torch.Size(shape).numel()
     return (torch.arange(size, device="cpu") % 13 / 6.0 - 1.0).view(shape).to(dtype)
 

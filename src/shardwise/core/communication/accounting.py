@@ -1,12 +1,11 @@
 """Counts collectives and their bytes where they are launched, for tests, tables and the demo's report.
 
-The counters see what PyTorch's dispatcher is asked to launch, below every library and on every thread: by us, by a
-third party, and by autograd, whose backward runs in a thread of its own for each GPU. They are told of what travels
-through shared memory, which the dispatcher does not see.
+The counters see the collectives of PyTorch's dispatcher, below every library and on every thread, such as autograd's
+for each GPU. Shared memory, which the dispatcher does not see, is recorded by ``record``.
 
 Nothing is watched before the first counter of a process is entered. From then on a function in Python stands in front
-of each of the dispatcher's collectives, for good, since taking it away while another thread is in it would not be safe:
-about ten microseconds for a collective that PyTorch launches, and nothing for any other operator.
+of each of the dispatcher's collectives for good, since removing it while another thread is in it would not be safe: it
+costs about ten microseconds for a collective that PyTorch launches, and nothing for any other operator.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch.distributed
 from torch import Tensor
 from torch._guards import TracingContext
 
-# Each before those whose names begin like it.
+# Longer names come before their prefixes.
 _COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "reduce", "gather", "scatter", "broadcast")
 
 # Replaced as a whole, so that a thread that launches something needs no lock to read it.
@@ -34,7 +33,7 @@ _this_thread = threading.local()
 
 @dataclass(frozen=True)
 class Launch:
-    """One launched collective: what it does, and the bytes that this rank contributes to it.
+    """One launched collective, and the bytes that this rank contributes to it.
 
     Names: ``all_reduce all_gather reduce_scatter all_to_all broadcast reduce gather scatter``.
     """
@@ -44,7 +43,7 @@ class Launch:
 
 
 class CollectiveCounter:
-    """Records every collective that this process launches inside the ``with`` block, from whatever thread.
+    """Records every collective that this process launches inside the ``with`` block, on any thread.
 
     Several may be active at once, in one thread or in several: each records all.
 
@@ -54,7 +53,7 @@ class CollectiveCounter:
     0
 
     Attributes:
-        launches: in the order in which they were launched.
+        launches: the collectives, in the order of their launch.
     """
 
     def __init__(self) -> None:
@@ -88,14 +87,14 @@ def _watch() -> list[torch.library.Library]:
         packets = getattr(torch.ops, space)
         for operator_name, collective in collective_operators(space).items():
             kernel = _counted(getattr(packets, operator_name).default, collective)
-            # No library has a kernel of its own at this key, which every call passes on its way to the device's.
+            # No library has a kernel at this key, which every call passes on its way to the device's.
             library.impl(operator_name, kernel, "BackendSelect", with_keyset=True)
         libraries.append(library)
     return libraries
 
 
 def collective_operators(space: str) -> dict[str, str]:
-    """The operators of a namespace that are collectives, each with its collective's name, after which it is called."""
+    """The operators of a namespace that are collectives, each with its collective's name."""
     found = {}
     for name in torch._C._dispatch_get_all_op_names():
         of, _, operator = name.partition("::")
@@ -108,7 +107,7 @@ def collective_operators(space: str) -> dict[str, str]:
 
 def _counted(operator: Any, collective: str) -> Any:
     names = [argument.name for argument in operator._schema.arguments]
-    # What a rank contributes is the input, behind the outputs; or the first argument, where that is overwritten.
+    # A rank's contribution is the input, behind the outputs; or the first argument, where that is overwritten.
     own = next((place for place, name in enumerate(names) if name.startswith("input")), 0)
     onwards = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
@@ -125,14 +124,14 @@ def _counted(operator: Any, collective: str) -> Any:
 
 
 def record(name: str, what: Tensor | int) -> None:
-    """Tell the counters of a collective that the dispatcher does not see, and of this rank's tensor or bytes."""
+    """Count a collective that the dispatcher does not see, with this rank's tensor or number of bytes."""
     if _active and not getattr(_this_thread, "is_uncounted", False):
         _record(Launch(name, what if isinstance(what, int) else _num_bytes(what)))
 
 
 @contextlib.contextmanager
 def as_one(name: str, tensor: Tensor) -> Iterator[None]:
-    """Count what this thread launches inside as one collective ``name`` to which this rank contributes ``tensor``."""
+    """Count this thread's launches inside as one collective ``name`` to which this rank contributes ``tensor``."""
     record(name, tensor)
     with uncounted():
         yield
@@ -140,7 +139,7 @@ def as_one(name: str, tensor: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Count nothing that this thread has the dispatcher launch inside."""
+    """Do not count this thread's launches by the dispatcher inside."""
     before = getattr(_this_thread, "is_uncounted", False)
     _this_thread.is_uncounted = True
     try:

@@ -1,9 +1,7 @@
-"""One outcome on every rank: what fails on one fails alike on all, and nobody waits for a rank that gave up.
+"""One outcome on every rank: a failure of one is a failure of all, and no rank waits for one that gave up.
 
-What the threads of this process wait for, for whoever watches them.
-
-Each wait for another rank is announced where it begins; nothing else happens in the hot path. The layer in which a
-thread waits is found on its stack, and only when somebody asks.
+Each wait for another rank is announced where it begins, for watchers of this process; the hot path does no more. The
+layer in which a thread waits is found on its stack, only on request.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ class Wait:
     """A wait for other ranks, announced for the length of a ``with`` block.
 
     Args:
-        operation: what is waited in, such as "all_reduce".
+        operation: name of the operation, such as "all_reduce".
         ranks: global ranks of the group, or the group.
-        tensor: shape and dtype of what this rank contributes; None if there is nothing to say of it.
+        tensor: shape and dtype of this rank's contribution, if any.
         missing: gives the global ranks that have not come, where this process knows them.
 
     Attributes:
-        since: when it began, by ``time.monotonic``.
-        finding: who is waited for, once somebody found out: "waiting for rank 1 for 30 s, in ...".
+        since: its start, by ``time.monotonic``.
+        finding: the ranks that it waits for, once a watcher found them: "waiting for rank 1 for 30 s, in ...".
     """
 
     __slots__ = ("_group", "_ranks", "_tensor", "finding", "missing", "operation", "since")
@@ -80,7 +78,7 @@ class Wait:
         """Operation, layer and tensor: "all_reduce of layer decoder.layers.0.mlp ([8, 4] float32)".
 
         Args:
-            thread: that waits; the calling one if None.
+            thread: the thread that waits; the calling one if None.
         """
         layer = layer_of(threading.get_ident() if thread is None else thread)
         text = f"{self.operation} of {layer}" if layer else self.operation
@@ -96,12 +94,12 @@ _MODULE_CALL = nn.Module._call_impl.__code__
 
 
 def waits() -> dict[int, Wait]:
-    """What each thread of this process waits for now, by the thread's identifier."""
+    """The present wait of each thread of this process, by the thread's identifier."""
     return dict(_waits)
 
 
 def num_collectives(group: ProcessGroup) -> int:
-    """How many collectives this rank has started in ``group`` through its backend; not those in shared memory.
+    """Number of collectives that this rank has started in ``group`` through its backend, not in shared memory.
 
     Ranks that wait for each other in the same collective have the same number; one that has not come has a lower one.
     """
@@ -112,10 +110,7 @@ def num_collectives(group: ProcessGroup) -> int:
 
 
 def layer_of(thread: int) -> str:
-    """The layer that a thread is in, by its name in the model: "layer decoder.layers.0.mlp"; empty if in none.
-
-    In the backward pass there is no layer on the stack: "the backward pass".
-    """
+    """The layer that a thread is in, such as "layer decoder.layers.0.mlp"; or "the backward pass"; else empty."""
     frame: FrameType | None = sys._current_frames().get(thread)
     modules: list[nn.Module] = []
     while frame is not None:
@@ -134,7 +129,7 @@ def layer_of(thread: int) -> str:
 
 
 def _is_backward(frame: FrameType) -> bool:
-    """Whether autograd called this frame; on a thread of its own nothing else is on the stack."""
+    """True if autograd called this frame; on autograd's thread the stack has no other sign."""
     own: Any = frame.f_locals.get("self") if frame.f_code.co_name == "apply" else None
     return isinstance(own, torch._C._FunctionBase)
 
@@ -149,14 +144,13 @@ def decide(local: Callable[[], T], judge: Callable[[list[T]], R], *, group: Proc
     Collective, for set-up and input and output: one gather to rank 0 and one broadcast, of Python objects.
 
     Args:
-        local: this rank's contribution; without collectives of its own.
+        local: makes this rank's contribution, without collectives.
         judge: makes the result from all contributions, in rank order.
         group: the ranks that take part.
 
     Raises:
         ShardwiseError: the first failing rank's error, of its class and with its message; ``judge``'s if no rank failed
-            before. An error of another kind stays itself on the rank that had it; the others get a DesyncError that
-            names it.
+            before. The rank with an error of another class raises that; the others raise a DesyncError that names it.
         DesyncError: a rank is gone, or does not come within the group's time limit.
     """
     rank = group.rank()
@@ -196,14 +190,14 @@ def agree(
     Collective, for set-up and input and output.
 
     Args:
-        function: this rank's work; without collectives of its own.
+        function: this rank's work, without collectives.
         group: the ranks that must agree; of several groups, first those of the first, and then these with the next's.
-        only_validated: only in a group whose calls are validated; in any other the function just runs. A rank that
-            fails alone there is missed by the others in their next collective: an error once it has died, else at the
-            group's time limit.
+        only_validated: agree only in a group whose calls are validated; in any other the function just runs. If one
+            rank fails there, the next collective of the others fails: once that rank has died, else at the group's time
+            limit.
 
     Returns:
-        What ``function`` returned on this rank.
+        The result of ``function`` on this rank.
     """
     groups = [group] if isinstance(group, ProcessGroup) else group
     if only_validated:
@@ -222,7 +216,7 @@ def agree(
 def check_ids_alike(
     ids: Tensor, vocab_size: int, *, what: str, group: ProcessGroup, ignore_index: int | None = None
 ) -> None:
-    """``check_ids`` of what all ranks of ``group`` have, alike on all of them where the group's calls are validated.
+    """``check_ids`` of ids that are the same on all ranks; where the group's calls are validated, all ranks fail alike.
 
     There it waits for a GPU too, unless it is inside ``DeferredChecks``.
     """
@@ -236,7 +230,7 @@ def gather_objects(value: Any, what: str, *, group: ProcessGroup) -> list[Any]:
 
     Args:
         value: a small picklable object.
-        what: what it is, for the message.
+        what: name of the value, for the message.
         group: the ranks that take part.
 
     Raises:
@@ -253,7 +247,7 @@ def check_same(value: object, what: str, *, group: ProcessGroup) -> None:
 
     Args:
         value: a small picklable object.
-        what: what it is, for the message.
+        what: name of the value, for the message.
         group: the ranks that must agree.
     """
     values = gather_objects(value, what, group=group)
@@ -266,7 +260,7 @@ def barrier(what: str, *, group: ProcessGroup) -> None:
     """Wait until every rank is here. Collective.
 
     Args:
-        what: what is done by then, for the message.
+        what: the work that is done by then, for the message.
         group: the ranks that wait for each other.
 
     Raises:
@@ -277,7 +271,7 @@ def barrier(what: str, *, group: ProcessGroup) -> None:
 
 
 def _failure(error: Exception | None, rank: int) -> ShardwiseError | None:
-    """``error`` as the other ranks hear of it: they might not know, or not be able to receive, another's class."""
+    """``error`` for the other ranks, which might not know the class of another's error."""
     if error is None or isinstance(error, ShardwiseError):
         return error
     return DesyncError(f"rank {rank} failed with {error!r}")

@@ -1,13 +1,12 @@
 """Out-of-place collectives: any device, any dtype, any dimension, shards of any size.
 
-Every function takes its group as a required keyword, returns a new tensor and leaves its input as it was (on a group of
-one rank there is nothing to do, and the input itself comes back). All communication of the hot path goes through this
-file; ``transports.choose_transport`` says how it travels.
+Every function takes its group as a required keyword, returns a new tensor and leaves its input unchanged (in a group of
+one rank it returns the input itself). All communication of the hot path goes through this file;
+``transports.choose_transport`` chooses how it travels.
 
-Messages between two ranks of a group: several at once, in flight while their ranks compute.
-
-On gloo a message finds its receiver by its tag, in any order. NCCL knows no tags: there two ranks must exchange their
-messages in the same order, and messages that are sent and received at one time belong in one call.
+``exchange`` sends messages between two ranks of a group, several at once, in flight while the ranks compute. On gloo a
+message finds its receiver by its tag, in any order. NCCL knows no tags: there two ranks must exchange their messages in
+the same order, and messages that are sent and received at one time belong in one call.
 """
 
 from collections.abc import Sequence
@@ -79,7 +78,7 @@ def all_gather_async(
 
 
 def checked_shards(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Sequence[int]:
-    """``sizes``, if they can be those of the ranks' shards that are gathered; see ``all_gather``."""
+    """``sizes``, after checking that they can be the sizes of the shards of an ``all_gather``."""
     t = group.size()
     if len(sizes) != t or sizes[group.rank()] != tensor.size(dim):
         raise ShardingError(
@@ -104,8 +103,8 @@ def all_gather(
         group: the ranks that take part.
         dim: dimension of the concatenation.
         sizes: every rank's size along ``dim``; all the same as this rank's if None.
-        buffer: where the result lies, until the next gather into the same buffer; or a contiguous tensor that it shall
-            be, in which ``tensor`` may be this rank's own part. New memory if None, and in traced code, where the
+        buffer: memory for the result until the next gather into the same buffer; or a contiguous tensor that becomes
+            the result, in which ``tensor`` may be this rank's part. New memory if None, and in traced code, where the
             compiler plans memory.
 
     Returns:
@@ -153,8 +152,8 @@ def reduce_scatter(
         group: the ranks that take part.
         dim: dimension that is split.
         sizes: every rank's size along ``dim``; balanced if None.
-        may_overwrite: the caller gives up the values of ``tensor``, and the result may take the place of this rank's
-            own part of it, which saves memory and a copy.
+        may_overwrite: the caller gives up the values of ``tensor``, and the result may overwrite this rank's part of
+            it, which saves memory and a copy.
 
     Returns:
         A tensor of this rank's size along ``dim``.
@@ -209,7 +208,7 @@ def all_to_all(
 
     Raises:
         ShardingError: the rows do not divide, sizes are not one per rank, or do not sum to the rows.
-        DesyncError: a rank does not send what another expects: found in shared memory, and under ``validate_calls``.
+        DesyncError: a rank does not send the rows that another expects; in shared memory, and under ``validate_calls``.
     """
     t = group.size()
     if t == 1:
@@ -238,12 +237,12 @@ def broadcast_(tensor: Tensor, *, group: ProcessGroup, group_src: int = 0) -> Te
 
 
 class Transfer(NamedTuple):
-    """A tensor on its way: what is sent, or where what is received goes (which is overwritten).
+    """A message: a tensor to send, or to overwrite with the received one.
 
     Attributes:
         tensor: contiguous; of the same shape and dtype on both sides. The sender must not change it until it arrived.
         rank: the other side, counted within the group.
-        tag: tells messages between the same two ranks apart; the same on both sides.
+        tag: number of the message among those between the same two ranks; the same on both sides.
     """
 
     tensor: Tensor
@@ -257,9 +256,9 @@ def exchange(
     """Start sending and receiving.
 
     Args:
-        sends: what this rank sends.
-        receives: what it receives.
-        group: of this rank and the other sides.
+        sends: messages that this rank sends.
+        receives: messages that it receives.
+        group: the group of this rank and the other sides.
 
     Returns:
         One for each of ``sends``, whose ``wait()`` returns once the tensor may be changed, and one for each of
@@ -275,7 +274,7 @@ def exchange(
     operations = [
         dist.P2POp(call, each.tensor, group=group, group_peer=each.rank, tag=each.tag) for call, _, each in calls
     ]
-    # Where a message is found by its tag, each travels by itself, in this order.
+    # Where a message is found by its tag, each travels alone, in this order.
     works = dist.batch_isend_irecv(operations) if operations else []
     # The messages of one call may share one work.
     works = works if len(works) == len(calls) else works[:1] * len(calls)

@@ -51,7 +51,7 @@ class GlobalMemoryBuffer:
             tensor_shape: its shape.
             dtype: its dtype.
             name: requests of one name, dtype and device share memory.
-            mem_alloc_context: called for a context in which new memory is allocated, such as a CUDA memory pool's.
+            mem_alloc_context: makes a context for the allocation of new memory, such as a CUDA memory pool's.
             device: PyTorch's default device if None.
         """
         numel = math.prod(tensor_shape)
@@ -68,7 +68,7 @@ class GlobalMemoryBuffer:
 def gather_buffer(
     buffer: GlobalMemoryBuffer | Tensor | None, tensor: Tensor, dim: int, sizes: Sequence[int]
 ) -> Tensor | None:
-    """Memory for what ranks gather along ``dim``, until the next gather into ``buffer``; None without a buffer."""
+    """Memory for shards gathered along ``dim``, until the next gather into ``buffer``; None without a buffer."""
     if buffer is None or isinstance(buffer, Tensor):
         return buffer
     shape = (*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :])
@@ -127,16 +127,16 @@ torch.compiler.assume_constant_result(context_of)
 def validate_calls(group: ProcessGroup) -> None:
     """From now on compare every collective of ``group`` (operation, shape, dtype, sizes) between its ranks.
 
-    A disagreement is a DesyncError on every rank that names what each is about to do. Costs an exchange per call; in
-    shared memory calls are always compared, at no cost. Where neither is so, PyTorch's backends count bytes at best:
-    gloo sums a tensor of shape [4, 4] with one of [2, 8] without a word.
+    A disagreement is a DesyncError on every rank that names each rank's call. Costs an exchange per call; in shared
+    memory calls are always compared, at no cost. Otherwise PyTorch's backends compare bytes at best: gloo silently sums
+    a tensor of shape [4, 4] with one of [2, 8].
     """
     context_of(group).validates = True
 
 
 @contextlib.contextmanager
 def validated_calls(groups: Iterable[ProcessGroup]) -> Iterator[None]:
-    """Within the block compare every collective of ``groups`` as ``validate_calls`` does from then on."""
+    """Within the block compare every collective of ``groups``, as ``validate_calls`` does."""
     contexts = [context for context in map(context_of, groups) if not context.validates]
     for context in contexts:
         context.validates = True
@@ -147,7 +147,7 @@ def validated_calls(groups: Iterable[ProcessGroup]) -> Iterator[None]:
             context.validates = False
 
 
-# They find a message's receiver by its tag; NCCL and what is made like it by the order of the calls.
+# They find a message's receiver by its tag; NCCL and its likes by the order of the calls.
 _BY_TAG = ("gloo", "mpi", "ucc")
 
 
@@ -168,27 +168,25 @@ def _by_device_type(config: str) -> dict[str, str]:
 
 
 def is_gloo(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether gloo carries the tensors: the host does the work, and waits for it up to the group's time limit."""
+    """True if gloo carries the tensors: the host does the work, and waits for it up to the group's time limit."""
     return backend_of(group, device) == "gloo"
 
 
 def time_limit(group: ProcessGroup, device: torch.device) -> datetime.timedelta:
-    """How long the backend that carries tensors on ``device`` waits for another rank."""
+    """Time limit of a wait for another rank, of the backend that carries tensors on ``device``."""
     backend: Any = group._get_backend(device)
     limit: datetime.timedelta = backend.options._timeout
     return limit
 
 
 def sends_by_tag(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether messages between two ranks may be exchanged in any order, each found by its tag."""
+    """True if messages between two ranks may be exchanged in any order, each found by its tag."""
     return backend_of(group, device) in _BY_TAG
 
 
 def device_of(group: ProcessGroup) -> torch.device:
-    """Where the tensors lie that ``group`` was made for: the current accelerator, or the CPU.
-
-    The accelerator if it has a backend of its own. A group of gloo alone, which can carry its tensors too, is one of
-    ranks that compute on the CPU.
+    """The device of the tensors that ``group`` was made for: the current accelerator, if it has another backend than
+    the CPU; else the CPU, also for a group of gloo alone, which could carry the accelerator's tensors.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
@@ -200,20 +198,16 @@ def device_of(group: ProcessGroup) -> torch.device:
 
 
 def device_of_host_facts(group: ProcessGroup, device: torch.device) -> torch.device:
-    """Where to put what the host knows, tells the other ranks and reads at once: the CPU, if it carries tensors there.
+    """The device for numbers that the hosts exchange and read at once: the CPU if the group carries tensors there.
 
-    On a GPU the host would wait for all that it has launched.
-
-    Args:
-        group: the ranks.
-        device: where they compute.
+    On ``device``, a GPU that the ranks compute on, the host would wait for everything that it has launched.
     """
     cpu = torch.device("cpu")
     return device if backend_of(group, cpu) is None else cpu
 
 
 def default_device(group: ProcessGroup | None) -> torch.device:
-    """Where to make what the ranks of ``group`` work with: PyTorch's default device, or if nobody chose one, theirs."""
+    """The device for tensors of a group's ranks: PyTorch's default device if one was chosen, else the group's."""
     default = torch.get_default_device()
     return default if group is None or default != torch.device("cpu") else device_of(group)
 
@@ -221,8 +215,8 @@ def default_device(group: ProcessGroup | None) -> torch.device:
 def host_numbers(values: Sequence[float], like: Tensor) -> Tensor:
     """A vector of ``values``, of the dtype and on the device of ``like``.
 
-    On a GPU a kernel writes each run of equal values. Nothing is copied, so that the host does not wait, and a CUDA
-    graph can be captured.
+    On a GPU a kernel writes each run of equal values; without a copy the host does not wait, and a CUDA graph can be
+    captured.
     """
     if like.is_cpu or torch.compiler.is_compiling():
         return like.new_tensor(values)

@@ -1,16 +1,7 @@
-"""The moves between layouts: each function takes a tensor from one to another, and its backward moves the gradient.
-
-========= ===================== ======================
-layout    values on the ranks   gradient on the ranks
-========= ===================== ======================
-I         the same              the same
-R         the same              a partial sum
-V         each its shard        each its shard
-P         a partial sum         the same
-========= ===================== ======================
+"""The moves between layouts (``core.layout``): each takes a tensor from one to another, and its backward the gradient.
 
 No move saves an activation, and none modifies its input. A dimension that the ranks do not divide is split by the
-balanced rule, or by the sizes that are given; a gather of uneven shards must be told their sizes, since none are
+balanced rule, or by the sizes that are given; a gather of uneven shards must be given their sizes, since none are
 exchanged. Moves have first derivatives only: PyTorch's collectives would give a wrong second one, so it is refused.
 """
 
@@ -112,11 +103,7 @@ class _Move(Function):
 
 
 def split_sizes(tensor: Tensor, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Sizes:
-    """``sizes``, or by the balanced rule what each rank gets of ``tensor`` along ``dim``; None where all get as much.
-
-    Raises:
-        ShardingError: the tensor has no such dimension.
-    """
+    """``sizes``, or the balanced ones of ``tensor`` along ``dim``; None where all are equal."""
     return sizes or uneven_sizes(tensor.size(checked_dim(dim, tensor.shape)), group.size())
 
 
@@ -148,7 +135,7 @@ def copies(tensor: Tensor, number: int, *, group: ProcessGroup | None) -> tuple[
 
     Args:
         tensor: any shape, the same on every rank.
-        number: of parts on this rank, a power of two.
+        number: number of parts on this rank, a power of two.
         group: the ranks that have the other parts, which sums by the tree (``trees.sum_in_parts``); None if this rank
             has all.
 

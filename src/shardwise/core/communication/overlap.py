@@ -1,13 +1,13 @@
 """Products of rows that ranks gather, or whose results they sum: one part is multiplied while the next one travels.
 
-A row of a product needs no other row. So what is gathered is multiplied as it arrives, this rank's own part first, then
-that of the rank before it, and so on round the ring. What is summed is multiplied in the order in which it leaves, the
+A row of a product needs no other row. So gathered rows are multiplied as they arrive, this rank's own part first, then
+that of the rank before it, and so on round the ring. Rows to sum are multiplied in the order in which they leave, the
 part of the next rank first and this rank's own last. Sums are taken in rank order, those of bf16 and fp16 in fp32 and
-rounded once, whatever carries the parts; so they are those of the whole product, except through NCCL, whose own
-reduce-scatter adds along a ring of its choice.
+rounded once, by every transport; so they equal those of the whole product, except NCCL's, whose reduce-scatter adds
+along a ring of its choice.
 
 Where CUDA devices reach each other's memory, PyTorch's fused operators do the same by copies that take no part of a GPU
-from the product (``torch.ops.symm_mem``). ``choose_way`` says which, and why.
+from the product (``torch.ops.symm_mem``). ``choose_way`` chooses.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 """Multiplies rows ``[n, ..., i]`` to ``[n, ..., o]``; into the second tensor, which is contiguous, if there is one."""
 
 Pass = Literal["column forward", "column backward", "row forward", "row backward"]
-"""What layers overlap: gathers in the first and the last, sums in the two between."""
+"""Passes that layers overlap: gathers in the first and the last, sums in the two between."""
 
 PASSES: tuple[Pass, ...] = get_args(Pass)
 
@@ -59,11 +59,11 @@ def choose_way(
     """The way of a product that is to be overlapped. The first call for a device is collective.
 
     Args:
-        pass_: of which layer.
+        pass_: the layer's pass.
         group: the ranks that share the layer.
-        device: of the rows.
+        device: device of the rows.
         even: every rank has as many rows.
-        has_bias: something is to be added to the product.
+        has_bias: a bias is to be added to the product.
     """
     if group.size() == 1:
         return Way("whole", "there is one rank")
@@ -72,7 +72,9 @@ def choose_way(
     if torch.compiler.is_compiling():
         return Way("parts", "torch.compile traces what it can plan itself")
     if pass_ == "column backward":
-        return Way("parts", "sums also travel beside the weight's gradient, for which the fused operator does not wait")
+        return Way(
+            "parts", "sums also travel next to the weight's gradient, for which the fused operator does not wait"
+        )
     if device.type == "cuda":
         if not even:
             return Way("parts", "the ranks do not divide the sequence")
@@ -115,7 +117,7 @@ def gather_and_multiply(
         group: the ranks that take part.
         sizes: every rank's number of rows; all the same as this rank's if None.
         buffer: memory for the rows of all ranks, until the next gather into it; new memory if None.
-        needs_whole: return them too.
+        needs_whole: return the rows of all ranks too.
 
     Returns:
         ``[s, ..., o]``, and ``[s, ..., i]`` or None.
@@ -129,7 +131,7 @@ def gather_and_multiply(
     parts: list[Any] = [None] * t
     products: list[Any] = [None] * t
     whole = output = None
-    # The compiler plans memory by itself.
+    # The compiler plans memory.
     if not torch.compiler.is_compiling():
         whole = gather_buffer(buffer, shard, 0, sizes)
         if whole is None:
@@ -164,12 +166,12 @@ def gather_and_multiply(
 def multiply_and_scatter(
     rows: Tensor, multiply: Product, *, group: ProcessGroup, sizes: Sequence[int] | None = None
 ) -> Pending:
-    """Start the sum over the ranks of their products, of which each rank gets its rows.
+    """Start the sum of the ranks' products; each rank gets its rows of it.
 
-    When this returns all products are made, and the last are on their way; ``wait()`` adds what arrived.
+    When this returns all products are made, and the last are on their way; ``wait()`` adds the parts that arrived.
 
     Args:
-        rows: ``[s, ..., i]``, of which each rank has its terms.
+        rows: ``[s, ..., i]``, this rank's terms of every row.
         multiply: the product.
         group: the ranks that take part.
         sizes: every rank's number of rows; balanced if None.

@@ -85,7 +85,7 @@ class GlobalSymmetricMemoryBuffer:
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether the ranks reach each other's block."""
+        """True if the ranks reach each other's block."""
         return not isinstance(self.handle, OrdinaryMemory)
 
     @functools.cached_property
@@ -105,22 +105,17 @@ class GlobalSymmetricMemoryBuffer:
         return {"tensor": self.buffer[:num_bytes].view(dtype).view(tuple(tensor_shape)), "handle": self.handle}
 
     def leave(self, left: Left | None) -> None:
-        """Remember what lies in the block for the next layer; None while it is being overwritten."""
+        """Remember the block's content for the next layer; None while it is being overwritten."""
         self._left = left
 
     def take(self) -> Left | None:
-        """What was left since the last call; None if nothing."""
+        """The content that was left since the last call, if any."""
         left, self._left = self._left, None
         return left
 
 
 def symmetric_buffer_of(group: ProcessGroup, device: torch.device | None = None) -> GlobalSymmetricMemoryBuffer:
-    """The group's buffer of 256 MiB on a device; the first call makes it, which is collective.
-
-    Args:
-        group: the ranks that share it.
-        device: where the group's tensors lie if None.
-    """
+    """The group's buffer of 256 MiB on a device, by default that of its tensors. The first call is collective."""
     buffers = context_of(group).symmetric_buffers
     device = device_of(group) if device is None else device
     if device not in buffers:
@@ -151,13 +146,13 @@ def why_not_symmetric(group: ProcessGroup, device: torch.device) -> str | None:
 def first_tried(operator: str, call: Callable[[], T], like: Tensor, *, group: ProcessGroup) -> T | None:
     """``call()``, a fused operator in symmetric memory; None if its first call failed on some rank.
 
-    The first call of an operator and a dtype in a group is collective: the ranks tell each other how it went. If it
+    The first call of an operator and a dtype in a group is collective: the ranks tell each other its outcome. If it
     failed on any, ``why_not_symmetric`` says so on all of them from then on, and rank 0 warns. Later calls just run.
 
     Args:
-        operator: its name.
+        operator: name of the operator.
         call: the call, in which all ranks take part.
-        like: of the device and the dtype of the work.
+        like: a tensor of the device and dtype of the work.
         group: the ranks that take part.
 
     Raises:
@@ -170,7 +165,7 @@ def first_tried(operator: str, call: Callable[[], T], like: Tensor, *, group: Pr
     refusal: str | None = None
     try:
         result = call()
-    # Whatever PyTorch's experimental operators lack on this machine, collectives do the work.
+    # PyTorch's operators are experimental; collectives do the work where they fail.
     except Exception as error:
         reason = (str(error).strip() or "failed").splitlines()[0]
         refusal = f"{operator} failed on rank {group.rank()}: {type(error).__name__}: {reason}"
@@ -199,7 +194,7 @@ def _symmetric(size: int, group: ProcessGroup, device: torch.device) -> tuple[Te
     memory: Tensor | None = None
     handle: Any = None
     refusal: str | None = None
-    # Two steps, of which the second is collective: no rank begins it unless all have done the first.
+    # The second step is collective: no rank begins it unless all have done the first.
     for step in ("allocation", "rendezvous"):
         try:
             from torch.distributed import _symmetric_memory
@@ -208,7 +203,7 @@ def _symmetric(size: int, group: ProcessGroup, device: torch.device) -> tuple[Te
                 memory = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
             else:
                 handle = _symmetric_memory.rendezvous(memory, group)
-        # Whatever PyTorch's experimental module lacks on this machine, collectives do the work.
+        # PyTorch's module is experimental; collectives do the work where it fails.
         except (ImportError, AttributeError, RuntimeError) as error:
             refusal = f"{step} of symmetric memory failed: {str(error).partition(chr(10))[0]}"
         refusals = [other for other in gather_objects(refusal, _WHAT, group=group) if other is not None]
@@ -219,7 +214,7 @@ def _symmetric(size: int, group: ProcessGroup, device: torch.device) -> tuple[Te
 
 
 def _gpu(device: torch.device) -> str:
-    """What tells this GPU from all others; empty if PyTorch cannot say."""
+    """A name of this GPU alone; empty if PyTorch knows none."""
     try:
         return str(torch.cuda.get_device_properties(device).uuid)
     except (AssertionError, AttributeError, RuntimeError):

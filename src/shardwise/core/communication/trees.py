@@ -1,13 +1,13 @@
 """Sums whose bits do not depend on how many ranks share the work: one binary tree over a fixed number of parts.
 
-Floating-point addition is commutative, but not associative: ``(a + b) + (c + d)`` has other bits than
-``((a + b) + c) + d``. What is summed is therefore cut into ``exact_parts`` parts, the same at every layout, and the
-parts are summed by one balanced binary tree. A rank holds a run of ``exact_parts / t`` of them, which is one subtree,
-and sums it by itself; the ``t`` subtrees' roots are summed here, between the ranks. Every addition is rounded to the
-tensor's dtype, within a rank and between ranks alike.
+Floating-point addition is commutative, but not associative: ``(a + b) + (c + d)`` has other bits than ``((a + b) + c) +
+d``. The terms are therefore cut into ``exact_parts`` parts, the same at every layout, and one balanced binary tree sums
+the parts. A rank holds a run of ``exact_parts / t`` of them, which is one subtree, and sums it alone; the ``t``
+subtrees' roots are summed here, between the ranks. Every addition is rounded to the tensor's dtype, within a rank and
+between ranks alike.
 
 A group of ranks sums so if ``sum_in_parts`` was called for it; ``collectives`` then sends its sums through this file.
-Of two ranks' sums there is one order only, and the transport's own all-reduce has its bits.
+Sums of two ranks have only one order, which is also that of the transport's own all-reduce.
 
 Each rank sums one slice of the elements for all: an all-to-all brings it every rank's slice, and an all-gather hands
 the sums on, together the volume of a ring. A reduce-scatter is the first half.
@@ -28,7 +28,7 @@ from shardwise.core.communication.context import context_of
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import balanced_sizes
 
-# Fewer elements are gathered whole by every rank: one collective in place of two.
+# Every rank gathers fewer elements whole: one collective instead of two.
 _FEW_ELEMENTS = 1 << 12
 # Elements of a run that one thread sums.
 _RUN = 1 << 12
@@ -43,7 +43,7 @@ def sum_in_parts(group: ProcessGroup, parts: int) -> None:
     """From now on sum over ``group`` by a tree over ``parts`` parts; ``exact.sum_in_parts`` also lets layers do so.
 
     Args:
-        group: a power of two of ranks, one included: what one rank sums must have the bits of what several sum.
+        group: a power of two of ranks, one included: one rank's sums must have the bits of several ranks'.
         parts: a power of two, at least the group's size.
 
     Raises:
@@ -61,13 +61,13 @@ def sum_in_parts(group: ProcessGroup, parts: int) -> None:
     if context.exact_parts not in (None, parts):
         raise ConfigError(
             f"exact_parts is {parts}, and the group sums over {context.exact_parts} parts already, of another model; "
-            "give this model groups of its own"
+            "give this model other groups"
         )
     context.exact_parts = parts
 
 
 def exact_parts(group: ProcessGroup | None) -> int | None:
-    """Over how many parts a group sums; None where sums are the transport's, or there is no group."""
+    """The number of parts that a group sums over; None where the transport sums, or there is no group."""
     return None if group is None else context_of(group).exact_parts
 
 
@@ -75,7 +75,7 @@ def tree_sum(terms: Sequence[Tensor], *, may_overwrite: bool = False) -> Tensor:
     """The sum of tensors by a balanced binary tree over neighbours.
 
     Args:
-        terms: a power of two of tensors of one shape and dtype. A single one is returned as it is.
+        terms: a power of two of tensors of one shape and dtype. A single one is returned itself.
         may_overwrite: let the sums take the terms' memory; otherwise they are not modified.
     """
     counter = TreeCounter(may_overwrite=may_overwrite)
@@ -95,12 +95,7 @@ def tree_sum_stacked_(terms: Tensor) -> Tensor:
 
 
 def sum_at_any_threads(input_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum of all elements. Where all are one sum, PyTorch's threads share it, in an order that depends on how many.
-
-    Args:
-        input_: any shape.
-        dtype: to sum in; the input's if None.
-    """
+    """The sum of all elements, in ``dtype`` if given; PyTorch's own depends on the number of threads."""
     flat = input_.reshape(-1)
     return F.pad(flat, (0, -flat.numel() % _RUN)).view(-1, _RUN).sum(dim=1, dtype=dtype).sum()
 
@@ -108,8 +103,8 @@ def sum_at_any_threads(input_: Tensor, dtype: torch.dtype | None = None) -> Tens
 class TreeCounter:
     """Sums terms as they come, by the balanced tree over all of them; keeps a partial sum for each level only.
 
-    The sums of 1, 2, 4, ... neighbours are kept as the digits of a binary counter: a new term is added to what waits on
-    its level, the result to what waits on the next, and so on.
+    The sums of 1, 2, 4, ... neighbours are kept as the digits of a binary counter: a new term is added to the sum on
+    its level, the result to the sum on the next, and so on.
 
     Args:
         may_overwrite: let the sums take the terms' memory.
@@ -127,7 +122,7 @@ class TreeCounter:
             if waiting is None:
                 self._levels[level] = term
                 return
-            # What waits above the first level was made here.
+            # Sums above the first level were made here.
             term = torch.add(waiting, term, out=waiting) if level or self._may_overwrite else waiting + term
             self._levels[level] = None
         self._levels.append(term)
@@ -146,7 +141,7 @@ def all_reduce(
     all_to_all: Callable[..., Tensor],
     all_gather: Callable[..., Tensor],
 ) -> Tensor:
-    """The sum over a group of more than two ranks, by the tree; ``collectives`` gives what it is made of.
+    """The sum over a group of more than two ranks by the tree, made of two functions of ``collectives``.
 
     It is no view, nor is that of ``reduce_scatter``: ``moves`` returns both from autograd functions, and programs may
     write to them in place.
@@ -189,9 +184,9 @@ def exact_total(values: Iterable[float], *, groups: Sequence[ProcessGroup], what
     """The sum of all ranks' numbers, rounded to fp64 once; infinite or NaN if one of them is. Collective.
 
     Args:
-        values: this rank's, any number of them.
-        groups: over which the sum goes, one after the other.
-        what: what is summed, for the message if a rank does not come.
+        values: this rank's values, any number of them.
+        groups: the groups to sum over, one after the other.
+        what: name of the values, for the message if a rank does not come.
     """
     values = list(values)
     others = [value for value in values if not math.isfinite(value)]

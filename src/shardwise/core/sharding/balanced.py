@@ -2,16 +2,13 @@
 
 Nothing is padded, and every rank knows every rank's size without asking.
 
-Which rows of a tensor this rank holds, where PyTorch's ``fully_shard`` shares them out.
+Rows under ``fully_shard``: PyTorch makes a parameter's tensor-parallel shard a ``DTensor``. Each of ``d`` data-parallel
+ranks holds ``ceil(n / d)`` of its ``n`` rows, in order; the last may hold fewer, or none. The functions of rows take
+any other tensor too, whose rows this rank holds all.
 
-Such a tensor is a ``DTensor``, of the shape of what tensor parallelism has left of a parameter. Of its ``n`` rows each
-of ``d`` data-parallel ranks holds ``ceil(n / d)``, in order; the last may hold fewer, or none. All functions take any
-other tensor too, of which this rank holds all rows.
-
-Which transformer layers each pipeline stage holds.
-
-A model of ``num_stages * num_chunks`` parts runs through part 0, part 1 and so on; stage ``p`` holds, as its chunk
-``c``, part ``c * num_stages + p``. Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.
+Layers of pipeline stages: a model of ``num_stages * num_chunks`` parts runs through part 0, part 1 and so on; stage
+``p`` holds, as its chunk ``c``, part ``c * num_stages + p``. Source: Narayanan et al. 2021 (arXiv:2104.04473),
+section 2.2.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 def balanced_sizes(n: int, t: int) -> tuple[int, ...]:
-    """How many of ``n`` elements each of ``t`` ranks holds: the first ``n % t`` hold one more.
+    """Number of elements of ``n`` that each of ``t`` ranks holds: the first ``n % t`` hold one more.
 
     >>> balanced_sizes(13, 4)
     (4, 3, 3, 3)
@@ -61,7 +58,7 @@ def balanced_sizes(n: int, t: int) -> tuple[int, ...]:
 
 
 def balanced_range(n: int, t: int, rank: int) -> Interval:
-    """``(start, stop)`` of what ``rank`` holds of ``n`` elements on ``t`` ranks, by the balanced rule.
+    """``(start, stop)`` of a rank's part of ``n`` elements on ``t`` ranks, by the balanced rule.
 
     >>> balanced_range(13, 4, 1)
     (4, 7)
@@ -72,9 +69,7 @@ def balanced_range(n: int, t: int, rank: int) -> Interval:
 
 
 def uneven_sizes(n: int, t: int) -> tuple[int, ...] | None:
-    """The balanced sizes of ``n`` elements on ``t`` ranks, or None where all ranks hold the same number.
-
-    None is what a collective takes for shards of equal size.
+    """The balanced sizes of ``n`` elements on ``t`` ranks; None, as collectives take it, where all are equal.
 
     >>> uneven_sizes(13, 4)
     (4, 3, 3, 3)
@@ -119,8 +114,8 @@ def checked_dim(dim: int, shape: Sequence[int]) -> int:
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether ranks share out the rows."""
-    # Slow to import, and before somebody has done it there is no such tensor.
+    """True if ranks share out the rows."""
+    # Slow to import; before it is imported there is no such tensor.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -139,16 +134,15 @@ def group_of_rows(param: Tensor) -> ProcessGroup | None:
 
 
 def set_group_of_rows_(param: Tensor, group: ProcessGroup) -> None:
-    """Say who shares out the rows of a parameter that is a ``DTensor``.
+    """Set the group that shares out the rows of a ``DTensor``.
 
-    Its own mesh may be another's of the same ranks, whose groups are gone: PyTorch keeps what it once found out for one
-    mesh, and takes an equal one for the same.
+    Its own mesh may be an equal, earlier one, whose groups are gone: PyTorch caches results by mesh.
     """
     param.row_group = group  # type: ignore[attr-defined]
 
 
 def rows_of_ranks(param: Tensor) -> list[Interval]:
-    """The rows of a parameter that each rank holds: the first, and the one after the last."""
+    """The interval of rows of a parameter that each rank holds."""
     group = group_of_rows(param)
     num_ranks = 1 if group is None else group.size()
     total, each = param.size(0), -(-param.size(0) // num_ranks)
@@ -156,19 +150,19 @@ def rows_of_ranks(param: Tensor) -> list[Interval]:
 
 
 def first_row(param: Tensor) -> int:
-    """Which row of a parameter is the first of those that this rank holds."""
+    """The first row of a parameter that this rank holds."""
     group = group_of_rows(param)
     return 0 if group is None else rows_of_ranks(param)[group.rank()][0]
 
 
 def intervals_of_rows(param: Tensor) -> tuple[Interval, ...]:
-    """The elements of a parameter that each rank holds, in row-major order: the first, and the one after the last."""
+    """The interval of a parameter's elements, in row-major order, that each rank holds."""
     elements = math.prod(param.shape[1:])
     return tuple((start * elements, stop * elements) for start, stop in rows_of_ranks(param))
 
 
 def interval_of_rows(param: Tensor) -> Interval | None:
-    """The elements of a parameter that this rank holds, in row-major order; None where rows are not shared out."""
+    """The interval of a parameter's elements that this rank holds; None where rows are not shared out."""
     group = group_of_rows(param)
     return None if group is None else intervals_of_rows(param)[group.rank()]
 
@@ -198,11 +192,11 @@ def stage_layers(
     [2, 3, 2]
 
     Args:
-        num_layers: of the whole model.
-        num_stages: pipeline-parallel ranks.
+        num_layers: number of layers of the whole model.
+        num_stages: number of pipeline-parallel ranks.
         num_chunks: parts of the model on each stage, over 1 for interleaved schedules.
-        first: layers of the first stage, over all its chunks; dealt out like the others' if None.
-        last: layers of the last stage, likewise.
+        first: number of layers of the first stage, over all its chunks; dealt out like the others' if None.
+        last: the same of the last stage.
         count_embedding: the embedding, in the first part, weighs as much as a layer.
         count_loss: output layer and loss, in the last part, weigh as much as a layer.
 

@@ -1,7 +1,7 @@
 """Where each rank's part of a parameter lies in the whole one.
 
-A dimension may consist of several *sections*, each split by itself (``stride`` of them): the gate and the up projection
-of a gated MLP are two sections of one weight, so that every rank holds matching halves of both.
+A dimension may consist of ``stride`` *sections* that are split separately: the gate and the up projection of a gated
+MLP are two sections of one weight, so that every rank holds matching halves of both.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from shardwise.core.sharding.balanced import Interval, checked_dim, checked_size
 class ParamLayout:
     """Where each rank's part of one parameter lies in the whole one.
 
-    The one description that layers (initialisation), the optimizer (which gradients are whose) and checkpoints (which
-    bytes go where) all read.
+    Layers (initialisation), the optimizer (gradients of each rank) and checkpoints (places of bytes) all read it.
 
     Attributes:
         global_shape: shape of the whole parameter.
@@ -63,7 +62,7 @@ class ParamLayout:
             global_shape: shape of the whole parameter.
             dim: dimension to split; a negative one counts from the last.
             world_size: number of ranks.
-            stride: number of equal sections of the dimension, each split by itself.
+            stride: number of equal sections of the dimension, which are split separately.
             sizes: one size per rank, of one section; balanced if None.
 
         Raises:
@@ -89,7 +88,7 @@ class ParamLayout:
         Args:
             global_shape: shape of the whole parameter.
             dim: dimension to split; a negative one counts from the last.
-            intervals: for each rank its own, which other ranks may hold too. Adjacent intervals are joined.
+            intervals: each rank's intervals, which other ranks may hold too. Adjacent intervals are joined.
 
         Raises:
             ShardingError: there is no such dimension, an interval does not lie in it, or no rank holds some index.
@@ -115,7 +114,7 @@ class ParamLayout:
         return sum(stop - start for start, stop in self.intervals[rank])
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of what ``rank`` holds."""
+        """Shape of the part that ``rank`` holds."""
         if self.dim is None:
             return self.global_shape
         shape = list(self.global_shape)
@@ -166,7 +165,7 @@ class ParamLayout:
 
 @dataclass(frozen=True)
 class Replicas:
-    """Which ranks hold the same values of a parameter, and over which ranks its gradient is summed.
+    """The ranks that hold the same values of a parameter, and the ranks that its gradient is summed over.
 
     A module keeps it next to the ``ParamLayout``. Axes are named as in ``core.topology.Groups``: ``"tp"``, ``"dp"``,
     and ``"embd"`` for the first and the last pipeline stage.
@@ -197,10 +196,10 @@ class Segment(NamedTuple):
 
 
 def segments(layout: ParamLayout, rank: int) -> list[Segment]:
-    """What ``rank`` holds along the split dimension, cut wherever any rank's part begins or ends.
+    """The part of ``rank`` along the split dimension, cut wherever any rank's part begins or ends.
 
-    Two segments, of whichever ranks, are therefore the same interval or disjoint, so that "write each interval once"
-    needs no more than comparing their first indices.
+    Two segments of any ranks are therefore the same interval or disjoint, so that comparing their first indices is
+    enough to write each interval once.
 
     Args:
         layout: layout with a split dimension.
@@ -244,12 +243,12 @@ def holders(layout: ParamLayout) -> dict[Interval, tuple[int, ...]]:
 
 
 def has_copies(layout: ParamLayout) -> bool:
-    """Whether several ranks hold the same part of a parameter that is split."""
+    """True if several ranks hold the same part of a parameter that is split."""
     return layout.dim is not None and any(len(ranks) > 1 for ranks in holders(layout).values())
 
 
 def _merge_adjacent(runs: Sequence[Interval]) -> list[Interval]:
-    """Adjacent intervals, joined: a tensor that one rank holds is then one segment, whatever its stride."""
+    """Adjacent intervals joined: a tensor that one rank holds is then one segment, at any stride."""
     merged: list[Interval] = []
     for start, stop in runs:
         if merged and merged[-1][1] == start:

@@ -1,10 +1,8 @@
-"""Boxes of indices, and pieces of a tensor that fill such boxes, in a form that torch.distributed.checkpoint takes.
+"""Pieces of a tensor that fill boxes of indices, for torch.distributed.checkpoint; and the parts of exact sums.
 
-The parts into which a split dimension is cut so that what is summed along it has the same bits at every layout.
-
-A dimension (each section of it, by itself) is cut into ``exact_parts`` parts by the balanced rule, whatever the number
-of ranks. Rank ``r`` of ``t`` must hold parts ``r * exact_parts / t`` up to the next rank's, and nothing else: the
-bounds of the shards must be among the cuts.
+For sums along a split dimension that have the same bits at every layout, each section of the dimension is cut into
+``exact_parts`` parts by the balanced rule, at every number of ranks. Rank ``r`` of ``t`` must hold exactly the parts
+from ``r * exact_parts / t`` up to the next rank's: the bounds of the shards must be among the cuts.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]
 
     def narrowed(self, dim: int, start: int, stop: int) -> Box | None:
-        """What of it lies between two indices of a dimension; None if nothing does."""
+        """The part of it between two indices of a dimension; None if empty."""
         low, high = max(start, self.offsets[dim]), min(stop, self.offsets[dim] + self.sizes[dim])
         if low >= high:
             return None
@@ -44,17 +42,10 @@ class Box(NamedTuple):
 
 
 def boxes_of_interval(shape: Sequence[int], interval: Interval) -> list[Box]:
-    """The elements ``interval`` of an array, counted in row-major order, as boxes.
+    """The elements ``interval`` of an array of ``shape``, counted in row-major order, as boxes in this order.
 
     Part of the first row, whole rows, and part of the last one, where parts of rows are such runs themselves: at most
     ``2 * n - 1`` boxes of an array of ``n`` dimensions.
-
-    Args:
-        shape: of the array.
-        interval: first element, and the one after the last.
-
-    Returns:
-        The boxes in the order of their elements; nothing of an empty interval.
 
     >>> boxes_of_interval((4, 5), (3, 17))
     [Box(offsets=(0, 3), sizes=(1, 2)), Box(offsets=(1, 0), sizes=(2, 5)), Box(offsets=(3, 0), sizes=(1, 2))]
@@ -85,19 +76,18 @@ Piece = tuple[tuple[int, ...], Tensor]
 
 
 class TensorPieces(Tensor):
-    """A tensor of which this rank holds some boxes: what ``dcp.save`` and ``dcp.load`` store and fill.
+    """This rank's pieces of a tensor, which ``dcp.save`` and ``dcp.load`` store and fill.
 
     A tensor by name only, since PyTorch's planners look for pieces in tensors: it has the shape of the whole one, dtype
-    and device of the pieces, and no values. It follows the protocol of ``torch.distributed._checkpointable``, which
-    DTensor follows too; that one has neither balanced shards nor shards of several runs.
-
-    Any other operation than reading its shape is an error.
+    and device of the pieces, and no values; any operation but reading its shape is an error. It follows the protocol of
+    ``torch.distributed._checkpointable``, as DTensor does, which has neither balanced shards nor shards of several
+    runs.
 
     Args:
         shape: shape of the whole tensor.
-        pieces: this rank's. Of what is written any two, of whichever ranks, are the same box or have nothing in common.
-        dtype, device: the pieces'.
-        written: those of the pieces that this rank may write; other ranks write the rest. All of them if None.
+        pieces: this rank's pieces. Any two written ones, of any ranks, are the same box or have nothing in common.
+        dtype, device: dtype and device of the pieces.
+        written: the pieces that this rank may write, while other ranks write the rest; all of them if None.
     """
 
     _pieces: list[Piece]
@@ -117,15 +107,15 @@ class TensorPieces(Tensor):
         return self
 
     def pieces(self) -> list[Piece]:
-        """Each box that this rank holds: its offset in the whole, and the view that holds it."""
+        """Offset in the whole, and view, of each box that this rank holds."""
         return self._pieces
 
     def written_pieces(self) -> list[Piece]:
-        """Those of ``pieces()`` that this rank may write."""
+        """The pieces that this rank may write."""
         return self.pieces() if self._written is None else self._written
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
-        """What this rank could write; the planner then chooses one writer for what several ranks hold."""
+        """The pieces that this rank could write; the planner then chooses one writer for each."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -185,16 +175,16 @@ LocalParts = tuple[tuple[Interval, ...], ...]
 
 
 def local_parts(layout: ParamLayout, rank: int, exact_parts: int, *, what: str) -> LocalParts:
-    """The parts of a split dimension that ``rank`` holds, in its local indices.
+    """The parts of a split dimension that ``rank`` holds, in local indices.
 
     >>> local_parts(ParamLayout.split((16,), 0, 2, stride=2), 1, 4, what="the width")
     (((0, 2), (4, 6)), ((2, 4), (6, 8)))
 
     Args:
-        layout: of the parameter; split along one dimension.
-        rank: of this shard.
+        layout: the parameter's layout; split along one dimension.
+        rank: rank that holds the shard.
         exact_parts: number of parts, a multiple of the ranks.
-        what: what the dimension is, for errors.
+        what: name of the dimension, for errors.
 
     Raises:
         ConfigError: the bounds of the shards are not among the cuts, or there are fewer indices than parts; the message
@@ -227,7 +217,7 @@ def fitting_ranks(layouts: Iterable[ParamLayout], exact_parts: int) -> list[int]
     ([2], [])
 
     Args:
-        layouts: of parameters at any number of ranks. Those that are not split by the balanced rule are passed over.
+        layouts: layouts of parameters at any number of ranks; those not split by the balanced rule are passed over.
         exact_parts: number of parts, a power of two.
     """
     balanced = {
@@ -248,7 +238,7 @@ def fitting_ranks(layouts: Iterable[ParamLayout], exact_parts: int) -> list[int]
 
 @lru_cache(maxsize=4096)
 def _fits(layout: ParamLayout, exact_parts: int) -> bool:
-    """Whether every rank has whole parts: all of them are to refuse what one cannot have."""
+    """True if every rank has whole parts, so that all ranks refuse alike."""
     return all(_parts(layout, rank, exact_parts) is not None for rank in range(layout.world_size))
 
 

@@ -35,14 +35,14 @@ class ParamShard(TensorPieces):
         rank: this rank among those that ``layout`` is about.
         sharded_offsets: leading axes that stack parameters of one name, such as the layers of a model; axis numbers
             count from 0.
-        allow_shape_mismatch: on load the stored parameter may have another size along the split dimension, as a
-            vocabulary does that is padded otherwise; what it lacks stays as it is, what it has too much is left out.
-            ``torch.distributed.checkpoint`` by itself wants the same shape always.
+        allow_shape_mismatch: on load the stored parameter may have another size along the split dimension, such as a
+            vocabulary with other padding; missing elements are left alone, others are dropped.
+            ``torch.distributed.checkpoint`` always wants the same shape.
         is_copy: a data-parallel rank before this one writes it; see ``is_copy_by``. If False the planner of a
             checkpoint chooses among all that hold it.
-        interval: where data-parallel ranks share out a part: which of its elements, in row-major order, this one
-            holds, first and one after the last. None for all of them. All ranks' intervals together are the part; they
-            may be cut at other places on each rank of ``layout``, and what several of these hold the first one writes.
+        interval: where data-parallel ranks share out a part: the interval of its elements, in row-major order, that
+            this one holds. None for all of them. All ranks' intervals together are the part; they may be cut at other
+            places on each rank of ``layout``, and the first of several holders writes.
         replicas: the ranks that hold the same.
 
     Raises:
@@ -118,13 +118,11 @@ class ParamShard(TensorPieces):
 
     @property
     def is_replica(self) -> bool:
-        """Whether a rank before this one holds the same values: a copy, or on another than the first what is whole."""
+        """True if a rank before this one holds the same values: a copy, or a whole parameter but on the first rank."""
         return self.is_copy or (self.layout.dim is None and self.rank > 0)
 
     def accepts(self, stored_shape: Sequence[int]) -> bool:
-        """Whether a whole parameter of ``stored_shape`` can be loaded: one of the same shape, or of another size along
-        the split dimension with ``allow_shape_mismatch``.
-        """
+        """True if a whole parameter of this shape can be loaded: the same, or as ``allow_shape_mismatch`` allows."""
         stored, here = list(stored_shape), list(self.global_shape)
         # The sections of a strided dimension would not lie where they lay.
         if self.allow_shape_mismatch and self.layout.dim is not None and self.layout.stride == 1:
@@ -157,10 +155,7 @@ class ParamShard(TensorPieces):
         ]
 
     def written_pieces(self) -> list[Piece]:
-        """Those of ``pieces()`` that this rank may write: nothing of a copy.
-
-        Of an interval, what no rank of the layout before this one holds: theirs may be cut at other places.
-        """
+        """The pieces that this rank may write: none of a copy; of an interval, those that no earlier rank holds."""
         if self.is_copy:
             return []
         if self.interval is None:
@@ -168,7 +163,7 @@ class ParamShard(TensorPieces):
         return [piece for piece, is_first in self._pieces_of_interval(self.interval) if is_first]
 
     def _pieces_of_interval(self, interval: Interval) -> list[tuple[Piece, bool]]:
-        """The pieces that the interval consists of, and of each whether this is the layout's first rank that has it."""
+        """The pieces of the interval, each with True if this is the layout's first rank that has it."""
         layout, rank = self.layout, self.rank
         shape, dim = layout.local_shape(rank), layout.dim
         lead = tuple(index for _, index, _ in self.sharded_offsets)
@@ -230,8 +225,8 @@ class ParamShard(TensorPieces):
         return ParamShard(**(fields | changes))
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
-        # torch.distributed.checkpoint stores by the dict's names, so that layers under names of their own would each be
-        # a stack with one layer in it.
+        # torch.distributed.checkpoint stores by the dict's names, so that layers under different names would each be a
+        # stack with one layer in it.
         if self.sharded_offsets and f".{fqn}".removesuffix(f".{self.key}") == f".{fqn}":
             raise ShardingError(
                 f"{fqn!r} is one of several tensors stacked under {self.key!r}; torch.distributed.checkpoint stores by "
@@ -241,7 +236,7 @@ class ParamShard(TensorPieces):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # What torch.distributed.checkpoint copies a state with (`async_save`), and allocates of the meta device.
+        # By these torch.distributed.checkpoint copies a state (`async_save`), and allocates one of the meta device.
         kwargs = kwargs or {}
         if func in (_aten.detach.default, _aten.zeros_like.default, _aten.empty_like.default):
             return args[0].with_data(func(args[0].data, **kwargs))
@@ -261,9 +256,6 @@ class ParamShard(TensorPieces):
 
 
 def is_copy_by(metadata: Mapping[str, Any] | None) -> bool:
-    """Whether ``metadata`` of a ``sharded_state_dict`` says that another rank writes what this one holds.
-
-    It does where this rank is not the first of ``metadata["dp_cp_group"]``, whose ranks hold copies of the model.
-    """
+    """True if this rank is not the first of ``metadata["dp_cp_group"]``, whose ranks hold copies of the model."""
     group = None if metadata is None else metadata.get("dp_cp_group")
     return group is not None and group.rank() > 0

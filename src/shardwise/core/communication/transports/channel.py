@@ -1,20 +1,21 @@
-"""The protocol: slots of shared memory, and flags that say what is in them.
+"""The protocol of shared memory: slots, and flags that tell their state.
 
 A message is cut into chunks; chunk number ``n`` of the group goes through slot ``n % NUM_SLOTS`` of each rank. Three
 numbers per rank and slot are the whole state::
 
     ready[rank, slot]   the last chunk that the rank put there, written after the data
-    read[rank, slot]    the last chunk that the rank has taken out of everybody's slot; when all ranks have read a slot
-                        it is used again
-    call[rank, slot]    a hash of operation, dtype and shape: ranks that disagree are found out at no cost
+    read[rank, slot]    the last chunk that the rank has taken out of all ranks' slots; a slot that all ranks have read
+                        is used again
+    call[rank, slot]    a hash of operation, dtype and shape, by which disagreements are found at no cost
 
-Nothing is locked: each number has one writer. It is right where stores become visible in the order in which they were
-made, as x86-64 promises. A rank that waits spins, then yields if there is a core for each rank of the group, then naps;
-it looks now and then whether those it waits for still live, and gives up at the group's time limit: it never hangs.
+Nothing is locked: each number has one writer. This needs stores to become visible in their order, as on x86-64. A rank
+that waits spins, then yields if there is a core for each rank of the group, then naps; now and then it checks that the
+ranks it waits for still live, and it gives up at the group's time limit: it never hangs.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -31,7 +32,7 @@ from shardwise.core.errors import DesyncError, LaunchError, ShardwiseError
 from shardwise.core.processes import Process
 
 NUM_SLOTS = 4
-# What is copied in and what is made of it stay in a core's second-level cache.
+# A chunk and the result made of it stay in a core's second-level cache.
 SLOT_BYTES = 1 << 19
 
 _CACHE_LINE_WORDS = 8
@@ -54,7 +55,7 @@ def _num_cores() -> int:
 
 
 def channel_bytes(t: int) -> int:
-    """Bytes of shared memory that a channel of ``t`` ranks needs."""
+    """Bytes of shared memory of a channel of ``t`` ranks."""
     return _slots_offset(t) + NUM_SLOTS * t * SLOT_BYTES
 
 
@@ -75,24 +76,16 @@ class Channel:
         memory: ``channel_bytes(t)`` bytes, zero at first, the same memory on every rank.
         processes: the ranks' processes, in rank order.
         timeout: seconds that a rank waits for another.
-        global_ranks: the ranks in the world, in the same order; those of the group itself if None.
+        global_ranks: the ranks in the world, in rank order.
     """
 
     def __init__(
-        self,
-        rank: int,
-        memory: Tensor,
-        processes: Sequence[Process],
-        timeout: float,
-        global_ranks: Sequence[int] | None = None,
+        self, rank: int, memory: Tensor, processes: Sequence[Process], timeout: float, global_ranks: list[int]
     ) -> None:
-        self.rank = rank
-        self.t = len(processes)
-        self.global_ranks = list(range(self.t) if global_ranks is None else global_ranks)
-        self._processes = processes
-        self._timeout = timeout
+        self.rank, self.t, self.global_ranks = rank, len(processes), global_ranks
+        self._processes, self._timeout = processes, timeout
         self._others = [other for other in range(self.t) if other != rank]
-        # Where ranks share cores, one that waits keeps from its core the one that it waits for.
+        # Where ranks share cores, a waiting rank takes the core of the rank that it waits for.
         self._yield_seconds = _YIELD_SECONDS if self.t <= _num_cores() else 0.0
         words = _notes_offset(self.t)
         # A memoryview reads a number in a tenth of the time that a tensor or an array takes.
@@ -100,21 +93,19 @@ class Channel:
         self._notes = memoryview(cast(Any, memory[words : words + self.t * _NOTE_BYTES].numpy()))
         self._slots = memory[_slots_offset(self.t) : channel_bytes(self.t)].view(NUM_SLOTS, self.t, SLOT_BYTES)
         self._next = 1
-        # The message whose chunk is in each slot of this rank and has not been read yet.
+        # For each slot of this rank, the message of a chunk that has not been read yet.
         self._in_flight: list[Message | None] = [None] * NUM_SLOTS
         self._rows: dict[tuple[int, torch.dtype, Sequence[int]], tuple[Tensor, ...]] = {}
         self._broken: ShardwiseError | None = None
 
     def rows(self, slot: int, dtype: torch.dtype, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Every rank's part of a slot as a tensor of ``shape``, in rank order, and last all of them stacked."""
+        """Every rank's row of a slot as a tensor of ``shape``, in rank order, and last all of them stacked."""
         key = (slot, dtype, shape)
         rows = self._rows.get(key)
         if rows is None:
             if len(self._rows) >= 4096:
                 self._rows.clear()
-            count = 1
-            for size in shape:
-                count *= size
+            count = math.prod(shape)
             # A view made in inference mode could not be written to outside of it.
             with torch.inference_mode(False):
                 stacked = self._slots[slot].view(dtype)[:, :count].view(self.t, *shape)
@@ -122,11 +113,11 @@ class Channel:
         return rows
 
     def take_slot(self, message: Message) -> tuple[int, int]:
-        """A slot that everybody has read, and the number of the chunk that is to go into it."""
+        """A slot that all ranks have read, and the number of the chunk that is to go into it."""
         if self._broken is not None:
             raise self._broken
         while (holder := self._in_flight[self._next % NUM_SLOTS]) is not None:
-            # Started and not yet waited for: its turn is now. Every rank comes by here at the same call.
+            # It was started and not yet waited for. Every rank comes here at the same call.
             holder.finish()
         number = self._next
         slot = number % NUM_SLOTS
@@ -136,7 +127,7 @@ class Channel:
         return slot, number
 
     def post(self, slot: int, number: int, call: int) -> None:
-        """Show the others what this rank has put into the slot."""
+        """Tell the others that this rank has written the slot."""
         own = self.rank * _WORDS_PER_RANK + slot
         self._words[own + 2 * NUM_SLOTS] = call
         self._words[own] = number
@@ -193,7 +184,7 @@ class Channel:
             if waited < self._yield_seconds:
                 os.sched_yield()
             else:
-                # A rank that comes later than that is late by itself; a hundredth more does not matter.
+                # A nap prolongs a wait by at most a hundredth.
                 time.sleep(min(max(_SHORTEST_NAP_SECONDS, waited / 100), _LONGEST_NAP_SECONDS))
             now = time.monotonic()
             if now < look:
@@ -207,10 +198,11 @@ class Channel:
                 )
                 raise self._broken
             if now - start > self._timeout:
+                layer = layer_of(threading.get_ident())
                 self._broken = DesyncError(
                     f"rank {other} of {self.t} (process {process.pid}) did not join rank {self.rank} in {message}"
-                    f"{_of_layer()} within {self._timeout:g} s; every rank of a group must make the same calls in the "
-                    "same order"
+                    f"{layer and f' of {layer}'} within {self._timeout:g} s; every rank of a group must make the same "
+                    "calls in the same order"
                 )
                 raise self._broken
 
@@ -233,11 +225,6 @@ class Channel:
             "with the same shapes and dtypes"
         )
         return self._broken
-
-
-def _of_layer() -> str:
-    layer = layer_of(threading.get_ident())
-    return f" of {layer}" if layer else ""
 
 
 class Message(Pending, ABC):
@@ -273,17 +260,17 @@ class Message(Pending, ABC):
         self._taken = 0
 
     def start(self) -> None:
-        """Put in as much as there are slots for. Waits only for ranks that are ``NUM_SLOTS`` chunks behind."""
+        """Write as many chunks as there are slots. Waits only for ranks that are ``NUM_SLOTS`` chunks behind."""
         for _ in range(min(NUM_SLOTS, self._num_chunks)):
             self._post_next()
 
     def wait(self) -> Tensor:
-        """The result, when every rank has put its part in."""
+        """The result, when every rank has written its part."""
         self.finish()
         return self.result
 
     def finish(self) -> None:
-        """Take out what every rank has put in; nothing happens the second time."""
+        """Read all ranks' chunks; a second call does nothing."""
         channel = self._channel
         while self._taken < self._num_chunks:
             slot, number = self._posted[self._taken]

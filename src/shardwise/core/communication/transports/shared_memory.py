@@ -238,7 +238,7 @@ CARRIED = {
 """The dtypes that each operation takes."""
 
 REDUCTIONS = (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
-"""What an all-reduce can do."""
+"""The reductions of an all-reduce."""
 
 
 class SharedMemory(Channel):
@@ -299,7 +299,7 @@ def channel_of(group: ProcessGroup) -> SharedMemory | None:
     """
     context = context_of(group)
     if not context.has_tried_to_share:
-        # Whatever watches or records operators shall not see the setting up.
+        # Modes that watch or record operators are not for the set-up.
         with _disable_current_modes(), accounting.uncounted(), torch.inference_mode(False):
             context.channel = _open(group)
         context.has_tried_to_share = True
@@ -307,7 +307,7 @@ def channel_of(group: ProcessGroup) -> SharedMemory | None:
 
 
 def close_channel(group: ProcessGroup) -> None:
-    """Unmap the group's memory, if it has any; the next call finds out anew whether the ranks share memory."""
+    """Unmap the group's memory, if it has any; the next ``channel_of`` tries again."""
     context = context_of(group)
     context.channel, context.has_tried_to_share = None, False
 
@@ -328,7 +328,7 @@ def _open(group: ProcessGroup) -> SharedMemory | None:
         if not all(gather_objects(memory is not None, _WHAT, group=group)):
             return None
     assert memory is not None
-    # Everybody has read the token before any flag is written in its place.
+    # All ranks have read the token before any flag is written in its place.
     if rank == 0:
         memory[: len(token)].zero_()
     gather_objects(True, _WHAT, group=group)
@@ -351,7 +351,7 @@ def _attempt(function: Callable[[], T]) -> T | None:
 
 @contextlib.contextmanager
 def _reserved_file(num_bytes: int, token: bytes) -> Any:
-    """The path of a file of that size whose memory is really there, gone at the end of the block."""
+    """The path of a file of that size whose memory is reserved, removed at the end of the block."""
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     descriptor, path = tempfile.mkstemp(prefix=temporary_prefix("memory"), dir=folder)
     try:

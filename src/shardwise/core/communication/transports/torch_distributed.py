@@ -28,7 +28,7 @@ from shardwise.core.errors import DesyncError
 _all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# From this many bytes of all shards together gloo gathers them in messages of their own.
+# From this many bytes of all shards together gloo gathers them by messages between two ranks.
 _BYTES_TO_SEND_DIRECTLY = 1 << 20
 
 
@@ -126,7 +126,7 @@ def all_gather(
 
 
 def _send_to_all(tensor: Tensor, group: ProcessGroup, sizes: Sequence[int], out: Tensor | None) -> Pending:
-    """All-gather along the first dimension as messages, each rank's shard to every other, straight to its place.
+    """All-gather along the first dimension by messages, each rank's shard to every other, into its place.
 
     gloo's own all-gather takes three times as long for large shards, and pads those of different sizes.
     """
@@ -200,8 +200,7 @@ def _exchange_and_sum(
 ) -> Pending:
     """Reduce-scatter as an all-to-all and a local sum, in rank order.
 
-    gloo's own reduce-scatter costs as much as its all-reduce; this sends each element once, to the rank that wants it,
-    takes half the time, and needs no padding.
+    gloo's own reduce-scatter costs as much as its all-reduce; this takes half the time, and needs no padding.
     """
     packed, received_sizes, sent_sizes = _packed_by_rank(tensor, group.rank(), dim, sizes)
     received = packed.new_empty(sum(received_sizes))
@@ -217,7 +216,7 @@ def _exchange_and_sum(
 
 
 def _packed_by_rank(tensor: Tensor, rank: int, dim: int, sizes: Sequence[int]) -> tuple[Tensor, list[int], list[int]]:
-    """The parts for each rank in one row, and how many elements ``rank`` receives from and sends to each."""
+    """The parts for each rank in one row, and the numbers of elements that ``rank`` receives from and sends to each."""
     if dim == 0:
         packed = tensor.contiguous().view(-1)
     else:
@@ -228,7 +227,7 @@ def _packed_by_rank(tensor: Tensor, rank: int, dim: int, sizes: Sequence[int]) -
 
 def all_to_all(tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> Pending:
     """As in ``Transport``."""
-    # The number of rows is compared by itself, since ranks may exchange different ones.
+    # The numbers of rows may differ; they are compared below.
     _validate("all_to_all", tensor, group, but_dim=0)
     if context_of(group).validates:
         with accounting.uncounted():

@@ -1,4 +1,4 @@
-"""The interface of a transport, the handle of a collective in flight, and the check that all transports share."""
+"""The interface of a transport, the handle of a collective in flight, and the check of an all-to-all."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -11,10 +11,7 @@ from shardwise.core.errors import DesyncError
 
 
 class Pending:
-    """A collective in flight; ``wait()`` returns its result.
-
-    Whatever the collective reads is kept alive until then.
-    """
+    """A collective in flight; ``wait()`` returns its result. The tensors that it reads are kept alive until then."""
 
     __slots__ = ("_finish", "_kept", "_work")
 
@@ -24,19 +21,18 @@ class Pending:
         self._kept = kept
 
     def wait(self) -> Tensor:
-        """Wait until the result is there and return it; call once."""
+        """Wait for the result and return it; call once."""
         if self._work is not None:
             self._work.wait()
         return self._finish()
 
 
 class Transport(Protocol):
-    """One way for tensors to travel between the ranks of a group; a module or an object.
+    """A way for tensors to travel between the ranks of a group; a module or an object.
 
     ``collectives`` has checked dimensions and sizes before, and there is more than one rank. Each call starts a
-    collective, modifies no argument but those that it may, tells ``accounting`` of it if PyTorch's dispatcher does not
-    see it, and announces its waits (``Wait``). Ranks that make different calls get a DesyncError where that can be
-    found out.
+    collective, modifies no argument but those that it may, records it in ``accounting`` if PyTorch's dispatcher does
+    not see it, and announces its waits (``Wait``). Ranks that make different calls get a DesyncError where possible.
     """
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool) -> Pending:
@@ -70,8 +66,8 @@ class Transport(Protocol):
     ) -> Pending:
         """Start sending rows to the rank ``step`` places on in the ring, and receiving from the one as far back.
 
-        ``tensor`` is contiguous, with as many rows as ``counts`` says of this rank. What is received, as many rows as
-        ``counts`` says of their sender, goes into ``out``, if there is one, contiguous too.
+        ``counts`` has the number of rows of every rank. ``tensor`` is contiguous; received rows go into ``out``, if
+        there is one, which is contiguous too.
         """
 
 
