@@ -10,7 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardwise.core.topology import Topology
+from shardwise.core.errors import TopologyError
+from shardwise.core.topology import Groups, Topology
 
 STEPS = 2
 # A few sums in another order.
@@ -114,3 +115,14 @@ def test_a_mesh_made_anew_has_groups_of_its_own(group):
         product = (part @ part.t()).redistribute(placements=[Replicate()])
         assert product.to_local().tolist() == [[6.0, 6.0], [6.0, 6.0]]
         topology.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_groups_of_a_mesh_are_those_of_its_topology(group):
+    topology = Topology.create(tp=2)
+    groups = Groups.of_mesh(topology.mesh)
+    assert (groups.tp, groups.pp, groups.dp) == tuple(topology.group(name) for name in ("tp", "pp", "dp"))
+    assert groups.embd is None
+    with pytest.raises(TopologyError, match=r"the mesh has the dimensions \('dp',\); it needs one that is named 'tp'"):
+        Groups.of_mesh(topology.mesh["dp"])
+    topology.destroy()

@@ -208,64 +208,39 @@ def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float =
     return Normal(sigma / math.sqrt(multiplier * num_layers))
 
 
-@dataclass(frozen=True)
-class _BlockMethod:
-    """Fills one block of a parameter in place."""
-
-    fill: InitMethod
-    # On a CPU consecutive blocks get the numbers of one fill of all.
-    one_stream: bool = True
-
-
 # Each number depends on its place in the generator's stream alone.
 _ELEMENTWISE: tuple[Any, ...] = (init.normal_, init.uniform_, init.constant_, init.zeros_, init.ones_)
 
 
-def _block_method(init_method: InitMethod, shape: tuple[int, ...]) -> _BlockMethod | None:
-    """The filling of blocks of a parameter of ``shape`` that equals ``init_method`` of the whole; None if unknown."""
-    if isinstance(init_method, Normal):
-        return _BlockMethod(init_method)
-    function: Any = init_method
-    options: dict[str, Any] = {}
+def _block_method(init_method: InitMethod, shape: tuple[int, ...]) -> tuple[InitMethod | None, bool]:
+    """A method that fills a parameter of ``shape`` by blocks, None if only the whole can be filled; and True if on a
+    CPU consecutive blocks get the numbers of one fill of all.
+    """
+    function, options = init_method, {}
     if isinstance(init_method, functools.partial):
-        if init_method.args:
-            return None
         function, options = init_method.func, init_method.keywords
-    if function in _ELEMENTWISE:
-        return _BlockMethod(init_method)
+        if init_method.args:
+            return None, False
+    if isinstance(function, Normal) or function in _ELEMENTWISE:
+        return init_method, True
     if function is init.trunc_normal_:
-        return _BlockMethod(init_method, one_stream=False)
-    std_of = {
-        init.xavier_uniform_: _xavier_std,
-        init.xavier_normal_: _xavier_std,
-        init.kaiming_uniform_: _kaiming_std,
-        init.kaiming_normal_: _kaiming_std,
-    }.get(function)
-    if std_of is None or len(shape) < 2 or 0 in shape:
-        return None
+        return init_method, False
+    is_xavier = function in (init.xavier_uniform_, init.xavier_normal_)
+    is_kaiming = function in (init.kaiming_uniform_, init.kaiming_normal_)
+    if not (is_xavier or is_kaiming) or len(shape) < 2 or 0 in shape:
+        return None, False
     bound = inspect.signature(function).bind(None, **options)
     bound.apply_defaults()
-    std, generator = std_of(shape, bound.arguments), bound.arguments["generator"]
+    given, fans = bound.arguments, [size * math.prod(shape[2:]) for size in (shape[1], shape[0])]
+    if is_xavier:
+        std = given["gain"] * math.sqrt(2.0 / float(sum(fans)))
+    else:
+        fan = fans[("fan_in", "fan_out").index(given["mode"].lower())]
+        std = init.calculate_gain(given["nonlinearity"], given["a"]) / math.sqrt(fan)
     if function in (init.xavier_normal_, init.kaiming_normal_):
-        return _BlockMethod(functools.partial(init.normal_, mean=0.0, std=std, generator=generator))
+        return functools.partial(init.normal_, mean=0.0, std=std, generator=given["generator"]), True
     limit = math.sqrt(3.0) * std
-    return _BlockMethod(functools.partial(init.uniform_, a=-limit, b=limit, generator=generator))
-
-
-def _fans(shape: tuple[int, ...]) -> tuple[int, int]:
-    receptive_field = math.prod(shape[2:])
-    return shape[1] * receptive_field, shape[0] * receptive_field
-
-
-def _xavier_std(shape: tuple[int, ...], options: dict[str, Any]) -> float:
-    gain: float = options["gain"]
-    return gain * math.sqrt(2.0 / float(sum(_fans(shape))))
-
-
-def _kaiming_std(shape: tuple[int, ...], options: dict[str, Any]) -> float:
-    fan = _fans(shape)[("fan_in", "fan_out").index(options["mode"].lower())]
-    gain: float = init.calculate_gain(options["nonlinearity"], options["a"])
-    return gain / math.sqrt(fan)
+    return functools.partial(init.uniform_, a=-limit, b=limit, generator=given["generator"]), True
 
 
 def _blocks_continue_one_stream(device: torch.device) -> bool:
@@ -298,28 +273,28 @@ def initialize_shard_(
     staging = shard
     if on_cpu:
         staging = torch.empty(0, dtype=torch.promote_types(shard.dtype, torch.float32), device="cpu")
-    method = _block_method(init_method, layout.global_shape)
+    fill, one_stream = _block_method(init_method, layout.global_shape)
     direct = staging.device == shard.device and staging.dtype == shard.dtype
-    one_stream = method is not None and method.one_stream and _blocks_continue_one_stream(staging.device)
+    one_stream = one_stream and _blocks_continue_one_stream(staging.device)
     if direct and (layout.dim is None or (layout.world_size == 1 and one_stream)):
         init_method(shard)
-    elif method is None or layout.dim is None:
+    elif fill is None or layout.dim is None:
         whole = staging.new_empty(layout.global_shape)
         init_method(whole)
         shard.copy_(layout.take(whole, rank))
     elif layout.dim == 0:
-        _fill_rows(shard, layout, rank, _blocks(staging, layout, method))
+        _fill_rows(shard, layout, rank, _blocks(staging, layout, fill))
     else:
-        _fill_columns(shard, layout, rank, _blocks(staging, layout, method))
+        _fill_columns(shard, layout, rank, _blocks(staging, layout, fill))
     return shard
 
 
-def _blocks(staging: Tensor, layout: ParamLayout, method: _BlockMethod) -> Iterator[tuple[int, int, Tensor]]:
+def _blocks(staging: Tensor, layout: ParamLayout, fill: InitMethod) -> Iterator[tuple[int, int, Tensor]]:
     """Each block of rows of the whole parameter, filled: first row, last row (excluded), values."""
     rows, row_shape = layout.global_shape[0], layout.global_shape[1:]
     for start, stop in _row_blocks(rows, math.prod(row_shape)):
         block = staging.new_empty((stop - start, *row_shape))
-        method.fill(block)
+        fill(block)
         yield start, stop, block
 
 

@@ -151,7 +151,7 @@ def swiglu(inner: Tensor) -> Tensor:
     """As ``elementwise.swiglu``; not recorded by autograd."""
     width = inner.size(-1) // 2
     output = inner.new_empty(*inner.shape[:-1], width)
-    rows = _rows_of(inner)
+    rows = rows_of(inner)
     block = block_size(width)
     with torch.cuda.device_of(inner):
         swiglu_kernel[(rows.size(0), triton.cdiv(width, block))](
@@ -164,7 +164,7 @@ def swiglu_gradient(inner: Tensor, grad_output: Tensor) -> Tensor:
     """The gradient of ``swiglu``'s input."""
     width = inner.size(-1) // 2
     grad_inner = torch.empty(inner.shape, dtype=inner.dtype, device=inner.device)
-    rows, grad_rows = _rows_of(inner), _rows_of(grad_output)
+    rows, grad_rows = rows_of(inner), rows_of(grad_output)
     block = block_size(width)
     with torch.cuda.device_of(inner):
         swiglu_gradient_kernel[(rows.size(0), triton.cdiv(width, block))](
@@ -297,7 +297,7 @@ def _is_double(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float64
 
 
-def _rows_of(tensor: Tensor) -> Tensor:
+def rows_of(tensor: Tensor) -> Tensor:
     """``[n, width]``: a view where rows lie evenly and columns side by side, else a copy."""
     return _with_columns_together(tensor.reshape(-1, tensor.size(-1)))
 

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.kernels.elementwise_triton import rows_of
+
 # Triton's convention: what is known when a kernel is compiled has a name in capitals.
 # ruff: noqa: N803
 
@@ -99,10 +101,11 @@ def add_rms_norm_gradient_kernel(
 
 def add_rms_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """``norms.add_rms_norm``, and ``rsqrt(mean(x^2) + eps)`` of each row of the sum, ``[n]``."""
-    rows, added_rows = _rows_of(residual), _rows_of(added)
+    rows, added_rows = rows_of(residual), rows_of(added)
     num_rows, num_columns = rows.shape
     total, normed = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2))
-    scale = torch.empty(num_rows, dtype=_wide(residual), device=residual.device)
+    wide = torch.promote_types(residual.dtype, torch.float32)
+    scale = torch.empty(num_rows, dtype=wide, device=residual.device)
     block = block_size(num_columns)
     with torch.cuda.device_of(residual):
         add_rms_norm_kernel[(num_rows,)](
@@ -127,8 +130,8 @@ def add_rms_norm_gradient(
     total: Tensor, weight: Tensor, scale: Tensor, grad_normed: Tensor, grad_total: Tensor | None, *, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of either term of the sum, and the weight's where needed, from what ``add_rms_norm`` gave."""
-    grad_rows = _rows_of(grad_normed)
-    more_rows = grad_rows if grad_total is None else _rows_of(grad_total)
+    grad_rows = rows_of(grad_normed)
+    more_rows = grad_rows if grad_total is None else rows_of(grad_total)
     num_rows, num_columns = grad_rows.shape
     grad_input = torch.empty_like(total)
     num_programs = min(num_rows, _PROGRAMS)
@@ -165,16 +168,6 @@ def block_size(num_columns: int) -> int:
 def num_warps(block: int) -> int:
     """The number of warps whose threads hold 8 numbers each."""
     return max(1, min(32, block // 256))
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _rows_of(tensor: Tensor) -> Tensor:
-    """``[n, width]``: a view where rows lie evenly and columns side by side, else a copy."""
-    rows = tensor.reshape(-1, tensor.size(-1))
-    return rows if rows.stride(1) == 1 or rows.size(1) == 1 else rows.contiguous()
 
 
 @triton.jit

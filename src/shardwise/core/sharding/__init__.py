@@ -15,7 +15,6 @@ from shardwise.core.sharding.balanced import (
 from shardwise.core.sharding.param_layout import (
     ParamLayout as ParamLayout,
     Replicas as Replicas,
-    Segment as Segment,
     has_copies as has_copies,
     holders as holders,
     segments as segments,
@@ -23,12 +22,10 @@ from shardwise.core.sharding.param_layout import (
 from shardwise.core.sharding.pieces import (
     Box as Box,
     LocalParts as LocalParts,
-    Piece as Piece,
     TensorPieces as TensorPieces,
     boxes_of_interval as boxes_of_interval,
     fitting_ranks as fitting_ranks,
     local_parts as local_parts,
-    parts_of_rank as parts_of_rank,
 )
 from shardwise.core.sharding.shard import (
     ParamShard as ParamShard,

@@ -256,13 +256,3 @@ def _parts(layout: ParamLayout, rank: int, exact_parts: int) -> LocalParts | Non
     return tuple(
         tuple((low - start + k * width, high - start + k * width) for k in range(layout.stride)) for low, high in cuts
     )
-
-
-def parts_of_rank(total: int, exact_parts: int, world_size: int, rank: int) -> Sequence[int]:
-    """The sizes of the parts of ``total`` indices, by the balanced rule, that ``rank`` holds.
-
-    >>> parts_of_rank(12, 4, 2, 1)
-    (3, 3)
-    """
-    per_rank = exact_parts // world_size
-    return balanced_sizes(total, exact_parts)[rank * per_rank : (rank + 1) * per_rank]
