@@ -18,8 +18,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, cast, get_origin
 import tyro
 
 from shardwise.core.errors import CheckpointError, ConfigError
-from shardwise.core.files import read_regular
-from shardwise.core.folder_lock import check_free
+from shardwise.core.files import check_free, read_regular
 from shardwise.run.processes.stopping import way_on
 from shardwise.run.settings import RunSettings
 from shardwise.training.bounds import (

@@ -17,8 +17,7 @@ from shardwise.core.communication.agreement import agree
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.context import validated_calls
 from shardwise.core.errors import REPORT, DivergenceError
-from shardwise.core.files import write_atomically
-from shardwise.core.folder_lock import cannot_write
+from shardwise.core.files import cannot_write, write_atomically
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.run.checkpoints import find_newest, start_or_resume
 from shardwise.run.metrics import MetricsWriter, Progress

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.folder_lock import FolderLock
+from shardwise.core.files import FolderLock
 from shardwise.core.processes import clear_leftovers
 from shardwise.models.generation.generation import generate
 from shardwise.models.generation.sampling import Sampling

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from shardwise.core.communication.agreement import agree, check_same
 from shardwise.core.errors import DataError, UnwritableError
-from shardwise.core.folder_lock import check_folder
+from shardwise.core.files import check_folder
 from shardwise.data import HeldOut, Labels, Rows
 from shardwise.data.json_records import counted
 from shardwise.data.tokenizer import Tokenizer

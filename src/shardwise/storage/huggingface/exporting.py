@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.agreement import agree, gather_objects
 from shardwise.core.errors import ConfigError
-from shardwise.core.folder_lock import FolderLock, lock_of_target
+from shardwise.core.files import FolderLock, lock_of_target
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.sharding import ParamShard
 from shardwise.core.sharding.balanced import is_sharded
