@@ -285,7 +285,8 @@ def initialize_shard_(
     elif layout.dim == 0:
         _fill_rows(shard, layout, rank, _blocks(staging, layout, fill))
     else:
-        _fill_columns(shard, layout, rank, _blocks(staging, layout, fill))
+        for start, stop, block in _blocks(staging, layout, fill):
+            shard[start:stop].copy_(replace(layout, global_shape=tuple(block.shape)).take(block, rank))
     return shard
 
 
@@ -317,13 +318,6 @@ def _fill_rows(shard: Tensor, layout: ParamLayout, rank: int, blocks: Iterator[t
                 where = offset + low - first
                 shard[where : where + high - low].copy_(block[low - start : high - start])
             offset += last - first
-
-
-def _fill_columns(shard: Tensor, layout: ParamLayout, rank: int, blocks: Iterator[tuple[int, int, Tensor]]) -> None:
-    assert layout.dim is not None
-    for start, stop, block in blocks:
-        parts = [block.narrow(layout.dim, first, last - first) for first, last in layout.intervals[rank]]
-        shard[start:stop].copy_(torch.cat(parts, layout.dim))
 
 
 def draw_seed() -> int:

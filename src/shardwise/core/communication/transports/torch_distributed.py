@@ -114,7 +114,7 @@ def all_gather(
         if total >= _BYTES_TO_SEND_DIRECTLY:
             return _send_to_all(tensor, group, sizes, out)
     t, even = len(sizes), _is_even(sizes)
-    shard = _padded(tensor.contiguous(), dim, sizes)
+    shard = tensor.contiguous() if even else _padded(tensor, dim, max(sizes))
     is_result = dim == 0 and even
     gathered = out if is_result and out is not None else shard.new_empty((t * shard.size(0), *shard.shape[1:]))
     # Counted without the padding.
@@ -149,13 +149,10 @@ def _send_to_all(tensor: Tensor, group: ProcessGroup, sizes: Sequence[int], out:
     return Pending(None, finish, shard)
 
 
-def _padded(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The tensor with the largest of ``sizes`` along ``dim``; itself if all are equal."""
-    if _is_even(sizes):
-        return tensor
+def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
     shape = list(tensor.shape)
-    shape[dim] = max(sizes) - tensor.size(dim)
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    shape[dim] = size - tensor.size(dim)
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim).contiguous()
 
 
 def _join_gathered(
@@ -183,8 +180,11 @@ def reduce_scatter(
         result = packed.new_empty((own, *packed.shape[1:])) if part is None else part
         work = _reduce_scatter_into(result, packed, group=group, async_op=True)
         return Pending(Work(work, "reduce_scatter", tensor, group), lambda: result, packed)
-    packed = torch.stack([_padded(part, dim, sizes) for part in tensor.split(list(sizes), dim)])
-    result = packed.new_empty(packed.shape[1:])
+    shape = list(tensor.shape)
+    shape[dim] = max(sizes)
+    packed, result = tensor.new_zeros((len(sizes), *shape)), tensor.new_empty(shape)
+    for slot, part in zip(packed.unbind(0), tensor.split(list(sizes), dim), strict=True):
+        slot.narrow(dim, 0, part.size(dim)).copy_(part)
     with accounting.as_one("reduce_scatter", tensor):
         work = _reduce_scatter_into(result, packed.flatten(0, 1), group=group, async_op=True)
 
@@ -290,7 +290,7 @@ class Traced:
         tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], buffer: GlobalMemoryBuffer | Tensor | None
     ) -> Pending:
         """As in ``Transport``."""
-        shard = _padded(tensor.contiguous(), dim, sizes)
+        shard = tensor.contiguous() if _is_even(sizes) else _padded(tensor, dim, max(sizes))
         launched = _operators.all_gather_into_tensor(shard, len(sizes), group.group_name)
         return _traced(launched, lambda gathered: _join_gathered(gathered, shard.shape, dim, sizes))
 
