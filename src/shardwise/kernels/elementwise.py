@@ -62,7 +62,8 @@ def split_and_rotate(
     Returns:
         ``[s, b, groups * n, d]`` and twice ``[s, b, groups, d]``.
     """
-    if (kernels := _rotary_kernels(mixed, cos, sin)) is not None:
+    kernels = dispatch.ELEMENTWISE_TRITON.kernels(mixed, cos, sin, fits=lambda: _angles_fit(mixed, cos, sin))
+    if kernels is not None:
         made: tuple[Tensor, Tensor, Tensor] = _SplitAndRotate.apply(
             mixed, cos, sin, queries_per_group, head_dim, interleaved, kernels
         )
@@ -123,7 +124,8 @@ def _rotate(
         turned_halves = compiled.rotate_halves(input_, cos, sin, backwards=backwards, at_any_size=at_any_size)
         if turned_halves is not None:
             return turned_halves
-    if (kernels := _rotary_kernels(input_, cos, sin)) is not None:
+    kernels = dispatch.ELEMENTWISE_TRITON.kernels(input_, cos, sin, fits=lambda: _angles_fit(input_, cos, sin))
+    if kernels is not None:
         turned_heads: Tensor = kernels.rotate(input_, cos, sin, interleaved, backwards=backwards)
         return turned_heads
     if backwards:
@@ -144,12 +146,10 @@ def _rotate(
     return output
 
 
-def _rotary_kernels(input_: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    def fits() -> bool:
-        s, b = input_.shape[:2]
-        return cos.shape == sin.shape and cos.dim() == 4 and cos.shape[:3] in ((s, 1, 1), (s, b, 1))
-
-    return dispatch.ELEMENTWISE_TRITON.kernels(input_, cos, sin, fits=fits)
+def _angles_fit(input_: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """True if angles are ``[s, 1 or b, 1, r/2]`` for heads ``[s, b, ...]``."""
+    s, b = input_.shape[:2]
+    return cos.shape == sin.shape and cos.dim() == 4 and cos.shape[:3] in ((s, 1, 1), (s, b, 1))
 
 
 def _pairs(tensor: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor]:
