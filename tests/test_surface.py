@@ -20,7 +20,11 @@ from shardwise.core import errors
 from shardwise.megatron.absent import ABSENT
 
 SIGNATURES = json.loads((Path(__file__).parent / "signatures.json").read_text())
-GUIDE = (Path(__file__).parents[1] / "docs" / "porting.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+# The page with the modules that are not offered comes last.
+GUIDE = "\n".join(
+    (DOCS / f"{page}.md").read_text() for page in ("porting_tensor_parallel", "porting_models", "porting")
+)
 
 NAMES = [(module, name, parameters) for module, names in SIGNATURES.items() for name, parameters in names.items()]
 MODULES = sorted({module for module, _, _ in NAMES})

@@ -37,7 +37,7 @@ assert not opened, opened
 
 
 def test_the_list_has_every_door():
-    assert {"shardwise.megatron", "shardwise.megatron.core.models.gpt"} <= set(DOORS)
+    assert {"shardwise.megatron", "shardwise.megatron.core.models.transformer_models"} <= set(DOORS)
     done = run("-c", "import shardwise.tensor_parallel", exit_code=1, TEST_WITHOUT_MODULES=" ".join(DOORS))
     assert "import of shardwise.tensor_parallel halted; None in sys.modules" in done.stderr
     done = run("-c", "import shardwise.tensor_parallel", exit_code=1, TEST_WITHOUT_MODULES="shardwise.megatron")

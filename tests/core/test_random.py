@@ -535,7 +535,7 @@ def test_choosing_the_kind_of_streams():
     before = torch.get_rng_state()
     with idle.fork("no such stream"):
         assert_bit_equal(torch.get_rng_state(), before)
-    with pytest.warns(UserWarning, match="Transformer Engine's random streams; this library's own are used"):
+    with pytest.warns(UserWarning, match="this library's own random streams are used"):
         assert get_cuda_rng_tracker(use_te_rng_tracker=True) is idle
     model_parallel_cuda_manual_seed(5, tp_rank=0, force_reset_rng=True)
     assert not streams().is_inference_rng_tracker

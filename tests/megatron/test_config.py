@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import CounterNormal
+from shardwise.megatron.absent import say_once
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
-from shardwise.megatron.inert_settings import say_once
 
 SMALL = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 4}
 

@@ -6,8 +6,8 @@ from harness.parity import assert_bit_equal, assert_close_to
 
 from shardwise import parallel_state
 from shardwise.core.errors import ConfigError
+from shardwise.megatron.absent import say_once
 from shardwise.megatron.config import TransformerConfig
-from shardwise.megatron.inert_settings import say_once
 from shardwise.megatron.models.bert import BertModel
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.models.generation import PreallocatedCache
@@ -45,7 +45,7 @@ def test_the_loss_is_the_same_in_every_implementation_of_it(group):
 @pytest.mark.ranks(2)
 def test_a_layer_must_be_said_what_it_is_made_of(group):
     parallel_state.initialize_model_parallel(2)
-    with pytest.raises(ConfigError, match="transformer_layer_spec is None; say what a layer is made of"):
+    with pytest.raises(ConfigError, match="transformer_layer_spec is None; give one, such as"):
         GPTModel(config_of(), None, V, S)
     with pytest.raises(ConfigError, match="transformer_layer_spec is None"):
         BertModel(config_of(), 2, None, V, S)

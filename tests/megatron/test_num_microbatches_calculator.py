@@ -23,7 +23,7 @@ def test_the_batch_is_shared_out():
     assert calculator.get_num_microbatches() == 4
     assert calculator.get_micro_batch_size() == 2
     assert calculator.get_current_global_batch_size() == calculator.get_current_running_global_batch_size() == 24
-    with pytest.raises(AssertionError, match="known already; call reconfigure"):
+    with pytest.raises(AssertionError, match="exists already; call reconfigure"):
         calculator.init_num_microbatches_calculator(0, None, 24, 2, 3)
     calculator.reconfigure_num_microbatches_calculator(0, None, 25, 2, 3, decrease_batch_size_if_needed=True)
     assert calculator.get_num_microbatches() == 4

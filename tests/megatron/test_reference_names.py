@@ -165,7 +165,7 @@ def test_moves_without_autograd(group):
             again = ps.get_global_memory_buffer().get_tensor((1,), torch.float32, "mpu")
             assert result.data_ptr() == again.data_ptr()
             assert result.tolist() == ([[1.0, 1.0]] * 8 if len(sizes_of_move) == 2 else [[2.0, 2.0]] * 2)
-    with pytest.raises(AssertedTopologyError, match="group is None; this function is given its group"):
+    with pytest.raises(AssertedTopologyError, match="group is None; pass a group"):
         mappings._gather_along_first_dim(x, None)
 
 

@@ -90,7 +90,7 @@ BAD = {
     "missing": ({"a": torch.ones(2)}, r"the group's first rank has no 'b', only \['a'\]"),
     "dtype": ({"a": torch.ones(2), "b": torch.ones(2, dtype=torch.float64)}, r"'b' is of torch.float64; all of"),
     "not a tensor": ({"a": torch.ones(2), "b": [1.0]}, "'b' is of list; it must be a tensor of torch.float32"),
-    "no dict": (None, "first rank has NoneType in place of a dict"),
+    "no dict": (None, "first rank has NoneType, not a dict"),
 }
 
 

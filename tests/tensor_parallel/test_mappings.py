@@ -82,7 +82,7 @@ def test_no_group_at_all(name):
 def test_all_to_all_must_be_given_its_group(group):
     parallel_state.initialize_model_parallel(2)
     for use_nccl_stream in (False, True):
-        with pytest.raises(AssertionError, match="group is None; this function is given its group"):
+        with pytest.raises(AssertionError, match="group is None; pass a group"):
             mappings.all_to_all(None, torch.ones(2, 2), use_nccl_stream=use_nccl_stream)
     exchanged = mappings.all_to_all(group, torch.tensor([0.0, 1.0]) + 10 * group.rank(), use_nccl_stream=True)
     assert exchanged.tolist() == [0.0 + group.rank(), 10.0 + group.rank()]

@@ -35,7 +35,7 @@ def every_ranks(tensor, group):
 def test_without_transformer_engine_the_streams_are_our_own(group, monkeypatch):
     begin_anew(monkeypatch)
     parallel_state.initialize_model_parallel(2)
-    with pytest.warns(UserWarning, match="use_te_rng_tracker=True .* this library's own are used instead"):
+    with pytest.warns(UserWarning, match="use_te_rng_tracker=True .* this library's own random streams are used"):
         model_parallel_cuda_manual_seed(5, te_rng_tracker=True)
     with get_cuda_rng_tracker().fork():
         own = torch.rand(4)

@@ -233,7 +233,7 @@ def test_what_cannot_be(group):
     with pytest.raises(TopologyError, match="no group was given"):
         drain_embedding_wgrad_compute(ModelParallelConfig(sequence_parallel=True), [weight], [weight], weight, None)
     drain_embedding_wgrad_compute(ModelParallelConfig(sequence_parallel=True), [], [], weight, None)
-    with pytest.raises(ConfigError, match="needs both embedding_activation_buffer and grad_output_buffer"):
+    with pytest.raises(ConfigError, match="give both embedding_activation_buffer and grad_output_buffer"):
         column(group, config_of(group), grad_output_buffer=[])
 
 

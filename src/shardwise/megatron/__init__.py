@@ -19,10 +19,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.megatron.aliases import MEGATRON, PACKAGES, SHORT
 
 # All that another name lies in.
-_PACKAGES = sorted(
-    {*PACKAGES}
-    | {name[:end] for name in (*MEGATRON, *PACKAGES) for end, sign in enumerate(name) if sign == "."} - MEGATRON.keys()
-)
+_PARENTS = {name[:end] for name in (*MEGATRON, *PACKAGES) for end, sign in enumerate(name) if sign == "."}
+_PACKAGES = sorted({*PACKAGES} | _PARENTS - MEGATRON.keys())
 
 _MARK, _RANDOM = "__shardwise__", "shardwise.megatron.core.tensor_parallel.random"
 
@@ -31,9 +29,9 @@ def install(*, rng: str = "global") -> None:
     """Let ``megatron.core`` and its modules name Shardwise's; a second call changes nothing else.
 
     Args:
-        rng: what ``model_parallel_cuda_manual_seed`` takes where the program says nothing: "global", by which dropout's
-            masks, and so the losses, are the same at every number of tensor-parallel ranks and stages; or "per_rank",
-            as in Megatron, by which each rank draws its own, in less time.
+        rng: default of ``model_parallel_cuda_manual_seed``. With "global" dropout's masks, and so the losses, are the
+            same at every number of tensor-parallel ranks and stages. With "per_rank" each rank draws its own, as in
+            Megatron, in less time.
 
     Raises:
         ConfigError: ``rng`` is neither; or Megatron itself, or another package of its name, is imported already.

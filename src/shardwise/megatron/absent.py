@@ -1,11 +1,16 @@
-"""Names of Megatron's for what the engine does not have: each can be imported and compared, and using it is an error.
+"""Megatron's names and settings for features that the engine lacks, each with the reason.
 
-They stand in ``absent_names.json``: by module, each name with the reason and what to use instead.
+``absent_names.json`` has the names, by module: each can be imported and compared, and using it is an error.
+``inert_settings.json`` has the settings, by class: each is accepted with a warning, or refused.
 """
 
 import functools
 import json
+import os
+import sys
+import warnings
 from collections.abc import Callable
+from dataclasses import Field, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,16 +18,16 @@ from torch import nn
 
 from shardwise.core.errors import ConfigError
 
-ABSENT: dict[str, dict[str, str]] = json.loads(
-    (Path(__file__).parent / "absent_names.json").read_text(encoding="utf-8")
-)
+_FOLDER = os.path.join(os.path.dirname(__file__), "")
+ABSENT: dict[str, dict[str, str]] = json.loads((Path(_FOLDER) / "absent_names.json").read_text(encoding="utf-8"))
+_INERT = json.loads((Path(_FOLDER) / "inert_settings.json").read_text(encoding="utf-8"))
 
 
 def absent_names(module: str, base: type = nn.Module) -> Callable[[str], Any]:
     """The ``__getattr__`` of a module that offers the absent names of one of Megatron's.
 
-    Each is a class. It may be subclassed and used with ``isinstance``; calling it, or a subclass, is an error. A
-    function is such a class too, as nothing but its call can be told apart.
+    Each is a class, functions too. It may be subclassed and used with ``isinstance``; calling it, or a subclass, is an
+    error.
 
     Args:
         module: below ``megatron.core``, such as ``"transformer.attention"``.
@@ -41,3 +46,47 @@ def absent_names(module: str, base: type = nn.Module) -> Callable[[str], Any]:
         return type(name, (base,), {"__doc__": f"Refused: {why}.", "__new__": refuse})
 
     return look_up
+
+
+def inert_settings_of(name: str) -> Any:
+    """A dataclass of the settings of Megatron's class ``name`` that change nothing here."""
+    settings = []
+    for group in _INERT[name]:
+        for setting, default in group["fields"].items():
+            inert = field(default=default, metadata={group["kind"]: group["why"]}, kw_only=True)
+            settings.append((setting, "Any", inert))
+    return make_dataclass(f"{name}Inert", settings)
+
+
+@functools.cache
+def say_once(name: str, why: str) -> None:
+    """Warn, the first time in this process, that setting ``name`` changes nothing, and why."""
+    warnings.warn(f"{name} changes nothing here: {why}", stacklevel=_depth_of_the_caller())
+
+
+def _depth_of_the_caller() -> int:
+    """The ``stacklevel``, seen from the function that calls this one, of the line that makes the config."""
+    depth, frame = 1, sys._getframe(1)
+    # The __init__ of a dataclass is code without a file.
+    while frame.f_back and (frame.f_code.co_filename == "<string>" or frame.f_code.co_filename.startswith(_FOLDER)):
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
+def _is_set(config: Any, spec: Field[Any]) -> bool:
+    value = getattr(config, spec.name)
+    return value is not spec.default and bool(value != spec.default)
+
+
+def check_inert(config: Any) -> None:
+    """Raise ConfigError for a refused field that differs from its default; else warn of the unused ones."""
+    chosen = [spec for spec in fields(config) if spec.metadata and _is_set(config, spec)]
+    for spec in chosen:
+        if "refused" in spec.metadata:
+            raise ConfigError(
+                f"{spec.name} is {getattr(config, spec.name)!r}, which is not offered here: "
+                f"{spec.metadata['refused']}; leave it at {spec.default!r}"
+            )
+    for spec in chosen:
+        if "unused" in spec.metadata:
+            say_once(spec.name, spec.metadata["unused"])

@@ -21,11 +21,10 @@ dist_checkpointing megatron.dist_checkpointing .core .mapping .serialization .va
 distributed megatron.distributed .distributed_data_parallel .distributed_data_parallel_config .finalize_model_grads
 enums megatron.enums = transformer.enums
 models megatron.models
-models.bert - .bert_lm_head .bert_model .pooler
-models.embedding - models.common.embeddings.language_model_embedding
-models.gpt - .gpt_model
-models.gpt_layer_specs megatron.layer_specs models.gpt.gpt_layer_specs
-models.language_module - models.common.language_module.language_module
+models.language_module megatron.models.embedding models.common.language_module.language_module
+models.language_module - models.common.embeddings.language_model_embedding
+models.transformer_models megatron.models.bert models.bert.bert_lm_head models.bert.bert_model models.bert.pooler
+models.transformer_models megatron.models.gpt models.gpt.gpt_model
 models.rotary_pos_embedding megatron.rotary_pos_embedding models.common.embeddings.rotary_pos_embedding
 models.rotary_pos_embedding - models.common.embeddings.rope_utils
 num_microbatches_calculator megatron.num_microbatches_calculator =
@@ -33,8 +32,8 @@ optimizer megatron.optimizer =
 packed_seq_params megatron.packed_seq_params =
 parallel_state parallel_state = mpu
 parallel_state.groups parallel_state.dense,parallel_state.experts
-pipeline_parallel.p2p_communication megatron.p2p_communication =
-pipeline_parallel.schedules megatron.schedules
+parallel_state.ambient parallel_state.initialize,parallel_state.memory
+pipeline_parallel.schedules megatron.schedules,megatron.p2p_communication pipeline_parallel.p2p_communication
 process_groups_config megatron.process_groups_config =
 symmetric_exchanges megatron.symmetric_exchanges inference.communication.torch_symm_triton
 tensor_parallel tensor_parallel =
@@ -43,25 +42,25 @@ tensor_parallel.cross_entropy - =
 tensor_parallel.data - =
 tensor_parallel.inference_layers - =
 tensor_parallel.layers tensor_parallel.column,tensor_parallel.embedding,tensor_parallel.row =
-tensor_parallel.mappings - =
-tensor_parallel.random - =
+tensor_parallel.mappings tensor_parallel.regions =
+tensor_parallel.random tensor_parallel.recomputation =
 tensor_parallel.utils - =
 tokenizers megatron.tokenizers .megatron_tokenizer .text.libraries.null_tokenizer
 transformer.layer_parts megatron.layer_parts transformer.attention transformer.dot_product_attention transformer.mlp
 transformer.layer_parts - transformer.torch_norm fusions.fused_bias_dropout fusions.fused_layer_norm
-transformer.module megatron.module =
-transformer.spec_utils megatron.spec_utils = transformer.identity_op
+transformer.module megatron.module,megatron.spec_utils = transformer.spec_utils transformer.identity_op
 transformer.transformer_config megatron.config = model_parallel_config
-transformer.transformer_layer megatron.transformer_layer =
+transformer.transformer_layer megatron.transformer_layer,megatron.layer_specs = models.gpt.gpt_layer_specs
 utils megatron.utils = transformer.utils
 """
 _ROWS = [row.split() for row in _TABLE.strip().splitlines()]
 
-SHORT = {
-    f"shardwise.{short}": f"{_CORE}.{module}"
-    for module, shorts, *_ in _ROWS
-    for short in shorts.split(",")
-    if short != "-"
+SHORT = {f"shardwise.{short}": f"{_CORE}.{row[0]}" for row in _ROWS for short in row[1].split(",") if short != "-"}
+# `from shardwise.tensor_parallel import regions` asks for the name below the package's own.
+_NAMES = SHORT | {
+    f"{_CORE}{short.removeprefix('shardwise')}": target
+    for short, target in SHORT.items()
+    if short.startswith(("shardwise.parallel_state.", "shardwise.tensor_parallel."))
 }
 
 
@@ -84,14 +83,12 @@ PACKAGES = {
         "core": "transformer.transformer_config distributed",
         "core.dist_checkpointing": "dist_checkpointing",
         "core.distributed": "distributed",
-        "core.models.bert": "models.bert",
-        "core.models.gpt": "models.gpt",
+        "core.models.bert": "models.transformer_models",
+        "core.models.gpt": "models.transformer_models",
         "core.pipeline_parallel": "pipeline_parallel.schedules",
         "core.pipeline_parallel.schedules": "pipeline_parallel.schedules",
         "core.tokenizers": "tokenizers",
-        "core.transformer": (
-            "transformer.transformer_config transformer.module transformer.spec_utils transformer.transformer_layer"
-        ),
+        "core.transformer": "transformer.transformer_config transformer.module transformer.transformer_layer",
     }.items()
 }
 
@@ -103,11 +100,11 @@ class _ShortNames(MetaPathFinder, Loader):
         if not name.startswith("shardwise."):
             return None
         start = name
-        while start not in SHORT:
+        while start not in _NAMES:
             start = start.rpartition(".")[0]
             if not start:
                 return None
-        return ModuleSpec(name, self, loader_state=SHORT[start] + name[len(start) :])
+        return ModuleSpec(name, self, loader_state=_NAMES[start] + name[len(start) :])
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(spec.loader_state)

@@ -5,7 +5,6 @@ GPT dataset they are put one after the other in a shuffled order, as often as sa
 which are shuffled again.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,19 +17,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from shardwise.core.errors import ConfigError
+from shardwise.megatron.surface import offer
 
-__all__ = [
-    "BlendedMegatronDatasetBuilder",
-    "BlendedMegatronDatasetConfig",
-    "GPTDatasetConfig",
-    "MockGPTDataset",
-    "MockGPTLowLevelDataset",
-    "Split",
-    "compile_helpers",
-]
-
-# The last pass over the documents is shuffled by itself if less than this share of its samples is needed.
-_SHARE_OF_A_WHOLE_EPOCH = 0.8
+# The last pass over the documents is shuffled separately if less than this share of its samples is needed.
+_SHARE_OF_AN_EPOCH = 0.8
 
 
 class Split(Enum):
@@ -42,12 +32,12 @@ class Split(Enum):
 
 
 def compile_helpers() -> None:
-    """Nothing: no helper here needs to be compiled."""
+    """Nothing happens: no helper needs to be compiled."""
 
 
 @dataclass
 class BlendedMegatronDatasetConfig:
-    """What datasets have in common.
+    """Settings that all datasets share.
 
     Attributes:
         random_seed: of the order of documents and samples.
@@ -93,13 +83,12 @@ class BlendedMegatronDatasetConfig:
         if self.sequence_length < 1:
             raise ConfigError(f"sequence_length is {self.sequence_length}; it must be at least 1")
         self.split = "1,1,1"
-        bounds = [0.0, 1 / 3, 2 / 3, 1.0]
-        self.split_matrix = list(itertools.pairwise(bounds))
+        self.split_matrix = [(0.0, 1 / 3), (1 / 3, 2 / 3), (2 / 3, 1.0)]
 
 
 @dataclass
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """What a dataset for GPT is made of.
+    """Settings of a dataset for GPT.
 
     Attributes:
         reset_position_ids: positions count anew after each end of a document.
@@ -172,7 +161,7 @@ class MockGPTDataset(Dataset[dict[str, Tensor]]):
         indexed_indices: numbers of the documents to draw from.
         num_samples: how many samples are needed at least; as many as one pass over the documents has if None.
         index_split: which split it is.
-        config: what samples are made of.
+        config: settings of the samples.
 
     Raises:
         ConfigError: the documents have no sample.
@@ -197,14 +186,12 @@ class MockGPTDataset(Dataset[dict[str, Tensor]]):
         total = (num_epochs * per_epoch - extra) // s
         # Samples before the last epoch: shuffled by themselves where little of the last one is needed.
         first = ((num_epochs - 1) * per_epoch - extra) // s if num_epochs > 1 else total
-        apart = num_epochs > 1 and (num_samples or 0) - first < int(
-            _SHARE_OF_A_WHOLE_EPOCH * ((per_epoch - extra) // s)
-        )
+        apart = num_epochs > 1 and (num_samples or 0) - first < int(_SHARE_OF_AN_EPOCH * ((per_epoch - extra) // s))
         random = np.random.RandomState(config.random_seed)
         epochs = [num_epochs - 1, 1] if apart else [num_epochs]
-        self.document_index = np.concatenate([_shuffled(np.tile(indexed_indices, n), random) for n in epochs])
+        self.document_index = np.concatenate([random.permutation(np.tile(indexed_indices, n)) for n in epochs])
         runs = [(0, first), (first, total)] if apart else [(0, total)]
-        self.shuffle_index = np.concatenate([_shuffled(np.arange(*run, dtype=np.uint32), random) for run in runs])
+        self.shuffle_index = np.concatenate([random.permutation(np.arange(*run, dtype=np.uint32)) for run in runs])
         # Where each document begins in the row of all.
         lengths = dataset.sequence_lengths[self.document_index]
         self._begins = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -270,11 +257,6 @@ class MockGPTDataset(Dataset[dict[str, Tensor]]):
         return np.concatenate(parts)
 
 
-def _shuffled(values: NDArray[Any], random: np.random.RandomState) -> NDArray[Any]:
-    random.shuffle(values)
-    return values
-
-
 class BlendedMegatronDatasetBuilder:
     """Builds the datasets of training, validation and test.
 
@@ -282,7 +264,7 @@ class BlendedMegatronDatasetBuilder:
         cls: class of the datasets: ``MockGPTDataset``, or one of a program's own with its functions.
         sizes: how many samples each needs at least; None for those of one pass.
         is_built_on_rank: whether this rank builds any.
-        config: what samples are made of.
+        config: settings of the samples.
     """
 
     def __init__(
@@ -308,3 +290,6 @@ class BlendedMegatronDatasetBuilder:
             indices = np.arange(round(share[0] * count), round(share[1] * count), dtype=np.int32)
             datasets.append(self.cls(documents, None, indices, size, split, self.config))
         return datasets
+
+
+offer(globals())

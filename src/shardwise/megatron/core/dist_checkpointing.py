@@ -1,7 +1,7 @@
 """Megatron's distributed checkpoints, in the engine's files: complete or absent, and nothing executable in them.
 
-A checkpoint folder holds the tensors of a state as safetensors, and the plain values beside them as JSON. It opens at
-any layout. Folders that Megatron has written are not read.
+A checkpoint folder holds the tensors of a state as safetensors, and its plain values as JSON. It opens at any
+layout. Folders that Megatron has written are not read.
 """
 
 from __future__ import annotations
@@ -19,24 +19,12 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import CheckpointError, ConfigError, ShardingError
 from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset
+from shardwise.megatron.surface import offer
 from shardwise.storage import checkpoint
-
-__all__ = [
-    "LocalNonpersistentObject",
-    "ShardedObject",
-    "ShardedStateDict",
-    "ShardedTensor",
-    "StrictHandling",
-    "check_is_distributed_checkpoint",
-    "load",
-    "load_common_state_dict",
-    "load_content_metadata",
-    "save",
-]
 
 _COMMON, _CONTENT = "common", "content_metadata"
 
-# What tells whose a folder is: a file or pattern in it, and the library.
+# Files that show which library has written a folder.
 _FOREIGN = {
     "metadata.json": "Megatron",
     ".metadata": "torch.distributed.checkpoint",
@@ -51,9 +39,10 @@ _FOREIGN = {
 
 
 class StrictHandling(Enum):
-    """What ``load`` makes of tensors that only the checkpoint has: passed over, or an error.
+    """Whether ``load`` passes over tensors that only the checkpoint has, or raises.
 
-    What only the state has is an error always. Megatron's others, which log or return names, are not offered.
+    Tensors that only the state has are always an error. Megatron's other values, which log or return names, are not
+    offered.
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
@@ -191,13 +180,13 @@ def load(
     *,
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Load a state from a folder that ``save`` has written, whatever layout it was saved at. Collective.
+    """Load a state from a folder that ``save`` has written, at any layout. Collective.
 
     Args:
         sharded_state_dict: where the tensors go: their memory is overwritten.
         checkpoint_dir: the folder.
         sharded_strategy, common_strategy, validate_access_integrity: accepted, as for ``save``.
-        strict: what becomes of tensors for which there is no place here.
+        strict: whether tensors of the checkpoint without a place in the state are an error.
         process_group: the ranks that load; all if None.
 
     Returns:
@@ -218,28 +207,19 @@ def load(
     path = agree(functools.partial(_checkpoint_in, folder), group=group)
     shards: dict[str, ParamShard] = {}
     _without_shards(sharded_state_dict, "", shards, takes_all=True)
-    unexpected_is_fine = strict is StrictHandling.ASSUME_OK_UNEXPECTED
-    meta = checkpoint.load(path, shards, group=group, allow_extra=unexpected_is_fine)
+    meta = checkpoint.load(path, shards, group=group, allow_extra=strict is StrictHandling.ASSUME_OK_UNEXPECTED)
     result: dict[str, Any] = _merged(meta.get(_COMMON) or {}, sharded_state_dict)
     return result
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
-    """The plain values of the checkpoint in a folder; not collective.
-
-    Raises:
-        CheckpointError: no checkpoint, or another library's.
-    """
+    """The plain values of the checkpoint in a folder; not collective. A CheckpointError if there is none."""
     common: dict[str, Any] = checkpoint.read_meta(_checkpoint_in(Path(checkpoint_dir))).get(_COMMON) or {}
     return common
 
 
 def load_content_metadata(checkpoint_dir: str | Path) -> dict[str, Any] | None:
-    """The ``content_metadata`` that was saved; not collective.
-
-    Raises:
-        CheckpointError: no checkpoint, or another library's.
-    """
+    """The saved ``content_metadata``; not collective. A CheckpointError if there is no checkpoint."""
     content: dict[str, Any] | None = checkpoint.read_meta(_checkpoint_in(Path(checkpoint_dir))).get(_CONTENT)
     return content
 
@@ -268,16 +248,14 @@ def _check_not_foreign(folder: Path, what_to_do: str) -> None:
     for pattern, library in _FOREIGN.items():
         if folder.is_dir() and (found := next(folder.glob(pattern), None)) is not None:
             raise CheckpointError(
-                f"{folder} holds a checkpoint of {library} ({found.name}), which is not read or changed here; "
-                f"{what_to_do}"
+                f"{folder} holds a checkpoint of {library} ({found.name}), which is not read or changed; {what_to_do}"
             )
 
 
 def _without_shards(value: Any, name: str, shards: dict[str, ParamShard], *, takes_all: bool = False) -> Any:
     """``value`` without its shards (in a list, None in their place), which go into ``shards`` by their path.
 
-    Raises:
-        CheckpointError: unless ``takes_all``, something that is neither a shard nor plain.
+    Unless ``takes_all``, a CheckpointError for a value that is neither a shard nor plain.
     """
     if isinstance(value, ParamShard):
         shards[name] = value
@@ -291,9 +269,7 @@ def _without_shards(value: Any, name: str, shards: dict[str, ParamShard], *, tak
         }
         return {str(key): items[str(key)] for key, item in value.items() if not isinstance(item, _NOT_PLAIN)}
     if isinstance(value, (list, tuple)):
-        return [
-            _without_shards(item, f"{name}.{index}", shards, takes_all=takes_all) for index, item in enumerate(value)
-        ]
+        return [_without_shards(item, f"{name}.{i}", shards, takes_all=takes_all) for i, item in enumerate(value)]
     if not (takes_all or value is None or isinstance(value, (bool, int, float, str))):
         raise CheckpointError(
             f"the state's {name!r} is a {type(value).__name__}; give tensors as ShardedTensor, and other values as "
@@ -303,17 +279,15 @@ def _without_shards(value: Any, name: str, shards: dict[str, ParamShard], *, tak
 
 
 def _merged(common: Any, state: Any) -> Any:
-    """What was stored, with the state's tensors in their places."""
+    """The stored values, with the state's tensors in their places."""
     if isinstance(state, ParamShard):
         return state.data.detach()
     if isinstance(state, LocalNonpersistentObject):
         return state.unwrap()
     if isinstance(state, Mapping):
         stored = common if isinstance(common, Mapping) else {}
-        return {
-            **stored,
-            **{key: _merged(stored.get(str(key)), item) for key, item in state.items() if _has_place(item)},
-        }
+        own = {key: _merged(stored.get(str(key)), item) for key, item in state.items() if _has_place(item)}
+        return {**stored, **own}
     if isinstance(state, (list, tuple)):
         items = common if isinstance(common, list) and len(common) == len(state) else [None] * len(state)
         return [_merged(one, item) for one, item in zip(items, state, strict=True)]
@@ -327,3 +301,6 @@ def _has_place(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_has_place, value))
     return isinstance(value, _NOT_PLAIN)
+
+
+offer(globals(), "ShardedStateDict")

@@ -4,47 +4,39 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.nn import Parameter
 
 from shardwise.core.communication import accounting
 from shardwise.core.communication.collectives import all_gather, all_reduce, broadcast_
 from shardwise.core.communication.context import device_of_host_facts
 from shardwise.core.errors import ConfigError, DivergenceError
 from shardwise.core.validation import validation_applies
+from shardwise.megatron.absent import check_inert, inert_settings_of
 from shardwise.megatron.core import parallel_state
-from shardwise.megatron.core.models.language_module import LanguageModule
-from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
-from shardwise.megatron.core.tensor_parallel.attributes import adopt_marks_
+from shardwise.megatron.core.models.language_module import LanguageModule, _output_weight_of
+from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _group_of
+from shardwise.megatron.core.tensor_parallel.module import adopt_marks_
+from shardwise.megatron.core.transformer.module import _Wrapper
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
-from shardwise.megatron.inert_settings import check_inert, inert_settings_of
 from shardwise.training.gradients import GradientBuffers
 from shardwise.training.gradients.replicas import check_replicas, fingerprints
 from shardwise.training.optimizer.gradients import finalize_gradients_
-from shardwise.training.pipeline.stage import deferred_buffers, wrapped
+from shardwise.training.pipeline.stage import deferred_buffers
 
 __all__ = ["DistributedDataParallel", "DistributedDataParallelConfig", "finalize_model_grads"]
 
-if TYPE_CHECKING:
-
-    class _Inert: ...
-
-else:
-    _Inert = inert_settings_of("DistributedDataParallelConfig")
-
 
 @dataclass
-class DistributedDataParallelConfig(_Inert):
+class DistributedDataParallelConfig(inert_settings_of("DistributedDataParallelConfig")):  # type: ignore[misc]
     """How gradients are reduced over data-parallel ranks. Field names and defaults are Megatron's.
 
     Attributes:
-        grad_reduce_in_fp32: accumulate and reduce in fp32, in place of the parameters' dtype.
-        overlap_grad_reduce: reduce bucket by bucket during the backward, in place of all at ``finish_grad_sync``.
+        grad_reduce_in_fp32: accumulate and reduce in fp32 instead of the parameters' dtype.
+        overlap_grad_reduce: reduce bucket by bucket during the backward instead of all at ``finish_grad_sync``.
         check_for_nan_in_grad: a gradient that is NaN or infinite is an error on every rank.
         bucket_size: the most elements of a bucket; max(40 million, 1 million for each data-parallel rank) if None.
 
@@ -64,12 +56,12 @@ class DistributedDataParallelConfig(_Inert):
         check_inert(self)
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(_Wrapper):
     """A model whose gradients are the mean over the data-parallel ranks, once ``finish_grad_sync`` was called.
 
-    Gradients lie in one flat buffer per dtype, of which each trained parameter's ``main_grad`` is a view. In the
-    parameter's own dtype ``grad`` is the same view, so that PyTorch's optimizers find it: Megatron leaves None there,
-    and such an optimizer does nothing.
+    Gradients lie in one flat buffer per dtype; ``main_grad`` of each trained parameter is a view of it. In the dtype of
+    the parameter ``grad`` is the same view, so that PyTorch's optimizers find it: Megatron leaves None there, and such
+    an optimizer does nothing.
 
     Args:
         config: of the model; kept.
@@ -96,9 +88,7 @@ class DistributedDataParallel(nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
-        self.ddp_config = ddp_config
-        self.module = module
+        self.config, self.ddp_config, self.module = config, ddp_config, module
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["dp_cp", "tp", "pp"])
         self.dp_cp_group = _group_of(self.pg_collection, "dp_cp")
         bucket_size = None
@@ -111,7 +101,7 @@ class DistributedDataParallel(nn.Module):
             dtype=torch.float32 if ddp_config.grad_reduce_in_fp32 else None,
             average=True,
             overlap=ddp_config.overlap_grad_reduce,
-            late=_deferred_weights(module),
+            late=[] if deferred_buffers(module) is None else [_output_weight_of(module)],
         )
         adopt_marks_(module)
         self._has_checked_replicas = False
@@ -121,7 +111,7 @@ class DistributedDataParallel(nn.Module):
                 model.targets_of_first_step = []
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's; before the first one that gradients may come of, ranks compare the parameters they hold alike.
+        """The model's; before the first one with gradients, ranks compare the parameters that they hold alike.
 
         Raises:
             DesyncError: they differ; on every rank that shares this chunk of the model.
@@ -136,7 +126,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside it backward passes accumulate, and nothing is communicated."""
+        """A context in which backward passes accumulate and communicate nothing."""
         with self.gradients.no_sync():
             yield
 
@@ -173,8 +163,8 @@ class DistributedDataParallel(nn.Module):
         if is_first and hashes and all(numbers == every[0] for numbers in every):
             warnings.warn(
                 f"all {len(every)} data-parallel ranks learned the same targets in the first step, and so train as one "
-                "rank would; give each its own samples, by torch.utils.data.DistributedSampler or by a seed of its own "
-                "for what shuffles them",
+                "rank would; give each its own samples, by torch.utils.data.DistributedSampler or by another seed "
+                "for shuffling",
                 stacklevel=3,
             )
 
@@ -190,7 +180,7 @@ class DistributedDataParallel(nn.Module):
             )
 
     def zero_grad_buffer(self) -> None:
-        """Forget all gradients, at the start of each step."""
+        """Set all gradients to zero, at the start of each step."""
         self.gradients.zero_()
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
@@ -203,18 +193,10 @@ class DistributedDataParallel(nn.Module):
             for param in self.module.parameters():
                 broadcast_(param, group=self.dp_cp_group)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's: no name tells of the wrapper."""
-        return self.module.state_dict(*args, **kwargs)
-
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
         """The model's."""
         module: Any = self.module
         return module.state_dict_for_save_checkpoint(prefix=prefix, keep_vars=keep_vars)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Into the model."""
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
 def finalize_model_grads(
@@ -256,20 +238,3 @@ def finalize_model_grads(
         num_tokens.copy_(all_reduce(num_tokens, group=_group_of(pg_collection, "dp_cp")))
         for chunk in chunks:
             chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
-
-
-def _group_of(pg_collection: ProcessGroupCollection | None, name: str) -> ProcessGroup:
-    group: ProcessGroup | None = getattr(pg_collection, name, None)
-    if group is None:
-        group = getattr(ProcessGroupCollection.use_mpu_process_groups([name]), name)
-    assert group is not None
-    return group
-
-
-def _deferred_weights(module: nn.Module) -> list[Parameter]:
-    """The output layer's weight, where its gradient waits until the pipeline is done."""
-    if deferred_buffers(module) is None:
-        return []
-    model = wrapped(module, "shared_embedding_or_output_weight")
-    shared = model.shared_embedding_or_output_weight()
-    return [model.output_layer.weight if shared is None else shared]

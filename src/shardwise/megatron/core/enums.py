@@ -25,7 +25,7 @@ class LayerType(Enum):
 
 
 class AttnType(Enum):
-    """Whose keys attention reads."""
+    """Source of the keys that attention reads."""
 
     self_attn = 1
     cross_attn = 2

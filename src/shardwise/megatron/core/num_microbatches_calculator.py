@@ -6,20 +6,7 @@ from typing import Any
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.errors import AssertedConfigError
-
-__all__ = [
-    "ConstantNumMicroBatchesCalculator",
-    "NumMicroBatchesCalculator",
-    "destroy_num_microbatches_calculator",
-    "get_current_global_batch_size",
-    "get_current_running_global_batch_size",
-    "get_micro_batch_size",
-    "get_num_microbatches",
-    "init_num_microbatches_calculator",
-    "reconfigure_num_microbatches_calculator",
-    "unset_num_microbatches_calculator",
-    "update_num_microbatches",
-]
+from shardwise.megatron.surface import offer
 
 __getattr__ = absent_names("num_microbatches_calculator")
 
@@ -31,7 +18,7 @@ class NumMicroBatchesCalculator:
         global_batch_size: samples of a step.
         micro_batch_size: samples of a micro-batch.
         data_parallel_size: ranks that share out a step.
-        decrease_batch_size_if_needed: leave out what is no whole number of micro-batches for each rank.
+        decrease_batch_size_if_needed: leave out samples that are no whole number of micro-batches for each rank.
         rank: accepted; nothing is logged.
 
     Attributes:
@@ -66,11 +53,11 @@ class NumMicroBatchesCalculator:
         return self.num_micro_batches
 
     def update(self, consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
-        """Go to the step after ``consumed_samples``; the batch stays as it is."""
+        """Go to the step after ``consumed_samples``; the batch is constant."""
 
 
 class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
-    """That of a batch that stays as it is."""
+    """The calculator of a constant batch."""
 
 
 _current: NumMicroBatchesCalculator | None = None
@@ -147,9 +134,8 @@ def reconfigure_num_microbatches_calculator(
         )
     if global_batch_size is None or micro_batch_size is None or data_parallel_size is None:
         raise AssertedConfigError("give global_batch_size, micro_batch_size and data_parallel_size")
-    _current = ConstantNumMicroBatchesCalculator(
-        global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed, rank
-    )
+    sizes = global_batch_size, micro_batch_size, data_parallel_size
+    _current = ConstantNumMicroBatchesCalculator(*sizes, decrease_batch_size_if_needed, rank)
 
 
 @functools.wraps(reconfigure_num_microbatches_calculator, assigned=())
@@ -161,6 +147,9 @@ def init_num_microbatches_calculator(*args: Any, **kwargs: Any) -> None:
     """
     if _current is not None:
         raise AssertedConfigError(
-            "the number of micro-batches is known already; call reconfigure_num_microbatches_calculator to change it"
+            "the calculator exists already; call reconfigure_num_microbatches_calculator to change it"
         )
     reconfigure_num_microbatches_calculator(*args, **kwargs)
+
+
+offer(globals(), "destroy_num_microbatches_calculator")

@@ -15,7 +15,7 @@ __all__ = ["PackedSeqParams"]
 
 @dataclass
 class PackedSeqParams:
-    """Where the sequences of a packed row begin and end: tokens see those of their own sequence only.
+    """Bounds of the sequences of a packed row: tokens attend within their sequence.
 
     Attributes:
         qkv_format: ``"thd"`` or None.
@@ -46,7 +46,7 @@ class PackedSeqParams:
     def documents_and_positions(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
         """For each token of the row the number of its sequence, and its place in that; ``[1, s]`` each.
 
-        Padding after a sequence, and after the last one, is of sequences of its own.
+        Padding after a sequence counts as a separate sequence.
 
         Args:
             shape: of the row's ids, ``[1, s]``.

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Topology
 from shardwise.megatron.core import parallel_state
+from shardwise.megatron.core.parallel_state.ambient import _AMBIENT
 
 __all__ = ["ProcessGroupCollection"]
 
@@ -99,12 +100,10 @@ class ProcessGroupCollection:
             ConfigError: a name that is not a field.
         """
         wanted = _requested(required_pgs)
-        groups = {name: topology.group(name) if name in topology else None for name in wanted}
-        collection = cls(**groups)
-        levels = topology.sizes.hcp
-        if "hcp" in wanted and levels is not None:
-            collection.hcp = [topology.group(f"hcp{level}") for level in range(len(levels))]
-        return collection
+        groups: dict[str, Any] = {name: topology.group(name) if name in topology else None for name in wanted}
+        if "hcp" in wanted and topology.sizes.hcp is not None:
+            groups["hcp"] = [topology.group(f"hcp{level}") for level in range(len(topology.sizes.hcp))]
+        return cls(**groups)
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Iterable[str] | None = None) -> ProcessGroupCollection:
@@ -149,6 +148,12 @@ _GETTERS: dict[str, tuple[str, dict[str, bool]]] = {
     "inter_dist_opt": ("get_inter_distributed_optimizer_instance_group", _UNCHECKED),
     "intra_dist_opt": ("get_intra_distributed_optimizer_instance_group", {}),
 }
+
+
+def _group_of(collection: ProcessGroupCollection | None, name: str) -> ProcessGroup:
+    """A collection's group, or the ambient topology's where the collection has none."""
+    group: ProcessGroup | None = getattr(collection, name, None)
+    return _AMBIENT.group(name) if group is None else group
 
 
 def _requested(required_pgs: Iterable[str] | None) -> list[str]:

@@ -1,10 +1,12 @@
-"""Megatron's exchanges in symmetric memory, for programs that call them: by the ranks' memory, or by collectives.
+"""Megatron's exchanges in symmetric memory.
 
-``symm_mem_hdl`` is the ``handle`` of ``GlobalSymmetricMemoryBuffer.maybe_get_tensor``. Where it is PyTorch's, each rank
-reads and writes the others' blocks between two barriers; where it is an ``OrdinaryMemory``, as on a CPU, the ranks
-exchange by collectives. What lies in the block is at its start, unless an offset says otherwise.
+``symm_mem_hdl`` is the ``handle`` of ``GlobalSymmetricMemoryBuffer.maybe_get_tensor``. With PyTorch's handle each rank
+reads and writes the others' blocks between two barriers. With an ``OrdinaryMemory``, as on a CPU, the ranks exchange by
+collectives. A tensor begins at the start of the block unless there is an offset.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,13 +16,7 @@ from shardwise.core.communication.collectives import all_gather, reduce_scatter
 from shardwise.core.communication.symmetric_memory import OrdinaryMemory
 from shardwise.kernels.norms import reduce_norm_
 from shardwise.megatron.errors import AssertedShardingError
-
-__all__ = [
-    "are_tensors_nvls_eligible",
-    "fused_multimem_rs_add_norm_ag",
-    "multimem_all_gather",
-    "multimem_reduce_scatter",
-]
+from shardwise.megatron.surface import offer
 
 
 def are_tensors_nvls_eligible(*tensors: Tensor) -> bool:
@@ -53,10 +49,9 @@ def multimem_all_gather(
     if isinstance(symm_mem_hdl, OrdinaryMemory):
         output_tensor.view(-1).copy_(all_gather(input_tensor.reshape(-1), group=symm_mem_hdl.group))
         return output_tensor
-    symm_mem_hdl.barrier(channel=0)
-    for block in _blocks(symm_mem_hdl, output_tensor, byte_offset):
-        block.view(symm_mem_hdl.world_size, -1)[symm_mem_hdl.rank].copy_(input_tensor.reshape(-1))
-    symm_mem_hdl.barrier(channel=0)
+    with _blocks(symm_mem_hdl, output_tensor, byte_offset) as blocks:
+        for block in blocks:
+            block.view(symm_mem_hdl.world_size, -1)[symm_mem_hdl.rank].copy_(input_tensor.reshape(-1))
     return output_tensor
 
 
@@ -76,12 +71,10 @@ def multimem_reduce_scatter(output_tensor: Tensor, input_tensor: Tensor, symm_me
     if isinstance(symm_mem_hdl, OrdinaryMemory):
         output_tensor.view(-1).copy_(reduce_scatter(input_tensor.reshape(-1), group=symm_mem_hdl.group))
         return output_tensor
-    symm_mem_hdl.barrier(channel=0)
     wide = torch.promote_types(input_tensor.dtype, torch.float32)
-    blocks = _blocks(symm_mem_hdl, input_tensor, 0)
-    parts = (block.view(symm_mem_hdl.world_size, -1)[symm_mem_hdl.rank].to(wide) for block in blocks)
-    output_tensor.view(-1).copy_(sum(parts, start=torch.zeros((), dtype=wide, device=input_tensor.device)))
-    symm_mem_hdl.barrier(channel=0)
+    with _blocks(symm_mem_hdl, input_tensor) as blocks:
+        parts = (block.view(symm_mem_hdl.world_size, -1)[symm_mem_hdl.rank].to(wide) for block in blocks)
+        output_tensor.view(-1).copy_(sum(parts, start=torch.zeros((), dtype=wide, device=input_tensor.device)))
     return output_tensor
 
 
@@ -116,11 +109,9 @@ def fused_multimem_rs_add_norm_ag(
         new = reduce_norm_([normed], 0, residual, None, rms_norm_weights, None, eps)
         rows.copy_(all_gather(normed, group=group))
     else:
-        symm_mem_hdl.barrier(channel=0)
-        blocks = [block.view(rows.shape) for block in _blocks(symm_mem_hdl, input_tensor, 0)]
         first = symm_mem_hdl.rank * residual.size(0)
-        new = reduce_norm_(blocks, first, residual, None, rms_norm_weights, None, eps)
-        symm_mem_hdl.barrier(channel=0)
+        with _blocks(symm_mem_hdl, rows) as blocks:
+            new = reduce_norm_(blocks, first, residual, None, rms_norm_weights, None, eps)
     return residual_output_tensor.copy_(new.view(residual_output_tensor.shape))
 
 
@@ -132,7 +123,13 @@ def _check(whole: Tensor, part: Tensor, handle: Any) -> None:
         )
 
 
-def _blocks(handle: Any, like: Tensor, byte_offset: int) -> list[Tensor]:
-    """Every rank's tensor of this shape and dtype at one place of its block."""
+@contextlib.contextmanager
+def _blocks(handle: Any, like: Tensor, byte_offset: int = 0) -> Iterator[list[Tensor]]:
+    """Between two barriers, every rank's tensor of this shape and dtype at one place of its block."""
     start = byte_offset // like.element_size()
-    return [handle.get_buffer(rank, tuple(like.shape), like.dtype, start) for rank in range(handle.world_size)]
+    handle.barrier(channel=0)
+    yield [handle.get_buffer(rank, tuple(like.shape), like.dtype, start) for rank in range(handle.world_size)]
+    handle.barrier(channel=0)
+
+
+offer(globals())

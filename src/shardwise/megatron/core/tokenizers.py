@@ -46,17 +46,16 @@ class NullTokenizer:
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """What tells this tokenizer from others."""
-        return OrderedDict(
-            {"class": type(self).__name__, "vocab_size": self.vocab_size, "eod_id": self.eod, "pad_id": self.pad}
-        )
+        """The facts that distinguish this tokenizer from others."""
+        kind = type(self).__name__
+        return OrderedDict({"class": kind, "vocab_size": self.vocab_size, "eod_id": self.eod, "pad_id": self.pad})
 
 
 class MegatronTokenizer:
     """Makes a tokenizer by ``from_pretrained``."""
 
     def __init__(self) -> None:
-        raise ConfigError("MegatronTokenizer is not made by itself; call MegatronTokenizer.from_pretrained(...)")
+        raise ConfigError("MegatronTokenizer has no constructor; call MegatronTokenizer.from_pretrained(...)")
 
     @staticmethod
     def from_pretrained(

@@ -1,7 +1,4 @@
-"""Small functions that programs written for Megatron import from its ``utils`` and ``transformer.utils``.
-
-Most live where they belong in this library and are only named here; what is defined here serves such programs alone.
-"""
+"""Small functions of Megatron's ``utils`` and ``transformer.utils``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,60 +10,27 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication.context import GlobalMemoryBuffer, default_device
-from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer
+from shardwise.core import initialization
+from shardwise.core.communication.context import GlobalMemoryBuffer as GlobalMemoryBuffer, default_device
+from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer as GlobalSymmetricMemoryBuffer
 from shardwise.core.errors import ContradictionError, ShardingError
-from shardwise.core.initialization import init_method_normal, scaled_init_method_normal
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core import parallel_state
 from shardwise.megatron.core.dist_checkpointing import ShardedObject
-from shardwise.megatron.core.tensor_parallel.attributes import divide, ensure_divisibility
-from shardwise.megatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
+from shardwise.megatron.core.tensor_parallel import attributes, linear_functions
 from shardwise.megatron.errors import AssertedShardingError
-
-__all__ = [
-    "GlobalMemoryBuffer",
-    "GlobalSymmetricMemoryBuffer",
-    "MakeViewlessTensor",
-    "assert_viewless_tensor",
-    "attention_mask_func",
-    "divide",
-    "drain_embedding_wgrad_compute",
-    "ensure_divisibility",
-    "ensure_metadata_has_dp_cp_group",
-    "erf_gelu",
-    "gelu_impl",
-    "get_attr_wrapped_model",
-    "get_default_causal_mask",
-    "get_linear_layer",
-    "get_model_config",
-    "get_pg_rank",
-    "get_pg_size",
-    "get_pg_src_rank",
-    "get_sliding_window_causal_mask",
-    "get_tensor_model_parallel_group_if_none",
-    "init_method_normal",
-    "is_layer_window_attention",
-    "is_te_min_version",
-    "is_torch_min_version",
-    "make_sharded_object_for_checkpoint",
-    "make_sharded_tensor_for_checkpoint",
-    "make_sharded_tensors_for_checkpoint",
-    "make_tp_sharded_tensor_for_checkpoint",
-    "make_viewless_tensor",
-    "openai_gelu",
-    "prepare_input_tensors_for_wgrad_compute",
-    "safely_set_viewless_tensor_data",
-    "scaled_init_method_normal",
-    "sharded_state_dict_default",
-    "unwrap_model",
-]
+from shardwise.megatron.surface import offer
 
 __getattr__ = absent_names("transformer.utils")
 
 _T = TypeVar("_T")
+
+init_method_normal = initialization.init_method_normal
+scaled_init_method_normal = initialization.scaled_init_method_normal
+divide, ensure_divisibility = attributes.divide, attributes.ensure_divisibility
+drain_embedding_wgrad_compute = linear_functions.drain_embedding_wgrad_compute
 
 
 def get_pg_size(group: ProcessGroup | None = None) -> int:
@@ -90,7 +54,7 @@ def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
 
 
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-    """False: Transformer Engine is not used here, whatever is installed."""
+    """False: Transformer Engine is not used, even if it is installed."""
     return False
 
 
@@ -107,11 +71,10 @@ def get_tensor_model_parallel_group_if_none(
     Raises:
         TopologyError: no group given and none initialised.
     """
-    if tp_group is not None:
-        return tp_group
+    ambient = parallel_state.get_tensor_model_parallel_group
     if is_expert:
-        return parallel_state.get_expert_tensor_parallel_group(check_initialized)
-    return parallel_state.get_tensor_model_parallel_group(check_initialized)
+        ambient = parallel_state.get_expert_tensor_parallel_group
+    return ambient(check_initialized) if tp_group is None else tp_group
 
 
 def make_tp_sharded_tensor_for_checkpoint(
@@ -132,11 +95,11 @@ def make_tp_sharded_tensor_for_checkpoint(
         tensor: this rank's part; not copied.
         key: name in the checkpoint.
         tp_axis: dimension of ``tensor`` that is split.
-        replica_id: accepted for programs that pass it; which copy is written follows from layout and rank.
+        replica_id: changes nothing; layout and rank decide which copy is written.
         prepend_offsets: ``(axis, index, count)`` of leading axes that stack several tensors under one name.
         allow_shape_mismatch: on load the stored tensor may have another size along ``tp_axis``.
         tp_group: tensor-parallel group; the ambient one if None.
-        dp_cp_group: the ranks that hold the same part, of which the first writes it; the planner chooses if None.
+        dp_cp_group: the ranks that hold the same part, whose first one writes it; the planner chooses if None.
         sizes: every rank's size along ``tp_axis``; all as this rank's if None.
 
     Raises:
@@ -146,11 +109,10 @@ def make_tp_sharded_tensor_for_checkpoint(
     group = parallel_state.resolve_tensor_model_parallel_group(tp_group)
     t, rank = group.size(), group.rank()
     axis = tp_axis % tensor.dim()
-    sizes = (tensor.size(axis),) * t if sizes is None else tuple(sizes)
-    if len(sizes) != t or sizes[rank] != tensor.size(axis):
-        raise ShardingError(
-            f"{key}: sizes {list(sizes)} do not fit {tensor.size(axis)} along dimension {axis} on rank {rank} of {t}"
-        )
+    own = tensor.size(axis)
+    sizes = (own,) * t if sizes is None else tuple(sizes)
+    if len(sizes) != t or sizes[rank] != own:
+        raise ShardingError(f"{key}: sizes {list(sizes)} do not fit {own} along dimension {axis} on rank {rank} of {t}")
     shape = [*tensor.shape[:axis], sum(sizes), *tensor.shape[axis + 1 :]]
     layout = ParamLayout.split(shape, axis, t, sizes=sizes)
     is_copy = is_copy_by({"dp_cp_group": dp_cp_group})
@@ -167,11 +129,7 @@ def make_sharded_tensor_for_checkpoint(
     tp_group: ProcessGroup | None = None,
     dp_cp_group: ProcessGroup | None = None,
 ) -> ParamShard:
-    """The checkpoint entry of a tensor that every rank of the tensor-parallel group holds whole; see above.
-
-    Raises:
-        TopologyError: no group given and none initialised.
-    """
+    """The checkpoint entry of a tensor that every rank of the tensor-parallel group holds whole; see above."""
     group = parallel_state.resolve_tensor_model_parallel_group(tp_group)
     layout = ParamLayout.replicated(tensor.shape, group.size())
     is_copy = is_copy_by({"dp_cp_group": dp_cp_group})
@@ -319,7 +277,7 @@ def sharded_state_dict_default(
 def make_sharded_object_for_checkpoint(
     obj: Any, key: str, sharded_offsets: Sequence[ShardedOffset] = (), replica_id: Any = None, **kwargs: Any
 ) -> ShardedObject:
-    """Refused, as ``ShardedObject`` is."""
+    """Raise the ConfigError of ``ShardedObject``."""
     return ShardedObject(key, obj)
 
 
@@ -388,7 +346,7 @@ def get_model_config(model: Any) -> Any:
 
 
 def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
-    """What a model, or each of a list, wraps as its ``module``.
+    """The model inside a wrapper with a ``module``, or a list of them.
 
     Args:
         model: a model or a list of them.
@@ -406,3 +364,10 @@ def prepare_input_tensors_for_wgrad_compute(grad_output: Tensor, all_gathered_in
     if grad_output.dim() != 3:
         return grad_output.contiguous(), all_gathered_input.contiguous()
     return grad_output.contiguous().flatten(0, 1), all_gathered_input.contiguous().flatten(0, 1)
+
+
+offer(
+    globals(),
+    "GlobalMemoryBuffer GlobalSymmetricMemoryBuffer divide drain_embedding_wgrad_compute ensure_divisibility",
+    "init_method_normal scaled_init_method_normal",
+)

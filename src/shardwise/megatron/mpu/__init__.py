@@ -6,15 +6,14 @@ arguments alone, and its sizes end in an underscore. Everything else is that of 
 """
 
 from shardwise.megatron.core.tensor_parallel import cross_entropy, data
-from shardwise.megatron.core.tensor_parallel.cross_entropy import *  # noqa: F403 (likewise)
-from shardwise.megatron.core.tensor_parallel.data import *  # noqa: F403 (likewise)
+from shardwise.megatron.core.tensor_parallel.cross_entropy import *  # noqa: F403
+from shardwise.megatron.core.tensor_parallel.data import *  # noqa: F403
 from shardwise.megatron.mpu import initialize, layers, mappings, random, utils
-from shardwise.megatron.mpu.initialize import *  # noqa: F403 (it says in __all__ what this takes)
-from shardwise.megatron.mpu.layers import *  # noqa: F403 (likewise)
-from shardwise.megatron.mpu.mappings import *  # noqa: F403 (likewise)
-from shardwise.megatron.mpu.random import *  # noqa: F403 (likewise)
-from shardwise.megatron.mpu.utils import *  # noqa: F403 (likewise)
+from shardwise.megatron.mpu.initialize import *  # noqa: F403
+from shardwise.megatron.mpu.layers import *  # noqa: F403
+from shardwise.megatron.mpu.mappings import *  # noqa: F403
+from shardwise.megatron.mpu.random import *  # noqa: F403
+from shardwise.megatron.mpu.utils import *  # noqa: F403
+from shardwise.megatron.surface import offer
 
-__all__ = sorted(
-    {name for module in (initialize, layers, mappings, random, utils, cross_entropy, data) for name in module.__all__}
-)
+offer(globals(), initialize, layers, mappings, random, utils, cross_entropy, data)

@@ -5,20 +5,11 @@ import warnings
 import torch.distributed as dist
 
 from shardwise.megatron.core import parallel_state
-from shardwise.megatron.core.parallel_state import destroy_model_parallel
 from shardwise.megatron.errors import AssertedTopologyError
+from shardwise.megatron.surface import offer
 
-__all__ = sorted(
-    {
-        *parallel_state.__all__,
-        "destroy_tensor_model_parallel",
-        "get_model_parallel_rank",
-        "get_model_parallel_world_size",
-    }
-)
-
-# By which Megatron-DeepSpeed's tests call it.
-destroy_tensor_model_parallel = destroy_model_parallel
+# Megatron-DeepSpeed's tests call it by this name.
+destroy_tensor_model_parallel = parallel_state.destroy_model_parallel
 
 
 def initialize_model_parallel(
@@ -36,14 +27,11 @@ def initialize_model_parallel(
 
     Raises:
         NotInitializedError: ``torch.distributed`` is not initialised.
-        TopologyError: as ``parallel_state.initialize_model_parallel``.
-        ConfigError: likewise.
+        TopologyError, ConfigError: as ``parallel_state.initialize_model_parallel``.
     """
-    parallel_state.initialize_model_parallel(
-        _at_most_all("tensor_model_parallel_size_", tensor_model_parallel_size_),
-        _at_most_all("pipeline_model_parallel_size_", pipeline_model_parallel_size_),
-        virtual_pipeline_model_parallel_size_,
-    )
+    tp = _at_most_all("tensor_model_parallel_size_", tensor_model_parallel_size_)
+    pp = _at_most_all("pipeline_model_parallel_size_", pipeline_model_parallel_size_)
+    parallel_state.initialize_model_parallel(tp, pp, virtual_pipeline_model_parallel_size_)
 
 
 def _at_most_all(name: str, size: int) -> int:
@@ -76,9 +64,7 @@ def get_model_parallel_rank() -> int:
 def _check_no_pipeline(name: str, instead: str) -> None:
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     if stages > 1:
-        raise AssertedTopologyError(
-            f"{name} is of a model without a pipeline, and there are {stages} stages; call {instead}"
-        )
+        raise AssertedTopologyError(f"{name} needs one stage, and there are {stages} stages; call {instead}")
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False) -> bool:
@@ -100,3 +86,6 @@ def is_pipeline_last_stage(ignore_virtual: bool = False) -> bool:
 def __getattr__(name: str) -> object:
     # The getters, the setters and Megatron's globals are those of parallel_state.
     return getattr(parallel_state, name)
+
+
+offer(globals(), parallel_state, "destroy_tensor_model_parallel")

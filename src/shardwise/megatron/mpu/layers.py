@@ -8,13 +8,11 @@ from torch.nn import init
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import InitMethod
-from shardwise.megatron.arguments import given
 from shardwise.megatron.core import tensor_parallel
 from shardwise.megatron.core.tensor_parallel import layers
 from shardwise.megatron.core.tensor_parallel.attributes import _initialize_affine_weight_cpu
 from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig
-
-__all__ = [*layers.__all__, "LayerOutput"]
+from shardwise.megatron.surface import given, offer
 
 
 class _Pair(NamedTuple):
@@ -25,13 +23,9 @@ class _Pair(NamedTuple):
 class LayerOutput(_Pair):
     """The result of a layer that adds its bias: the pair of its output and None, which also serves as the output.
 
-    Layers of ``mpu`` return pairs. Those of Megatron's first release return tensors, and programs and tests are written
-    for either. Unpacking and indexing are those of the pair. Functions and operators of PyTorch, and attributes that a
-    tensor has and a tuple has not, are those of the output.
-
-    Attributes:
-        output: what the layer computed.
-        bias: None, as it is in the output.
+    Layers of ``mpu`` return pairs, those of Megatron's first release tensors, and programs are written for either. It
+    unpacks and indexes as the pair; functions and operators of PyTorch, and attributes of tensors that tuples lack, use
+    the output.
     """
 
     __slots__ = ()
@@ -62,7 +56,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return operate
 
 
-# By which Megatron's first release has it.
+# Its name in Megatron's first release.
 _initialize_affine_weight = _initialize_affine_weight_cpu
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg"):
@@ -74,17 +68,9 @@ _OWN = ("config", "options", "moe", "enable_expert_tensor_parallelism")
 
 
 class VocabParallelEmbedding(tensor_parallel.VocabParallelEmbedding):
-    """``tensor_parallel.VocabParallelEmbedding``, made without a config.
+    """``tensor_parallel.VocabParallelEmbedding``, made without a config: fp32 if ``config`` is None.
 
-    Args:
-        num_embeddings: size of the vocabulary, of any size.
-        embedding_dim: width of an embedding, ``h``.
-        init_method: fills the whole weight in place.
-        config: dtype and initialisation; fp32 if None.
-        options: the others of ``tensor_parallel.VocabParallelEmbedding``.
-
-    Raises:
-        TopologyError: no group given and none initialised.
+    ``options`` are the other arguments of the base class.
     """
 
     def __init__(
@@ -100,26 +86,17 @@ class VocabParallelEmbedding(tensor_parallel.VocabParallelEmbedding):
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
-    """``tensor_parallel.ColumnParallelLinear``, made without a config; it gathers its output if not told otherwise.
-
-    Args:
-        input_size: width of the input, ``i``.
-        output_size: width of the whole output, ``o``.
-        bias: whether there is a bias.
-        gather_output: return the whole output on every rank.
-        init_method: fills the whole weight in place; the bias starts at 0.
-        stride: number of equal sections of the output, each split by itself.
-        keep_master_weight_for_test: keep the whole weight as it starts, in ``master_weight``.
-        skip_bias_add: return the bias instead of adding it, for the caller to fuse.
-        moe: the layer is part of an expert, which the ranks do not split; on several ranks only with the next.
-        enable_expert_tensor_parallelism: the ranks split experts too.
-        config: dtype and initialisation; fp32 if None.
-        options: the others of ``tensor_parallel.ColumnParallelLinear``.
+    """``tensor_parallel.ColumnParallelLinear``, made without a config; by default it gathers its output.
 
     ``forward`` returns the output and the bias with ``skip_bias_add``, else a ``LayerOutput``.
 
+    Args:
+        moe: the layer is part of an expert, which the ranks do not split.
+        enable_expert_tensor_parallelism: the ranks split experts too.
+        config: dtype and initialisation; fp32 if None.
+        options: the other arguments of the base class, which also describes those by position.
+
     Raises:
-        TopologyError: no group given and none initialised.
         ConfigError: ``moe`` without ``enable_expert_tensor_parallelism``, on several ranks.
     """
 
@@ -148,22 +125,9 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
-    """``tensor_parallel.RowParallelLinear``, made without a config; it splits its input if not told otherwise.
+    """``tensor_parallel.RowParallelLinear``, made without a config; by default it splits its input.
 
-    Args:
-        input_size: width of the whole input, ``i``.
-        output_size: width of the output, ``o``.
-        bias: whether there is a bias; every rank holds it whole.
-        input_is_parallel: the input is already this rank's part.
-        init_method, stride, keep_master_weight_for_test, skip_bias_add, moe, enable_expert_tensor_parallelism, config:
-            as ``ColumnParallelLinear``.
-        options: the others of ``tensor_parallel.RowParallelLinear``.
-
-    ``forward`` returns what that of ``ColumnParallelLinear`` does.
-
-    Raises:
-        TopologyError: no group given and none initialised.
-        ConfigError: ``moe`` without ``enable_expert_tensor_parallelism``, on several ranks.
+    The result of ``forward``, the other arguments and the errors are those of ``ColumnParallelLinear``.
     """
 
     def __init__(
@@ -207,3 +171,6 @@ def _result(output: Tensor, bias: Tensor | None, *, skip_bias_add: bool) -> tupl
 def __getattr__(name: str) -> Any:
     # The functions are those of tensor_parallel.
     return getattr(layers, name)
+
+
+offer(globals(), layers)

@@ -1,4 +1,4 @@
-"""The moves between layouts; in ``mpu`` those without autograd, and the functions behind the others, need no group."""
+"""The moves between layouts as ``mpu`` has them: the private functions take the ambient group too."""
 
 from typing import Any
 
@@ -6,24 +6,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.megatron.core.parallel_state import resolve_tensor_model_parallel_group as _resolve
-from shardwise.megatron.core.tensor_parallel import mappings, regions
-
-__all__ = list(mappings.__all__)
+from shardwise.megatron.core.tensor_parallel import mappings
+from shardwise.megatron.surface import offer
 
 
 def _reduce(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """The sum of every rank's tensor; the argument stays as it is. The group is the ambient one if None."""
-    return regions._reduce(input_, _resolve(group))
+    """The sum of every rank's tensor; the argument is not modified. The group is the ambient one if None."""
+    return mappings._reduce(input_, _resolve(group))
 
 
 def _split(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's part of the last dimension, likewise."""
-    return regions._split_along_last_dim(input_, _resolve(group))
+    """This rank's part of the last dimension. The group is the ambient one if None."""
+    return mappings._split_along_last_dim(input_, _resolve(group))
 
 
 def _gather(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Every rank's tensor, side by side along the last dimension, likewise."""
-    return regions._gather_along_last_dim(input_, _resolve(group))
+    """Every rank's tensor, side by side along the last dimension. The group is the ambient one if None."""
+    return mappings._gather_along_last_dim(input_, _resolve(group))
 
 
 class _AmbientGroup:
@@ -35,25 +34,28 @@ class _AmbientGroup:
 
     @classmethod
     def symbolic(cls, graph: Any, input_: Tensor, group: ProcessGroup | None = None, *args: Any) -> Any:
-        return super().symbolic(graph, input_, _resolve(group), *args)  # type: ignore[misc]  # Likewise.
+        return super().symbolic(graph, input_, _resolve(group), *args)  # type: ignore[misc]
 
 
-class _CopyToModelParallelRegion(_AmbientGroup, regions._CopyToModelParallelRegion):
+class _CopyToModelParallelRegion(_AmbientGroup, mappings._CopyToModelParallelRegion):
     """I -> R."""
 
 
-class _ReduceFromModelParallelRegion(_AmbientGroup, regions._ReduceFromModelParallelRegion):
+class _ReduceFromModelParallelRegion(_AmbientGroup, mappings._ReduceFromModelParallelRegion):
     """P -> I."""
 
 
-class _ScatterToModelParallelRegion(_AmbientGroup, regions._ScatterToModelParallelRegion):  # type: ignore[misc]
+class _ScatterToModelParallelRegion(_AmbientGroup, mappings._ScatterToModelParallelRegion):
     """I -> V along the last dimension."""
 
 
-class _GatherFromModelParallelRegion(_AmbientGroup, regions._GatherFromModelParallelRegion):  # type: ignore[misc]
+class _GatherFromModelParallelRegion(_AmbientGroup, mappings._GatherFromModelParallelRegion):
     """V -> I along the last dimension."""
 
 
 def __getattr__(name: str) -> Any:
     # The moves with autograd are those of tensor_parallel.
     return getattr(mappings, name)
+
+
+offer(globals(), mappings)

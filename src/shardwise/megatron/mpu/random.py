@@ -5,42 +5,35 @@ from typing import Any
 
 from shardwise.core.topology import Topology
 from shardwise.megatron.core import parallel_state
-from shardwise.megatron.core.tensor_parallel import random
-from shardwise.megatron.core.tensor_parallel.recomputation import checkpoint as _checkpoint
-from shardwise.megatron.core.tensor_parallel.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+from shardwise.megatron.core.tensor_parallel import random, utils
 from shardwise.megatron.errors import AssertedConfigError
+from shardwise.megatron.surface import offer
 
-__all__ = [
-    *random.__all__,
-    "gather_split_1d_tensor",
-    "init_checkpointed_activations_memory_buffer",
-    "reset_checkpointed_activations_memory_buffer",
-    "split_tensor_into_1d_equal_chunks",
-]
+gather_split_1d_tensor = utils.gather_split_1d_tensor
+split_tensor_into_1d_equal_chunks = utils.split_tensor_into_1d_equal_chunks
 
-# Of which the buffer is; another topology has none.
-_topology_with_buffer: Topology | None = None
+# The topology that has the buffer.
+_with_buffer: Topology | None = None
 
 
 def init_checkpointed_activations_memory_buffer() -> None:
     """From now on ``checkpoint`` keeps of a function's first tensor this rank's chunk, until the topology is destroyed.
 
-    A chunk has memory of its own, which its backward frees, so that no sizes are needed, and several micro-batches may
-    wait for their backward. In Megatron the chunks of one micro-batch lie in one buffer, of sizes that it reads from
-    its command line.
+    Each chunk has its own memory, which its backward frees, so that no sizes are needed, and several micro-batches may
+    wait for their backward. In Megatron the chunks of one micro-batch lie in one buffer.
 
     Raises:
         NotInitializedError: ``initialize_model_parallel`` was not called.
         AssertedConfigError: it was called before.
     """
-    global _topology_with_buffer
+    global _with_buffer
     topology = parallel_state.get_topology()
-    if topology is _topology_with_buffer:
+    if topology is _with_buffer:
         raise AssertedConfigError(
             "the buffer of checkpointed activations is there already; call init_checkpointed_activations_memory_buffer "
             "once after initialize_model_parallel"
         )
-    _topology_with_buffer = topology
+    _with_buffer = topology
 
 
 def reset_checkpointed_activations_memory_buffer() -> None:
@@ -56,22 +49,23 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     Args:
         function: must compute the same both times.
         args: its arguments. If the first is True or False it is no argument: it says, as in later releases, whether the
-            first tensor is distributed, whatever ``init_checkpointed_activations_memory_buffer`` has said.
+            first tensor is distributed, with or without a buffer.
 
     Returns:
-        What ``function`` returns.
+        The result of ``function``.
 
     Raises:
         ConfigError: a tensor is to be distributed, and there is none, or the first is a view.
     """
     if args and isinstance(args[0], bool):
-        return _checkpoint(function, *args)
-    has_buffer = parallel_state.model_parallel_is_initialized() and (
-        parallel_state.get_topology() is _topology_with_buffer
-    )
-    return _checkpoint(function, has_buffer, *args)
+        return random.checkpoint(function, *args)
+    has_buffer = parallel_state.model_parallel_is_initialized() and (parallel_state.get_topology() is _with_buffer)
+    return random.checkpoint(function, has_buffer, *args)
 
 
 def __getattr__(name: str) -> Any:
     # The streams are those of tensor_parallel.
     return getattr(random, name)
+
+
+offer(globals(), random, "gather_split_1d_tensor", "split_tensor_into_1d_equal_chunks")

@@ -4,32 +4,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamShard
 from shardwise.core.topology import Groups
 from shardwise.core.validation import validation_applies
 from shardwise.megatron.core.parallel_state import resolve_tensor_model_parallel_group
-from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _group_of
 from shardwise.megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-from shardwise.megatron.core.tensor_parallel.attributes import adopt_marks_, mark_replicas
+from shardwise.megatron.core.tensor_parallel.module import adopt_marks_, mark_replicas
 from shardwise.megatron.core.transformer.module import MegatronModule
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
 from shardwise.megatron.errors import AssertedConfigError, AssertedShardingError, asserting
+from shardwise.megatron.surface import given
+from shardwise.models import token_embedding
 from shardwise.models.language_model import LanguageModel
+from shardwise.models.token_embedding import PositionEmbedding as PositionEmbedding
 from shardwise.nn import viewless
 from shardwise.training.gradients.replicas import check_replicas, fingerprints
+from shardwise.training.pipeline.stage import wrapped
 
-__all__ = ["LanguageModule"]
+__all__ = ["LanguageModelEmbedding", "LanguageModule"]
 
 
 class LanguageModule(LanguageModel, MegatronModule):
     """Base of GPT, BERT and their kin, and of a program's own models.
 
-    A model on it sets ``pre_process`` (it has ``embedding.word_embeddings``), ``post_process`` (it has
-    ``output_layer``), ``share_embeddings_and_output_weights`` and, with interleaving, ``vp_stage``, and calls
-    ``setup_embeddings_and_output_layer`` at the end of its construction. With tied weights the output layer has a
-    weight of its own only on a stage without the embedding.
+    As the engine's ``LanguageModel``, but a model on it calls ``setup_embeddings_and_output_layer`` at the end of its
+    construction, and need not set ``vocab_size``.
 
     Args:
         config: sizes of the model.
@@ -59,7 +63,7 @@ class LanguageModule(LanguageModel, MegatronModule):
         """Keep the collection, the ambient topology's if None; the engine's view of it."""
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         optional = {name: getattr(self.pg_collection, name, None) for name in ("pp", "dp", "embd")}
-        return Groups(tp=resolve_tensor_model_parallel_group(getattr(self.pg_collection, "tp", None)), **optional)
+        return Groups(tp=_group_of(self.pg_collection, "tp"), **optional)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward; before the first one the tensor-parallel ranks compare the parameters that each holds whole.
@@ -74,35 +78,17 @@ class LanguageModule(LanguageModel, MegatronModule):
         return super().__call__(*args, **kwargs)
 
     def note_targets(self, labels: Tensor) -> None:
-        """Keep the hash of labels that are learned, while a wrapper wants them."""
-        are_wanted = self.targets_of_first_step is not None and self.training and torch.is_grad_enabled()
-        if are_wanted and validation_applies():
-            assert self.targets_of_first_step is not None
-            self.targets_of_first_step.append(fingerprints([labels])[0])
+        """Keep the hash of the labels of a training step, while a wrapper asks for it."""
+        targets = self.targets_of_first_step
+        if targets is not None and self.training and torch.is_grad_enabled() and validation_applies():
+            targets.append(fingerprints([labels])[0])
 
     def _set_attention_backend(self) -> None:
-        """Refuse a ``config.attention_backend`` that does not work on the device where parameters are made.
-
-        Each attention chooses its kernel by the config itself, so nothing is set for the whole process.
-
-        Raises:
-            ConfigError: with PyTorch's reasons.
-        """
+        """Raise ConfigError if ``config.attention_backend`` does not work here; nothing is set for the process."""
         self._check_attention_backend()
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Cross entropy of each token.
-
-        Args:
-            labels: ``[b, s]`` global ids; -100 costs nothing.
-            logits: ``[s, b, v/t]``; not modified.
-
-        Returns:
-            ``[b, s]``, fp32 (fp64 for fp64 logits), the same on every rank.
-
-        Raises:
-            VocabularyError: a label outside the vocabulary.
-        """
+        """Cross entropy ``[b, s]`` of labels ``[b, s]`` and logits ``[s, b, v/t]``; see ``loss_of_logits``."""
         return self.loss_of_logits(labels, logits)
 
     def loss_of_logits(
@@ -112,10 +98,8 @@ class LanguageModule(LanguageModel, MegatronModule):
         self.note_targets(labels)
         if self.vocab_size is not None:
             return super().loss_of_logits(labels, logits, inplace_=inplace_, is_scaled=is_scaled)
-        options = {} if is_scaled else self._loss_options
-        loss = vocab_parallel_cross_entropy(
-            logits, labels.t().contiguous(), tp_group=self.tp_group, inplace_=inplace_, **options
-        )
+        options = {"inplace_": inplace_, **({} if is_scaled else self._loss_options)}
+        loss = vocab_parallel_cross_entropy(logits, labels.t().contiguous(), tp_group=self.tp_group, **options)
         return viewless(loss.t().contiguous())
 
     @asserting(AssertedConfigError)
@@ -144,7 +128,7 @@ class LanguageModule(LanguageModel, MegatronModule):
             weight: ``[v/t, h]``, the output layer's, or the embedding's that is tied to it.
             sequence_parallel_enabled: ``hidden`` is a shard of the sequence.
             column_parallel_linear: the output layer.
-            col_linear_kwargs: given to it beside ``hidden``.
+            col_linear_kwargs: its other arguments.
             reduction: ``"none"``, ``"mean"`` or ``"sum"``; other than "none" only in one.
             ignore_index: the label that costs nothing; other than -100 only in one.
             bias: ``[v/t]`` or None, of the output layer in one.
@@ -180,22 +164,17 @@ class LanguageModule(LanguageModel, MegatronModule):
 
     @property
     def fuses_output_layer_and_loss(self) -> bool:
-        """Whether the config asks for output layer and loss in one."""
+        """Whether the config asks for output layer and loss in one, and the group's arithmetic allows it."""
         config = self.config
         fuses = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear"
-        return fuses and not config.defer_embedding_wgrad_compute
+        return fuses and self._arithmetic.fuses_loss and not config.defer_embedding_wgrad_compute
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Mark the weights of embedding and output layer, and make tied ones equal on the stages that hold them.
 
         Both have ``is_embedding_or_output_parameter``. With tied weights over several stages both have
-        ``shared_embedding``; the last stage's copy has ``shared`` too, so that it is counted once in norms and written
-        once to checkpoints. Collective then: the copy is zero at first, and one all-reduce over the embedding group
-        makes it the first stage's weight. A meta tensor is marked only.
-
-        Raises:
-            TopologyError: tied weights over several stages, and no embedding group.
-            ConfigError: an embedding group of other ranks than the first and the last stage.
+        ``shared_embedding``, and the last stage's copy has ``shared``. Collective then, with the errors of
+        ``setup_tied_weight``.
         """
         model: Any = self
         if self.pre_process:
@@ -223,16 +202,42 @@ class LanguageModule(LanguageModel, MegatronModule):
     ) -> None:
         """Let the output layer's tied weight go by the embedding's name, in place.
 
-        The last stage's copy becomes an entry of that name: a replica of the first stage's, written once by whichever
-        of them and read by both. Where embedding and output layer are on one stage, the embedding's entry is both.
+        The last stage's copy becomes an entry of that name: a replica of the first stage's, written once and read by
+        both.
 
         Args:
             sharded_state_dict: entries of this stage; modified.
-            output_layer_weight_key: name of the output layer's weight; the entry, if there is one, is taken out.
+            output_layer_weight_key: name of the output layer's weight, whose entry is taken out.
             first_stage_word_emb_key: name of the embedding's weight.
-            metadata: accepted for programs that pass it; nothing depends on it.
+            metadata: changes nothing.
 
         Raises:
             ShardingError: a stage without output layer has an entry for its weight.
         """
         self._tie_state(sharded_state_dict, output_layer_weight_key, first_stage_word_emb_key)
+
+
+def _output_weight_of(model: nn.Module) -> Parameter:
+    """Weight of the output layer of a model, or of the model that it wraps: its own, or the tied one."""
+    language_model: Any = wrapped(model, "shared_embedding_or_output_weight")
+    shared = language_model.shared_embedding_or_output_weight()
+    weight: Parameter = language_model.output_layer.weight if shared is None else shared
+    return weight
+
+
+class LanguageModelEmbedding(token_embedding.TokenEmbedding):
+    """``TokenEmbedding`` on the ambient tensor-parallel group if none is given; the arguments are the same."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        max_sequence_length: int,
+        position_embedding_type: PositionEmbedding = "learned_absolute",
+        num_tokentypes: int = 0,
+        scatter_to_sequence_parallel: bool = True,
+        tp_group: ProcessGroup | None = None,
+    ) -> None:
+        tp_group = resolve_tensor_model_parallel_group(tp_group)
+        super().__init__(**given(locals()))
+        mark_replicas(self)

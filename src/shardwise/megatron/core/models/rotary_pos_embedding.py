@@ -10,7 +10,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.kernels.elementwise import rotate
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core.packed_seq_params import PackedSeqParams
-from shardwise.megatron.core.transformer.layer_arguments import cos_and_sin
+from shardwise.megatron.core.transformer.layer_parts import _cos_and_sin
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
 from shardwise.models.transformer import rotary
 from shardwise.models.transformer.rotary import RotaryScaling
@@ -137,7 +137,7 @@ def apply_rotary_pos_emb(
         _, positions = row.documents_and_positions(torch.Size((1, t.size(0))))
         whole = apply_rotary_pos_emb(t.unsqueeze(1), freqs[positions[0]], config, mscale=mscale)
         return whole.squeeze(1)
-    cos, sin = (mscale * value for value in cos_and_sin(freqs, config, torch.float32))
+    cos, sin = (mscale * value for value in _cos_and_sin(freqs, config, torch.float32))
     return rotate(t, cos.to(t.dtype), sin.to(t.dtype), interleaved=config.rotary_interleaved)
 
 

@@ -1,11 +1,11 @@
-"""Megatron's module globals, which tests and tools written for it read: looked up when read, from the one state.
+"""Megatron's module globals, for tests and tools that read them: each is looked up when it is read.
 
-Reading only: a program that assigns to one of these names hides what is told here, and changes nothing else.
+They are for reading only: a program that assigns to one hides this value, and changes nothing else.
 """
 
 from shardwise.core.communication.context import backends_of
 from shardwise.core.rank_grid import HYBRID, SEPARATE_ALL_GATHER
-from shardwise.megatron.core.parallel_state.ambient import AMBIENT, group_or_none
+from shardwise.megatron.core.parallel_state.ambient import _AMBIENT
 from shardwise.megatron.core.parallel_state.groups import get_hierarchical_context_parallel_groups
 
 _GROUPS = {
@@ -31,62 +31,48 @@ _GROUPS = {
     "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "inter_dist_opt",
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
 }
-_RANKS = {
-    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tp",
-    "_PIPELINE_GLOBAL_RANKS": "pp",
-    "_MODEL_PARALLEL_GLOBAL_RANKS": "mp",
-    "_DATA_PARALLEL_GLOBAL_RANKS": "dp",
-    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": "dp_cp",
-    "_CONTEXT_PARALLEL_GLOBAL_RANKS": "cp",
-    "_EMBEDDING_GLOBAL_RANKS": "embd",
-    "_POSITION_EMBEDDING_GLOBAL_RANKS": "pos_embd",
-    "_EXPERT_MODEL_PARALLEL_RANKS": "ep",
+_RANKS = {"_PIPELINE_GLOBAL_RANKS": "pp", "_EXPERT_MODEL_PARALLEL_RANKS": "ep"} | {
+    name.replace("_GROUP", "_GLOBAL_RANKS"): axis
+    for name, axis in _GROUPS.items()
+    if axis in ("tp", "mp", "dp", "dp_cp", "cp", "embd", "pos_embd")
 }
-# Those of which Megatron makes a second one for tensors on the CPU; see `get_data_parallel_group_gloo`.
-_WITH_GLOO = {
-    "_DATA_PARALLEL_GROUP",
-    "_DATA_PARALLEL_GROUP_WITH_CP",
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
-    "_EXPERT_DATA_PARALLEL_GROUP",
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
-}
+# Megatron makes a second group of these for tensors on the CPU; see `get_data_parallel_group_gloo`.
+_WITH_GLOO = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
 _OVERRIDDEN = {
-    "_MPU_TENSOR_MODEL_PARALLEL": "tp",
-    "_MPU_PIPELINE_MODEL_PARALLEL": "pp",
-    "_MPU_DATA_PARALLEL": "dp",
-    "_MPU_EXPERT_MODEL_PARALLEL": "ep",
-    "_MPU_EXPERT_TENSOR_PARALLEL": "expt_tp",
+    f"_MPU{name.removesuffix('_GROUP')}": axis
+    for name, axis in _GROUPS.items()
+    if axis in ("tp", "pp", "dp", "ep", "expt_tp")
 }
 
 
 def look_up(name: str) -> object:
-    """What Megatron's global ``name`` would hold: None where there is no such group, override or buffer.
+    """The value of Megatron's global ``name``; None where there is no such group, override or buffer.
 
     Raises:
         AttributeError: Megatron has no such global, or it has no counterpart here.
     """
     if name in _GROUPS:
-        return group_or_none(_GROUPS[name], check_initialized=False)
+        return _AMBIENT.group_or_none(_GROUPS[name], check_initialized=False)
     if name in _RANKS:
-        topology, axis = AMBIENT.topology, _RANKS[name]
+        topology, axis = _AMBIENT.topology, _RANKS[name]
         return list(topology.ranks(axis)) if topology is not None and axis in topology else None
-    if name.removesuffix("_GLOO") in _WITH_GLOO and name.endswith("_GLOO"):
-        group = group_or_none(_GROUPS[name.removesuffix("_GLOO")], check_initialized=False)
+    if name.endswith("_GLOO") and _GROUPS.get(name.removesuffix("_GLOO")) in _WITH_GLOO:
+        group = _AMBIENT.group_or_none(_GROUPS[name.removesuffix("_GLOO")], check_initialized=False)
         return None if group is None or "cpu" not in backends_of(group) else group
     if name == "_HYBRID_DP_CP_GROUPS":
-        topology = AMBIENT.topology
+        topology = _AMBIENT.topology
         sizes = [] if topology is None else [2**n for n in range(1, 32) if f"{HYBRID}{2**n}" in topology]
-        return {size: group_or_none(f"{HYBRID}{size}", check_initialized=False) for size in sizes}
+        return {size: _AMBIENT.group_or_none(f"{HYBRID}{size}", check_initialized=False) for size in sizes}
     if name == "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS":
         return get_hierarchical_context_parallel_groups(check_initialized=False)
-    for suffix, overrides in (("_WORLD_SIZE", AMBIENT.sizes), ("_RANK", AMBIENT.ranks)):
+    for suffix, overrides in (("_WORLD_SIZE", _AMBIENT.sizes), ("_RANK", _AMBIENT.ranks)):
         if name.removesuffix(suffix) in _OVERRIDDEN:
             return overrides.get(_OVERRIDDEN[name.removesuffix(suffix)])
     others = {
-        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": AMBIENT.virtual_size,
-        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK": AMBIENT.virtual_rank,
-        "_GLOBAL_MEMORY_BUFFER": AMBIENT.memory_buffer,
-        "_GLOBAL_SYMMETRIC_MEMORY_BUFFER": AMBIENT.symmetric_memory_buffer,
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": _AMBIENT.virtual_size,
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK": _AMBIENT.virtual_rank,
+        "_GLOBAL_MEMORY_BUFFER": _AMBIENT.memory_buffer,
+        "_GLOBAL_SYMMETRIC_MEMORY_BUFFER": _AMBIENT.symmetric_memory_buffer,
     }
     if name in others:
         return others[name]

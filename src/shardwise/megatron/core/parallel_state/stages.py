@@ -8,50 +8,47 @@ part ``n - 1`` of the last. Source: Narayanan et al. 2021 (arXiv:2104.04473), se
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ConfigError
-from shardwise.megatron.core.parallel_state.ambient import AMBIENT, get_topology, group_or_none, rank_in, ranks_of
-from shardwise.megatron.core.parallel_state.groups import (
-    get_pipeline_model_parallel_rank,
-    get_pipeline_model_parallel_world_size,
-)
+from shardwise.megatron.core.parallel_state.ambient import _AMBIENT, get_topology
 from shardwise.megatron.errors import AssertedConfigError
+from shardwise.megatron.surface import offer
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Global rank of the first stage."""
-    return ranks_of("pp")[0]
+    return _AMBIENT.ranks_of("pp")[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Global rank of the last stage."""
-    return ranks_of("pp")[-1]
+    return _AMBIENT.ranks_of("pp")[-1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Global rank of the next stage; the last is followed by the first."""
-    ranks = ranks_of("pp")
-    return ranks[(rank_in("pp") + 1) % len(ranks)]
+    ranks = _AMBIENT.ranks_of("pp")
+    return ranks[(_AMBIENT.rank("pp") + 1) % len(ranks)]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Global rank of the previous stage; the first is preceded by the last."""
-    ranks = ranks_of("pp")
-    return ranks[(rank_in("pp") - 1) % len(ranks)]
+    ranks = _AMBIENT.ranks_of("pp")
+    return ranks[(_AMBIENT.rank("pp") - 1) % len(ranks)]
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Parts of the model on each stage; None without interleaving, and before initialisation."""
-    return AMBIENT.virtual_size
+    return _AMBIENT.virtual_size
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """The part that was last set, 0 at first; None without interleaving, and before initialisation."""
-    return AMBIENT.virtual_rank
+    return _AMBIENT.virtual_rank
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
     """Set the number of parts on each stage; None ends interleaving."""
     _check_count("virtual_pipeline_model_parallel_world_size", world_size, 1)
-    AMBIENT.virtual_size = world_size
+    _AMBIENT.virtual_size = world_size
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
@@ -61,7 +58,7 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     ``vp_stage``.
     """
     _check_count("virtual_pipeline_model_parallel_rank", rank, 0)
-    AMBIENT.virtual_rank = rank
+    _AMBIENT.virtual_rank = rank
 
 
 def _check_count(name: str, value: int | None, least: int) -> None:
@@ -71,12 +68,12 @@ def _check_count(name: str, value: int | None, least: int) -> None:
 
 def _is_virtual_stage(wanted: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
     """Whether ``vp_stage`` is the part ``wanted`` (-1 is the last); True where it does not matter."""
-    count = AMBIENT.virtual_size
+    count = _AMBIENT.virtual_size
     if ignore_virtual or count is None:
         return True
     if vp_stage is None or not 0 <= vp_stage < count:
         raise AssertedConfigError(
-            f"vp_stage is {vp_stage}; with {count} parts on each stage and ignore_virtual=False it must be from 0 to "
+            f"vp_stage is {vp_stage}; with {count} parts per stage and ignore_virtual=False it must be from 0 to "
             f"{count - 1}"
         )
     return vp_stage == wanted % count
@@ -92,23 +89,22 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
     Raises:
         AssertedConfigError: ``vp_stage`` is needed and is not one of the parts.
     """
-    return _is_virtual_stage(0, ignore_virtual, vp_stage) and get_pipeline_model_parallel_rank() == 0
+    return _is_virtual_stage(0, ignore_virtual, vp_stage) and _AMBIENT.rank("pp") == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether the model ends on this rank; arguments and errors as for ``is_pipeline_first_stage``."""
-    last = get_pipeline_model_parallel_world_size() - 1
-    return _is_virtual_stage(-1, ignore_virtual, vp_stage) and get_pipeline_model_parallel_rank() == last
+    return _is_virtual_stage(-1, ignore_virtual, vp_stage) and _AMBIENT.rank("pp") == _AMBIENT.size("pp") - 1
 
 
 def get_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
     """The ranks that share a tied word embedding; an error on a middle stage unless unchecked."""
-    return group_or_none("embd", check_initialized)
+    return _AMBIENT.group_or_none("embd", check_initialized)
 
 
 def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
     """The ranks that hold the position embedding; an error on other stages unless unchecked."""
-    return group_or_none("pos_embd", check_initialized)
+    return _AMBIENT.group_or_none("pos_embd", check_initialized)
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -127,7 +123,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
         return False
     if ignore_virtual:
         return True
-    ranks, own_rank = ranks_of("embd"), get_topology().rank_in_world
+    ranks, own_rank = _AMBIENT.ranks_of("embd"), get_topology().rank_in_world
     if own_rank == ranks[0]:
         return is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     if own_rank == ranks[-1]:
@@ -138,3 +134,6 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 def is_rank_in_position_embedding_group() -> bool:
     """Whether this rank holds the position embedding."""
     return "pos_embd" in get_topology()
+
+
+offer(globals())

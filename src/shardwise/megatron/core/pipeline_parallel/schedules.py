@@ -1,4 +1,4 @@
-"""``get_forward_backward_func``: a training step over all micro-batches, with Megatron's arguments."""
+"""A training step over all micro-batches with Megatron's arguments, and messages for a program's own schedules."""
 
 import contextlib
 import functools
@@ -10,28 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardwise.core.communication.collectives import Transfer, exchange
 from shardwise.core.communication.context import default_device
+from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.megatron.core import parallel_state
+from shardwise.megatron.core.models.language_module import _output_weight_of
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
 from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig
 from shardwise.megatron.errors import IndivisibleError, asserting
-from shardwise.models.config import LayerConfig
+from shardwise.megatron.surface import offer
+from shardwise.training.pipeline import stage as engine
 from shardwise.training.pipeline.schedules import forward_only as forward_only_schedule, make_schedule
-from shardwise.training.pipeline.stage import (
-    Pipeline,
-    deferred_buffers,
-    hidden_shape,
-    local_length as engine_local_length,
-    wrapped,
-)
 
-__all__ = ["get_forward_backward_func"]
+_local_length = asserting(IndivisibleError)(engine.local_length)
 
-_local_length = asserting(IndivisibleError)(engine_local_length)
-
-ForwardStepFunc = Callable[..., tuple[Tensor, Callable[..., Any]]]
+_ForwardStepFunc = Callable[..., tuple[Tensor, Callable[..., Any]]]
 
 
 def get_forward_backward_func(
@@ -56,14 +51,14 @@ def get_forward_backward_func(
     num_chunks = vp_size or 1
     if schedule is None:
         schedule = "interleaved" if num_chunks > 1 else "1f1b"
-    # Whatever the number of micro-batches, a multiple of the stages fits.
+    # A multiple of the stages always fits, so this checks the other arguments.
     make_schedule(schedule, pp_size, pp_size, num_chunks)
-    return functools.partial(forward_backward_func, schedule=schedule)
+    return functools.partial(_forward_backward_func, schedule=schedule)
 
 
-def forward_backward_func(
+def _forward_backward_func(
     *,
-    forward_step_func: ForwardStepFunc,
+    forward_step_func: _ForwardStepFunc,
     data_iterator: Iterator[Any] | Sequence[Iterator[Any] | None] | None,
     model: nn.Module | Sequence[nn.Module],
     num_microbatches: int,
@@ -116,15 +111,14 @@ def forward_backward_func(
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["pp", "tp", "cp"])
     if groups.pp is None:
         raise ConfigError("pg_collection has no group pp, over whose ranks the stages are spread")
+    tp_group, cp_group = getattr(groups, "tp", None), getattr(groups, "cp", None)
     config = _config_of(chunks[0])
     # A model of the engine has a config without these.
-    hooks = (
-        config
-        if isinstance(config, ModelParallelConfig)
-        else ModelParallelConfig(pipeline_model_parallel_size=config.pipeline_model_parallel_size)
-    )
+    has_hooks, size = isinstance(config, ModelParallelConfig), config.pipeline_model_parallel_size
+    hooks = config if has_hooks else ModelParallelConfig(pipeline_model_parallel_size=size)
     num_stages = groups.pp.size()
-    if forward_only or collect_non_loss_data:
+    only_forward = forward_only or collect_non_loss_data
+    if only_forward:
         table = forward_only_schedule(num_stages, num_microbatches, len(chunks))
     else:
         group_size = hooks.microbatch_group_size_per_vp_stage if num_stages > 1 else None
@@ -153,32 +147,27 @@ def forward_backward_func(
 
     # A stage may have no parameters at all.
     first = next((param for chunk in chunks for param in chunk.parameters()), None)
-    pipeline: Pipeline[Any] = Pipeline(chunks, group=groups.pp)
-    several_parts = num_stages * len(chunks) > 1
-    with _checked_tokens(
-        chunks if several_parts else [], micro_batch_size, _local_length(seq_length, getattr(groups, "cp", None))
-    ):
+    pipeline: engine.Pipeline[Any] = engine.Pipeline(chunks, group=groups.pp)
+    checked = chunks if num_stages * len(chunks) > 1 else []
+    with _checked_tokens(checked, micro_batch_size, _local_length(seq_length, cp_group)):
         results = pipeline.run(
             table,
             forward,
             loss,
-            shape=hidden_shape(
-                config,
-                seq_length,
-                micro_batch_size,
-                tp_group=getattr(groups, "tp", None),
-                cp_group=getattr(groups, "cp", None),
-            ),
+            shape=engine.hidden_shape(config, seq_length, micro_batch_size, tp_group=tp_group, cp_group=cp_group),
             dtype=hooks.pipeline_dtype or config.params_dtype,
             input_dtype=config.params_dtype,
             device=default_device(groups.pp) if first is None else first.device,
-            forward_only=forward_only or collect_non_loss_data,
+            forward_only=only_forward,
             no_sync=_all_of(hooks.no_sync_func),
         )
-    if not (forward_only or collect_non_loss_data):
-        for chunk in chunks:
-            _drain(chunk, config, getattr(groups, "tp", None))
-    if hooks.finalize_model_grads_func is not None and not (forward_only or collect_non_loss_data):
+    if only_forward:
+        return results
+    for chunk in chunks:
+        buffers = engine.deferred_buffers(chunk)
+        if buffers is not None:
+            drain_embedding_wgrad_compute(_config_of(chunk), *buffers, _output_weight_of(chunk), tp_group)
+    if hooks.finalize_model_grads_func is not None:
         hooks.finalize_model_grads_func(chunks, None, pg_collection=groups)
     return results
 
@@ -199,16 +188,6 @@ def _all_of(no_sync_func: Any) -> Callable[[], contextlib.AbstractContextManager
     return all_of
 
 
-def _drain(chunk: nn.Module, config: Any, tp_group: ProcessGroup | None) -> None:
-    """Compute the output layer's weight gradient, if it waits (``config.defer_embedding_wgrad_compute``)."""
-    buffers = deferred_buffers(chunk)
-    if buffers is not None:
-        model = wrapped(chunk, "shared_embedding_or_output_weight")
-        shared = model.shared_embedding_or_output_weight()
-        weight = model.output_layer.weight if shared is None else shared
-        drain_embedding_wgrad_compute(config, *buffers, weight, tp_group)
-
-
 @contextlib.contextmanager
 def _checked_tokens(chunks: Sequence[nn.Module], batch: int, length: int) -> Iterator[None]:
     """Within it a model that is called with other ``input_ids`` than ``[batch, length]`` raises DataError.
@@ -225,7 +204,7 @@ def _checked_tokens(chunks: Sequence[nn.Module], batch: int, length: int) -> Ite
                 f"and seq_length, {[batch, length]}"
             )
 
-    models = [wrapped(chunk, "set_input_tensor") for chunk in chunks]
+    models = [engine.wrapped(chunk, "set_input_tensor") for chunk in chunks]
     handles = [
         model.register_forward_pre_hook(check, with_kwargs=True)
         for model in models
@@ -241,21 +220,161 @@ def _checked_tokens(chunks: Sequence[nn.Module], batch: int, length: int) -> Ite
 def _one_per_chunk(data_iterator: Any, chunks: Sequence[nn.Module]) -> list[Any]:
     if isinstance(data_iterator, (list, tuple)):
         if len(data_iterator) != len(chunks):
-            raise ConfigError(
-                f"{len(data_iterator)} data iterators for {len(chunks)} chunks of the model; give one each"
-            )
+            raise ConfigError(f"{len(data_iterator)} data iterators for {len(chunks)} chunks; give one each")
         return list(data_iterator)
     if len(chunks) > 1 and data_iterator is not None:
         raise ConfigError(
-            f"one data iterator for {len(chunks)} chunks of the model, each of which reads every micro-batch; give a "
+            f"one data iterator for {len(chunks)} chunks of the model, which all read every micro-batch; give a "
             "list with one for each"
         )
     return [data_iterator] * len(chunks)
 
 
-def _config_of(chunk: nn.Module) -> LayerConfig:
-    model = wrapped(chunk, "config")
+def _config_of(chunk: nn.Module) -> Any:
+    model = engine.wrapped(chunk, "config")
     if model is None:
         raise ConfigError(f"a model of type {type(chunk).__name__} has no config, which says how its stages talk")
-    config: LayerConfig = model.config
-    return config
+    return model.config
+
+
+_FORWARD, _BACKWARD = 0, 1
+
+
+def is_single_shape(x: Any) -> bool:
+    """Whether ``x`` is the shape of one tensor, and no list of shapes."""
+    is_list = isinstance(x, list | tuple) and len(x) > 0
+    return isinstance(x, torch.Size) or (is_list and all(isinstance(size, int) for size in x))
+
+
+class P2PCommunicator:
+    """Sends hidden states to the next stage and gradients to the one before, and receives them.
+
+    Stages lie on a circle: after the last one comes the first, as interleaved chunks need. Where a function has
+    ``is_first_stage`` or ``is_last_stage`` and it is True, nothing crosses that end, and None is received. Of a list of
+    tensors or shapes the result is a list.
+
+    Args:
+        pp_group: the stages.
+        config: ``pipeline_dtype`` of what travels; ``params_dtype`` if None.
+
+    Attributes:
+        next_rank, prev_rank: global ranks of the neighbours.
+        total_stages, current_stage: number of stages, and this one, from 0.
+        is_pp_first_stage, is_pp_last_stage: whether it is the first, or the last.
+
+    Raises:
+        ConfigError: ``variable_seq_lengths``: both sides know the shape of what travels.
+    """
+
+    def __init__(self, pp_group: ProcessGroup, config: ModelParallelConfig) -> None:
+        if config.variable_seq_lengths:
+            raise ConfigError("variable_seq_lengths is set, and stages here exchange tensors of known shapes; unset it")
+        self.pp_group, self.config = pp_group, config
+        self.current_stage, self.total_stages = pp_group.rank(), pp_group.size()
+        self.is_pp_first_stage = self.current_stage == 0
+        self.is_pp_last_stage = self.current_stage == self.total_stages - 1
+        self._next, self._prev = ((self.current_stage + step) % self.total_stages for step in (1, -1))
+        self.next_rank = torch.distributed.get_global_rank(pp_group, self._next)
+        self.prev_rank = torch.distributed.get_global_rank(pp_group, self._prev)
+        self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
+
+    def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
+        """Hidden states of the stage before."""
+        return _each(lambda shape: self._exchange(from_prev=shape)[0], tensor_shapes, at_end=is_first_stage)
+
+    def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
+        """Gradients from the next stage."""
+        return _each(lambda shape: self._exchange(from_next=shape)[1], tensor_shapes, at_end=is_last_stage)
+
+    def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
+        """Send hidden states to the next stage."""
+        _each(lambda tensor: self._exchange(to_next=tensor), output_tensors, at_end=is_last_stage)
+
+    def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
+        """Send gradients to the stage before."""
+        _each(lambda tensor: self._exchange(to_prev=tensor), input_tensor_grads, at_end=is_first_stage)
+
+    def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
+        """Send hidden states to the next stage, and receive the gradients of earlier ones from there."""
+
+        def both(tensor: Tensor, shape: Any) -> Tensor | None:
+            return self._exchange(to_next=tensor, from_next=shape)[1]
+
+        return _each(both, output_tensors, tensor_shapes, at_end=is_last_stage)
+
+    def send_backward_recv_forward(self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool) -> Any:
+        """Send gradients to the stage before, and receive the next hidden states from there."""
+
+        def both(tensor: Tensor, shape: Any) -> Tensor | None:
+            return self._exchange(to_prev=tensor, from_prev=shape)[0]
+
+        return _each(both, input_tensor_grads, tensor_shapes, at_end=is_first_stage)
+
+    def send_forward_recv_forward(
+        self, output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
+    ) -> Any:
+        """Send hidden states on (unless None), and receive if ``recv_prev``.
+
+        Returns:
+            The received tensor or None; with ``overlap_p2p_comm`` also a list of objects to ``wait()`` for before a
+            tensor is used.
+        """
+        works: list[Pending] | None = [] if overlap_p2p_comm else None
+        received = self._exchange(to_next=output_tensor, from_prev=tensor_shape if recv_prev else None, works=works)[0]
+        return received if works is None else (received, works)
+
+    def send_backward_recv_backward(
+        self, input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
+    ) -> Any:
+        """Send gradients back (unless None), and receive if ``recv_next``; see ``send_forward_recv_forward``."""
+        works: list[Pending] | None = [] if overlap_p2p_comm else None
+        shape = tensor_shape if recv_next else None
+        received = self._exchange(to_prev=input_tensor_grad, from_next=shape, works=works)[1]
+        return received if works is None else (received, works)
+
+    def send_forward_backward_recv_forward_backward(
+        self, output_tensor: Any, input_tensor_grad: Any, recv_prev: bool, recv_next: bool, tensor_shape: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Both directions at once: the hidden states and the gradients that were received, or None."""
+        shapes = tensor_shape if recv_prev else None, tensor_shape if recv_next else None
+        return self._exchange(output_tensor, input_tensor_grad, *shapes)
+
+    def _exchange(
+        self,
+        to_next: Tensor | None = None,
+        to_prev: Tensor | None = None,
+        from_prev: Any = None,
+        from_next: Any = None,
+        works: list[Pending] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Send tensors and receive those of the shapes, at once; wait unless ``works`` takes what to wait for."""
+        dtype = self.config.pipeline_dtype or self.config.params_dtype
+        options: dict[str, Any] = {"dtype": dtype, "device": default_device(self.pp_group), "requires_grad": True}
+        prev, after = (None if shape is None else torch.empty(*shape, **options) for shape in (from_prev, from_next))
+        # Of two stages both neighbours are one rank, whose messages both sides put in this order.
+        sends = ((to_next, self._next, _FORWARD), (to_prev, self._prev, _BACKWARD))
+        receives = ((prev, self._prev, _FORWARD), (after, self._next, _BACKWARD))
+        out, back = (
+            [Transfer(tensor.detach().contiguous(), rank, tag) for tensor, rank, tag in each if tensor is not None]
+            for each in (sends, receives)
+        )
+        for transfer in out:
+            if transfer.tensor.dtype != dtype:
+                raise ConfigError(f"a tensor of {transfer.tensor.dtype} is to be sent, and pipeline_dtype is {dtype}")
+        sent, received = exchange(out, back, group=self.pp_group)
+        if works is not None:
+            works += [*sent, *received]
+            return prev, after
+        for pending in (*sent, *received):
+            pending.wait()
+        return prev, after
+
+
+def _each(function: Callable[..., Any], *arguments: Any, at_end: bool) -> Any:
+    """``function`` of each tensor and shape of lists, as a list; of one of each its result. None where ``at_end``."""
+    lists = [each if isinstance(each, list | tuple) and not is_single_shape(each) else [each] for each in arguments]
+    results = [None if at_end else function(*each) for each in zip(*lists, strict=True)]
+    return results if lists[0] is arguments[0] else results[0]
+
+
+offer(globals())

@@ -9,16 +9,13 @@ from shardwise.megatron.core.tensor_parallel import (
     random,
     utils,
 )
-from shardwise.megatron.core.tensor_parallel.cross_entropy import *  # noqa: F403 (it says in __all__ what this takes)
-from shardwise.megatron.core.tensor_parallel.data import *  # noqa: F403 (likewise)
-from shardwise.megatron.core.tensor_parallel.inference_layers import *  # noqa: F403 (likewise)
-from shardwise.megatron.core.tensor_parallel.layers import *  # noqa: F403 (likewise)
-from shardwise.megatron.core.tensor_parallel.mappings import *  # noqa: F403 (likewise)
-from shardwise.megatron.core.tensor_parallel.random import *  # noqa: F403 (likewise)
-from shardwise.megatron.core.tensor_parallel.utils import *  # noqa: F403 (likewise)
+from shardwise.megatron.core.tensor_parallel.cross_entropy import *  # noqa: F403
+from shardwise.megatron.core.tensor_parallel.data import *  # noqa: F403
+from shardwise.megatron.core.tensor_parallel.inference_layers import *  # noqa: F403
+from shardwise.megatron.core.tensor_parallel.layers import *  # noqa: F403
+from shardwise.megatron.core.tensor_parallel.mappings import *  # noqa: F403
+from shardwise.megatron.core.tensor_parallel.random import *  # noqa: F403
+from shardwise.megatron.core.tensor_parallel.utils import *  # noqa: F403
+from shardwise.megatron.surface import offer
 
-__all__ = [
-    name
-    for module in (cross_entropy, data, inference_layers, layers, mappings, random, utils)
-    for name in module.__all__
-]
+offer(globals(), cross_entropy, data, inference_layers, layers, mappings, random, utils)

@@ -1,23 +1,23 @@
-"""The attributes by which programs know how a parameter is split, and private names of Megatron's that they import."""
+"""Megatron's attributes of split parameters, and its private names that programs import."""
 
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core import sharding
 from shardwise.core.errors import ShardingError
 from shardwise.core.initialization import InitMethod, initialize_shard_
 from shardwise.core.random import EXPERT_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM, streams
-from shardwise.core.sharding import ParamLayout, Replicas
+from shardwise.core.sharding import ParamLayout
 from shardwise.megatron.core import parallel_state
 from shardwise.megatron.errors import AssertedConfigError, IndivisibleError, asserting
-from shardwise.nn.replicated import set_replicas_
+from shardwise.megatron.surface import offer
 
-# Imported by programs in spite of the underscore.
+# Programs import it in spite of the underscore.
 _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS: dict[str, Any] = {
     "expert_tp": False,
     "is_qkv": False,
@@ -35,7 +35,7 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
         tensor: the parameter; gets ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``.
         is_parallel: whether it is split; False for a parameter that every rank holds whole.
         dim: dimension that is split.
-        stride: number of sections split by themselves.
+        stride: number of sections, each split separately.
 
     Raises:
         AssertedConfigError: the tensor is marked already; nothing is changed.
@@ -47,6 +47,10 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
                 "once, and delete the attribute first if it is wrong"
             )
     _mark(tensor, is_parallel, dim, stride)
+
+
+def _mark(tensor: Any, is_parallel: bool, dim: int, stride: int) -> None:
+    tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = is_parallel, dim, stride
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
@@ -82,54 +86,10 @@ def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: ProcessGroup
     return rank == 0
 
 
-def mark_parameter(param: Tensor, layout: ParamLayout) -> None:
-    """Mark a parameter by its layout, whatever its marks were: as when a layer is given initial values again."""
-    _mark(param, layout.dim is not None, -1 if layout.dim is None else layout.dim, layout.stride)
-
-
-def mark_replicas(module: nn.Module) -> None:
-    """Mark the parameters of a module, and of those in it, by the replicas that are stated of them."""
-    for owner in module.modules():
-        for name, replicas in getattr(owner, "param_replicas", {}).items():
-            param: Any = getattr(owner, name)
-            if param is not None:
-                param.sequence_parallel = "tp" in replicas.summed_over
-                if "embd" in replicas.summed_over:
-                    param.shared_embedding = True
-                if replicas.is_copy:
-                    param.shared = True
-
-
-def adopt_marks_(module: nn.Module) -> None:
-    """State replicas by the marks that a program has set on parameters of a module, and of those in it.
-
-    What is not marked stays as it was stated.
-    """
-    for owner in module.modules():
-        layouts: dict[str, ParamLayout] = getattr(owner, "param_layouts", {})
-        for name, param in owner.named_parameters(recurse=False):
-            old: Replicas = getattr(owner, "param_replicas", {}).get(name, Replicas())
-            is_split = name in layouts and layouts[name].dim is not None
-            differs_over_tp = getattr(param, "tensor_model_parallel", "tp" not in old.same_over) and not is_split
-            is_tied = getattr(param, "shared_embedding", "embd" in old.summed_over)
-            same = {"tp": not differs_over_tp, "dp": True, "embd": is_tied}
-            summed = {"tp": getattr(param, "sequence_parallel", "tp" in old.summed_over), "embd": is_tied}
-            if not getattr(param, "allreduce", bool(old.same_over)):
-                same = {}
-            is_copy = bool(getattr(param, "shared", old.is_copy))
-            new = Replicas(tuple(filter(same.get, same)), tuple(filter(summed.get, summed)), is_copy)
-            if new != old:
-                set_replicas_(owner, new, name)
-
-
-def _mark(tensor: Any, is_parallel: bool, dim: int, stride: int) -> None:
-    tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = is_parallel, dim, stride
-
-
 # No extension is needed to accumulate weight gradients in place.
 _grad_accum_fusion_available = True
 
-# Transformer Engine is not used, whatever is installed.
+# Transformer Engine is not used, even if it is installed.
 HAVE_TE = False
 
 custom_fwd = partial(torch.amp.custom_fwd, device_type="cuda")
@@ -159,17 +119,12 @@ def _initialize_affine_weight_cpu(
 
     Args:
         weight: this rank's part of ``[output_size, input_size]``; overwritten and marked.
-        output_size: rows of the whole weight.
-        input_size: its columns.
-        per_partition_size: this rank's size along ``partition_dim``.
-        partition_dim: dimension that is split.
+        per_partition_size: this rank's size along ``partition_dim``, the dimension that is split.
         init_method: fills the whole weight in place.
-        stride: number of sections, each split by itself.
+        stride: number of sections, each split separately.
         return_master_weight: return the whole weight, in ``params_dtype``.
-        params_dtype: see above.
-        rank: this rank in the tensor-parallel group; from the ambient topology, with ``world_size``, if None.
-        world_size: number of its ranks.
-        skip_set_tensor_parallel_attributes: leave the marks as they are.
+        rank, world_size: of the tensor-parallel group; the ambient one if None.
+        skip_set_tensor_parallel_attributes: do not mark ``weight``.
 
     Raises:
         ShardingError: ``weight`` is not of this rank's shape.
@@ -191,10 +146,18 @@ def _initialize_affine_weight_cpu(
         initialize_shard_(weight.data, layout, rank, init_method, on_cpu=True)
         return None
     master_weight = torch.empty(output_size, input_size, dtype=torch.float32, device="cpu")
-    whole = ParamLayout.replicated(master_weight.shape, 1)
-    initialize_shard_(master_weight, whole, 0, init_method)
-    weight.data.copy_(layout.take(master_weight, rank))
-    return master_weight.to(params_dtype)
+    return _initialize_whole_(master_weight, weight, layout, rank, init_method).to(params_dtype)
+
+
+def _initialize_whole_(
+    whole: Tensor, shard: Tensor, layout: ParamLayout, rank: int, init_method: InitMethod, *, on_cpu: bool = False
+) -> Tensor:
+    """Fill a whole parameter as one rank does, whose values are those of several, and ``shard`` with a rank's part."""
+    alone = ParamLayout(layout.global_shape, layout.dim, (((0, layout.global_shape[layout.dim or 0]),),), 1)
+    initialize_shard_(whole, alone, 0, init_method, on_cpu=on_cpu)
+    with torch.no_grad():
+        shard.copy_(layout.take(whole, rank))
+    return whole
 
 
 def _initialize_affine_weight_gpu(
@@ -204,16 +167,11 @@ def _initialize_affine_weight_gpu(
 
     Its values depend on the number of ranks; the layers' own initialisation does not.
 
-    Args:
-        weight: this rank's part; overwritten and marked.
-        init_method: fills it in place.
-        partition_dim: dimension that is split.
-        stride: number of sections, each split by itself.
-        is_expert: draw from the experts' stream.
-
-    Raises:
-        TopologyError: there is no such stream.
+    With ``is_expert`` from the experts' stream. A TopologyError if there is no such stream.
     """
     set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
     with torch.no_grad(), streams().fork(EXPERT_PARALLEL_STREAM if is_expert else TENSOR_PARALLEL_STREAM):
         init_method(weight)
+
+
+offer(globals())

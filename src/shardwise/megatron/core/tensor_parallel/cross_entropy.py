@@ -1,4 +1,4 @@
-"""The door to ``shardwise.nn.loss``: the loss over a split vocabulary, under the name and order that programs know."""
+"""The loss over a split vocabulary with Megatron's name and arguments, on ``shardwise.nn.loss``."""
 
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from shardwise.nn.loss.vocabulary import IGNORE_INDEX, columns_of, vocab_ranges
 __all__ = ["VocabParallelCrossEntropy", "vocab_parallel_cross_entropy"]
 
 
-# Those of the loss.
 _options = asserting(AssertedConfigError)(LossOptions)
 
 
@@ -33,7 +32,7 @@ class VocabParallelCrossEntropy:
 
     @staticmethod
     def calculate_logits_max(vocab_parallel_logits: Tensor) -> tuple[Tensor, Tensor]:
-        """``[..., v/t]`` logits to the logits in fp32 (fp64 as they are) and their maximum ``[...]``."""
+        """The logits ``[..., v/t]`` in fp32 (fp64 stays), and their maximum ``[...]``."""
         logits = vocab_parallel_logits.to(loss_reference.compute_dtype(vocab_parallel_logits.dtype))
         return logits, logits.amax(dim=-1)
 
@@ -41,7 +40,7 @@ class VocabParallelCrossEntropy:
     def calculate_predicted_logits(
         vocab_parallel_logits: Tensor, target: Tensor, logits_max: Tensor, vocab_start_index: int, vocab_end_index: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What this rank's part of the vocabulary contributes.
+        """The contribution of this rank's part of the vocabulary.
 
         Args:
             vocab_parallel_logits: ``[..., v/t]``.
@@ -73,7 +72,7 @@ class VocabParallelCrossEntropy:
     def prepare_gradient_calculation_operands(
         softmax: Tensor, target_mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What ``calculate_gradients`` reads.
+        """The arguments of ``calculate_gradients``.
 
         Returns:
             The softmax as ``[n, v/t]``, the numbers 0 to ``n - 1``, 1 where the target is this rank's ``[n]`` and 0
@@ -152,8 +151,8 @@ def vocab_parallel_cross_entropy(
         target: ``[s, b]`` global ids.
         label_smoothing: probability taken from the target and spread over all other ids of the true vocabulary.
         tp_group: tensor-parallel group; the ambient one if None.
-        vocab_size: true size of the vocabulary. If None every rank must have as many logits per token, padding is
-            taken for ids, and the all-gather has one more row of 12 bytes (16), by which that is checked.
+        vocab_size: true size of the vocabulary. If None every rank must have as many logits per token, which one more
+            row of 12 bytes (16) checks, and padding counts as ids.
         padded_vocab_size: size that was split, where padding was added; padded columns take no probability.
         ignore_index: a target that costs nothing and has no gradient.
         z_loss: weight of the squared logarithm of the softmax's normalizer.
@@ -166,7 +165,7 @@ def vocab_parallel_cross_entropy(
         validate: check that targets are in the vocabulary and, on a CPU, that they are the same on all ranks; warn
             where a mean has no token (never under torch.compile or CUDA graphs).
         check_finite: look for NaN and inf in the logits and, on CUDA too, for targets that are not the same on all
-            ranks (likewise).
+            ranks; never under torch.compile or CUDA graphs.
 
     Returns:
         ``[s, b]``, or a scalar if reduced; fp32 (fp64 for fp64 logits), the same on every rank.
@@ -185,8 +184,7 @@ def vocab_parallel_cross_entropy(
     local_size = vocab_parallel_logits.size(-1)
     if vocab_size is None and padded_vocab_size is not None:
         raise ConfigError(
-            f"padded_vocab_size is {padded_vocab_size}, and without vocab_size nothing says how much of it is padding; "
-            "pass vocab_size= too"
+            f"padded_vocab_size is {padded_vocab_size}, and vocab_size (without padding) is None; pass vocab_size= too"
         )
     if vocab_size is None and group.size() == 1:
         vocab_size = local_size

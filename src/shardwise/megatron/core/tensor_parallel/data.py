@@ -19,7 +19,7 @@ from shardwise.megatron.errors import AssertedDataError
 
 __all__ = ["broadcast_data"]
 
-# Imported by programs in spite of the underscore; tensors here may have any number of dimensions.
+# Programs import it in spite of the underscore; tensors may have any number of dimensions.
 _MAX_DATA_DIM = 5
 
 
@@ -79,7 +79,7 @@ def _exchange_shapes(
 ) -> tuple[list[list[int]], Tensor]:
     """The shapes of the first rank's tensors, on every rank, and on the first rank all their values, if of one dtype.
 
-    What is wrong with them is the same error on every rank.
+    An error on the first rank is the same error on every rank.
     """
     device = device_of(group)
     error: Exception | None = None
@@ -89,7 +89,7 @@ def _exchange_shapes(
             tensors = _checked(keys, data, datatype)
             header = json.dumps([list(tensor.shape) for tensor in tensors]).encode()
             if datatype is not None:
-                # A copy in any case, so that what is returned is nobody's input.
+                # Always a copy, so that no rank gets its own input back.
                 payload = torch.cat([tensor.detach().reshape(-1).to(device) for tensor in tensors] or [payload])
         except Exception as caught:
             error = caught
@@ -118,22 +118,18 @@ def _check_data_types(keys: Sequence[str], data: Mapping[str, Tensor], target_dt
 def _checked(keys: Sequence[str], data: Any, datatype: torch.dtype | None) -> list[Tensor]:
     if not isinstance(data, Mapping):
         raise AssertedDataError(
-            f"broadcast_data: the group's first rank has {type(data).__name__} in place of a dict of tensors"
+            f"broadcast_data: the group's first rank has {type(data).__name__}, not a dict of tensors"
         )
     tensors = []
     for key in keys:
         if key not in data:
+            raise AssertedDataError(f"broadcast_data: the group's first rank has no {key!r}, only {list(data)}")
+        value = data[key]
+        if not isinstance(value, Tensor):
             raise AssertedDataError(
-                f"broadcast_data: the group's first rank has no {key!r}, only {sorted(map(str, data))}"
+                f"broadcast_data: {key!r} is of {type(value).__name__}; it must be a tensor of {datatype or 'a dtype'}"
             )
-        tensor = data[key]
-        if not isinstance(tensor, Tensor):
-            raise AssertedDataError(
-                f"broadcast_data: {key!r} is of {type(tensor).__name__}; it must be a tensor of {datatype or 'a dtype'}"
-            )
-        if datatype is not None and tensor.dtype != datatype:
-            raise AssertedDataError(
-                f"broadcast_data: {key!r} is of {tensor.dtype}; all of {keys} must be of {datatype}"
-            )
-        tensors.append(tensor)
+        if datatype is not None and value.dtype != datatype:
+            raise AssertedDataError(f"broadcast_data: {key!r} is of {value.dtype}; all of {keys} must be of {datatype}")
+        tensors.append(value)
     return tensors

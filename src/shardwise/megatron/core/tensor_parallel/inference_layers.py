@@ -1,7 +1,9 @@
-"""Megatron's linear layers for inference; ``nn.inference`` has what they do, and says what fused mode is.
+"""Megatron's linear layers for inference, on ``shardwise.nn.inference``, which describes fused mode.
 
-They need no Transformer Engine and no GPU, and are split at any size.
+They need no Transformer Engine and no GPU, and split any size.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,29 +13,16 @@ from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import InitMethod
 from shardwise.kernels.norms import rms_norm
-from shardwise.megatron.arguments import given
+from shardwise.megatron.core import symmetric_exchanges
 from shardwise.megatron.core.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
-from shardwise.megatron.core.symmetric_exchanges import (  # noqa: F401
-    are_tensors_nvls_eligible,
-    fused_multimem_rs_add_norm_ag,
-    multimem_all_gather,
-    multimem_reduce_scatter,
-)
 from shardwise.megatron.core.tensor_parallel.attributes import HAVE_TE  # noqa: F401
 from shardwise.megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig, TransformerConfig
 from shardwise.megatron.errors import AssertedConfigError
+from shardwise.megatron.surface import given, offer
 from shardwise.nn.inference import InferenceColumnLinear, InferenceNormColumnLinear, InferenceRowLinear
 from shardwise.nn.norm import NormFunction
-
-__all__ = [
-    "InferenceColumnParallelLinear",
-    "InferenceLayerNormColumnParallelLinear",
-    "InferenceRowParallelLinear",
-    "inference_all_gather_from_tensor_model_parallel_region",
-    "inference_reduce_scatter_to_sequence_parallel_region",
-]
 
 
 class InferenceColumnParallelLinear(ColumnParallelLinear, InferenceColumnLinear):
@@ -80,7 +69,7 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, InferenceColumnLinear)
         self._finish(config)
 
     def _finish(self, config: ModelParallelConfig) -> None:
-        """Make what a subclass has beside."""
+        """Make the additional parameters of a subclass."""
 
 
 class InferenceLayerNormColumnParallelLinear(InferenceColumnParallelLinear, InferenceNormColumnLinear):
@@ -144,33 +133,26 @@ class InferenceRowParallelLinear(RowParallelLinear, InferenceRowLinear):
         return None if self.next_norm is None else self.next_norm.weight
 
     def _set_next_layer_norm_weights(self, weights: Tensor | None, bias: Tensor | None = None) -> None:
-        """Set, or with None unset, the weight of the norm after this layer.
-
-        Args:
-            weights: ``layer_norm_weight`` of the layer that is called next.
-            bias: its ``layer_norm_bias``, for LayerNorm.
+        """Set the weight of the norm after this layer, and for LayerNorm its bias; None unsets it.
 
         Raises:
-            ConfigError: not what the config's norm needs.
+            ConfigError: tensors that the config's norm does not take.
         """
         if weights is None:
             self.next_norm = None
             return
         config = self.config
         if not isinstance(config, TransformerConfig):
-            raise ConfigError(
-                f"a norm after the layer needs a TransformerConfig, and config is a {type(config).__name__}"
-            )
+            raise ConfigError(f"a norm after the layer needs a TransformerConfig, not a {type(config).__name__}")
         if (bias is None) != (config.normalization == "RMSNorm"):
             raise AssertedConfigError(
                 f"the config's norm is {config.normalization}, and {'no' if bias is None else 'a'} bias is given; give "
                 "layer_norm_weight and, for LayerNorm, layer_norm_bias of the next layer"
             )
-        for name, tensor in (("weight", weights), ("bias", bias)):
-            if tensor is not None and tuple(tensor.shape) != (self.output_size,):
-                raise ConfigError(
-                    f"the next norm's {name} has shape {list(tensor.shape)}; it needs [{self.output_size}]"
-                )
+        wanted = [self.output_size]
+        for name, value in (("weight", weights), ("bias", bias)):
+            if value is not None and list(value.shape) != wanted:
+                raise ConfigError(f"the next norm's {name} has shape {list(value.shape)}; it needs {wanted}")
         zero_centered = config.layernorm_zero_centered_gamma
         self.next_norm = NormFunction(weights, bias, config.layernorm_epsilon, config.normalization, zero_centered)
 
@@ -234,3 +216,11 @@ def inference_reduce_scatter_to_sequence_parallel_region(
         config: accepted for programs that pass it; nothing depends on it.
     """
     return moves.reduce_scatter(x, dim=0, group=resolve_tensor_model_parallel_group(tp_group))
+
+
+def __getattr__(name: str) -> Any:
+    # Programs import Megatron's exchanges from here too.
+    return getattr(symmetric_exchanges, name)
+
+
+offer(globals())

@@ -1,10 +1,11 @@
 """Layers whose parameters are split over the tensor-parallel group, and the linear functions behind them.
 
-Each layer keeps ``param_layouts``: for each of its own parameters, where this rank's part lies in the whole one.
-Weights start with the values of the dense layer, whatever the number of ranks (``shardwise.core.initialization``).
+``param_layouts`` of a layer says where this rank's part of each parameter lies in the whole one. Weights start with the
+values of the dense layer at every number of ranks (``shardwise.core.initialization``).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,56 +16,21 @@ from shardwise.core.initialization import InitMethod
 from shardwise.core.layout import I, Layout
 from shardwise.core.sharding import Interval
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
-from shardwise.megatron.core.tensor_parallel.attributes import (  # noqa: F401
-    _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS,
-    HAVE_TE,
-    _grad_accum_fusion_available,
-    _initialize_affine_weight_cpu,
-    _initialize_affine_weight_gpu,
-    copy_tensor_model_parallel_attributes,
-    custom_bwd,
-    custom_fwd,
-    dist_all_gather_func,
-    dist_reduce_scatter_func,
-    divide,
-    param_is_not_tensor_parallel_duplicate,
-    set_defaults_if_not_set_tensor_model_parallel_attributes,
-    set_tensor_model_parallel_attributes,
-)
-from shardwise.megatron.core.tensor_parallel.linear_functions import (
-    LinearWithFrozenWeight,
-    LinearWithGradAccumulationAndAsyncCommunication,
-    drain_embedding_wgrad_compute,
-    linear_with_frozen_weight,
-    linear_with_grad_accumulation_and_async_allreduce,
-    sequence_view,
-    warn_of_connections,
-)
-from shardwise.megatron.core.tensor_parallel.module import MegatronLayer, MegatronLinear, StatelessExtra
+from shardwise.megatron.core.tensor_parallel import attributes, linear_functions
+from shardwise.megatron.core.tensor_parallel.attributes import *  # noqa: F403
+from shardwise.megatron.core.tensor_parallel.attributes import divide
+from shardwise.megatron.core.tensor_parallel.linear_functions import *  # noqa: F403
+from shardwise.megatron.core.tensor_parallel.linear_functions import _sequence_view, _warn_of_connections
+from shardwise.megatron.core.tensor_parallel.module import MegatronLayer, MegatronLinear
 from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig
 from shardwise.megatron.errors import AssertedConfigError
+from shardwise.megatron.surface import offer
 from shardwise.nn.column import ColumnLinear
 from shardwise.nn.embedding import VocabEmbedding
 from shardwise.nn.linear import LinearParallelism
-from shardwise.nn.replicated import named_param_layouts
+from shardwise.nn.replicated import named_param_layouts as named_param_layouts
 from shardwise.nn.row import RowLinear
 from shardwise.nn.weight_gradient import WeightGradientQueue
-
-__all__ = [
-    "ColumnParallelLinear",
-    "LinearWithFrozenWeight",
-    "LinearWithGradAccumulationAndAsyncCommunication",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "copy_tensor_model_parallel_attributes",
-    "drain_embedding_wgrad_compute",
-    "linear_with_frozen_weight",
-    "linear_with_grad_accumulation_and_async_allreduce",
-    "named_param_layouts",
-    "param_is_not_tensor_parallel_duplicate",
-    "set_defaults_if_not_set_tensor_model_parallel_attributes",
-    "set_tensor_model_parallel_attributes",
-]
 
 
 class VocabParallelEmbedding(MegatronLayer, VocabEmbedding):
@@ -76,8 +42,7 @@ class VocabParallelEmbedding(MegatronLayer, VocabEmbedding):
         init_method: fills the whole weight in place.
         reduce_scatter_embeddings: return this rank's shard of the sequence, ``[s/t, b, h]``.
         config: dtype and initialisation; with ``deterministic_mode`` the gradient is summed in a fixed order.
-        tp_group: tensor-parallel group; that of ``pg_collection`` if None, and the ambient one where it has none.
-        pg_collection: process groups, of which the layer takes ``tp``.
+        tp_group: tensor-parallel group; ``pg_collection.tp`` if None, and the ambient one where that is missing.
         name: changes nothing.
 
     Attributes:
@@ -103,21 +68,15 @@ class VocabParallelEmbedding(MegatronLayer, VocabEmbedding):
         pg_collection: ProcessGroupCollection | None = None,
         name: str | None = None,
     ) -> None:
-        VocabEmbedding.__init__(
-            self,
-            num_embeddings,
-            embedding_dim,
-            sequence_parallel=reduce_scatter_embeddings,
-            init=init_method,
-            deterministic=config.deterministic_mode,
-            **self._arguments(config, tp_group, pg_collection, linear=False),
-        )
+        arguments = self._arguments(config, init_method, tp_group, pg_collection, linear=False)
+        arguments |= {"sequence_parallel": reduce_scatter_embeddings, "deterministic": config.deterministic_mode}
+        VocabEmbedding.__init__(self, num_embeddings, embedding_dim, **arguments)
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         self.deterministic_mode = config.deterministic_mode
         self.num_embeddings_per_partition = self.vocab_end_index - self.vocab_start_index
 
 
-class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
+class ColumnParallelLinear(MegatronLinear, ColumnLinear):
     """``ColumnLinear`` as Megatron has it: from a config, and with a pair for its result.
 
     Args:
@@ -127,9 +86,9 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
         init_method: fills the whole weight in place.
         bias: whether there is a bias.
         gather_output: return the whole output on every rank.
-        stride: number of equal sections of the output, each split by itself: 2 for a gate and an up projection.
-        keep_master_weight_for_test: keep the whole weight as it starts, in ``master_weight``.
-        skip_bias_add: return the bias in place of adding it, for the caller to fuse.
+        stride: number of equal sections of the output, each split separately: 2 for a gate and an up projection.
+        keep_master_weight_for_test: keep the initial whole weight in ``master_weight``.
+        skip_bias_add: return the bias instead of adding it, for the caller to fuse.
         skip_weight_param_allocation: make no weight; it is passed to ``forward``.
         embedding_activation_buffer, grad_output_buffer: where inputs and output gradients are kept for
             ``drain_embedding_wgrad_compute``, with ``config.defer_embedding_wgrad_compute``.
@@ -138,10 +97,10 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
         tp_comm_buffer_name: kept as an attribute; nothing depends on it.
         disable_grad_reduce: leave the input gradient a partial sum, for the caller to reduce (without sequence
             parallelism).
-        tp_group: tensor-parallel group; that of ``pg_collection`` if None, and the ambient one where it has none.
+        tp_group: tensor-parallel group; if None that of ``pg_collection`` (``tp``, or ``expt_tp`` for an expert), and
+            the ambient one where that is missing.
         name: changes nothing.
         output_dtype: of the output, whose sums are not rounded to a narrower one; that of the input if None.
-        pg_collection: process groups, of which the layer takes ``tp``, or ``expt_tp`` of an expert.
         sizes, intervals: as ``ColumnLinear``.
 
     Attributes:
@@ -184,50 +143,28 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
     ) -> None:
         divide(output_size, stride)
         arguments = self._arguments(
-            config, tp_group, pg_collection, is_expert=is_expert, keep_master=keep_master_weight_for_test
+            config, init_method, tp_group, pg_collection, is_expert, keep_master_weight_for_test
         )
         if intervals is not None and gather_output:
             raise ConfigError("intervals exclude gather_output, stride and sizes; leave those at their defaults")
         if (embedding_activation_buffer is None) != (grad_output_buffer is None):
-            raise ConfigError(
-                "a deferred weight gradient needs both embedding_activation_buffer and grad_output_buffer; give both "
-                "lists or neither"
-            )
+            raise ConfigError("give both embedding_activation_buffer and grad_output_buffer, or neither")
         queue: WeightGradientQueue | None = None
         if config.defer_embedding_wgrad_compute and grad_output_buffer is not None:
-            queue = WeightGradientQueue(
-                limit=config.wgrad_deferral_limit,
-                inputs=embedding_activation_buffer,
-                grad_outputs=grad_output_buffer,
-                from_forward=True,
-            )
-        explicit_expert_comm = is_expert and self._has_expert_communication(config, arguments["group"])
-        communicates_nothing = explicit_expert_comm or (disable_grad_reduce and not arguments["sequence_parallel"])
-        ColumnLinear.__init__(
-            self,
-            input_size,
-            output_size,
-            bias,
-            sizes=sizes,
-            init=init_method,
-            sections=stride,
-            intervals=intervals,
-            own_weight=not skip_weight_param_allocation,
-            output_dtype=output_dtype,
-            parallelism=LinearParallelism.LOCAL if communicates_nothing else None,
-            weight_gradient_queue=queue,
-            **arguments,
-        )
-        warn_of_connections(self._device(), self.parallelism)
-        self.explicit_expert_comm = explicit_expert_comm
+            buffers = {"inputs": embedding_activation_buffer, "grad_outputs": grad_output_buffer}
+            queue = WeightGradientQueue(limit=config.wgrad_deferral_limit, from_forward=True, **buffers)
+        communicates_nothing = self.explicit_expert_comm or (disable_grad_reduce and not arguments["sequence_parallel"])
+        arguments |= {"sections": stride, "sizes": sizes, "intervals": intervals, "output_dtype": output_dtype}
+        arguments |= {"own_weight": not skip_weight_param_allocation, "weight_gradient_queue": queue}
+        parallelism = LinearParallelism.LOCAL if communicates_nothing else None
+        ColumnLinear.__init__(self, input_size, output_size, bias, parallelism=parallelism, **arguments)
+        _warn_of_connections(self._device(), self.parallelism)
         self.input_size, self.output_size, self.stride = input_size, output_size, stride
         self.output_size_per_partition = self.local_features
-        self.gather_output = gather_output
-        self.skip_bias_add = skip_bias_add
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         self.embedding_activation_buffer = embedding_activation_buffer
         self.grad_output_buffer = grad_output_buffer
-        self.tp_comm_buffer_name = tp_comm_buffer_name
-        self.disable_grad_reduce = disable_grad_reduce
+        self.tp_comm_buffer_name, self.disable_grad_reduce = tp_comm_buffer_name, disable_grad_reduce
         self.allreduce_dgrad = self.tp_size > 1 and not self.sequence_parallel and not disable_grad_reduce
 
     @property
@@ -248,7 +185,7 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
         Args:
             input_: ``[s, b, i]``, the same on every rank, or this rank's shard ``[s/t, b, i]`` with sequence
                 parallelism; not modified.
-            weight: ``[o/t, i]``, in place of the layer's own.
+            weight: ``[o/t, i]``, instead of the layer's own.
             runtime_gather_output: overrides ``gather_output`` for this call.
             sequence_length: ``s``, where the ranks do not divide it, with sequence parallelism: shards are then of the
                 balanced sizes. None if all ranks hold as many positions.
@@ -263,7 +200,7 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
         if weight is None and self.weight is None:
             raise WeightError("the layer was made with skip_weight_param_allocation; pass a weight to forward")
         added_bias = None if self.skip_bias_add else self.bias
-        sequence = sequence_view(sequence_length, self.group)
+        sequence = _sequence_view(sequence_length, self.group)
         output = self._multiply(input_, self._checked_weight(input_, weight), added_bias, sequence)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather and self.tp_size > 1:
@@ -271,25 +208,19 @@ class ColumnParallelLinear(StatelessExtra, MegatronLinear, ColumnLinear):
         return output, self.bias if self.skip_bias_add else None
 
 
-class RowParallelLinear(StatelessExtra, MegatronLinear, RowLinear):
+class RowParallelLinear(MegatronLinear, RowLinear):
     """``RowLinear`` as Megatron has it: from a config, and with a pair for its result.
 
     Args:
         input_size: width of the whole input, ``i``.
         output_size: width of the output, ``o``.
-        config: dtype, initialisation, sequence parallelism, and where weight gradients go.
-        init_method: fills the whole weight in place.
         bias: whether there is a bias; every rank holds it whole.
         input_is_parallel: the input is already this rank's part (not optional with sequence parallelism).
-        skip_bias_add: return the bias in place of adding it, for the caller to fuse.
-        stride: number of equal sections of the input, each split by itself.
-        keep_master_weight_for_test: keep the whole weight as it starts, in ``master_weight``.
+        stride: number of equal sections of the input, each split separately.
+        config, init_method, skip_bias_add, keep_master_weight_for_test, tp_comm_buffer_name, tp_group, name: as
+            ``ColumnParallelLinear``.
         is_expert: the layer is part of an expert: its group is the expert-tensor one, and where experts' tokens are
             exchanged explicitly (several ranks per expert, or experts on several ranks) its output stays a partial sum.
-        tp_comm_buffer_name: kept as an attribute; nothing depends on it.
-        tp_group: tensor-parallel group; that of ``pg_collection`` if None, and the ambient one where it has none.
-        name: changes nothing.
-        pg_collection: process groups, of which the layer takes ``tp``, or ``expt_tp`` of an expert.
         sizes: input features of each rank, within one section; balanced if None.
 
     Attributes:
@@ -326,32 +257,21 @@ class RowParallelLinear(StatelessExtra, MegatronLinear, RowLinear):
     ) -> None:
         divide(input_size, stride)
         arguments = self._arguments(
-            config, tp_group, pg_collection, is_expert=is_expert, keep_master=keep_master_weight_for_test
+            config, init_method, tp_group, pg_collection, is_expert, keep_master_weight_for_test
         )
         if arguments["sequence_parallel"] and not input_is_parallel:
             raise ContradictionError("sequence_parallel needs input_is_parallel=True: the input is split over features")
-        explicit_expert_comm = is_expert and self._has_expert_communication(config, arguments["group"])
-        if explicit_expert_comm and not skip_bias_add:
+        if self.explicit_expert_comm and not skip_bias_add:
             raise AssertedConfigError(
                 f"an expert's output stays a partial sum over {arguments['group'].size()} ranks, to which a bias "
                 "cannot be added; use skip_bias_add=True and add it after the sum"
             )
-        RowLinear.__init__(
-            self,
-            input_size,
-            output_size,
-            bias,
-            sizes=sizes,
-            init=init_method,
-            sections=stride,
-            parallelism=LinearParallelism.LOCAL if explicit_expert_comm else None,
-            **arguments,
-        )
-        self.explicit_expert_comm = explicit_expert_comm
+        parallelism = LinearParallelism.LOCAL if self.explicit_expert_comm else None
+        arguments |= {"sections": stride, "sizes": sizes, "parallelism": parallelism}
+        RowLinear.__init__(self, input_size, output_size, bias, **arguments)
         self.input_size, self.output_size, self.stride = input_size, output_size, stride
         self.input_size_per_partition = self.local_features
-        self.input_is_parallel = input_is_parallel
-        self.skip_bias_add = skip_bias_add
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.tp_comm_buffer_name = tp_comm_buffer_name
 
     @property
@@ -378,3 +298,11 @@ class RowParallelLinear(StatelessExtra, MegatronLinear, RowLinear):
         if self.skip_bias_add:
             return self._apply_linear(input_, None), self.bias
         return RowLinear.forward(self, input_), None
+
+
+def __getattr__(name: str) -> Any:
+    # Megatron's private names, which programs import from here.
+    return getattr(attributes, name)
+
+
+offer(globals(), attributes, linear_functions, "named_param_layouts")

@@ -1,7 +1,4 @@
-"""The linear with its communication under the names, and in the argument orders, that programs know.
-
-One implementation stands behind them: ``shardwise.nn.linear``.
-"""
+"""Megatron's functions of a linear layer with its communication, on ``shardwise.nn.linear``."""
 
 import os
 import warnings
@@ -18,6 +15,7 @@ from shardwise.kernels.products import Products, ProductsIn
 from shardwise.megatron.core.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig
 from shardwise.megatron.errors import AssertedConfigError, AssertedShardingError, asserting
+from shardwise.megatron.surface import offer
 from shardwise.nn.linear import LinearParallelism, TensorParallelLinear, tensor_parallel_linear
 from shardwise.nn.weight_gradient import WeightGradient, WeightGradientQueue, compute_weight_gradients_
 
@@ -43,14 +41,14 @@ def linear_with_grad_accumulation_and_async_allreduce(
         input: ``[s, b, i]``, or ``[s/t, b, i]`` with sequence parallelism; not modified.
         weight: ``[o/t, i]``.
         bias: ``[o/t]`` or None.
-        gradient_accumulation_fusion: add the weight gradient to ``weight.main_grad`` in place of ``weight.grad``.
+        gradient_accumulation_fusion: add the weight gradient to ``weight.main_grad`` instead of ``weight.grad``.
         allreduce_dgrad: sum the input gradient over the group.
         sequence_parallel: gather the input along the sequence, reduce-scatter its gradient.
-        grad_output_buffer: where output gradients are kept whose weight gradient is put off; the caller keeps the
-            inputs, and ``drain_embedding_wgrad_compute`` computes them. None puts none off.
-        wgrad_deferral_limit: how many are put off; 0 is no limit.
+        grad_output_buffer: keeps the output gradients whose weight gradient is deferred; the caller keeps the inputs,
+            and ``drain_embedding_wgrad_compute`` computes the gradients. None defers none.
+        wgrad_deferral_limit: how many are deferred; 0 is no limit.
         async_grad_allreduce: deprecated and not used.
-        tp_group: tensor-parallel group; the ambient one if None. Not looked at where nothing is communicated.
+        tp_group: tensor-parallel group; the ambient one if None. Not read where nothing is communicated.
         sequence_length: ``s``, where the ranks do not divide it; None if all hold as many positions.
         output_dtype: of the result, whose sums are not rounded to a narrower one; that of the input if None.
 
@@ -62,20 +60,11 @@ def linear_with_grad_accumulation_and_async_allreduce(
         TopologyError: a group is needed, and neither given nor initialised.
     """
     _warn_deprecated(async_grad_allreduce)
-    parallelism, group = _communication(allreduce_dgrad, sequence_parallel, tp_group)
-    warn_of_connections(input.device, parallelism)
-    return tensor_parallel_linear(
-        input,
-        weight,
-        bias,
-        parallelism=parallelism,
-        group=group,
-        sequence=sequence_view(sequence_length, group),
-        weight_gradient=_weight_gradient(
-            weight, gradient_accumulation_fusion, grad_output_buffer, wgrad_deferral_limit
-        ),
-        products=Products() if output_dtype is None else ProductsIn(output_dtype),
-    )
+    communication = _communication(allreduce_dgrad, sequence_parallel, tp_group)
+    _warn_of_connections(input.device, communication[0])
+    gradient = _weight_gradient(weight, gradient_accumulation_fusion, grad_output_buffer, wgrad_deferral_limit)
+    options = _engine_options(communication, sequence_length, output_dtype)
+    return tensor_parallel_linear(input, weight, bias, weight_gradient=gradient, **options)
 
 
 # A program that sets it to True is not warned.
@@ -102,17 +91,11 @@ def linear_with_frozen_weight(
     A bias that requires a gradient gets one.
 
     Args:
-        input: ``[s, b, i]``, or ``[s/t, b, i]`` with sequence parallelism; not modified.
+        input, bias, allreduce_dgrad, sequence_parallel, tp_group, async_grad_allreduce, sequence_length, output_dtype:
+            as ``linear_with_grad_accumulation_and_async_allreduce``.
         weight: ``[o/t, i]``; gets no gradient even if it requires one.
-        bias: ``[o/t]`` or None.
         gradient_accumulation_fusion: not used; there is no weight gradient.
-        allreduce_dgrad: sum the input gradient over the group.
-        sequence_parallel: gather the input along the sequence, reduce-scatter its gradient.
-        tp_group: tensor-parallel group; the ambient one if None. Not looked at where nothing is communicated.
-        grad_output_buffer, wgrad_deferral_limit: None, as nothing is put off.
-        async_grad_allreduce: deprecated and not used.
-        sequence_length: ``s``, where the ranks do not divide it; None if all hold as many positions.
-        output_dtype: of the result, whose sums are not rounded to a narrower one; that of the input if None.
+        grad_output_buffer, wgrad_deferral_limit: None, as no gradient is deferred.
 
     Returns:
         ``[s, b, o/t]``.
@@ -128,20 +111,21 @@ def linear_with_frozen_weight(
             "a frozen weight has no gradient that could be put off; leave grad_output_buffer and wgrad_deferral_limit "
             "None, or call linear_with_grad_accumulation_and_async_allreduce"
         )
-    parallelism, group = _communication(allreduce_dgrad, sequence_parallel, tp_group)
-    return tensor_parallel_linear(
-        input,
-        weight.detach(),
-        bias,
-        parallelism=parallelism,
-        group=group,
-        sequence=sequence_view(sequence_length, group),
-        products=Products() if output_dtype is None else ProductsIn(output_dtype),
-    )
+    communication = _communication(allreduce_dgrad, sequence_parallel, tp_group)
+    options = _engine_options(communication, sequence_length, output_dtype)
+    return tensor_parallel_linear(input, weight.detach(), bias, **options)
+
+
+def _engine_options(
+    communication: tuple[LinearParallelism, ProcessGroup | None], length: int | None, dtype: torch.dtype | None
+) -> dict[str, Any]:
+    parallelism, group = communication
+    products, sequence = Products() if dtype is None else ProductsIn(dtype), _sequence_view(length, group)
+    return {"parallelism": parallelism, "group": group, "sequence": sequence, "products": products}
 
 
 class LinearWithGradAccumulationAndAsyncCommunication(Function):
-    """The autograd function of that name; ``linear_with_grad_accumulation_and_async_allreduce`` says what it does."""
+    """Megatron's autograd function of ``linear_with_grad_accumulation_and_async_allreduce``."""
 
     @staticmethod
     def forward(
@@ -156,11 +140,9 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
         wgrad_deferral_limit: int | None,
         tp_group: ProcessGroup | None,
     ) -> Tensor:
-        weight_gradient = _weight_gradient(
-            weight, gradient_accumulation_fusion, grad_output_buffer, wgrad_deferral_limit
-        )
+        gradient = _weight_gradient(weight, gradient_accumulation_fusion, grad_output_buffer, wgrad_deferral_limit)
         communication = _communication(allreduce_dgrad, sequence_parallel, tp_group)
-        return _forward(ctx, input, weight, bias, *communication, weight_gradient)
+        return _forward(ctx, input, weight, bias, False, *communication, gradient)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -168,7 +150,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(Function):
 
 
 class LinearWithFrozenWeight(Function):
-    """The autograd function of that name; ``linear_with_frozen_weight`` says what it does."""
+    """Megatron's autograd function of ``linear_with_frozen_weight``."""
 
     @staticmethod
     def forward(
@@ -179,49 +161,39 @@ class LinearWithFrozenWeight(Function):
         allreduce_dgrad: bool,
         tp_group: ProcessGroup | None,
     ) -> Tensor:
-        return _forward(ctx, input, weight, bias, *_communication(allreduce_dgrad, False, tp_group), None, frozen=True)
+        return _forward(ctx, input, weight, bias, True, *_communication(allreduce_dgrad, False, tp_group), None)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         return *TensorParallelLinear.backward(ctx, grad_output)[:3], None, None
 
 
-def _forward(
-    ctx: Any,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    parallelism: LinearParallelism,
-    group: ProcessGroup | None,
-    weight_gradient: WeightGradient | None,
-    frozen: bool = False,
-) -> Tensor:
+def _forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, frozen: bool, *how: Any) -> Tensor:
+    """The engine's forward; ``how`` is the communication and, if there is one, the weight gradient."""
     # A context that a program made itself does not say which gradients are wanted.
     needs_input, needs_weight, needs_bias = getattr(ctx, "needs_input_grad", (True, True, bias is not None))[:3]
     ctx.needs_input_grad = needs_input, needs_weight and not frozen, needs_bias
     if torch.is_autocast_enabled(input.device.type):
         input, weight, bias = products.autocast(input, weight, bias)
-    how = parallelism, group, None, weight_gradient, Products(), False
-    return TensorParallelLinear.forward(ctx, input, weight, bias, *how)
+    parallelism, group, gradient = how
+    return TensorParallelLinear.forward(ctx, input, weight, bias, parallelism, group, None, gradient, Products(), False)
 
 
 def _weight_gradient(
     weight: Tensor, fuse: bool, grad_output_buffer: list[Tensor] | None, limit: int | None
 ) -> WeightGradient | None:
-    if not fuse and grad_output_buffer is None:
-        return None
-    queues = (
-        () if grad_output_buffer is None else (WeightGradientQueue(limit=limit or 0, grad_outputs=grad_output_buffer),)
-    )
-    return WeightGradient(weight, fuse=fuse, queues=queues)
+    queues: tuple[WeightGradientQueue, ...] = ()
+    if grad_output_buffer is not None:
+        queues = (WeightGradientQueue(limit=limit or 0, grad_outputs=grad_output_buffer),)
+    return WeightGradient(weight, fuse=fuse, queues=queues) if fuse or queues else None
 
 
-def sequence_view(length: int | None, group: ProcessGroup | None) -> SequenceView | None:
+def _sequence_view(length: int | None, group: ProcessGroup | None) -> SequenceView | None:
     """The engine's argument for Megatron's layers' ``sequence_length``."""
     return None if length is None else SequenceView(length, group)
 
 
-def warn_of_connections(device: torch.device, parallelism: LinearParallelism) -> None:
+def _warn_of_connections(device: torch.device, parallelism: LinearParallelism) -> None:
     """Say once per process that a GPU may begin a collective of the backward after the product that should hide it."""
     if parallelism not in (LinearParallelism.COLUMN, LinearParallelism.COLUMN_SEQUENCE) or device.type != "cuda":
         return
@@ -237,17 +209,13 @@ def warn_of_connections(device: torch.device, parallelism: LinearParallelism) ->
 
 def _warn_deprecated(async_grad_allreduce: Any) -> None:
     if async_grad_allreduce is not None:
-        warnings.warn(
-            "async_grad_allreduce is deprecated and changes nothing; use allreduce_dgrad",
-            DeprecationWarning,
-            stacklevel=3,
-        )
+        warnings.warn("async_grad_allreduce is deprecated and unused; use allreduce_dgrad", DeprecationWarning, 3)
 
 
 def _communication(
     allreduce_dgrad: bool, sequence_parallel: bool, tp_group: ProcessGroup | None
 ) -> tuple[LinearParallelism, ProcessGroup | None]:
-    """What is communicated, and among whom."""
+    """The communication of a column-parallel layer with these settings, and its group."""
     if allreduce_dgrad and sequence_parallel:
         raise AssertedConfigError(
             "allreduce_dgrad and sequence_parallel are both set; with sequence parallelism the input gradient is "
@@ -269,7 +237,7 @@ def drain_embedding_wgrad_compute(
     weight: Tensor,
     tp_group: ProcessGroup | None = None,
 ) -> None:
-    """Compute the weight gradients that an output layer put off, and empty its buffers.
+    """Compute the deferred weight gradients of an output layer, and empty its buffers.
 
     With sequence parallelism each input is gathered while the gradient before it is computed.
 
@@ -279,7 +247,7 @@ def drain_embedding_wgrad_compute(
         embedding_activation_buffer: the inputs, ``[s, b, i]`` or ``[s/t, b, i]``; emptied.
         grad_output_buffer: the output gradients, ``[s, b, o/t]``, in the same order; emptied.
         weight: the output layer's weight.
-        tp_group: tensor-parallel group; the ambient one if None. Not looked at without sequence parallelism.
+        tp_group: tensor-parallel group; the ambient one if None. Not read without sequence parallelism.
 
     Raises:
         ShardingError: the buffers are not of the same length.
@@ -287,10 +255,9 @@ def drain_embedding_wgrad_compute(
         TopologyError: a group is needed, and neither given nor initialised.
     """
     gathers = config.sequence_parallel and grad_output_buffer
-    compute_weight_gradients_(
-        weight,
-        embedding_activation_buffer,
-        grad_output_buffer,
-        fuse=config.gradient_accumulation_fusion,
-        gather_group=resolve_tensor_model_parallel_group(tp_group) if gathers else None,
-    )
+    group = resolve_tensor_model_parallel_group(tp_group) if gathers else None
+    inputs, fuse = embedding_activation_buffer, config.gradient_accumulation_fusion
+    compute_weight_gradients_(weight, inputs, grad_output_buffer, fuse=fuse, gather_group=group)
+
+
+offer(globals())

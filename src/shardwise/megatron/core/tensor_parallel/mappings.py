@@ -1,74 +1,50 @@
-"""The moves between layouts under Megatron's names; a group that is left out is the ambient tensor-parallel one.
+"""The moves between layouts under Megatron's names; ``shardwise.core.communication.moves`` has the table of layouts.
 
-What they do, and the table of layouts, stand in ``shardwise.core.communication.moves``.
+A ``group`` that is left out is the ambient tensor-parallel group; without one a move raises a TopologyError. No move
+modifies its argument.
+
+The autograd functions behind the moves have Megatron's names too. ``symbolic`` is the forward without autograd.
+``backward`` reads only ``group`` from a context that a program made, and returns as many values to it as Megatron's;
+autograd, whose contexts have ``sizes``, gets one for each argument.
+
+With ``use_global_buffer`` (True for the ambient topology's buffer, or a ``GlobalMemoryBuffer``) the result lies in the
+buffer's tensor "mpu". The next such call overwrites it, and a backward that would read overwritten values raises a
+RuntimeError.
 """
 
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication import moves
+from shardwise.core.communication import collectives, moves
+from shardwise.core.communication.collectives import all_gather, all_reduce, reduce_scatter, split_for_rank
+from shardwise.core.communication.context import GlobalMemoryBuffer
 from shardwise.core.errors import ShardingError
 from shardwise.core.sharding import balanced_sizes
-from shardwise.megatron.core.parallel_state import resolve_tensor_model_parallel_group as _resolve
+from shardwise.megatron.core import parallel_state
 from shardwise.megatron.core.tensor_parallel.attributes import (  # noqa: F401
     dist_all_gather_func,
     dist_reduce_scatter_func,
     divide,
 )
-from shardwise.megatron.core.tensor_parallel.regions import (  # noqa: F401
-    _AllGatherFromTensorParallelRegion,
-    _AllToAll,
-    _CopyToModelParallelRegion,
-    _gather_along_first_dim,
-    _gather_along_last_dim,
-    _GatherFromModelParallelRegion,
-    _GatherFromSequenceParallelRegion,
-    _given,
-    _reduce,
-    _reduce_scatter_along_first_dim,
-    _reduce_scatter_along_last_dim,
-    _ReduceFromModelParallelRegion,
-    _ReduceScatterToSequenceParallelRegion,
-    _ReduceScatterToTensorParallelRegion,
-    _ScatterToModelParallelRegion,
-    _ScatterToSequenceParallelRegion,
-    _split_along_first_dim,
-    _split_along_last_dim,
-)
+from shardwise.megatron.errors import AssertedTopologyError
+from shardwise.megatron.surface import offer
 
-__all__ = [
-    "all_gather_last_dim_from_tensor_parallel_region",
-    "all_to_all",
-    "all_to_all_hp2sp",
-    "all_to_all_sp2hp",
-    "copy_to_tensor_model_parallel_region",
-    "gather_from_sequence_parallel_region",
-    "gather_from_tensor_model_parallel_region",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_last_dim_to_tensor_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "scatter_to_sequence_parallel_region",
-    "scatter_to_tensor_model_parallel_region",
-]
+_resolve = parallel_state.resolve_tensor_model_parallel_group
+
+Sizes = Sequence[int] | None
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Enter a tensor-parallel region with a tensor that every rank holds.
+    """Enter a tensor-parallel region with a tensor of any shape that every rank holds.
 
     Layout I -> R: forward identity, backward all-reduce.
-
-    Args:
-        input_: any shape; not modified.
-        group: tensor-parallel group; the ambient one if None.
-
-    Returns:
-        The same values.
-
-    Raises:
-        TopologyError: no group given and none initialised.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), operator f.
     """
@@ -76,19 +52,9 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | N
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Sum a partial result over the tensor-parallel group.
+    """Sum a partial result of any shape over the tensor-parallel group.
 
     Layout P -> I: forward all-reduce, backward identity.
-
-    Args:
-        input_: any shape, this rank's partial sum; not modified.
-        group: tensor-parallel group; the ambient one if None.
-
-    Returns:
-        The sum, the same on every rank.
-
-    Raises:
-        TopologyError: no group given and none initialised.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), operator g.
     """
@@ -98,21 +64,12 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
 def scatter_to_tensor_model_parallel_region(
     input_: Tensor, group: ProcessGroup | None = None, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Keep this rank's part of the last dimension.
+    """Keep this rank's part of the last dimension: ``[..., n]`` to ``[..., n/t]``.
 
     Layout I -> V: forward split, backward all-gather.
 
     Args:
-        input_: ``[..., n]``, the same on every rank.
-        group: tensor-parallel group; the ambient one if None.
-        sizes: every rank's size; balanced if None.
-
-    Returns:
-        ``[..., n/t]``.
-
-    Raises:
-        TopologyError: no group given and none initialised.
-        ShardingError: ``sizes`` do not sum to ``n``.
+        sizes: every rank's size; balanced if None. A ShardingError unless they sum to ``n``.
     """
     return moves.scatter(input_, dim=-1, group=_resolve(group), sizes=sizes)
 
@@ -120,21 +77,12 @@ def scatter_to_tensor_model_parallel_region(
 def gather_from_tensor_model_parallel_region(
     input_: Tensor, group: ProcessGroup | None = None, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Concatenate the ranks' parts along the last dimension.
+    """Concatenate the ranks' parts along the last dimension: ``[..., n/t]`` to ``[..., n]``.
 
     Layout V -> I: forward all-gather, backward split.
 
     Args:
-        input_: ``[..., n/t]``.
-        group: tensor-parallel group; the ambient one if None.
-        sizes: every rank's size; all as this rank's if None.
-
-    Returns:
-        ``[..., n]``, the same on every rank.
-
-    Raises:
-        TopologyError: no group given and none initialised.
-        ShardingError: ``sizes`` do not have this rank's size.
+        sizes: every rank's size; all as this rank's if None. A ShardingError unless they have this rank's.
     """
     return moves.gather(input_, dim=-1, group=_resolve(group), sizes=sizes)
 
@@ -142,21 +90,12 @@ def gather_from_tensor_model_parallel_region(
 def scatter_to_sequence_parallel_region(
     input_: Tensor, group: ProcessGroup | None = None, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Keep this rank's part of the first dimension.
+    """Keep this rank's part of the first dimension: ``[s, ...]`` to ``[s/t, ...]``.
 
     Layout I -> V: forward split, backward all-gather.
 
     Args:
-        input_: ``[s, ...]``, the same on every rank.
-        group: tensor-parallel group; the ambient one if None.
-        sizes: every rank's size; balanced if None.
-
-    Returns:
-        ``[s/t, ...]``.
-
-    Raises:
-        TopologyError: no group given and none initialised.
-        ShardingError: ``sizes`` do not sum to ``s``.
+        sizes: every rank's size; balanced if None. A ShardingError unless they sum to ``s``.
     """
     return moves.scatter(input_, dim=0, group=_resolve(group), sizes=sizes)
 
@@ -168,25 +107,17 @@ def gather_from_sequence_parallel_region(
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """Concatenate the ranks' parts along the first dimension.
+    """Concatenate the ranks' parts along the first dimension: ``[s/t, ...]`` to ``[s, ...]``.
 
     Layout V -> R: forward all-gather, backward reduce-scatter; with ``tensor_parallel_output_grad=False`` V -> I and
     the backward splits.
 
     Args:
-        input_: ``[s/t, ...]``.
-        tensor_parallel_output_grad: whether what follows is a tensor-parallel region, whose gradient is a partial sum.
+        input_: this rank's part.
+        tensor_parallel_output_grad: a tensor-parallel region follows, whose gradient is a partial sum.
         group: tensor-parallel group; the ambient one if None.
-        output_split_sizes: every rank's size; all as this rank's if None.
-        use_global_buffer: return a tensor in the reusable "mpu" buffer, which the next call with a buffer overwrites:
-            for values that are dead by then. A backward that would read overwritten values raises RuntimeError.
-
-    Returns:
-        ``[s, ...]``, the same on every rank.
-
-    Raises:
-        TopologyError: no group or buffer given and none initialised.
-        ShardingError: ``output_split_sizes`` do not have this rank's size.
+        output_split_sizes: every rank's size; all as this rank's if None. A ShardingError unless they have this rank's.
+        use_global_buffer: return a tensor in the "mpu" buffer, for values that are dead before the next call.
     """
     result: Tensor = _GatherFromSequenceParallelRegion.apply(
         input_, _resolve(group), tensor_parallel_output_grad, output_split_sizes, use_global_buffer
@@ -202,47 +133,27 @@ def reduce_scatter_to_sequence_parallel_region(
 ) -> Tensor:
     """Sum a partial result over the group and keep this rank's part of the first dimension.
 
-    Layout P -> V: forward reduce-scatter, backward all-gather.
+    Layout P -> V, ``[s, ...]`` to ``[s/t, ...]``: forward reduce-scatter, backward all-gather.
 
     Args:
-        input_: ``[s, ...]``, this rank's partial sum.
+        input_: this rank's partial sum.
         group: tensor-parallel group; the ambient one if None.
-        input_split_sizes: every rank's size; balanced if None.
+        input_split_sizes: every rank's size; balanced if None. A ShardingError unless they sum to ``s``.
         use_global_buffer: as in ``gather_from_sequence_parallel_region``.
-
-    Returns:
-        ``[s/t, ...]``.
-
-    Raises:
-        TopologyError: no group or buffer given and none initialised.
-        ShardingError: ``input_split_sizes`` do not sum to ``s``.
 
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), operator g-bar.
     """
-    result: Tensor = _ReduceScatterToSequenceParallelRegion.apply(
-        input_, _resolve(group), input_split_sizes, use_global_buffer
-    )
+    group, sizes = _resolve(group), input_split_sizes
+    result: Tensor = _ReduceScatterToSequenceParallelRegion.apply(input_, group, sizes, use_global_buffer)
     return result
 
 
 def all_gather_last_dim_from_tensor_parallel_region(
     input_: Tensor, group: ProcessGroup | None = None, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Concatenate the ranks' parts along the last dimension, for use in a tensor-parallel region.
+    """``gather_from_tensor_model_parallel_region``, for use in a tensor-parallel region.
 
     Layout V -> R: forward all-gather, backward reduce-scatter.
-
-    Args:
-        input_: ``[..., n/t]``.
-        group: tensor-parallel group; the ambient one if None.
-        sizes: every rank's size; all as this rank's if None.
-
-    Returns:
-        ``[..., n]``, the same on every rank.
-
-    Raises:
-        TopologyError: no group given and none initialised.
-        ShardingError: ``sizes`` do not have this rank's size.
     """
     return moves.gather_for_parts(input_, dim=-1, group=_resolve(group), sizes=sizes)
 
@@ -252,19 +163,10 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
 ) -> Tensor:
     """Sum a partial result over the group and keep this rank's part of the last dimension.
 
-    Layout P -> V: forward reduce-scatter, backward all-gather.
+    Layout P -> V, ``[..., n]`` to ``[..., n/t]``: forward reduce-scatter, backward all-gather.
 
     Args:
-        input_: ``[..., n]``, this rank's partial sum.
-        group: tensor-parallel group; the ambient one if None.
-        sizes: every rank's size; balanced if None.
-
-    Returns:
-        ``[..., n/t]``.
-
-    Raises:
-        TopologyError: no group given and none initialised.
-        ShardingError: ``sizes`` do not sum to ``n``.
+        sizes: every rank's size; balanced if None. A ShardingError unless they sum to ``n``.
     """
     return moves.reduce_scatter(input_, dim=-1, group=_resolve(group), sizes=sizes)
 
@@ -281,7 +183,7 @@ def all_to_all(
     Layout V -> V; the backward is the inverse exchange.
 
     Args:
-        group: the ranks; must be given, as in Megatron.
+        group: the ranks; an AssertedTopologyError if None, as in Megatron.
         input_: ``[sum(input_split_sizes), ...]``.
         output_split_sizes_: rows received from each rank; equal parts if None.
         input_split_sizes: rows sent to each rank; equal parts if None.
@@ -289,9 +191,6 @@ def all_to_all(
 
     Returns:
         ``[sum(output_split_sizes_), ...]``.
-
-    Raises:
-        AssertedTopologyError: ``group`` is None.
     """
     return moves.all_to_all(
         input_, group=_given(group), output_sizes=output_split_sizes_, input_sizes=input_split_sizes
@@ -306,32 +205,24 @@ def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None, *, num_t
     Args:
         input_: ``[n/t, h]``; leading dimensions are flattened into one.
         group: tensor-parallel group; the ambient one if None.
-        num_tokens: ``n``, of which ranks then hold balanced shares. None: ranks hold as many, and divide ``h``.
+        num_tokens: ``n``, split by the balanced rule. None: all ranks hold as many, and divide ``h``.
 
     Returns:
         ``[n, h/t]``, features by the balanced rule.
 
     Raises:
-        TopologyError: no group given and none initialised.
         ShardingError: without ``num_tokens``, the ranks do not divide ``h``; with it, this rank's share is another.
 
     Source: Jacobs et al. 2023 (arXiv:2309.14509), section 3.
     """
-    group = _resolve(group)
-    t, rank = group.size(), group.rank()
-    input_ = input_.flatten(0, -2)
-    n, h = input_.shape
-    if num_tokens is None:
-        divide(h, t)
-        rows: tuple[int, ...] = (n,) * t
-    else:
-        rows = _shares(num_tokens, n, "tokens", t, rank)
-    columns = balanced_sizes(h, t)
+    group, input_ = _resolve(group), input_.flatten(0, -2)
+    rows, columns = _shares(input_, 0, num_tokens, "tokens", group)
+    own_rows, own_columns = rows[group.rank()], columns[group.rank()]
     sent = torch.cat([part.reshape(-1) for part in input_.split(columns, dim=1)])
     received = moves.all_to_all(
-        sent, group=group, output_sizes=[r * columns[rank] for r in rows], input_sizes=[rows[rank] * c for c in columns]
+        sent, group=group, output_sizes=[n * own_columns for n in rows], input_sizes=[own_rows * n for n in columns]
     )
-    return received.view(sum(rows), columns[rank])
+    return received.view(sum(rows), own_columns)
 
 
 def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None, *, hidden_size: int | None = None) -> Tensor:
@@ -342,40 +233,222 @@ def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None, *, hidde
     Args:
         input_: ``[n, h/t]``; leading dimensions are flattened into one.
         group: tensor-parallel group; the ambient one if None.
-        hidden_size: ``h``, of which ranks then hold balanced shares. None: ranks hold as many, and divide ``n``.
+        hidden_size: ``h``, split by the balanced rule. None: all ranks hold as many, and divide ``n``.
 
     Returns:
         ``[n/t, h]``, tokens by the balanced rule.
 
     Raises:
-        TopologyError: no group given and none initialised.
         ShardingError: without ``hidden_size``, the ranks do not divide ``n``; with it, this rank's share is another.
 
     Source: Jacobs et al. 2023 (arXiv:2309.14509), section 3.
     """
-    group = _resolve(group)
-    t, rank = group.size(), group.rank()
-    input_ = input_.flatten(0, -2)
-    n, h = input_.shape
-    if hidden_size is None:
-        divide(n, t)
-        columns: tuple[int, ...] = (h,) * t
-    else:
-        columns = _shares(hidden_size, h, "features", t, rank)
-    rows = balanced_sizes(n, t)
+    group, input_ = _resolve(group), input_.flatten(0, -2)
+    columns, rows = _shares(input_, 1, hidden_size, "features", group)
+    own_rows, own_columns = rows[group.rank()], columns[group.rank()]
+    sizes = [own_rows * n for n in columns]
     # A run of rows is contiguous: it is sent as it lies.
-    received = moves.all_to_all(
-        input_.reshape(-1),
-        group=group,
-        output_sizes=[rows[rank] * c for c in columns],
-        input_sizes=[r * columns[rank] for r in rows],
-    )
-    parts = received.split([rows[rank] * c for c in columns])
-    return torch.cat([part.view(rows[rank], c) for part, c in zip(parts, columns, strict=True)], dim=1)
+    sent = [n * own_columns for n in rows]
+    received = moves.all_to_all(input_.reshape(-1), group=group, output_sizes=sizes, input_sizes=sent)
+    parts = zip(received.split(sizes), columns, strict=True)
+    return torch.cat([part.view(own_rows, n) for part, n in parts], dim=1)
 
 
-def _shares(total: int, own: int, what: str, t: int, rank: int) -> tuple[int, ...]:
-    sizes = balanced_sizes(total, t)
+def _shares(
+    input_: Tensor, dim: int, total: int | None, what: str, group: ProcessGroup
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Every rank's shares of a matrix that is split along ``dim``, where ``total`` is its size, and along the other."""
+    t, rank, own, other = group.size(), group.rank(), input_.size(dim), input_.size(1 - dim)
+    if total is None:
+        divide(other, t)
+    sizes = (own,) * t if total is None else balanced_sizes(total, t)
     if sizes[rank] != own:
         raise ShardingError(f"rank {rank} of {t} has {own} {what}; its balanced share of {total} is {sizes[rank]}")
-    return sizes
+    return sizes, balanced_sizes(other, t)
+
+
+def _given(group: ProcessGroup | None) -> ProcessGroup:
+    if group is None:
+        raise AssertedTopologyError(
+            "group is None; pass a group, such as parallel_state.get_tensor_model_parallel_group()"
+        )
+    return group
+
+
+class _Region(Function):
+    """A move between layouts."""
+
+    @classmethod
+    def symbolic(cls, graph: Any, *args: Any, **options: Any) -> Any:
+        """The result of ``forward``, without autograd."""
+        return cls.forward(types.SimpleNamespace(), *args, **options)
+
+
+class _CopyToModelParallelRegion(moves._Copy, _Region):
+    """I -> R."""
+
+
+class _ReduceFromModelParallelRegion(moves._Reduce, _Region):
+    """P -> I."""
+
+
+def _along(dim: int, move: Callable[..., Tensor], adjoint: Callable[..., Tensor]) -> Callable[[type[_Region]], Any]:
+    """Give an autograd function its forward and backward: two collectives along ``dim``."""
+
+    def forward(ctx: Any, input_: Tensor, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
+        ctx.group = group
+        ctx.sizes = sizes if move is all_gather else moves.split_sizes(input_, dim, group, sizes)
+        return move(input_, group=group, dim=dim, sizes=ctx.sizes)
+
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        grad_input = adjoint(grad_output, group=ctx.group, dim=dim, sizes=getattr(ctx, "sizes", None))
+        return (grad_input, None, None) if hasattr(ctx, "sizes") else (grad_input, None)
+
+    def complete(region: Any) -> Any:
+        region.forward, region.backward = staticmethod(forward), staticmethod(once_differentiable(backward))
+        return region
+
+    return complete
+
+
+@_along(-1, split_for_rank, all_gather)
+class _ScatterToModelParallelRegion(_Region):
+    """I -> V along the last dimension."""
+
+
+@_along(-1, all_gather, split_for_rank)
+class _GatherFromModelParallelRegion(_Region):
+    """V -> I along the last dimension."""
+
+
+@_along(0, split_for_rank, all_gather)
+class _ScatterToSequenceParallelRegion(_Region):
+    """I -> V along the first dimension."""
+
+
+@_along(-1, all_gather, reduce_scatter)
+class _AllGatherFromTensorParallelRegion(_Region):
+    """V -> R along the last dimension."""
+
+
+@_along(-1, reduce_scatter, all_gather)
+class _ReduceScatterToTensorParallelRegion(_Region):
+    """P -> V along the last dimension."""
+
+
+class _GatherFromSequenceParallelRegion(_Region):
+    """V -> R along the first dimension; V -> I with ``tensor_parallel_output_grad=False``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: Tensor,
+        group: ProcessGroup,
+        tensor_parallel_output_grad: bool = True,
+        output_split_sizes: Sizes = None,
+        use_global_buffer: GlobalMemoryBuffer | bool = False,
+    ) -> Tensor:
+        ctx.group = group
+        ctx.tensor_parallel_output_grad, ctx.output_split_sizes = tensor_parallel_output_grad, output_split_sizes
+        return _in_buffer(all_gather(input_, group=group, sizes=output_split_sizes), use_global_buffer)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        adjoint = reduce_scatter if getattr(ctx, "tensor_parallel_output_grad", True) else split_for_rank
+        sizes = getattr(ctx, "output_split_sizes", None)
+        return adjoint(grad_output, group=ctx.group, dim=0, sizes=sizes), None, None, None, None
+
+
+class _ReduceScatterToSequenceParallelRegion(_Region):
+    """P -> V along the first dimension."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: Tensor,
+        group: ProcessGroup,
+        input_split_sizes: Sizes = None,
+        use_global_buffer: GlobalMemoryBuffer | bool = False,
+    ) -> Tensor:
+        ctx.group = group
+        ctx.input_split_sizes = moves.split_sizes(input_, 0, group, input_split_sizes)
+        return _in_buffer(reduce_scatter(input_, group=group, sizes=input_split_sizes), use_global_buffer)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        sizes = getattr(ctx, "input_split_sizes", None)
+        return all_gather(grad_output, group=ctx.group, sizes=sizes), None, None, None
+
+
+class _AllToAll(_Region):
+    """V -> V: rows exchanged between all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: ProcessGroup, input_: Tensor, output_split_sizes: Sizes = None, input_split_sizes: Sizes = None
+    ) -> Tensor:
+        ctx.group, ctx.output_split_sizes, ctx.input_split_sizes = group, output_split_sizes, input_split_sizes
+        return collectives.all_to_all(
+            input_, group=group, output_sizes=output_split_sizes, input_sizes=input_split_sizes
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        received, sent = getattr(ctx, "input_split_sizes", None), getattr(ctx, "output_split_sizes", None)
+        return None, _AllToAll.symbolic(None, ctx.group, grad_output, received, sent), None, None
+
+
+def _in_buffer(result: Tensor, buffer: GlobalMemoryBuffer | bool) -> Tensor:
+    """``result``, copied into the buffer if there is one."""
+    if buffer is False:
+        return result
+    buffer = parallel_state.get_global_memory_buffer() if buffer is True else buffer
+    return buffer.get_tensor(result.shape, result.dtype, "mpu", device=result.device).copy_(result)
+
+
+# The forwards alone, under Megatron's names. They take no part in autograd.
+
+
+def _reduce(input_: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum of every rank's tensor; the argument is not modified."""
+    return all_reduce(input_, group=_given(group))
+
+
+def _split_along_last_dim(input_: Tensor, group: ProcessGroup | None) -> Tensor:
+    """This rank's part of the last dimension."""
+    return split_for_rank(input_, group=_given(group), dim=-1)
+
+
+def _split_along_first_dim(input_: Tensor, group: ProcessGroup | None) -> Tensor:
+    """This rank's part of the first dimension."""
+    return split_for_rank(input_, group=_given(group), dim=0)
+
+
+def _gather_along_last_dim(input_: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Every rank's tensor, side by side along the last dimension."""
+    return all_gather(input_, group=_given(group), dim=-1)
+
+
+def _gather_along_first_dim(
+    input_: Tensor, group: ProcessGroup | None, output_split_sizes: Sizes = None, use_global_buffer: bool = False
+) -> Tensor:
+    """Every rank's tensor, one after the other along the first dimension."""
+    return _in_buffer(all_gather(input_, group=_given(group), sizes=output_split_sizes), use_global_buffer)
+
+
+def _reduce_scatter_along_first_dim(
+    input_: Tensor, group: ProcessGroup | None, input_split_sizes: Sizes = None, use_global_buffer: bool = False
+) -> Tensor:
+    """This rank's part, along the first dimension, of the sum of every rank's tensor."""
+    return _in_buffer(reduce_scatter(input_, group=_given(group), sizes=input_split_sizes), use_global_buffer)
+
+
+def _reduce_scatter_along_last_dim(input_: Tensor, group: ProcessGroup | None) -> Tensor:
+    """This rank's part, along the last dimension, of the sum of every rank's tensor."""
+    return reduce_scatter(input_, group=_given(group), dim=-1)
+
+
+offer(globals())

@@ -1,4 +1,4 @@
-"""What Megatron's layers have beside the engine's: a config, marks on their parameters, and attributes of their own."""
+"""Bases of Megatron's layers: a config, marks on parameters, and attributes that the engine's layers lack."""
 
 import dataclasses
 import warnings
@@ -8,16 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardwise.core.initialization import initialize_shard_
+from shardwise.core.initialization import InitMethod
 from shardwise.core.sequence_view import SequenceView
-from shardwise.core.sharding import ParamLayout
-from shardwise.megatron.core.parallel_state.ambient import group_of
-from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
-from shardwise.megatron.core.tensor_parallel.attributes import mark_parameter
-from shardwise.megatron.core.tensor_parallel.linear_functions import (
-    linear_with_frozen_weight,
-    linear_with_grad_accumulation_and_async_allreduce,
-)
+from shardwise.core.sharding import ParamLayout, Replicas
+from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _group_of
+from shardwise.megatron.core.tensor_parallel import linear_functions
+from shardwise.megatron.core.tensor_parallel.attributes import _initialize_whole_, _mark
 from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig
 from shardwise.megatron.errors import AssertedConfigError
 from shardwise.models.transformer.mlp import layer_arguments
@@ -25,6 +21,55 @@ from shardwise.nn.linear import LinearParallelism, reduce_product
 from shardwise.nn.module import ShardedModule
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.nn.recompute import is_checkpointing
+from shardwise.nn.replicated import set_replicas_
+
+
+def mark_parameter(param: Tensor, layout: ParamLayout) -> None:
+    """Mark a parameter by its layout, also where it is marked already."""
+    _mark(param, layout.dim is not None, -1 if layout.dim is None else layout.dim, layout.stride)
+
+
+def mark_replicas(module: nn.Module) -> None:
+    """Mark the parameters of a module and its children by their stated replicas."""
+    for owner in module.modules():
+        for name, replicas in getattr(owner, "param_replicas", {}).items():
+            param: Any = getattr(owner, name)
+            if param is not None:
+                param.sequence_parallel = "tp" in replicas.summed_over
+                if "embd" in replicas.summed_over:
+                    param.shared_embedding = True
+                if replicas.is_copy:
+                    param.shared = True
+
+
+def adopt_marks_(module: nn.Module) -> None:
+    """State replicas by the marks that a program has set on the parameters of a module and its children.
+
+    Parameters without marks keep their replicas.
+    """
+    for owner in module.modules():
+        layouts: dict[str, ParamLayout] = getattr(owner, "param_layouts", {})
+        for name, param in owner.named_parameters(recurse=False):
+            old: Replicas = getattr(owner, "param_replicas", {}).get(name, Replicas())
+            is_split = name in layouts and layouts[name].dim is not None
+            differs_over_tp = getattr(param, "tensor_model_parallel", "tp" not in old.same_over) and not is_split
+            is_tied = getattr(param, "shared_embedding", "embd" in old.summed_over)
+            same = {"tp": not differs_over_tp, "dp": True, "embd": is_tied}
+            summed = {"tp": getattr(param, "sequence_parallel", "tp" in old.summed_over), "embd": is_tied}
+            if not getattr(param, "allreduce", bool(old.same_over)):
+                same = {}
+            is_copy = bool(getattr(param, "shared", old.is_copy))
+            new = Replicas(tuple(filter(same.get, same)), tuple(filter(summed.get, summed)), is_copy)
+            if new != old:
+                set_replicas_(owner, new, name)
+
+
+def _warn_of_one_rank(what: str) -> None:
+    warnings.warn(
+        "sequence_parallel is set, but the tensor-parallel group has 1 rank, so there is nothing to split: sequence "
+        f"parallelism is off in this {what}",
+        stacklevel=4,
+    )
 
 
 class MegatronLayer(ShardedModule):
@@ -35,49 +80,34 @@ class MegatronLayer(ShardedModule):
         tp_group, tp_size, tp_rank: the ranks that share the layer, their number, and this rank among them.
         is_expert: whether the layer is part of an expert, split over the expert-tensor group.
         expert_parallel: whether experts are shared out over ranks.
+        explicit_expert_comm: the ranks of an expert exchange tokens, so that its layers communicate nothing.
         master_weight: the whole weight as it started, if the layer was asked to keep it.
     """
-
-    config: ModelParallelConfig
-    is_expert: bool
-    expert_parallel: bool
-    master_weight: Tensor | None
 
     def _arguments(
         self,
         config: ModelParallelConfig,
+        init_method: InitMethod,
         tp_group: ProcessGroup | None,
         pg_collection: ProcessGroupCollection | None,
-        *,
-        linear: bool = True,
         is_expert: bool = False,
         keep_master: bool = False,
+        linear: bool = True,
     ) -> dict[str, Any]:
         """The engine's arguments. What is set here is there when parameters are made."""
-        name = "expt_tp" if is_expert else "tp"
         if tp_group is None:
-            tp_group = getattr(pg_collection, name, None)
-        if tp_group is None:
-            tp_group = group_of(name)
-        arguments = layer_arguments(config, group=tp_group, linear=linear)
+            tp_group = _group_of(pg_collection, "expt_tp" if is_expert else "tp")
+        arguments = {"init": init_method, **layer_arguments(config, group=tp_group, linear=linear)}
         if linear and config.sequence_parallel and tp_group.size() == 1:
-            warnings.warn(
-                "sequence_parallel is set, but the tensor-parallel group has 1 rank, so there is nothing to split: "
-                "sequence parallelism is off in this layer",
-                stacklevel=3,
-            )
+            _warn_of_one_rank("layer")
             arguments["sequence_parallel"] = False
         self.config = config
         self.is_expert = is_expert
         self.expert_parallel = config.expert_model_parallel_size > 1
-        self.master_weight = None
+        self.explicit_expert_comm = is_expert and (tp_group.size() > 1 or self.expert_parallel)
+        self.master_weight: Tensor | None = None
         self._keeps_master_weight = keep_master
         return arguments
-
-    @staticmethod
-    def _has_expert_communication(config: ModelParallelConfig, group: ProcessGroup) -> bool:
-        """Whether tokens are exchanged between the ranks of experts, so that an expert's layers exchange nothing."""
-        return group.size() > 1 or config.expert_model_parallel_size > 1
 
     @property
     def tp_group(self) -> ProcessGroup:
@@ -95,7 +125,7 @@ class MegatronLayer(ShardedModule):
         param: Any = getattr(self, name)
         mark_parameter(param, self.param_layouts[name])
         param.sequence_parallel = "tp" in self.param_replicas[name].summed_over
-        # Where experts have groups of their own, their gradients are not those of the data-parallel group.
+        # Where experts have other groups, their gradients are not those of the data-parallel group.
         config = self.config
         expert_tp = config.expert_tensor_parallel_size
         own_groups = self.expert_parallel or expert_tp not in (None, config.tensor_model_parallel_size)
@@ -108,14 +138,9 @@ class MegatronLayer(ShardedModule):
         if name != "weight" or not self._keeps_master_weight or param.is_meta:
             super()._initialize(name)
             return
-        # Drawn as by one rank, whose values are those of several.
-        layout, method = self.param_layouts[name], self._init_methods[name]
-        whole = ParamLayout(layout.global_shape, layout.dim, (((0, layout.global_shape[layout.dim or 0]),),), 1)
-        self.master_weight = initialize_shard_(
-            param.detach().new_empty(layout.global_shape), whole, 0, method, on_cpu=self.config.use_cpu_initialization
-        )
-        with torch.no_grad():
-            param.copy_(layout.take(self.master_weight, self.tp_rank))
+        layout, method, on_cpu = self.param_layouts[name], self._init_methods[name], self.config.use_cpu_initialization
+        whole = param.detach().new_empty(layout.global_shape)
+        self.master_weight = _initialize_whole_(whole, param, layout, self.tp_rank, method, on_cpu=on_cpu)
 
 
 class MegatronLinear(MegatronLayer, ParallelLinear):
@@ -140,12 +165,12 @@ class MegatronLinear(MegatronLayer, ParallelLinear):
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The product, by ``linear_with_grad_accumulation_and_async_allreduce`` or ``linear_with_frozen_weight``.
 
-        What a subclass puts in its place is called with their arguments, by name. A row layer's sum over the ranks, and
-        its bias, come after it.
+        A subclass that overrides it gets their arguments by name. A row layer's sum over the ranks, and its bias, come
+        after it.
         """
         if weight.requires_grad:
-            return linear_with_grad_accumulation_and_async_allreduce(input, weight, *args, **kwargs)
-        return linear_with_frozen_weight(input, weight, *args, **kwargs)
+            return linear_functions.linear_with_grad_accumulation_and_async_allreduce(input, weight, *args, **kwargs)
+        return linear_functions.linear_with_frozen_weight(input, weight, *args, **kwargs)
 
     def _multiply(
         self,
@@ -191,18 +216,14 @@ class MegatronLinear(MegatronLayer, ParallelLinear):
             f"TP={self.tp_size}"
         )
 
-
-class StatelessExtra(nn.Module):
-    """``get_extra_state`` and ``set_extra_state`` of a layer that has none.
-
-    The state dict holds tensors only, and one with an ``_extra_state`` of this layer loads as well as one without.
-    """
-
     def get_extra_state(self) -> None:
-        """None: there is no state but the parameters."""
+        """None: there is no state but the parameters.
+
+        The state dict holds tensors only, and one with an ``_extra_state`` of this layer loads as well as one without.
+        """
 
     def set_extra_state(self, state: Any) -> None:
-        """Nothing happens, whatever ``state`` is."""
+        """Nothing happens: any state is accepted."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

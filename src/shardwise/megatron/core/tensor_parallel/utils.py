@@ -21,7 +21,7 @@ def split_tensor_along_last_dim(
     Args:
         tensor: ``[..., n]``.
         num_partitions: number of parts; the first ``n % num_partitions`` are one longer.
-        contiguous_split_chunks: return contiguous copies in place of views.
+        contiguous_split_chunks: return contiguous copies instead of views.
 
     Returns:
         The parts, in order.

@@ -7,34 +7,24 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.absent import absent_names
-from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.core.packed_seq_params import PackedSeqParams
+from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _group_of
 from shardwise.megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from shardwise.megatron.core.tensor_parallel.attributes import mark_replicas
-from shardwise.megatron.core.transformer.layer_arguments import check_part, engine_arguments, refuse, tp_group_of
-from shardwise.megatron.core.transformer.module import MegatronModule
-from shardwise.megatron.core.transformer.spec_utils import IdentityOp, get_module
+from shardwise.megatron.core.tensor_parallel.module import mark_replicas
+from shardwise.megatron.core.transformer.module import IdentityOp, MegatronModule, get_module
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
+from shardwise.megatron.surface import offer
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer import attention, mlp
-from shardwise.models.transformer.masks import AttnMaskType
+from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.models.transformer.mlp import make_norm
-
-__all__ = [
-    "MLP",
-    "DotProductAttention",
-    "FusedLayerNorm",
-    "MLPSubmodules",
-    "SelfAttention",
-    "SelfAttentionSubmodules",
-    "WrappedTorchNorm",
-    "get_bias_dropout_add",
-]
 
 __getattr__ = absent_names("transformer.attention")
 DotProductAttention = __getattr__("DotProductAttention")
@@ -62,8 +52,7 @@ class FusedLayerNorm:
         norm: Any = make_norm(config, hidden_size)
         norm.eps = eps
         mark_replicas(norm)
-        made: nn.Module = norm
-        return made
+        return norm  # type: ignore[no-any-return]
 
 
 WrappedTorchNorm = FusedLayerNorm
@@ -88,7 +77,7 @@ def _bias_dropout_add(
 
 @dataclass
 class SelfAttentionSubmodules:
-    """Parts of ``SelfAttention``: all are as they are; the config's ``qk_layernorm`` says whether there are norms."""
+    """Parts of ``SelfAttention``, which cannot be replaced; the config's ``qk_layernorm`` decides about norms."""
 
     linear_qkv: Any = ColumnParallelLinear
     core_attention: Any = DotProductAttention
@@ -98,20 +87,20 @@ class SelfAttentionSubmodules:
 
     def check(self, config: ModelConfig) -> None:
         """Raise ConfigError for other parts, and for norms where the config has none."""
-        check_part(self, "linear_qkv", ColumnParallelLinear)
-        check_part(self, "core_attention", DotProductAttention)
-        check_part(self, "linear_proj", RowParallelLinear)
+        _check_part(self, "linear_qkv", ColumnParallelLinear)
+        _check_part(self, "core_attention", DotProductAttention)
+        _check_part(self, "linear_proj", RowParallelLinear)
         for name in ("q_layernorm", "k_layernorm"):
             if get_module(getattr(self, name)) in (IdentityOp, None):
                 continue
-            check_part(self, name, FusedLayerNorm)
+            _check_part(self, name, FusedLayerNorm)
             if not config.qk_layernorm:
                 raise ConfigError(f"{name} is given, and the config's qk_layernorm is False; set it to True")
 
 
 @dataclass
 class MLPSubmodules:
-    """Parts of ``MLP``: all are as they are."""
+    """Parts of ``MLP``, which cannot be replaced."""
 
     linear_fc1: Any = ColumnParallelLinear
     linear_fc2: Any = RowParallelLinear
@@ -119,20 +108,46 @@ class MLPSubmodules:
 
     def check(self) -> None:
         """Raise ConfigError for other parts."""
-        check_part(self, "linear_fc1", ColumnParallelLinear)
-        check_part(self, "linear_fc2", RowParallelLinear)
+        _check_part(self, "linear_fc1", ColumnParallelLinear)
+        _check_part(self, "linear_fc2", RowParallelLinear)
         if self.activation_func is not None:
             raise ConfigError("activation_func of MLPSubmodules is given; set the config's activation_func")
 
 
-class SelfAttention(attention.SelfAttention, MegatronModule):
+class _CalledAsMegatrons:
+    """An attention or a layer of the engine, called with Megatron's arguments."""
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **arguments: Any
+    ) -> tuple[Tensor, None]:
+        """Apply the attention or the layer.
+
+        Args:
+            hidden_states: ``[s, b, h]``, or this rank's shard ``[s/t, b, h]`` with sequence parallelism.
+            attention_mask: bools, True where attention is forbidden, beyond ``attn_mask_type``; ``[b, 1, s, keys]``.
+            arguments: ``inference_context``, a key-value cache, whose keys come before those of ``hidden_states``;
+                ``rotary_pos_emb``, angles ``[s, 1, 1, d]`` of ``RotaryEmbedding``, of a packed row those of its longest
+                sequence; ``packed_seq_params``, the sequences of a packed row. Megatron's others must be None.
+
+        Returns:
+            Like ``hidden_states``, with all biases added; and None.
+
+        Raises:
+            ConfigError: an argument that must be None.
+        """
+        given = _engine_arguments(self, hidden_states, attention_mask, **arguments)
+        engine: Any = super()
+        return engine.forward(hidden_states, **given), None
+
+
+class SelfAttention(_CalledAsMegatrons, attention.SelfAttention, MegatronModule):  # type: ignore[misc]
     """The engine's ``SelfAttention`` with Megatron's arguments.
 
     Args:
         config: sizes and kind of the attention.
-        submodules: as they are by default.
+        submodules: the default parts.
         layer_number: from 1.
-        attn_mask_type: what it forbids by itself.
+        attn_mask_type: the mask that needs no tensor.
         pg_collection: group ``tp``; the ambient topology's if None.
         cp_comm_type, pp_layer_offset, name: accepted; nothing depends on them.
 
@@ -152,31 +167,10 @@ class SelfAttention(attention.SelfAttention, MegatronModule):
         name: str | None = None,
     ) -> None:
         (submodules or SelfAttentionSubmodules()).check(config)
-        self.tp_group = tp_group_of(pg_collection)
+        self.tp_group = _group_of(pg_collection, "tp")
         super().__init__(config, layer_number, self.tp_group, attn_mask_type=attn_mask_type)
         mark_replicas(self)
         self.config = config
-
-    def forward(  # type: ignore[override]  # Megatron's modules return pairs.
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **arguments: Any
-    ) -> tuple[Tensor, None]:
-        """Attend.
-
-        Args:
-            hidden_states: ``[s, b, h]``, or this rank's shard ``[s/t, b, h]`` with sequence parallelism.
-            attention_mask: bools, True where attention is forbidden, beyond ``attn_mask_type``; ``[b, 1, s, keys]``.
-            arguments: ``inference_context``, a key-value cache, whose keys come before those of ``hidden_states``;
-                ``rotary_pos_emb``, angles ``[s, 1, 1, d]`` of ``RotaryEmbedding``, of a packed row those of its longest
-                sequence; ``packed_seq_params``, the sequences of a packed row. Megatron's others must be None.
-
-        Returns:
-            Like ``hidden_states``, with the projection's bias added; and None.
-
-        Raises:
-            ConfigError: an argument that must be None.
-        """
-        given = engine_arguments(self, hidden_states, attention_mask, **arguments)
-        return super().forward(hidden_states, **given), None
 
 
 class MLP(mlp.MLP, MegatronModule):
@@ -184,7 +178,7 @@ class MLP(mlp.MLP, MegatronModule):
 
     Args:
         config: sizes, activation and biases.
-        submodules: as they are by default.
+        submodules: the default parts.
         is_expert: False.
         input_size: the config's ``hidden_size``, or None.
         ffn_hidden_size: inner width; the config's if None.
@@ -214,7 +208,7 @@ class MLP(mlp.MLP, MegatronModule):
             )
         sized = copy.copy(config)
         sized.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
-        self.tp_group = tp_group_of(pg_collection) if tp_group is None else tp_group
+        self.tp_group = _group_of(pg_collection, "tp") if tp_group is None else tp_group
         super().__init__(sized, self.tp_group)
         mark_replicas(self)
         self.config = config
@@ -230,5 +224,58 @@ class MLP(mlp.MLP, MegatronModule):
         self, hidden_states: Tensor, per_token_scale: None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same, with the bias added; and None."""
-        refuse(per_token_scale=per_token_scale, **kwargs)
+        _refuse(per_token_scale=per_token_scale, **kwargs)
         return super().forward(hidden_states), None
+
+
+def _check_part(parts: Any, name: str, only: Any) -> None:
+    found = get_module(getattr(parts, name))
+    if found is not only:
+        raise ConfigError(
+            f"{name} of {type(parts).__name__} is {getattr(found, '__name__', found)}; here it is "
+            f"{getattr(only, '__name__', only)}, and a program may replace norms, attention and MLP as wholes"
+        )
+
+
+def _refuse(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ConfigError(f"{name} is given, which a layer's parts do not take here; leave it out")
+
+
+def _engine_arguments(
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+    inference_context: Any = None,
+    packed_seq_params: PackedSeqParams | None = None,
+    **others: Any,
+) -> dict[str, Any]:
+    """The engine's keyword arguments of a layer or of its attention; ``others`` must be None."""
+    _refuse(**others)
+    if isinstance(rotary_pos_emb, tuple):
+        if rotary_pos_emb[0] is not rotary_pos_emb[1] and not torch.equal(*rotary_pos_emb):
+            raise ConfigError("rotary_pos_emb has other angles for keys than for queries; give one tensor for both")
+        rotary_pos_emb = rotary_pos_emb[0]
+    documents = None
+    if packed_seq_params is not None:
+        s, b = hidden_states.shape[:2]
+        s *= module.tp_group.size() if module.config.sequence_parallel else 1
+        documents, positions = packed_seq_params.documents_and_positions(torch.Size((b, s)))
+        rotary_pos_emb = None if rotary_pos_emb is None else rotary_pos_emb[positions[0]]
+    return {
+        "attention_mask": AttentionMask(attention_mask, document_ids=documents),
+        "rotary": None if rotary_pos_emb is None else _cos_and_sin(rotary_pos_emb, module.config, hidden_states.dtype),
+        "cache": inference_context,
+    }
+
+
+def _cos_and_sin(angles: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of angles ``[s, 1, 1, d]`` of both elements of each pair, as the engine takes them: ``[s, 1, 1, d/2]``."""
+    angles = angles[..., ::2] if config.rotary_interleaved else angles[..., : angles.size(-1) // 2]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+offer(globals(), "DotProductAttention", "WrappedTorchNorm")

@@ -1,6 +1,10 @@
-"""Megatron's base of modules, and its wrapper for half precision."""
+"""Megatron's modules: their base, the wrapper for half precision, and specs that build them."""
 
+import functools
+import importlib
+import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,17 +15,9 @@ from shardwise.core.sharded_state import sharded_state_dict, state_of_parts
 from shardwise.core.sharding import ParamShard, ShardedOffset
 from shardwise.megatron.core import parallel_state
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
+from shardwise.megatron.surface import offer
 from shardwise.nn.module import GroupModule
 from shardwise.training.pipeline.stage import wrapped
-
-__all__ = [
-    "Float16Module",
-    "MegatronModule",
-    "conversion_helper",
-    "float16_to_fp32",
-    "fp32_to_float16",
-    "param_is_not_shared",
-]
 
 
 def param_is_not_shared(param: Tensor) -> bool:
@@ -53,7 +49,7 @@ class MegatronModule(GroupModule):
         """This rank's part of every parameter and persistent buffer: its children's answers, and what it holds itself.
 
         Raises:
-            TopologyError: neither a ``tp_group`` of its own nor an ambient one.
+            TopologyError: the module has no ``tp_group``, and there is no ambient one.
         """
         group = parallel_state.resolve_tensor_model_parallel_group(getattr(self, "tp_group", None))
         return state_of_parts(self, prefix, sharded_offsets, metadata, group=group)
@@ -84,7 +80,21 @@ def _is_of(item: Any, *dtypes: torch.dtype) -> bool:
     return isinstance(item, Tensor) and item.dtype in dtypes
 
 
-class Float16Module(MegatronModule):
+class _Wrapper(nn.Module):
+    """A wrapper of a model, whose state is that model's under the same names."""
+
+    module: nn.Module
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's ``state_dict``."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """The model's ``load_state_dict``."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+class Float16Module(_Wrapper, MegatronModule):
     """A model in half precision: its fp32 inputs are converted on the first stage, its outputs back on the last.
 
     Args:
@@ -111,10 +121,6 @@ class Float16Module(MegatronModule):
         outputs = self.module(*inputs, **kwargs)
         return float16_to_fp32(outputs) if fp32_output and (model is None or model.post_process) else outputs
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's: no name tells of the wrapper."""
-        return self.module.state_dict(*args, **kwargs)
-
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[ShardedOffset] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ParamShard]:
@@ -122,6 +128,99 @@ class Float16Module(MegatronModule):
         group = parallel_state.resolve_tensor_model_parallel_group(None)
         return sharded_state_dict(self.module, prefix, sharded_offsets, metadata, group=group)
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Into the model."""
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+@dataclass
+class ModuleSpec:
+    """How a module is built; calling the spec builds it.
+
+    Attributes:
+        module: a class or function, or where one is found: ``(module, name)``.
+        params: keyword arguments of the class.
+        submodules: handed to the class as ``submodules``, unless None.
+        metainfo: for the program; nothing depends on it.
+    """
+
+    module: tuple[str, str] | Callable[..., Any]
+    params: dict[str, Any] = field(default_factory=dict)
+    submodules: Any = None
+    metainfo: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """``build_module`` of this spec."""
+        return build_module(self, *args, **kwargs)
+
+
+def import_module(module_path: tuple[str, str]) -> Any:
+    """The object ``name`` of a module, given as ``(module, name)``; an ImportError if there is none."""
+    base, name = module_path
+    module = importlib.import_module(base)
+    if not hasattr(module, name):
+        raise ImportError(f"a spec names {name!r} of module {base!r}, which has no such name")
+    return getattr(module, name)
+
+
+def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
+    """The class or function of a spec; a class or function is returned."""
+    if not isinstance(spec_or_module, ModuleSpec):
+        return spec_or_module
+    module = spec_or_module.module
+    return import_module(module) if isinstance(module, tuple) else module
+
+
+def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make the module of a spec; a function is returned.
+
+    Args:
+        spec_or_module: a spec, or a class.
+        args, kwargs: of the class, added to the spec's own.
+
+    Raises:
+        ConfigError: it is neither.
+        Exception: what the class raises, with a note that names it.
+    """
+    module = get_module(spec_or_module)
+    if isinstance(module, types.FunctionType):
+        return module
+    if not callable(module):
+        raise ConfigError(f"{spec_or_module!r} builds no module; give a class or a ModuleSpec")
+    params: dict[str, Any] = {}
+    if isinstance(spec_or_module, ModuleSpec):
+        params = spec_or_module.params
+        if spec_or_module.submodules is not None:
+            kwargs["submodules"] = spec_or_module.submodules
+    try:
+        return module(*args, **params, **kwargs)
+    except Exception as error:
+        error.add_note(f"when a spec's {getattr(module, '__name__', module)} was built")
+        raise
+
+
+def get_submodules(spec: Any) -> Any:
+    """The ``submodules`` of a spec or of a ``functools.partial``; a ConfigError if it is neither."""
+    if isinstance(spec, functools.partial):
+        spec = types.SimpleNamespace(**spec.keywords)
+    if not hasattr(spec, "submodules"):
+        raise ConfigError(f"{spec!r} has no submodules; give a ModuleSpec with submodules")
+    return spec.submodules
+
+
+class IdentityOp(nn.Module):
+    """A part that a layer does not have: returns its first argument."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """``x``."""
+        return x
+
+
+class IdentityFuncOp(IdentityOp):
+    """The same where a function is expected: returns one that returns its first argument."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """A function that returns its first argument."""
+        return super().forward
+
+
+offer(globals())

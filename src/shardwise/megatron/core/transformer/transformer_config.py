@@ -1,36 +1,23 @@
-"""Megatron's configs: the engine's settings under its names, and the settings that change nothing here.
+"""Megatron's configs: the engine's settings, and inert ones from ``inert_settings.json``, each with its reason::
 
-The latter stand in ``inert_settings.json``, each with the reason why it is accepted or refused::
-
-    >>> from shardwise.megatron.config import TransformerConfig
-    >>> TransformerConfig.__dataclass_fields__["persist_layer_norm"].metadata["unused"]
-    "PyTorch's own norm kernel is used"
+>>> from shardwise.megatron.config import TransformerConfig
+>>> TransformerConfig.__dataclass_fields__["persist_layer_norm"].metadata["unused"]
+"PyTorch's own norm kernel is used"
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
 from shardwise.core.errors import ConfigError
-from shardwise.megatron.absent import absent_names
-from shardwise.megatron.inert_settings import check_inert, inert_settings_of, say_once
+from shardwise.megatron.absent import absent_names, check_inert, inert_settings_of, say_once
 from shardwise.models.config import LayerConfig, ModelConfig
 from shardwise.models.recomputation import Recomputation, RecomputedModule
 
 __all__ = ["MLATransformerConfig", "ModelParallelConfig", "TransformerConfig"]
-
-if TYPE_CHECKING:
-
-    class _ModelParallelInert: ...
-
-    class _TransformerInert: ...
-
-else:
-    _ModelParallelInert = inert_settings_of("ModelParallelConfig")
-    _TransformerInert = inert_settings_of("TransformerConfig")
 
 
 @dataclass
@@ -39,7 +26,7 @@ class _FirstArgument:
 
 
 @dataclass
-class ModelParallelConfig(LayerConfig, _ModelParallelInert, _FirstArgument):
+class ModelParallelConfig(LayerConfig, inert_settings_of("ModelParallelConfig"), _FirstArgument):  # type: ignore[misc]
     """How a model is split, and in which dtype. Field names and defaults are Megatron's.
 
     Attributes:
@@ -55,11 +42,11 @@ class ModelParallelConfig(LayerConfig, _ModelParallelInert, _FirstArgument):
         finalize_model_grads_func, grad_scale_func, no_sync_func: called by ``get_forward_backward_func``'s function, at
             its end, on each loss, and around backward steps.
         cross_entropy_loss_fusion, cross_entropy_fusion_impl: with True and ``"linear"`` a model computes output
-            layer and loss in one, without the logits of all ranks. The loss by itself has one implementation, fused.
+            layer and loss in one, without the logits of all ranks. A separate loss is always fused.
         microbatch_group_size_per_vp_stage: ``pipeline_model_parallel_size`` if None.
 
-    Those of ``LayerConfig`` too. Other fields are accepted for programs that set them: one that changes nothing here
-    warns once per process when set to something else than its default, and one that would change numbers raises.
+    The fields of ``LayerConfig`` too. Other fields are accepted for programs that set them: one that changes nothing
+    warns once per process when it differs from its default, and one that would change numbers raises.
 
     Raises:
         ConfigError: a value out of range, two that contradict each other, or an option that is not offered.
@@ -95,9 +82,7 @@ class ModelParallelConfig(LayerConfig, _ModelParallelInert, _FirstArgument):
             if getattr(self, name) and self.params_dtype != dtype:
                 say_once(name, "layers go by params_dtype; give it that dtype too")
         if self.cross_entropy_fusion_impl == "te":
-            say_once(
-                "cross_entropy_fusion_impl='te'", "Transformer Engine is not used, and the one loss is fused anyway"
-            )
+            say_once("cross_entropy_fusion_impl='te'", "Transformer Engine is not used; the one loss is fused anyway")
         elif self.cross_entropy_fusion_impl not in ("native", "linear"):
             raise ConfigError(
                 f"cross_entropy_fusion_impl is {self.cross_entropy_fusion_impl!r}; it must be 'native', "
@@ -112,7 +97,7 @@ class ModelParallelConfig(LayerConfig, _ModelParallelInert, _FirstArgument):
 
 
 @dataclass
-class TransformerConfig(ModelParallelConfig, ModelConfig, _TransformerInert):
+class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("TransformerConfig")):  # type: ignore[misc]
     """One transformer and how it is split: the fields of ``ModelConfig`` and of ``ModelParallelConfig``.
 
     Attributes:
@@ -145,13 +130,11 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, _TransformerInert):
     def __post_init__(self) -> None:
         self.recompute = self._recomputation()
         if self.window_size is not None and self.window_attn_skip_freq is not None:
-            skipped = _is_each(self.window_attn_skip_freq, self.num_layers, "window_attn_skip_freq")
+            skipped = _is_each(self, "window_attn_skip_freq")
             is_list = isinstance(self.window_attn_skip_freq, list)
             self.windowed_layers = tuple(each == is_list for each in skipped)
         if self.no_rope_freq:
-            self.rotary_layers = tuple(
-                not each for each in _is_each(self.no_rope_freq, self.num_layers, "no_rope_freq")
-            )
+            self.rotary_layers = tuple(not each for each in _is_each(self, "no_rope_freq"))
         super().__post_init__()
         if self.inference_fuse_tp_communication and not self.use_inference_optimized_layers:
             raise ConfigError(
@@ -162,41 +145,35 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, _TransformerInert):
     def _recomputation(self) -> Recomputation:
         granularity, method, number = self.recompute_granularity, self.recompute_method, self.recompute_num_layers
         if granularity not in (None, "full", "selective"):
-            raise ConfigError(
-                f"recompute_granularity is {granularity!r}; it must be 'full', 'selective', or None for nothing"
-            )
+            raise ConfigError(f"recompute_granularity is {granularity!r}; it must be 'full', 'selective' or None")
         if granularity == "full":
             if method not in ("uniform", "block"):
-                raise ConfigError(
-                    f"recompute_method is {method!r}; recompute_granularity 'full' needs 'uniform' or 'block'"
-                )
+                raise ConfigError(f"recompute_method is {method!r}; granularity 'full' needs 'uniform' or 'block'")
             if number is None or number < 1:
-                raise ConfigError(
-                    f"recompute_num_layers is {number}; recompute_granularity 'full' needs a number of at least 1"
-                )
+                raise ConfigError(f"recompute_num_layers is {number}; granularity 'full' needs at least 1")
         elif method is not None or number is not None:
             raise ConfigError(
                 f"recompute_method {method!r} and recompute_num_layers {number} say which layers are recomputed whole, "
                 f"and recompute_granularity is {granularity!r}; set it to 'full', or leave them out"
             )
-        if granularity != "selective":
-            if self.recompute_modules is not None:
-                raise ConfigError(
-                    f"recompute_modules {list(self.recompute_modules)} are parts of layers, and recompute_granularity "
-                    f"is {granularity!r}; set it to 'selective', or leave them out"
-                )
-            return Recomputation(granularity or "none", method or "uniform", number or 1)
-        if self.recompute_modules is None:
-            self.recompute_modules = Recomputation.modules
-        self.recompute_modules = tuple(self.recompute_modules)
-        return Recomputation("selective", modules=cast(tuple[RecomputedModule, ...], self.recompute_modules))
+        modules = self.recompute_modules
+        if granularity == "selective":
+            self.recompute_modules = tuple(Recomputation.modules if modules is None else modules)
+            return Recomputation(granularity, modules=cast(tuple[RecomputedModule, ...], self.recompute_modules))
+        if modules is not None:
+            raise ConfigError(
+                f"recompute_modules {list(modules)} are parts of layers, and recompute_granularity is {granularity!r}; "
+                "set it to 'selective', or leave them out"
+            )
+        return Recomputation(granularity or "none", method or "uniform", number or 1)
 
 
 MLATransformerConfig = absent_names("transformer.transformer_config", TransformerConfig)("MLATransformerConfig")
 
 
-def _is_each(frequency: int | list[int], num_layers: int, name: str) -> list[bool]:
-    """For each layer whether it is one of every ``frequency``-th, or has a 1 in the list."""
+def _is_each(config: TransformerConfig, name: str) -> list[bool]:
+    """Whether each layer is one of every ``n``-th, or has a 1 in the list, by the setting ``name``."""
+    frequency, num_layers = getattr(config, name), config.num_layers
     if isinstance(frequency, list):
         if len(frequency) != num_layers or any(each not in (0, 1) for each in frequency):
             raise ConfigError(f"{name} is {frequency!r}; it must be 0 or 1 for each of the {num_layers} layers")

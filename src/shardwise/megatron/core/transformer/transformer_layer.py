@@ -1,52 +1,29 @@
-"""Megatron's transformer layer, and what a spec of one makes of the engine's.
+"""Megatron's transformer layer, its specs, and the engine's spec of a layer that they become.
 
 A program's own attention, MLP or norm in a spec is built as in Megatron, and called with Megatron's arguments.
 """
 
 import functools
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core import parallel_state
-from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
-from shardwise.megatron.core.tensor_parallel.attributes import adopt_marks_, mark_replicas
-from shardwise.megatron.core.transformer.layer_arguments import check_part, engine_arguments, refuse, tp_group_of
-from shardwise.megatron.core.transformer.layer_parts import (
-    MLP,
-    FusedLayerNorm,
-    MLPSubmodules,
-    SelfAttention,
-    SelfAttentionSubmodules,
-    get_bias_dropout_add,
-)
-from shardwise.megatron.core.transformer.module import MegatronModule
-from shardwise.megatron.core.transformer.spec_utils import (
-    IdentityFuncOp,
-    IdentityOp,
-    ModuleSpec,
-    build_module,
-    get_module,
-)
+from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _group_of
+from shardwise.megatron.core.tensor_parallel.module import adopt_marks_, mark_replicas
+from shardwise.megatron.core.transformer import layer_parts, module
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
+from shardwise.megatron.surface import given, offer
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer import attention as engine_attention, layer as engine_layer
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
-
-__all__ = [
-    "BaseTransformerLayer",
-    "TransformerLayer",
-    "TransformerLayerSubmodules",
-    "get_transformer_layer_offset",
-    "layer_spec_of",
-]
 
 __getattr__ = absent_names("transformer.transformer_layer")
 
@@ -63,19 +40,22 @@ class TransformerLayerSubmodules:
         sharded_state_dict_keys_map: accepted; names in checkpoints are those of the parameters.
     """
 
-    input_layernorm: Any = IdentityOp
-    self_attention_hyper_connection: Any = IdentityOp
-    self_attention: Any = IdentityOp
-    self_attn_bda: Any = IdentityFuncOp
-    pre_cross_attn_layernorm: Any = IdentityOp
-    cross_attention_hyper_connection: Any = IdentityOp
-    cross_attention: Any = IdentityOp
-    cross_attn_bda: Any = IdentityFuncOp
-    pre_mlp_layernorm: Any = IdentityOp
-    mlp_hyper_connection: Any = IdentityOp
-    mlp: Any = IdentityOp
-    mlp_bda: Any = IdentityFuncOp
+    input_layernorm: Any = module.IdentityOp
+    self_attention_hyper_connection: Any = module.IdentityOp
+    self_attention: Any = module.IdentityOp
+    self_attn_bda: Any = module.IdentityFuncOp
+    pre_cross_attn_layernorm: Any = module.IdentityOp
+    cross_attention_hyper_connection: Any = module.IdentityOp
+    cross_attention: Any = module.IdentityOp
+    cross_attn_bda: Any = module.IdentityFuncOp
+    pre_mlp_layernorm: Any = module.IdentityOp
+    mlp_hyper_connection: Any = module.IdentityOp
+    mlp: Any = module.IdentityOp
+    mlp_bda: Any = module.IdentityFuncOp
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
+
+
+_NEEDED = ("input_layernorm", "self_attention", "mlp")
 
 
 def get_transformer_layer_offset(
@@ -107,10 +87,12 @@ def get_transformer_layer_offset(
 
 
 class BaseTransformerLayer:
-    """Base by which programs know a transformer layer."""
+    """Base class of transformer layers, for ``isinstance``."""
 
 
-class TransformerLayer(engine_layer.TransformerLayer, MegatronModule, BaseTransformerLayer):
+class TransformerLayer(  # type: ignore[misc]  # Megatron's layers return pairs.
+    layer_parts._CalledAsMegatrons, engine_layer.TransformerLayer, module.MegatronModule, BaseTransformerLayer
+):
     """The engine's ``TransformerLayer`` with Megatron's arguments.
 
     Args:
@@ -142,12 +124,11 @@ class TransformerLayer(engine_layer.TransformerLayer, MegatronModule, BaseTransf
         pp_layer_offset: int | None = None,
         name: str | None = None,
     ) -> None:
-        refuse(is_mtp_layer=is_mtp_layer or None)
+        layer_parts._refuse(is_mtp_layer=is_mtp_layer or None)
         if add_layer_offset:
-            layer_number += (
-                get_transformer_layer_offset(config, vp_stage) if pp_layer_offset is None else pp_layer_offset
-            )
-        self.tp_group = tp_group_of(pg_collection)
+            offset = get_transformer_layer_offset(config, vp_stage) if pp_layer_offset is None else pp_layer_offset
+            layer_number += offset
+        self.tp_group = _group_of(pg_collection, "tp")
         super().__init__(config, _of_submodules(submodules, config), layer_number, self.tp_group)
         adopt_marks_(self)
         mark_replicas(self)
@@ -155,29 +136,16 @@ class TransformerLayer(engine_layer.TransformerLayer, MegatronModule, BaseTransf
         if hidden_dropout is not None:
             self.dropout.p = hidden_dropout
 
-    def forward(  # type: ignore[override]  # Megatron's layers return pairs.
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **arguments: Any
-    ) -> tuple[Tensor, None]:
-        """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same; and None, for the context.
-
-        The arguments are those of ``SelfAttention.forward``.
-
-        Raises:
-            ConfigError: an argument that must be None.
-        """
-        given = engine_arguments(self, hidden_states, attention_mask, **arguments)
-        return super().forward(hidden_states, **given), None
-
 
 def layer_spec_of(spec: Any, config: TransformerConfig) -> TransformerLayerSpec:
-    """The engine's spec of a layer, of Megatron's ``ModuleSpec`` or of its own.
+    """The engine's spec of a layer, made from Megatron's ``ModuleSpec``; an engine's spec is returned.
 
     Raises:
         ConfigError: a spec of something else than a ``TransformerLayer``, or of parts that it does not have here.
     """
     if isinstance(spec, TransformerLayerSpec):
         return spec
-    if not isinstance(spec, ModuleSpec) or get_module(spec) is not TransformerLayer:
+    if not isinstance(spec, module.ModuleSpec) or module.get_module(spec) is not TransformerLayer:
         raise ConfigError(
             f"transformer_layer_spec is {spec!r}; give a ModuleSpec of TransformerLayer, whose norms, attention and "
             "MLP may be a program's own, or a shardwise.models.transformer.layer.TransformerLayerSpec"
@@ -188,18 +156,13 @@ def layer_spec_of(spec: Any, config: TransformerConfig) -> TransformerLayerSpec:
 def _of_submodules(parts: TransformerLayerSubmodules, config: TransformerConfig) -> TransformerLayerSpec:
     if not isinstance(parts, TransformerLayerSubmodules):
         raise ConfigError(f"a layer's submodules are {parts!r}; give TransformerLayerSubmodules")
-    for name in (
-        "self_attention_hyper_connection",
-        "pre_cross_attn_layernorm",
-        "cross_attention_hyper_connection",
-        "cross_attention",
-        "mlp_hyper_connection",
-    ):
-        check_part(parts, name, IdentityOp)
+    for part in fields(parts):
+        if part.default is module.IdentityOp and part.name not in ("pre_mlp_layernorm", *_NEEDED):
+            layer_parts._check_part(parts, part.name, module.IdentityOp)
     for name in ("self_attn_bda", "mlp_bda"):
-        check_part(parts, name, get_bias_dropout_add)
-    for name in ("input_layernorm", "self_attention", "mlp"):
-        if get_module(getattr(parts, name)) in (IdentityOp, None):
+        layer_parts._check_part(parts, name, layer_parts.get_bias_dropout_add)
+    for name in _NEEDED:
+        if module.get_module(getattr(parts, name)) in (module.IdentityOp, None):
             raise ConfigError(f"{name} of a layer's submodules is not given; a layer has norms, attention and an MLP")
     norm, attention, mlp = parts.input_layernorm, parts.self_attention, parts.mlp
     if parts.pre_mlp_layernorm != norm:
@@ -208,11 +171,11 @@ def _of_submodules(parts: TransformerLayerSubmodules, config: TransformerConfig)
             "of one kind here"
         )
     own: dict[str, Any] = {}
-    if norm is not FusedLayerNorm:
+    if norm is not layer_parts.FusedLayerNorm:
         own["norm"] = functools.partial(_own_norm, norm)
-    if get_module(attention) is SelfAttention:
-        params = attention.params if isinstance(attention, ModuleSpec) else {}
-        (getattr(attention, "submodules", None) or SelfAttentionSubmodules()).check(config)
+    if module.get_module(attention) is layer_parts.SelfAttention:
+        params = attention.params if isinstance(attention, module.ModuleSpec) else {}
+        (getattr(attention, "submodules", None) or layer_parts.SelfAttentionSubmodules()).check(config)
         if params.keys() - {"attn_mask_type", "cp_comm_type"}:
             raise ConfigError(f"SelfAttention of a spec has params {sorted(params)}; it takes attn_mask_type alone")
         mask = params.get("attn_mask_type", AttnMaskType.padding)
@@ -221,62 +184,60 @@ def _of_submodules(parts: TransformerLayerSubmodules, config: TransformerConfig)
         own["attention"] = functools.partial(_own_attention, attention)
     if (
         isinstance(mlp, functools.partial)
-        and mlp.func == MLP.as_mlp_submodule
+        and mlp.func == layer_parts.MLP.as_mlp_submodule
         and mlp.keywords.keys() <= {"submodules"}
     ):
-        mlp = ModuleSpec(MLP, submodules=mlp.keywords.get("submodules"))
-    if get_module(mlp) is MLP and not getattr(mlp, "params", {}):
-        (getattr(mlp, "submodules", None) or MLPSubmodules()).check()
+        mlp = module.ModuleSpec(layer_parts.MLP, submodules=mlp.keywords.get("submodules"))
+    if module.get_module(mlp) is layer_parts.MLP and not getattr(mlp, "params", {}):
+        (getattr(mlp, "submodules", None) or layer_parts.MLPSubmodules()).check()
     else:
         own["mlp"] = functools.partial(_own_mlp, mlp)
     return TransformerLayerSpec(**own)
 
 
 def _own_norm(part: Any, config: ModelConfig) -> nn.Module:
-    norm: nn.Module = build_module(part, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+    width, eps = config.hidden_size, config.layernorm_epsilon
+    norm: nn.Module = module.build_module(part, config=config, hidden_size=width, eps=eps)
     return norm
 
 
 def _own_attention(part: Any, config: ModelConfig, layer_number: int, group: ProcessGroup) -> nn.Module:
     """A program's attention, which is called as Megatron's layer calls it, where the engine's layer calls its own."""
     options = _accepted(part, pg_collection=ProcessGroupCollection(tp=group))
-    module: nn.Module = build_module(part, config=config, layer_number=layer_number, **options)
     before = functools.partial(_call_of_attention, interleaved=config.rotary_interleaved)
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(_add_bias)
-    return module
+    return _built(part, before, config=config, layer_number=layer_number, **options)
 
 
 def _own_mlp(part: Any, config: ModelConfig, group: ProcessGroup) -> nn.Module:
-    collection = ProcessGroupCollection(tp=group)
-    options = _accepted(part, pg_collection=collection, is_mtp_layer=False)
+    options = _accepted(part, pg_collection=ProcessGroupCollection(tp=group), is_mtp_layer=False)
     if "pg_collection" not in options:
         options |= _accepted(part, tp_group=group)
-    module: nn.Module = build_module(part, config=config, **options)
-    module.register_forward_pre_hook(_call_of_mlp, with_kwargs=True)
-    module.register_forward_hook(_add_bias)
-    return module
+    return _built(part, lambda _, args, __: (args, {}), config=config, **options)
+
+
+def _built(part: Any, before: Any, **arguments: Any) -> nn.Module:
+    """A program's module, which is called with what ``before`` makes of its arguments."""
+    built: nn.Module = module.build_module(part, **arguments)
+    built.register_forward_pre_hook(before, with_kwargs=True)
+    built.register_forward_hook(_add_bias)
+    return built
 
 
 def _accepted(part: Any, **options: Any) -> dict[str, Any]:
-    """Those of ``options`` that the class of a spec names, or all if it takes any."""
-    parameters = inspect.signature(get_module(part)).parameters
+    """The ``options`` that the class of a spec takes."""
+    parameters = inspect.signature(module.get_module(part)).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return {name: value for name, value in options.items() if takes_any or name in parameters}
 
 
-def _call_of_mlp(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return args, {}
-
-
 def _call_of_attention(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, interleaved: bool
+    called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, interleaved: bool
 ) -> tuple[Any, dict[str, Any]]:
     """Megatron's keyword arguments, of the engine's."""
     mask: AttentionMask = kwargs["attention_mask"]
     if mask.alibi_slopes is not None:
         raise ConfigError(
-            f"{type(module).__name__} is an attention of the program, and the model has ALiBi, which only "
+            f"{type(called).__name__} is an attention of the program, and the model has ALiBi, which only "
             "SelfAttention knows; use another position_embedding_type"
         )
     forbidden, ids = mask.forbidden, mask.document_ids
@@ -294,8 +255,101 @@ def _call_of_attention(
     return args, call
 
 
-def _add_bias(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _add_bias(called: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if not isinstance(output, tuple):
         return output
     product, bias = output[:2]
     return product if bias is None else product + bias
+
+
+def get_gpt_layer_local_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool | None = False,
+    qk_layernorm: bool | None = False,
+    multi_latent_attention: bool | None = False,
+    fp8: str | None = None,
+    normalization: str | None = None,
+    qk_l2_norm: bool | None = False,
+    use_kitchen: bool = False,
+    use_kitchen_attention: bool = False,
+    kitchen_attention_backend: str = "sdpa",
+) -> module.ModuleSpec:
+    """A layer of attention and MLP.
+
+    Args:
+        qk_layernorm, normalization: accepted for programs that pass them; the config's fields of these names decide.
+        num_experts, moe_grouped_gemm, multi_latent_attention, fp8, qk_l2_norm, use_kitchen, use_kitchen_attention,
+            kitchen_attention_backend: refused, unless left at their defaults.
+
+    Raises:
+        ConfigError: a layer that is not offered.
+    """
+    refused = {
+        "num_experts": (num_experts, "every MLP is dense"),
+        "moe_grouped_gemm": (moe_grouped_gemm, "every MLP is dense"),
+        "multi_latent_attention": (multi_latent_attention, "attention is softmax attention of one kind"),
+        "qk_l2_norm": (qk_l2_norm, "attention is softmax attention of one kind"),
+        "fp8": (fp8, "matrices are multiplied in params_dtype"),
+        "use_kitchen": (use_kitchen, "matrices are multiplied in params_dtype"),
+        "use_kitchen_attention": (use_kitchen_attention, "attention is PyTorch's scaled_dot_product_attention"),
+    }
+    for name, (value, why) in refused.items():
+        if value:
+            raise ConfigError(f"{name} is {value!r}, which is not offered here: {why}; leave it out")
+    causal = {"attn_mask_type": AttnMaskType.causal}
+    return module.ModuleSpec(
+        TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=layer_parts.FusedLayerNorm,
+            self_attention=module.ModuleSpec(layer_parts.SelfAttention, causal, layer_parts.SelfAttentionSubmodules()),
+            self_attn_bda=layer_parts.get_bias_dropout_add,
+            pre_mlp_layernorm=layer_parts.FusedLayerNorm,
+            mlp=module.ModuleSpec(layer_parts.MLP, submodules=layer_parts.MLPSubmodules()),
+            mlp_bda=layer_parts.get_bias_dropout_add,
+        ),
+    )
+
+
+def get_gpt_layer_with_transformer_engine_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool | None = False,
+    qk_layernorm: bool | None = False,
+    multi_latent_attention: bool | None = False,
+    fp8: str | None = None,
+    qk_l2_norm: bool | None = False,
+    use_te_op_fuser: bool | None = False,
+    use_kitchen: bool = False,
+    use_te_activation_func: bool = False,
+    use_kitchen_attention: bool = False,
+    kitchen_attention_backend: str = "sdpa",
+) -> module.ModuleSpec:
+    """The same layer: there is one implementation, on PyTorch alone, and Transformer Engine is not needed.
+
+    Args:
+        use_te_op_fuser, use_te_activation_func: change nothing.
+        num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention, fp8, qk_l2_norm, use_kitchen,
+            use_kitchen_attention, kitchen_attention_backend: as for ``get_gpt_layer_local_spec``.
+
+    Raises:
+        ConfigError: a layer that is not offered.
+    """
+    return get_gpt_layer_local_spec(**given(locals(), but=("use_te_op_fuser", "use_te_activation_func")))
+
+
+def get_gpt_decoder_block_spec(
+    config: TransformerConfig,
+    use_transformer_engine: bool,
+    normalization: str | None = None,
+    qk_l2_norm: bool | None = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> module.ModuleSpec:
+    """The spec of every layer: all are alike, and the model knows which are this stage's.
+
+    Raises:
+        ConfigError: a layer that is not offered.
+    """
+    return get_gpt_layer_local_spec(normalization=normalization, qk_l2_norm=qk_l2_norm)
+
+
+offer(globals())

@@ -1,0 +1,361 @@
+"""Megatron's GPT and BERT: the engine's, made from Megatron's arguments on its groups."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.sequence_view import SequenceView
+from shardwise.core.topology import Groups
+from shardwise.megatron.absent import say_once
+from shardwise.megatron.core.models.language_module import LanguageModule
+from shardwise.megatron.core.packed_seq_params import PackedSeqParams
+from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.core.tensor_parallel import ColumnParallelLinear
+from shardwise.megatron.core.tensor_parallel.module import (
+    _warn_of_one_rank,
+    adopt_marks_,
+    mark_parameter,
+    mark_replicas,
+)
+from shardwise.megatron.core.transformer.module import ModuleSpec
+from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
+from shardwise.megatron.core.transformer.transformer_layer import layer_spec_of
+from shardwise.megatron.errors import AssertedShardingError, asserting
+from shardwise.megatron.surface import given, offer
+from shardwise.models.bert import Bert, BertLMHead as BertLMHead, Pooler as Pooler
+from shardwise.models.generation.cache import with_block
+from shardwise.models.gpt import GPT
+from shardwise.models.token_embedding import PositionEmbedding
+from shardwise.models.transformer.attention import KeyValueCache, SelfAttention
+from shardwise.models.transformer.inference_block import InferenceBlock
+from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.models.transformer.rotary import RotaryScaling
+from shardwise.models.transformer_model import TransformerModel
+from shardwise.nn import ShardedModule
+
+
+class _MegatronTransformer(LanguageModule, TransformerModel):
+    """Base of Megatron's GPT and BERT: marks on parameters, and an output layer that returns a pair.
+
+    Attributes:
+        embedding_activation_buffer, grad_output_buffer: with ``config.defer_embedding_wgrad_compute``, what
+            ``drain_embedding_wgrad_compute`` must be given after the last backward before the optimizer's step.
+    """
+
+    set_input_tensor = asserting(AssertedShardingError)(TransformerModel.set_input_tensor)
+
+    def _enter(self, pg_collection: ProcessGroupCollection | None) -> Groups:
+        groups = super()._enter(pg_collection)
+        self.embedding_activation_buffer: list[Tensor] | None = None
+        self.grad_output_buffer: list[Tensor] | None = None
+        self._marks: dict[str, dict[str, Any]] = {}
+        return groups
+
+    def _construct(
+        self,
+        engine: Any,
+        *,
+        config: TransformerConfig,
+        transformer_layer_spec: ModuleSpec | TransformerLayerSpec | None,
+        fp16_lm_cross_entropy: bool,
+        pg_collection: ProcessGroupCollection | None,
+        **options: Any,
+    ) -> None:
+        """Construct the model as one of class ``engine``, after checking what that does not have."""
+        if transformer_layer_spec is None:
+            raise ConfigError("transformer_layer_spec is None; give one, such as get_gpt_layer_local_spec()")
+        if fp16_lm_cross_entropy:
+            say_once("fp16_lm_cross_entropy", "the loss is in fp32 or wider")
+        groups = self._enter(pg_collection)
+        if config.context_parallel_size > 1:
+            raise ConfigError(
+                f"context_parallel_size is {config.context_parallel_size}, and attention here needs the whole "
+                "sequence; leave it at 1 and split the sequence between layers with sequence_parallel"
+            )
+        if config.sequence_parallel and groups.tp.size() == 1:
+            _warn_of_one_rank("model")
+        config = self._dealt_out(config, groups, options["pre_process"] and options["post_process"])
+        layer_spec = layer_spec_of(transformer_layer_spec, config)
+        engine.__init__(self, config, groups=groups, layer_spec=layer_spec, **options)
+
+    @staticmethod
+    def _dealt_out(config: TransformerConfig, groups: Groups, is_whole: bool) -> TransformerConfig:
+        """The config of a stage's part of a model, with the number of stages where the program left it out.
+
+        Megatron then builds all layers on every stage.
+        """
+        if is_whole or groups.num_stages == 1 or config.pipeline_model_parallel_size != 1:
+            return config
+        staged = copy.copy(config)
+        staged.pipeline_model_parallel_size = groups.num_stages
+        staged.microbatch_group_size_per_vp_stage = groups.num_stages
+        return staged
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As ``torch.nn.Module``'s; the names may also be those of ``sharded_state_dict``, which are the whole model's.
+
+        A later stage counts its layers from 0 in ``state_dict``, and from those before it in ``sharded_state_dict``, as
+        ``dist_checkpointing.load`` then does.
+        """
+        tensors = self.state_dict(keep_vars=True)
+        own = {id(tensor): name for name, tensor in tensors.items()}
+        names = {name: own.get(id(shard.data), name) for name, shard in self.sharded_state_dict().items()}
+        if state_dict.keys() != tensors.keys() and state_dict.keys() == names.keys():
+            state_dict = {names[name]: value for name, value in state_dict.items()}
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _make_output_layer(self, vocab_size: int, bias: bool) -> ColumnParallelLinear:
+        queue = self.output_queue
+        if queue is not None:
+            self.embedding_activation_buffer, self.grad_output_buffer = queue.inputs, queue.grad_outputs
+        assert self.config.init_method is not None
+        return ColumnParallelLinear(
+            self.config.hidden_size,
+            vocab_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=bias,
+            skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+            embedding_activation_buffer=self.embedding_activation_buffer,
+            grad_output_buffer=self.grad_output_buffer,
+            tp_group=self.tp_group,
+        )
+
+    def _logits(self, hidden: Tensor, sequence: SequenceView) -> Tensor:
+        weight = self.shared_embedding_or_output_weight()
+        s = sequence.length
+        logits: Tensor = self.output_layer(hidden, weight, not self.parallel_output, sequence_length=s)[0]
+        return logits
+
+    def _loss(self, hidden: Tensor, labels: Tensor, sequence: SequenceView) -> Tensor:
+        shared_weight, s = self.shared_embedding_or_output_weight(), sequence.length
+        return self.compute_output_layer_and_language_model_loss(
+            hidden,
+            labels,
+            self.output_layer.weight if shared_weight is None else shared_weight,
+            sequence_parallel_enabled=self.sequence_parallel,
+            column_parallel_linear=self.output_layer,
+            col_linear_kwargs={"weight": shared_weight, "runtime_gather_output": False, "sequence_length": s},
+            bias=self.output_layer.bias,
+        )
+
+    def _setup_embeddings(self) -> None:
+        """At the end of construction, and again after ``reset_parameters``."""
+        # A program's own parts may have marked theirs.
+        adopt_marks_(self)
+        for module in self.modules():
+            if isinstance(module, ShardedModule):
+                for name, layout in module.param_layouts.items():
+                    param: Any = getattr(module, name)
+                    if param is not None:
+                        mark_parameter(param, layout)
+                        param.allreduce = True
+        mark_replicas(self)
+        if self.pre_process or self.post_process:
+            self.setup_embeddings_and_output_layer()
+        if not self._marks:
+            self._marks = {name: dict(vars(param)) for name, param in self.named_parameters()}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """As PyTorch's; where parameters are made anew (``to_empty``), they get the marks that they had."""
+        super()._apply(fn, recurse)
+        for name, marks in self._marks.items():
+            vars(self.get_parameter(name)).update(marks)
+        return self
+
+    def untie_(self) -> None:
+        """See ``LanguageModel.untie_``."""
+        super().untie_()
+        self._marks = {name: dict(vars(param)) for name, param in self.named_parameters()}
+
+
+class GPTModel(_MegatronTransformer, GPT):
+    """``GPT`` as Megatron has it.
+
+    Args:
+        config: sizes of the model.
+        transformer_layer_spec: what a layer is made of, such as ``get_gpt_layer_local_spec()``.
+        vocab_size, max_sequence_length, pre_process, post_process, parallel_output,
+            share_embeddings_and_output_weights, position_embedding_type, rotary_percent, rotary_base, rope_scaling,
+            vp_stage: as ``GPT``.
+        fp16_lm_cross_entropy: accepted with a warning; the loss is in fp32 or wider always.
+        pg_collection: process groups; the ambient topology's if None.
+
+    Attributes:
+        embedding, decoder, output_layer: as ``GPT``; the output layer returns its logits and None.
+
+    Raises:
+        ConfigError: a size or an option out of range.
+        TopologyError: no groups given and none initialised, or not those that the stages need.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: ModuleSpec | TransformerLayerSpec,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: PositionEmbedding = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000.0,
+        *,
+        rope_scaling: RotaryScaling | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        self._construct(GPT, **given(locals()))
+        if isinstance(transformer_layer_spec, ModuleSpec):
+            self._check_own_attention()
+        # In a tuple, so that it is no child of this model.
+        self._inference_blocks: tuple[InferenceBlock, ...] = ()
+        if config.use_inference_optimized_layers:
+            self._inference_view()
+
+    def _check_own_attention(self) -> None:
+        """Raise ConfigError where an attention of the program's own would be given angles, and not their factor."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.cos_sin_factor == 1.0:
+            return
+        if not all(type(layer.self_attention) is SelfAttention for layer in self.decoder.layers):
+            raise ConfigError(
+                f"rope_scaling of kind {scaling.kind!r} multiplies cosine and sine by {scaling.cos_sin_factor}, which "
+                "an attention of the program's own is not told; use SelfAttention"
+            )
+
+    def _inference_view(self) -> GPTModel:
+        """The model on layers for inference, which are made again after parameters may have been replaced."""
+        if not self._inference_blocks:
+            block = InferenceBlock.of(self.decoder, fused=self.config.inference_fuse_tp_communication)
+            self._inference_blocks = (block,)
+        return with_block(self, self._inference_blocks[0])
+
+    def train(self, mode: bool = True) -> Self:
+        """As ``torch.nn.Module``'s."""
+        self._inference_blocks = ()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._inference_blocks = ()
+        return super()._apply(fn, recurse)
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        """As ``torch.nn.Module``'s."""
+        self._inference_blocks = ()
+        return super().load_state_dict(*args, **options)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        inference_context: KeyValueCache | None = None,
+        loss_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        lengths: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """As ``GPT``'s, with Megatron's names; in evaluation mode without gradient if the config says so.
+
+        With ``config.use_inference_optimized_layers`` evaluation mode is on layers for inference, and with
+        ``inference_fuse_tp_communication`` each of their half blocks makes one exchange.
+
+        Args:
+            input_ids, position_ids, attention_mask, labels, document_ids, lengths, cache: as there.
+            inference_context: a cache, under Megatron's name for what generation goes on from.
+            packed_seq_params: the sequences of a row ``[1, s]``; tokens attend within their sequence. Rotary positions
+                restart in each, and so do those of a table where ``position_ids`` is None.
+            loss_mask: accepted; the loss of each token is returned, and the program weighs it, as with Megatron's.
+
+        Returns:
+            As there.
+
+        Raises:
+            ConfigError: ``inference_context`` is no key-value cache; there is another ``cache``, or ``document_ids`` as
+                well as ``packed_seq_params``.
+        """
+        if inference_context is not None:
+            if cache is not None or not callable(getattr(inference_context, "append", None)):
+                raise ConfigError(
+                    f"inference_context is of {type(inference_context).__name__}"
+                    f"{' beside a cache' if cache is not None else ''}; give a key-value cache such as "
+                    "shardwise.models.generation.PreallocatedCache, once"
+                )
+            cache = inference_context
+        if packed_seq_params is not None:
+            if document_ids is not None:
+                raise ConfigError("packed_seq_params and document_ids both say which tokens are together; give one")
+            s = self._sequence_of(input_ids, position_ids, labels).length
+            b = 1 if input_ids is None else input_ids.size(0)
+            document_ids, places = packed_seq_params.documents_and_positions(torch.Size((b, s)))
+            if position_ids is None or self.position_embedding_type == "rope":
+                position_ids = places
+        arguments: dict[str, Any] = {"document_ids": document_ids, "lengths": lengths, "cache": cache}
+        if self.training or not self.config.use_inference_optimized_layers:
+            return GPT.forward(self, input_ids, position_ids, attention_mask, labels, **arguments)
+        with torch.no_grad():
+            return GPT.forward(self._inference_view(), input_ids, position_ids, attention_mask, labels, **arguments)
+
+
+class BertModel(_MegatronTransformer, Bert):
+    """``Bert`` as Megatron has it.
+
+    Args:
+        config: sizes of the model.
+        num_tokentypes: number of token types; 0 for none.
+        transformer_layer_spec: what a layer is made of. Its ``SelfAttention`` is not causal here, unless one is given
+            that says what it forbids (``functools.partial(SelfAttention, attn_mask_type=...)``).
+        vocab_size, max_sequence_length, pre_process, post_process, parallel_output,
+            share_embeddings_and_output_weights, position_embedding_type, rotary_percent, rotary_base, add_binary_head,
+            rope_scaling, vp_stage: as ``Bert``.
+        fp16_lm_cross_entropy: accepted with a warning; the loss is in fp32 or wider always.
+        pg_collection: process groups; the ambient topology's if None.
+
+    Attributes:
+        embedding, encoder, lm_head, output_layer, pooler, binary_head: as ``Bert``.
+
+    Raises:
+        ConfigError: a size or an option out of range.
+        TopologyError: no groups given and none initialised, or not those that the stages need.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        num_tokentypes: int,
+        transformer_layer_spec: ModuleSpec | TransformerLayerSpec,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: PositionEmbedding = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000.0,
+        add_binary_head: bool = True,
+        *,
+        rope_scaling: RotaryScaling | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        self._construct(Bert, **given(locals()))
+        if config.use_inference_optimized_layers:
+            say_once("use_inference_optimized_layers", "BertModel has no layers for inference")
+
+
+offer(globals(), "BertLMHead Pooler")
