@@ -24,6 +24,7 @@ from shardwise.megatron.surface import offer
 from shardwise.training.pipeline import stage as engine
 from shardwise.training.pipeline.schedules import forward_only as forward_only_schedule, make_schedule
 
+hidden_shape = engine.hidden_shape
 _local_length = asserting(IndivisibleError)(engine.local_length)
 
 _ForwardStepFunc = Callable[..., tuple[Tensor, Callable[..., Any]]]
@@ -154,7 +155,7 @@ def _forward_backward_func(
             table,
             forward,
             loss,
-            shape=engine.hidden_shape(config, seq_length, micro_batch_size, tp_group=tp_group, cp_group=cp_group),
+            shape=hidden_shape(config, seq_length, micro_batch_size, tp_group=tp_group, cp_group=cp_group),
             dtype=hooks.pipeline_dtype or config.params_dtype,
             input_dtype=config.params_dtype,
             device=default_device(groups.pp) if first is None else first.device,
