@@ -43,14 +43,13 @@ class BlendedMegatronDatasetConfig:
         random_seed: of the order of documents and samples.
         sequence_length: tokens of a sample.
         blend, blend_per_split: refused: Megatron's indexed files are not read here.
-        split: weights of training, validation and test, such as "99,1,0"; three equal parts, as Megatron has it where
-            data is mock.
+        split: weights of training, validation and test; three equal parts, as for Megatron's mock data.
         tokenizer: with ``vocab_size``, ``eod`` and, if it pads, ``pad``.
         mock: True.
-        split_matrix: for each split which share of the documents it has, from where to where; None if it has none.
+        split_matrix: for each split the share of the documents, from where to where.
         multiple_validation_sets, full_validation, num_dataset_builder_threads, path_to_cache, mmap_bin_files,
-            mid_level_dataset_surplus, allow_ambiguous_pad_tokens, fast_cache_load, defer_npy_index_mmap: accepted for
-            programs that set them: there are no files.
+            mid_level_dataset_surplus, allow_ambiguous_pad_tokens, fast_cache_load, defer_npy_index_mmap: no effect:
+            there are no files.
 
     Raises:
         ConfigError: a value out of range, or data from files.

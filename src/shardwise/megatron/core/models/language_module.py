@@ -118,9 +118,8 @@ class LanguageModule(LanguageModel, MegatronModule):
     ) -> Tensor:
         """Output layer and cross entropy of each token.
 
-        In one, without the logits of all ranks, unless the config asks for separate ones (not
-        ``cross_entropy_loss_fusion`` with ``cross_entropy_fusion_impl="linear"``) and ``column_parallel_linear`` is
-        there to make them.
+        They are computed in one, without the logits of all ranks, unless there is a ``column_parallel_linear`` and the
+        config does not ask for it (``cross_entropy_loss_fusion`` with ``cross_entropy_fusion_impl="linear"``).
 
         Args:
             hidden: ``[s, b, h]``, or this rank's shard ``[s/t, b, h]`` with sequence parallelism; not modified.

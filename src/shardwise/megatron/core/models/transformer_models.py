@@ -180,11 +180,11 @@ class GPTModel(_MegatronTransformer, GPT):
 
     Args:
         config: sizes of the model.
-        transformer_layer_spec: what a layer is made of, such as ``get_gpt_layer_local_spec()``.
+        transformer_layer_spec: the parts of a layer, such as ``get_gpt_layer_local_spec()``.
         vocab_size, max_sequence_length, pre_process, post_process, parallel_output,
             share_embeddings_and_output_weights, position_embedding_type, rotary_percent, rotary_base, rope_scaling,
             vp_stage: as ``GPT``.
-        fp16_lm_cross_entropy: accepted with a warning; the loss is in fp32 or wider always.
+        fp16_lm_cross_entropy: accepted with a warning; the loss is always in fp32 or wider.
         pg_collection: process groups; the ambient topology's if None.
 
     Attributes:
@@ -314,22 +314,12 @@ class BertModel(_MegatronTransformer, Bert):
     """``Bert`` as Megatron has it.
 
     Args:
-        config: sizes of the model.
         num_tokentypes: number of token types; 0 for none.
-        transformer_layer_spec: what a layer is made of. Its ``SelfAttention`` is not causal here, unless one is given
-            that says what it forbids (``functools.partial(SelfAttention, attn_mask_type=...)``).
-        vocab_size, max_sequence_length, pre_process, post_process, parallel_output,
-            share_embeddings_and_output_weights, position_embedding_type, rotary_percent, rotary_base, add_binary_head,
-            rope_scaling, vp_stage: as ``Bert``.
-        fp16_lm_cross_entropy: accepted with a warning; the loss is in fp32 or wider always.
-        pg_collection: process groups; the ambient topology's if None.
+        transformer_layer_spec: the parts of a layer. Its ``SelfAttention`` is not causal, unless it has a mask type
+            (``functools.partial(SelfAttention, attn_mask_type=...)``).
+        add_binary_head: as ``Bert``.
 
-    Attributes:
-        embedding, encoder, lm_head, output_layer, pooler, binary_head: as ``Bert``.
-
-    Raises:
-        ConfigError: a size or an option out of range.
-        TopologyError: no groups given and none initialised, or not those that the stages need.
+    The other arguments and the errors are those of ``GPTModel``, the attributes those of ``Bert``.
     """
 
     def __init__(

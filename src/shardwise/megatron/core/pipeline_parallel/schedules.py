@@ -74,11 +74,10 @@ def _forward_backward_func(
 ) -> list[Any]:
     """Run all micro-batches forward and back through the pipeline. Collective over its stages.
 
-    The model's ``config`` says the rest: ``sequence_parallel``, ``pipeline_dtype``,
-    ``microbatch_group_size_per_vp_stage``,
-    ``grad_scale_func`` (applied to each loss before its backward), ``no_sync_func`` (a context for all backward steps
-    but each chunk's last; or a list, with one for each chunk) and ``finalize_model_grads_func``, called at the end as
-    ``f(chunks, None, pg_collection=...)``.
+    Further settings are in the model's ``config``: ``sequence_parallel``, ``pipeline_dtype``,
+    ``microbatch_group_size_per_vp_stage``, ``grad_scale_func`` (applied to each loss before its backward),
+    ``no_sync_func`` (a context for all backward steps but each chunk's last; or a list, with one for each chunk) and
+    ``finalize_model_grads_func``, called at the end as ``f(chunks, None, pg_collection=...)``.
 
     Args:
         forward_step_func: ``(data_iterator, model) -> (output, loss_func)``, called once per micro-batch and chunk.
@@ -92,8 +91,8 @@ def _forward_backward_func(
         micro_batch_size: sequences in each micro-batch.
         decoder_seq_length: ``seq_length`` or None; there is no encoder with another.
         forward_only: measure, without gradients.
-        collect_non_loss_data: call ``loss_func(output, non_loss_data=True)`` and return what it gives; no backward.
-        first_val_step: accepted; nothing depends on it.
+        collect_non_loss_data: return the results of ``loss_func(output, non_loss_data=True)``; no backward.
+        first_val_step: changes nothing.
         pg_collection: groups ``pp``, and ``tp`` and ``cp`` where there are any; the ambient topology's if None.
         schedule: by name.
 
@@ -103,7 +102,7 @@ def _forward_backward_func(
     Raises:
         ConfigError: arguments that do not fit each other or the schedule.
         DataError: ``data_iterator`` has too few micro-batches, or one of another size or length.
-        ShardwiseError: what went wrong on any stage, on every stage.
+        ShardwiseError: the error of any stage, on every stage.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     iterators = _one_per_chunk(data_iterator, chunks)
@@ -250,13 +249,12 @@ def is_single_shape(x: Any) -> bool:
 class P2PCommunicator:
     """Sends hidden states to the next stage and gradients to the one before, and receives them.
 
-    Stages lie on a circle: after the last one comes the first, as interleaved chunks need. Where a function has
-    ``is_first_stage`` or ``is_last_stage`` and it is True, nothing crosses that end, and None is received. Of a list of
-    tensors or shapes the result is a list.
+    The first stage follows the last one, as interleaved chunks need. With ``is_first_stage`` or ``is_last_stage``
+    nothing crosses that end, and None is received. For a list of tensors or shapes the result is a list.
 
     Args:
         pp_group: the stages.
-        config: ``pipeline_dtype`` of what travels; ``params_dtype`` if None.
+        config: ``pipeline_dtype`` of the messages; ``params_dtype`` if None.
 
     Attributes:
         next_rank, prev_rank: global ranks of the neighbours.
@@ -264,7 +262,7 @@ class P2PCommunicator:
         is_pp_first_stage, is_pp_last_stage: whether it is the first, or the last.
 
     Raises:
-        ConfigError: ``variable_seq_lengths``: both sides know the shape of what travels.
+        ConfigError: ``variable_seq_lengths``: both sides must know the shapes.
     """
 
     def __init__(self, pp_group: ProcessGroup, config: ModelParallelConfig) -> None:

@@ -141,10 +141,10 @@ def vocab_parallel_cross_entropy(
     validate: bool = True,
     check_finite: bool = False,
 ) -> Tensor:
-    """Cross entropy of each token over a vocabulary split over the ranks.
+    """Cross entropy of each token over a vocabulary split over the ranks, ``shardwise.nn.loss`` in Megatron's order.
 
     Layout V -> I: one all-gather of 12 bytes per token and rank in fp32 (16 with label smoothing), none in the
-    backward.
+    backward. The keywords and the errors are those of ``shardwise.nn.loss.vocab_parallel_cross_entropy``; further:
 
     Args:
         vocab_parallel_logits: ``[s, b, v/t]``; not modified unless ``inplace_``.
@@ -153,32 +153,15 @@ def vocab_parallel_cross_entropy(
         tp_group: tensor-parallel group; the ambient one if None.
         vocab_size: true size of the vocabulary. If None every rank must have as many logits per token, which one more
             row of 12 bytes (16) checks, and padding counts as ids.
-        padded_vocab_size: size that was split, where padding was added; padded columns take no probability.
-        ignore_index: a target that costs nothing and has no gradient.
-        z_loss: weight of the squared logarithm of the softmax's normalizer.
-        softcap: bound of the logits, ``softcap · tanh(x / softcap)``; none if None.
-        temperature: divides the (capped) logits.
-        reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored.
-        data_parallel_group: average over the tokens of all its ranks: what its ranks return adds up to the mean over
-            the whole batch, and their gradients, summed, are the mean's. One all-reduce of 8 bytes.
-        inplace_: the caller gives up the logits: their memory becomes the gradient's.
-        validate: check that targets are in the vocabulary and, on a CPU, that they are the same on all ranks; warn
-            where a mean has no token (never under torch.compile or CUDA graphs).
-        check_finite: look for NaN and inf in the logits and, on CUDA too, for targets that are not the same on all
-            ranks; never under torch.compile or CUDA graphs.
 
     Returns:
         ``[s, b]``, or a scalar if reduced; fp32 (fp64 for fp64 logits), the same on every rank.
 
     Raises:
         TopologyError: no group given and none initialised.
-        ConfigError: an option out of range; ``padded_vocab_size`` without ``vocab_size``.
-        ShardingError: shapes that do not match, or a shard that does not fit the vocabulary. Without ``vocab_size``:
-            the ranks have different numbers of logits per token, on every rank; an assertion on the device in its
-            place on CUDA, where nothing waits for it, and a RuntimeError under torch.compile.
-        VocabularyError: a target outside the vocabulary that is not ``ignore_index``.
-        DesyncError: the ranks have different targets; on every rank.
-        DivergenceError: logits that are NaN, with ``check_finite``.
+        ConfigError: ``padded_vocab_size`` without ``vocab_size``.
+        ShardingError: without ``vocab_size``, the ranks have different numbers of logits per token; on every rank. On
+            CUDA an assertion on the device, without a wait, and under torch.compile a RuntimeError.
     """
     group = resolve_tensor_model_parallel_group(tp_group)
     local_size = vocab_parallel_logits.size(-1)

@@ -26,23 +26,18 @@ from shardwise.nn.norm import NormFunction
 
 
 class InferenceColumnParallelLinear(ColumnParallelLinear, InferenceColumnLinear):
-    """``ColumnParallelLinear`` without gradient.
-
-    Args:
-        input_size, output_size, config, init_method, gather_output, bias, skip_bias_add, is_expert, stride,
-            skip_weight_param_allocation, tp_comm_buffer_name, tp_group, name, pg_collection: as
-            ``ColumnParallelLinear``. ``gather_output`` works with sequence parallelism too.
+    """``ColumnParallelLinear`` without gradient; ``gather_output`` works with sequence parallelism too.
 
     Attributes:
-        skip_norm_and_all_gather: the row-parallel layer before this one is in fused mode, and has left the whole normed
-            input in symmetric memory; False at first.
+        skip_norm_and_all_gather: the row-parallel layer before this one is in fused mode, and has written the whole
+            normed input into symmetric memory; False at first.
 
     ``forward(x)`` takes ``[s/t, b, i]`` (``[s, b, i]`` without sequence parallelism) and returns ``[s, b, o/t]`` and
     the bias or None, as ``ColumnParallelLinear`` does; ``sequence_length`` says ``s`` where the ranks do not divide it.
 
     Raises:
-        ConfigError: in ``forward``, an input of another dtype than the weight, or ``skip_norm_and_all_gather`` where no
-            row-parallel layer has left anything.
+        ConfigError: in ``forward``, an input of another dtype than the weight, or ``skip_norm_and_all_gather`` without
+            such a layer.
         ShardingError: in ``forward``, an input that is not of the shape that the layer takes.
     """
 
@@ -75,18 +70,12 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, InferenceColumnLinear)
 class InferenceLayerNormColumnParallelLinear(InferenceColumnParallelLinear, InferenceNormColumnLinear):
     """The norm that the config names, and ``InferenceColumnParallelLinear``.
 
-    Args:
-        input_size, output_size, init_method, gather_output, bias, skip_bias_add, is_expert, stride,
-            skip_weight_param_allocation, tp_comm_buffer_name, tp_group, name, pg_collection: as
-            ``InferenceColumnParallelLinear``.
-        config: a ``TransformerConfig``, which has ``normalization``, ``layernorm_epsilon`` and
-            ``layernorm_zero_centered_gamma`` too.
+    The arguments are those of ``InferenceColumnParallelLinear``, with a ``TransformerConfig`` that describes the norm.
 
     Attributes:
         layer_norm_weight: ``[i]``, whole on every rank.
         layer_norm_bias: ``[i]``, or None for RMSNorm.
         eps: of the norm.
-        skip_norm_and_all_gather: as ``InferenceColumnParallelLinear``.
 
     Raises:
         ConfigError: a config without a norm.

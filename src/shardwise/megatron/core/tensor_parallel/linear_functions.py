@@ -242,8 +242,8 @@ def drain_embedding_wgrad_compute(
     With sequence parallelism each input is gathered while the gradient before it is computed.
 
     Args:
-        config: says whether inputs are shards of the sequence (``sequence_parallel``) and where the gradient goes: into
-            ``weight.main_grad`` with ``gradient_accumulation_fusion``, else into ``weight.grad``.
+        config: ``sequence_parallel`` if inputs are shards of the sequence; ``gradient_accumulation_fusion`` to add the
+            gradient to ``weight.main_grad`` instead of ``weight.grad``.
         embedding_activation_buffer: the inputs, ``[s, b, i]`` or ``[s/t, b, i]``; emptied.
         grad_output_buffer: the output gradients, ``[s, b, o/t]``, in the same order; emptied.
         weight: the output layer's weight.
