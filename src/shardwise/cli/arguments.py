@@ -10,7 +10,7 @@ import re
 import textwrap
 import tomllib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, cast, get_origin
@@ -58,8 +58,8 @@ class Arguments(Checked, prefix="--"):
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     lasts: ClassVar[bool] = False
 
-    def work(self) -> Callable[[], object]:
-        """The work of the command, to be called on one rank. Imported only here, because PyTorch takes seconds."""
+    def work(self) -> None:
+        """Do the work of the command, on one rank. It is imported only here, because PyTorch takes seconds."""
         raise NotImplementedError
 
     def way_on(self) -> str:

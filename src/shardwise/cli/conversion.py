@@ -1,10 +1,8 @@
 """``shardwise import-hf`` and ``export-hf``: from a Hugging Face folder to a checkpoint, and back."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -12,9 +10,6 @@ from shardwise.cli.arguments import SplitArguments
 from shardwise.cli.reporting import is_first_rank, print_note
 from shardwise.core.files import check_free, check_free_target
 from shardwise.training.bounds import DEFAULT_FILE_GB, FILE_GB, Folder
-
-if TYPE_CHECKING:
-    from shardwise.run.commands.conversion import Imported
 
 
 @dataclass(frozen=True)
@@ -42,19 +37,15 @@ class ImportArguments(SplitArguments):
 
         open_for_import(self.folder, self.out, world_size)
 
-    def work(self) -> Callable[[], object]:
+    def work(self) -> None:
         from shardwise.run import import_hf
 
-        return partial(_import, partial(import_hf, **self.keywords()), self.out)
-
-
-def _import(import_: "Callable[[], Imported]", out: str) -> None:
-    imported = import_()
-    if is_first_rank():
-        use = f"; continue a text with: shardwise generate {out}" if imported.can_generate else ""
-        print(f"wrote {imported.checkpoint}{use}")
-        if imported.note:
-            print_note("shardwise import-hf", imported.note)
+        imported = import_hf(**self.keywords())
+        if is_first_rank():
+            use = f"; continue a text with: shardwise generate {self.out}" if imported.can_generate else ""
+            print(f"wrote {imported.checkpoint}{use}")
+            if imported.note:
+                print_note("shardwise import-hf", imported.note)
 
 
 @dataclass(frozen=True)
@@ -90,13 +81,9 @@ class ExportArguments(SplitArguments):
 
         open_for_export(self.checkpoint, self.out, merge=self.merge, world_size=world_size)
 
-    def work(self) -> Callable[[], object]:
+    def work(self) -> None:
         from shardwise.run import export_hf
 
-        return partial(_export, partial(export_hf, **self.keywords()), self.out)
-
-
-def _export(export: Callable[[], object], out: str) -> None:
-    export()
-    if is_first_rank():
-        print(f"wrote {out}; transformers loads it: AutoModel*.from_pretrained({out!r})")
+        export_hf(**self.keywords())
+        if is_first_rank():
+            print(f"wrote {self.out}; transformers loads it: AutoModel*.from_pretrained({self.out!r})")

@@ -3,10 +3,10 @@
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -80,13 +80,13 @@ class GenerateArguments(GeneratingArguments):
             self.checkpoint, self.adapter, self.prompt, self.wishes(), special_tokens=special, world_size=world_size
         )
 
-    def work(self) -> Callable[[], object]:
+    def work(self) -> None:
         from shardwise.cli import reporting
         from shardwise.run import generate
 
         reporting.allow_any_character()
         note = partial(print_note, "shardwise generate")
-        return partial(generate, **self.keywords(), on_text=reporting.show, on_note=note)
+        generate(**self.keywords(), on_text=reporting.show, on_note=note)
 
 
 _EXIT = "/exit"
@@ -110,13 +110,13 @@ class ChatArguments(GeneratingArguments):
 
         open_chat(self.checkpoint, self.adapter, self.wishes(), world_size)
 
-    def work(self) -> Callable[[], object]:
+    def work(self) -> None:
         from shardwise.cli import reporting
         from shardwise.run import chat
 
         reporting.allow_any_character()
         note = partial(print_note, "shardwise chat")
-        return partial(chat, **self.keywords(), turns=_turns(), on_text=reporting.show, on_note=note)
+        chat(**self.keywords(), turns=_turns(), on_text=reporting.show, on_note=note)
 
 
 def _turns() -> Iterator[str]:
@@ -178,12 +178,12 @@ class ClassifyArguments(SplitArguments):
 
         open_classifier(self.checkpoint, self.adapter, world_size)
 
-    def work(self) -> Callable[[], object]:
+    def work(self) -> None:
         from shardwise.run import classify
 
         lines = None if self.text or self.data else sys.stdin
         note = partial(print_note, "note")
-        return partial(classify, **self.keywords(), lines=lines, on_answer=_print_answer, on_note=note)
+        classify(**self.keywords(), lines=lines, on_answer=_print_answer, on_note=note)
 
 
 def _print_answer(answer: object) -> None:
@@ -256,25 +256,23 @@ class EvalArguments(SplitArguments):
 
         open_to_measure(self.checkpoint, self.adapter, world_size)
 
-    def work(self) -> Callable[[], object]:
+    def work(self) -> None:
         given = self.keywords()
         if self.tasks:
             from shardwise.run import evaluate_tasks
 
-            return partial(evaluate_tasks, **{name: given[name] for name in given.keys() - _OF_DATA}, on_table=print)
-        return partial(_print_evaluation, {name: given[name] for name in given.keys() - _OF_TASKS})
+            evaluate_tasks(**{name: given[name] for name in given.keys() - _OF_DATA}, on_table=print)
+            return
+        from shardwise.run import evaluate
 
-
-def _print_evaluation(keywords: dict[str, Any]) -> None:
-    from shardwise.run import evaluate
-
-    measured = evaluate(**keywords, on_note=partial(print_note, "note"))
-    if not is_first_rank():
-        return
-    for note in measured.notes:
-        print(f"note            {note}")
-    print(f"data            {measured.data}")
-    of_texts = "perplexity" in measured.metrics
-    for name, value in measured.metrics.items():
-        unit = " nats per token" if of_texts and name == "loss" else ""
-        print(f"{name:<15} {value:.{4 if name == 'perplexity' else 6}f}{unit}")
+        keywords = {name: given[name] for name in given.keys() - _OF_TASKS}
+        measured = evaluate(**keywords, on_note=partial(print_note, "note"))
+        if not is_first_rank():
+            return
+        for note in measured.notes:
+            print(f"note            {note}")
+        print(f"data            {measured.data}")
+        of_texts = "perplexity" in measured.metrics
+        for name, value in measured.metrics.items():
+            unit = " nats per token" if of_texts and name == "loss" else ""
+            print(f"{name:<15} {value:.{4 if name == 'perplexity' else 6}f}{unit}")

@@ -1,9 +1,7 @@
 """The commands that only look: ``plan``, ``compare`` and ``env``."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated
 
 import tyro
@@ -60,52 +58,31 @@ class PlanArguments(SettingsArguments):
             numbers.append(int(text))
         return tuple(numbers)
 
-    def work(self) -> Callable[[], object]:
+    def work(self) -> None:
+        from shardwise.run.plan.report import plan_as_json, plan_as_table
+
         if self.fit is None:
+            from shardwise.run.plan.plan import plan_of
+
             (world_size,) = self.world_sizes()
-            return partial(_print_plan, self.settings, self.model_dir, world_size, as_json=self.json)
-        return partial(
-            _print_fitting,
-            self.settings,
-            self.model_dir,
-            self.fit,
-            self.world_sizes(),
-            ranks_per_host=self.ranks_per_host,
-            as_json=self.json,
+            plan = plan_of(self.settings, self.model_dir, world_size)
+            print(json.dumps(plan_as_json(plan), indent=2) if self.json else plan_as_table(plan))
+            return
+        from shardwise.run.plan.fit import choices_of, fitting_as_table
+
+        choices = choices_of(
+            self.settings, self.model_dir, self.fit, self.world_sizes(), ranks_per_host=self.ranks_per_host
         )
-
-
-def _print_plan(settings: PlanSettings, folder: str | None, world_size: int, *, as_json: bool) -> None:
-    from shardwise.run.plan.plan import plan_of
-    from shardwise.run.plan.report import plan_as_json, plan_as_table
-
-    plan = plan_of(settings, folder, world_size)
-    print(json.dumps(plan_as_json(plan), indent=2) if as_json else plan_as_table(plan))
-
-
-def _print_fitting(
-    settings: PlanSettings,
-    folder: str | None,
-    limit: str,
-    world_sizes: tuple[int, ...],
-    *,
-    ranks_per_host: int,
-    as_json: bool,
-) -> None:
-    from shardwise.run.plan.fit import choices_of, fitting_as_table
-    from shardwise.run.plan.report import plan_as_json
-
-    choices = choices_of(settings, folder, limit, world_sizes, ranks_per_host=ranks_per_host)
-    if as_json:
-        print(json.dumps([plan_as_json(choice.plan) for choice in choices], indent=2))
-        return
-    print(fitting_as_table(choices[:_SHOWN]))
-    left = len(choices) - _SHOWN
-    more = f"{left} more fit. " if left > 0 else ""
-    print(
-        f"\n{more}Best first: the least extra work (recomputation, idle pipeline stages), then the fewest bytes that a "
-        "rank sends in a step, then memory."
-    )
+        if self.json:
+            print(json.dumps([plan_as_json(choice.plan) for choice in choices], indent=2))
+            return
+        print(fitting_as_table(choices[:_SHOWN]))
+        left = len(choices) - _SHOWN
+        more = f"{left} more fit. " if left > 0 else ""
+        print(
+            f"\n{more}Best first: the least extra work (recomputation, idle pipeline stages), then the fewest bytes "
+            "that a rank sends in a step, then memory."
+        )
 
 
 @dataclass(frozen=True)
@@ -123,17 +100,13 @@ class CompareArguments(Arguments):
     run_a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_A"), Folder("")]
     run_b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_B"), Folder("")]
 
-    def work(self) -> Callable[[], object]:
-        return partial(_compare, self.run_a, self.run_b)
+    def work(self) -> None:
+        from shardwise.run import compare
 
-
-def _compare(run_a: str, run_b: str) -> None:
-    from shardwise.run import compare
-
-    same, lines = compare(run_a, run_b)
-    print("\n".join(lines))
-    if not same:
-        raise SystemExit(1)
+        same, lines = compare(self.run_a, self.run_b)
+        print("\n".join(lines))
+        if not same:
+            raise SystemExit(1)
 
 
 @dataclass(frozen=True)
@@ -147,8 +120,8 @@ class EnvArguments(Arguments):
 
     json: bool = False
 
-    def work(self) -> Callable[[], object]:
+    def work(self) -> None:
         from shardwise.cli.machine import as_table, gather
 
         report = gather()
-        return partial(print, json.dumps(report, indent=2) if self.json else as_table(report))
+        print(json.dumps(report, indent=2) if self.json else as_table(report))

@@ -105,7 +105,7 @@ def run_subcommand(name: str, argv: Sequence[str]) -> int:
         with lasting_outputs() if arguments.lasts else contextlib.nullcontext():
             code: int | None = start_ranks(name, argv, arguments)
             if code is None:
-                arguments.work()()
+                arguments.work()
             return code or 0
     except Interrupted as interruption:
         interruption.note = arguments.way_on()

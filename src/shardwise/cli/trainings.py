@@ -1,8 +1,6 @@
 """The commands that train: ``train``, ``finetune``, ``dpo``, ``distill`` and ``demo``."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -31,10 +29,10 @@ class TrainArguments(RunArguments):
 
     settings: Annotated[Settings, tyro.conf.arg(name="")]
 
-    def work(self) -> Callable[[], object]:
+    def work(self) -> None:
         from shardwise.run.run import run
 
-        return partial(run, self.settings)
+        run(self.settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,20 +71,17 @@ class FinetuneArguments(RunArguments):
     def way_on(self) -> str:
         return "" if self.show else super().way_on()
 
-    def work(self) -> Callable[[], object]:
+    def work(self) -> None:
         if self.show:
-            return partial(_print_samples, self.settings, self.show)
+            from shardwise.run.commands.shown_samples import shown_samples
+
+            allow_any_character()
+            for paragraph in shown_samples(self.settings, self.show, colours=has_colours()):
+                print(paragraph)
+            return
         from shardwise.run.run import run
 
-        return partial(run, self.settings)
-
-
-def _print_samples(settings: FinetuneSettings, count: int) -> None:
-    from shardwise.run.commands.shown_samples import shown_samples
-
-    allow_any_character()
-    for paragraph in shown_samples(settings, count, colours=has_colours()):
-        print(paragraph)
+        run(self.settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,11 +149,11 @@ class DemoArguments(LaunchArguments):
         if (out / "checkpoints").exists() and not (out / "DEMO").exists():
             raise ConfigError(f"{out} holds a run that is not a demo's; choose another --out")
 
-    def work(self) -> Callable[[], object]:
+    def work(self) -> None:
         from shardwise.run.parity import demo_task
         from shardwise.run.run import run
 
-        return partial(run, demo_settings(self), demo_task)
+        run(demo_settings(self), demo_task)
 
 
 def demo_settings(arguments: DemoArguments) -> Settings:

@@ -1,4 +1,4 @@
-"""A run's checkpoints: what goes in, and whether one belongs to this run."""
+"""A run's checkpoints: their content, and whether one belongs to this run."""
 
 import dataclasses
 import json
@@ -31,6 +31,7 @@ from shardwise.training.trainer import Trainer
 # What must not change between the parts of one run: the model, and which samples come when.
 _FIXED_TRAINING = ("global_batch_size", "seed")
 _FIXED_SECTIONS = ("model", "lora", "preference", "distillation")
+_NOT_FINITE = "has values that are not finite"
 _SECTIONS = (*_FIXED_SECTIONS, "training", "optimizer", "parallel")
 
 
@@ -67,11 +68,11 @@ def begin_save(session: Session, step: int, snapshot: checkpoint.Snapshot | None
     state, control = run_state(session), session.ranks.control
 
     def error(broken: str) -> DivergenceError:
-        return DivergenceError(f"{broken} after {step} steps")
+        return DivergenceError(f"{broken} {_NOT_FINITE} after {step} steps")
 
     def check(name: str, data: Tensor) -> None:
-        if _not_finite({name: data}) is not None:
-            raise error(_broken(name))
+        if first_not_finite({name: data}) is not None:
+            raise error(name)
 
     if snapshot is None:
         _check_finite(state, error, control)
@@ -89,29 +90,19 @@ def begin_save(session: Session, step: int, snapshot: checkpoint.Snapshot | None
 
 
 def _check_finite(state: Mapping[str, ParamShard], error: Callable[[str], Exception], group: ProcessGroup) -> None:
-    """Raise ``error`` of what is broken, on every rank, if a tensor of any is not finite."""
-
     def check() -> None:
         if (broken := first_not_finite(state)) is not None:
-            raise error(_broken(broken))
+            raise error(broken)
 
     agree(check, group=group)
 
 
-def _broken(name: str) -> str:
-    return f"{name} has values that are not finite"
-
-
-def first_not_finite(state: Mapping[str, ParamShard]) -> str | None:
+def first_not_finite(tensors: Mapping[str, ParamShard] | Mapping[str, Tensor]) -> str | None:
     """The name of the first tensor of this rank with a NaN or an infinity in it; None if there is none.
 
     Each tensor is read once, with no copy: less than what its checksums cost.
     """
-    return _not_finite({name: shard.data for name, shard in state.items()})
-
-
-def _not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    entries = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
+    entries = {name: each.data.detach() for name, each in tensors.items() if each.data.numel()}
     # NaN is both the least and the largest where there is one. The host waits for the device once.
     extremes = [torch.stack(tuple(torch.aminmax(tensor))).double() for tensor in entries.values()]
     if not extremes:
@@ -145,7 +136,9 @@ def start_or_resume(session: Session) -> tuple[int, Path | None]:
     meta = checkpoint.load(newest, state, group=control, convert=True)
     hint = "remove it to go on from the one before, or start anew with --resume restart"
     _check_finite(
-        state, lambda broken: CheckpointError(f"{newest} is of a run that had diverged: {broken}; {hint}"), control
+        state,
+        lambda broken: CheckpointError(f"{newest} is of a run that had diverged: {broken} {_NOT_FINITE}; {hint}"),
+        control,
     )
     trainer = session.trainer
     agree(lambda: _restore_scaling_(trainer, meta), group=control)
@@ -162,7 +155,7 @@ def _scaling(trainer: Trainer) -> dict[str, Any]:
 
 
 def _restore_scaling_(trainer: Trainer, meta: Mapping[str, Any]) -> None:
-    """Take over what ``_scaling`` recorded; runs before it recorded anything had no skipped steps."""
+    """Take over the values of ``_scaling``; older runs recorded none and had no skipped steps."""
     skipped = meta.get("skipped_steps", 0)
     if type(skipped) is not int or skipped < 0:
         raise CheckpointError(f"skipped_steps of the checkpoint is {shown(skipped)}; it must be a count")
@@ -172,7 +165,7 @@ def _restore_scaling_(trainer: Trainer, meta: Mapping[str, Any]) -> None:
 
 
 def _note_on_precision(trainer: Trainer, path: Path, meta: Mapping[str, Any]) -> str:
-    """What is to be said where a run goes on in another dtype, or its weights come from fewer bits than they have."""
+    """A note where a run goes on in another dtype, or its weights come from fewer bits than they have."""
     was, now = meta["settings"].get("training", {}).get("dtype"), trainer.settings.training.dtype
     changed = f"the run was in {was}, and goes on in {now} (--training.dtype)" if was not in (None, now) else ""
     stored = {tensor.dtype for name, tensor in Manifest.read(path).tensors.items() if name.startswith("model.")}
@@ -263,7 +256,7 @@ def _check_belongs(session: Session, folder: Path) -> int:
 
 
 def _exact_settings(settings: Mapping[str, Any], batch: int) -> dict[str, Any]:
-    """What the bits of an exact run of ``batch`` samples a step depend on beside its fixed settings, by flag."""
+    """Settings, by flag, that decide on the bits of an exact run of ``batch`` samples a step; others are fixed."""
     parallel, training = settings.get("parallel", {}), settings.get("training", {})
     # Runs of versions without the setting were plain.
     found = {"--exact": parallel.get("exact", False), "--training.dtype": training.get("dtype")}

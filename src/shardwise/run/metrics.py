@@ -1,8 +1,6 @@
-"""What a run writes down about itself: ``metrics.jsonl``, and TensorBoard's files when asked.
+"""The records of a run: ``metrics.jsonl``, TensorBoard's files when asked, the loss curve as a picture.
 
-The loss curve as a picture.
-
-The progress of a run: step, loss, bits per byte, tokens per second, time left; a bar, or lines in a log.
+On the terminal a bar, or lines in a log: step, loss, bits per byte, tokens per second, time left.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""When a run's checkpoints are written and published: at once, or by a thread while the run trains on.
+"""The checkpoints of a run, written at once or by a thread while it trains on, and the files next to them.
 
-The files that a run leaves next to its checkpoints: a comparison, a picture, a sample.
-
-Nothing here can fail the run.
-
-The folder of a run: held by one run at a time, and cleared of what a killed one left.
+These are a comparison, a picture and a sample, none of which can fail the run. One run at a time has its folder, and
+clears it of what a killed one left.
 """
 
 import dataclasses
@@ -173,7 +170,7 @@ def compressed_bits_per_byte(content: bytes) -> dict[str, float]:
 
 
 def _leave_sample(session: Session) -> None:
-    """Write what the model, of one stage, begins a new text with; every rank calls."""
+    """Write the beginning of a new text by the model, of one stage; every rank calls."""
     tokenizer, model = session.data.tokenizer, session.trainer.model
     assert isinstance(model, GPT)
     with session.ranks.phase("writing a sample"):

@@ -1,4 +1,4 @@
-"""How much of the hardware a run uses: the peak of its devices, the model's operations, the memory at its highest.
+"""Utilisation of the hardware: the peak of its devices, the model's operations, the memory at its highest.
 
 A trace of some steps of a run, by PyTorch's profiler.
 """
@@ -56,13 +56,7 @@ class Peak:
 
 
 def peak_of(device: torch.device, dtype: torch.dtype, given: float | None = None) -> Peak:
-    """Of one rank's device for products of ``dtype``.
-
-    Args:
-        device: the rank's.
-        dtype: of the products.
-        given: TFLOP/s, in place of what is known or measured.
-    """
+    """The peak of a rank's device for products of ``dtype``: ``given`` in TFLOP/s, or known, or measured."""
     if given is not None:
         return Peak(given * 1e12, "as given")
     if device.type == "cpu":
@@ -201,7 +195,6 @@ def profiled(settings: ProfileSettings, folder: Path, ranks: Ranks) -> Iterator[
 
 
 def _write(profiler: torch.profiler.profile, path: Path) -> None:
-    """Complete or absent."""
     try:
         with tempfile.TemporaryDirectory() as scratch:
             trace = Path(scratch) / path.name

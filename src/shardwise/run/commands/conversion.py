@@ -40,13 +40,7 @@ from shardwise.training.bounds import DEFAULT_FILE_GB, DEFAULT_TIMEOUT, FILE_GB,
 def open_for_export(
     checkpoint: str | PathLike[str], out: str | PathLike[str], *, merge: bool, world_size: int
 ) -> OpenCheckpoint:
-    """Read all of a checkpoint but its tensors.
-
-    Raises:
-        ConfigError: a Hugging Face folder, adapters without ``--merge``, ``--merge`` without adapters, more ranks than
-            the model can be split over, or ``--out`` exists.
-        CheckpointError: no checkpoint, or a damaged one.
-    """
+    """Read all of a checkpoint but its tensors. Raises as ``export_hf``."""
     path = Path(checkpoint)
     is_adapter = (path / ADAPTER_CONFIG_NAME).is_file()
     if is_pretrained(path) and not is_adapter:
@@ -124,7 +118,7 @@ def export_hf(
 
 
 def _card(opened: OpenCheckpoint) -> str | None:
-    """The card of what a run trained, merged adapters included; None for a model that was imported."""
+    """The card of a trained model, merged adapters included; None for a model that was imported."""
     if opened.adapter is not None:
         try:
             card = read_regular(opened.adapter / README_NAME, limit=MAX_CONFIG_BYTES).decode()
@@ -156,13 +150,7 @@ class Imported:
 
 
 def open_for_import(folder: str | PathLike[str], out: str | PathLike[str], world_size: int) -> PretrainedFolder:
-    """Read all of a Hugging Face folder but its tensors.
-
-    Raises:
-        ConfigError: an architecture or a value in ``config.json`` that is not offered, more ranks than the model can be
-            split over, or ``--out`` has a checkpoint.
-        CheckpointError: files that are missing or damaged.
-    """
+    """Read all of a Hugging Face folder but its tensors. Raises as ``import_hf``."""
     source = PretrainedFolder(Path(folder))
     check_fits(source.description, world_size)
     if checkpoints.latest(Path(out) / "checkpoints") is not None:
@@ -218,7 +206,7 @@ def import_hf(
 def _import(
     source: PretrainedFolder, out: Path, dtype: torch.dtype | None, identity: dict[str, object], ranks: Ranks
 ) -> Path:
-    """Write the checkpoint; ``identity`` is what it records of the tokenizer."""
+    """Write the checkpoint, with ``identity`` of the tokenizer."""
     model = load_pretrained(source.path, groups=Groups(tp=ranks.world), dtype=dtype, device="cpu")
     # What the heads found in the files add to config.json is in the class that it names.
     config = dict(source.config.values) | {

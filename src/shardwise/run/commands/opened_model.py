@@ -1,4 +1,4 @@
-"""The model that a function is given: in a checkpoint of a training run or an import, or in a Hugging Face folder."""
+"""The model of a function: in a checkpoint of a training run or an import, or in a Hugging Face folder."""
 
 import dataclasses
 import os
@@ -50,9 +50,9 @@ class OpenCheckpoint:
         folder: of the checkpoint, or the Hugging Face folder.
         description: of the model.
         dtype: of its weights.
-        config: the ``config.json`` that it was imported with, or lies there; None of a training run's model.
+        config: its ``config.json``; None of a training run's model.
         tokenizer: the model's; None if it was imported without one that can be read.
-        is_checkpoint: whether the folder is a checkpoint, and no Hugging Face folder.
+        is_checkpoint: the folder is a checkpoint, and no Hugging Face folder.
         adapter: folder of adapters to use with the model.
     """
 
@@ -77,7 +77,7 @@ class OpenCheckpoint:
         return length
 
     def generation_defaults(self) -> GenerationDefaults:
-        """What the model's files say about generation; nothing for a training run.
+        """The defaults for generation in the model's files; none for a training run.
 
         Raises:
             CheckpointError: they cannot be read.
@@ -89,7 +89,7 @@ class OpenCheckpoint:
         return GenerationDefaults(self.adapter if beside else self.folder, self.config.values)
 
     def chat_template(self) -> ChatTemplate | None:
-        """The chat template beside the adapters, or else the model's; None if there is none.
+        """The chat template next to the adapters, or else the model's; None if there is none.
 
         Raises:
             DataError: it cannot be read, or is none.
@@ -145,7 +145,7 @@ class OpenCheckpoint:
         return model
 
     def _check_sizes(self) -> None:
-        """Check the sizes that decide on the number of tensors, and of what is made beside them."""
+        """Check the sizes that decide on the number of tensors, and of those that are made next to them."""
         tensors = Manifest.read(self.folder).tensors.values()
         layers, width = self.description.num_layers, max(self.description.hidden_size, self.description.kv_channels)
         if layers > len(tensors):
@@ -181,7 +181,6 @@ class Evaluation:
 
 
 def as_tuple(paths: str | Sequence[str]) -> tuple[str, ...]:
-    """One string, or several, as a tuple."""
     return (paths,) if isinstance(paths, str) else tuple(paths)
 
 
@@ -195,11 +194,11 @@ def check_fits(description: ModelDescription, world_size: int) -> None:
 
 
 def find_checkpoint(path: Path, *, otherwise: str = "") -> Path:
-    """The checkpoint that ``path`` stands for: itself, or the newest of a run or of its folder of checkpoints.
+    """The checkpoint at ``path``, or the newest of a run or of its folder of checkpoints.
 
     Args:
         path: of a folder.
-        otherwise: what else could have been given, for the message.
+        otherwise: alternatives, for the message.
 
     Raises:
         CheckpointError: there is none.
@@ -217,7 +216,7 @@ def find_checkpoint(path: Path, *, otherwise: str = "") -> Path:
 
 
 def open_model(path: str | PathLike[str], adapter: str | PathLike[str] | None = None) -> OpenCheckpoint:
-    """Find the model that a path stands for, and read all of it but its tensors.
+    """Find the model at a path, and read all of it but its tensors.
 
     Args:
         path: of a run, an import or a checkpoint (see ``find_checkpoint``), a Hugging Face folder, or a folder of
@@ -250,7 +249,7 @@ def open_model(path: str | PathLike[str], adapter: str | PathLike[str] | None = 
 
 
 def is_pretrained(path: Path) -> bool:
-    """Whether a folder is a Hugging Face folder, and no checkpoint, which may have a ``config.json`` too."""
+    """True for a Hugging Face folder; a checkpoint may have a ``config.json`` too."""
     if not (path / CONFIG_NAME).is_file() or (path / MANIFEST_NAME).exists():
         return False
     # Without adapters it is a model that lacks its weights.
@@ -291,11 +290,7 @@ def _open_pretrained(path: Path, adapter: Path | None) -> OpenCheckpoint:
 
 
 def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:
-    """Find a checkpoint, and read all of it but its tensors.
-
-    Args:
-        path: see ``find_checkpoint``.
-        otherwise: likewise.
+    """Find a checkpoint (see ``find_checkpoint``), and read all of it but its tensors.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it was written by neither a training run nor an import.

@@ -45,7 +45,6 @@ def shown_samples(settings: FinetuneSettings, count: int, *, colours: bool) -> I
 
 
 def _samples(method: Examples | Preferences, count: int, colours: bool) -> Iterator[str]:
-    """Samples of texts and chats, or pairs of answers."""
     settings, examples = method.settings, method.to_show()
     longest = settings.sequence_length + 1
     key = f"{_LEARNED}learned{_PLAIN}, {_READ}only read{_PLAIN}" if colours else "[[learned]], only read"
@@ -79,7 +78,6 @@ def _samples(method: Examples | Preferences, count: int, colours: bool) -> Itera
 
 
 def _stream(texts: TaskData, count: int, key: str, colours: bool) -> Iterator[str]:
-    """Samples cut from texts one after the other."""
     rows = texts.train
     assert isinstance(rows, TokenRows)
     yield (
@@ -95,7 +93,6 @@ def _stream(texts: TaskData, count: int, key: str, colours: bool) -> Iterator[st
 
 
 def _labelled(method: LabelledTexts, count: int) -> Iterator[str]:
-    """Texts with labels."""
     name, texts = method.read_texts(method.settings.data)
     labels = choose_labels(method.source.folder, texts, method.settings.labels)
     yield f"{name}, {counted(len(texts), 'text')}; {labels.problem}: {_printable(', '.join(labels.names))}"

@@ -22,7 +22,7 @@ RESET = "/reset"
 
 @dataclass(frozen=True)
 class ChoiceWishes:
-    """How tokens are to be chosen; None leaves it to the model's files.
+    """The choice of tokens that a user asks for; None leaves it to the model's files.
 
     Attributes:
         max_new_tokens: most tokens to add.
@@ -37,7 +37,7 @@ class ChoiceWishes:
     top_p: float | None = None
 
     def choose(self, opened: OpenCheckpoint, tokenizer: Tokenizer, num_prompt_tokens: int) -> GenerationChoice:
-        """How tokens are chosen after a prompt. Raises ConfigError: a value out of range."""
+        """The choice of tokens after a prompt. Raises ConfigError: a value out of range."""
         return opened.generation_defaults().choose(
             **asdict(self),
             num_prompt_tokens=num_prompt_tokens,
@@ -51,10 +51,9 @@ class OpenPrompt:
     """A text to continue.
 
     Attributes:
-        opened: the model.
-        tokenizer: of the model.
-        prompt_ids: what the tokenizer puts in front, and the prompt.
-        choice: how tokens are chosen.
+        opened, tokenizer: the model, and its tokenizer.
+        prompt_ids: the tokens that the tokenizer puts in front, and the prompt.
+        choice: of tokens.
     """
 
     opened: OpenCheckpoint
@@ -63,7 +62,7 @@ class OpenPrompt:
     choice: GenerationChoice
 
     def notes(self, longest: int) -> Iterator[str]:
-        """What a user should know, one line each, where the model reads ``longest`` tokens."""
+        """Lines that a user should read, where the model reads ``longest`` tokens."""
         yield from self.choice.notes
         ids, beginning = self.prompt_ids, list(self.tokenizer.beginning)
         if beginning and ids[len(beginning) : 2 * len(beginning)] == beginning:
@@ -84,13 +83,7 @@ def open_prompt(
     special_tokens: bool,
     world_size: int,
 ) -> OpenPrompt:
-    """Open the checkpoint of a model that continues texts, and read the prompt.
-
-    Raises:
-        ConfigError: more ranks than the model can be split over, or a model that adds no tokens.
-        CheckpointError: no checkpoint there, or a damaged one.
-        DataError: no tokenizer, or a damaged one.
-    """
+    """Open the checkpoint of a model that continues texts, and read the prompt. Raises as ``generate``."""
     opened, tokenizer = open_causal(checkpoint, adapter, world_size)
     encoded = tokenizer.encode(prompt, parse_special=special_tokens)
     prompt_ids = [*tokenizer.beginning, *encoded]
@@ -100,7 +93,7 @@ def open_prompt(
 def open_causal(
     checkpoint: str | PathLike[str], adapter: str | PathLike[str] | None, world_size: int
 ) -> tuple[OpenCheckpoint, Tokenizer]:
-    """A model that continues texts, without its tensors, and its tokenizer. Raises as ``open_prompt``."""
+    """A model that continues texts, without its tensors, and its tokenizer. Raises as ``generate``."""
     opened = open_model(checkpoint, adapter)
     check_fits(opened.description, world_size)
     if (head := opened.description.classification) is not None:
@@ -236,8 +229,8 @@ class OpenChat:
     Attributes:
         opened: the model.
         encoder: turns messages into tokens.
-        turn_ends: tokens that end a turn, beside those that end a text.
-        wishes: how tokens are to be chosen.
+        turn_ends: tokens that end a turn, as those do that end a text.
+        wishes: the choice of tokens that the user asks for.
     """
 
     opened: OpenCheckpoint
@@ -249,13 +242,7 @@ class OpenChat:
 def open_chat(
     checkpoint: str | PathLike[str], adapter: str | PathLike[str] | None, wishes: ChoiceWishes, world_size: int
 ) -> OpenChat:
-    """Open a model, its tokenizer and its chat template.
-
-    Raises:
-        ConfigError: more ranks than the model can be split over, or a model that adds no tokens.
-        CheckpointError: no model there, or a damaged one.
-        DataError: no tokenizer or chat template, or a damaged one.
-    """
+    """Open a model, its tokenizer and its chat template. Raises as ``chat``."""
     opened, tokenizer = open_causal(checkpoint, adapter, world_size)
     template = opened.chat_template()
     if template is None:

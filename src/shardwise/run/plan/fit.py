@@ -219,7 +219,6 @@ def _micro_batch_sizes(workload: Workload, mesh: Mesh, given: int | None) -> Ite
 
 
 def fitting_as_table(choices: Sequence[Choice]) -> str:
-    """A line for each layout that fits."""
     header = ["ranks", "tp", "pp", "dp", "sp", "sharded", "recompute", "micro-batch", "a rank", "extra work", "sent"]
     rows = [header]
     for choice in choices:
@@ -244,7 +243,7 @@ def fitting_as_table(choices: Sequence[Choice]) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of PyTorch, Python or the system says that there is no more memory."""
+    """True for an error of PyTorch, Python or the system for lack of memory."""
     if isinstance(error, ShardwiseError):
         return False
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -256,14 +255,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Shortage:
-    """What is said when a rank runs out of memory.
+    """The message of a rank that runs out of memory.
 
     Attributes:
-        settings: of the run.
-        model: that it trains.
-        is_planned: whether there is a plan of such a run; of adapters, say, there is none.
-        ranks: who this process is.
-        available: bytes that the run may take on this rank, from before the model was made; 0 if nobody knows.
+        settings, model: of the run, and the model that it trains.
+        is_planned: there is a plan of such a run; of adapters, say, there is none.
+        ranks: this process.
+        available: bytes that the run may take on this rank, from before the model was made; 0 if unknown.
     """
 
     settings: RunSettings
@@ -279,7 +277,7 @@ class Shortage:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Within, what runs out of memory is an OutOfMemoryError that says what the run needs."""
+        """Within, an error for lack of memory becomes an OutOfMemoryError with the needs of the run."""
         try:
             yield
         except (MemoryError, RuntimeError, OSError) as error:
@@ -296,7 +294,7 @@ class Shortage:
         return f"out of memory on a rank{more}{there}"
 
     def _details(self) -> str:
-        """The plan, and what to change; nothing where the run cannot be planned."""
+        """The plan, and the remedy."""
         if not self.is_planned:
             return "Use a smaller --training.micro-batch-size, shorter samples, or --recompute.granularity full."
         try:
@@ -339,7 +337,7 @@ class Shortage:
 
 
 def changes(before: Mesh, after: Mesh) -> list[str]:
-    """The flags that make the one of the other."""
+    """The flags that turn one mesh into the other."""
     flags = [
         f"--{name} {getattr(after, name)}"
         for name in ("tp", "pp", "zero")
@@ -363,7 +361,7 @@ def changes(before: Mesh, after: Mesh) -> list[str]:
 def available_memory(device: torch.device) -> int:
     """Bytes that this rank may take from now on.
 
-    All of the GPU's; on a CPU what the process's limit (``ulimit -v``) leaves, or its share of the machine's memory.
+    All of the GPU's; on a CPU the rest of the process's limit (``ulimit -v``), or its share of the machine's memory.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
@@ -377,7 +375,6 @@ def available_memory(device: torch.device) -> int:
 
 
 def _mapped() -> int:
-    """Bytes of this process's address space."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except (OSError, IndexError):
@@ -385,6 +382,5 @@ def _mapped() -> int:
 
 
 def _readable(size: str) -> str:
-    """Bytes, as the CPU's allocator counts them, in their unit."""
     number, _, unit = size.partition(" ")
     return shown_bytes(int(number)) if unit == "bytes" and number.isdecimal() else size
