@@ -33,38 +33,6 @@ from shardwise.training.bounds import BATCH, DEFAULT_BATCH, DEFAULT_TIMEOUT, SEQ
 from shardwise.training.objective import CrossEntropy, measure
 
 
-def _open_data(
-    data: tuple[str, ...],
-    opened: OpenCheckpoint,
-    tokenizer: Tokenizer,
-    *,
-    length: int,
-    mask_prompts: bool,
-    special_tokens: bool,
-    text_key: str,
-) -> tuple[str, HeldOut, tuple[str, ...]]:
-    """The data's name, its rows and what was left out. Raises DataError: it cannot be read, or nothing in it counts."""
-    if STDLIB in data:
-        corpus = read_data(data)
-    else:
-        name, records = read_records(data, has_text=partial(has_text, text_key=text_key))
-        if not all(map(is_plain_text, records)):
-            encoder = ExampleEncoder(
-                tokenizer,
-                opened.chat_template(),
-                mask_prompts=mask_prompts,
-                parse_special=special_tokens,
-            )
-            examples = [example_of(record, text_key) for record in records]
-            samples, left_out = encode_examples(examples, encoder, name)
-            rows = SampleRows(samples, length, packing=True, too_long="split")
-            notes = tuple(left_out_notes(examples, left_out, "to measure on"))
-            return f"{name}, {counted(len(samples), 'sample')}", HeldOut(rows), notes
-        corpus = corpus_of(name, records, text_key)
-    stream = TokenStream.from_corpus(corpus, tokenizer, parse_special=special_tokens)
-    return corpus.name, HeldOut(WindowRows(stream, length)), ()
-
-
 def open_to_measure(
     checkpoint: str | PathLike[str], adapter: str | PathLike[str] | None, world_size: int
 ) -> OpenClassifier | tuple[OpenCheckpoint, Tokenizer]:
@@ -131,19 +99,29 @@ def evaluate(
                 on_note=on_note,
             )
         opened, tokenizer = found
+
+        def read() -> tuple[str, HeldOut, list[str]]:
+            length = opened.sequence_length(sequence_length)
+            if STDLIB in files:
+                corpus = read_data(files)
+            else:
+                name, records = read_records(files, has_text=partial(has_text, text_key=text_key))
+                if not all(map(is_plain_text, records)):
+                    template = opened.chat_template()
+                    encoder = ExampleEncoder(
+                        tokenizer, template, mask_prompts=mask_prompts, parse_special=special_tokens
+                    )
+                    examples = [example_of(record, text_key) for record in records]
+                    samples, left_out = encode_examples(examples, encoder, name)
+                    rows = SampleRows(samples, length, packing=True, too_long="split")
+                    notes = left_out_notes(examples, left_out, "to measure on")
+                    return f"{name}, {counted(len(samples), 'sample')}", HeldOut(rows), notes
+                corpus = corpus_of(name, records, text_key)
+            stream = TokenStream.from_corpus(corpus, tokenizer, parse_special=special_tokens)
+            return corpus.name, HeldOut(WindowRows(stream, length)), []
+
         with ranks.phase("reading the data"):
-            name, held_out, notes = agree(
-                lambda: _open_data(
-                    files,
-                    opened,
-                    tokenizer,
-                    length=opened.sequence_length(sequence_length),
-                    mask_prompts=mask_prompts,
-                    special_tokens=special_tokens,
-                    text_key=text_key,
-                ),
-                group=ranks.control,
-            )
+            name, held_out, notes = agree(read, group=ranks.control)
             num_labels, num_bytes = held_out.num_labels, held_out.rows.num_bytes
             check_same((name, num_labels, num_bytes), "the data", group=ranks.control)
         model = opened.load_model(ranks)
@@ -159,4 +137,4 @@ def evaluate(
             "bits per byte": held_out.bits_per_byte(nats),
         }
         size = f"{num_labels:,} tokens, {num_bytes:,} bytes"
-        return Evaluation(f"{name}: {size}", metrics, notes)
+        return Evaluation(f"{name}: {size}", metrics, tuple(notes))

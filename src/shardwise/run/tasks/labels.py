@@ -24,12 +24,11 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.tokenizer.library import DeclaredTokens
 from shardwise.models.classification import Classification, HeadTask, ProblemType
 from shardwise.models.description import ModelDescription
-from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import LabelSettings
 from shardwise.run.tasks.labelling import Labelling
 from shardwise.run.tasks.pretrained_model import PretrainedModel
 from shardwise.run.tasks.task import Method
-from shardwise.run.tasks.task_data import TaskData, divided, sha256_of, share
+from shardwise.run.tasks.task_data import TaskData, divided, sha256_of
 from shardwise.storage.huggingface.architectures.architecture import label_names, usual_names
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME, PretrainedFolder
@@ -66,11 +65,7 @@ class LabelledTexts(Method):
             folder.config.values, folder.path, folder.description, source.tokenizer, pad_token, task=task
         )
 
-    def read(self, ranks: Ranks) -> TaskData:
-        """The texts, encoded by the model's tokenizer, their labels and the head. Raises as ``share``."""
-        return share(self._prepare, ranks)
-
-    def _prepare(self) -> TaskData:
+    def prepare(self) -> TaskData:
         settings, tokenizer = self.settings, self.source.tokenizer
         name, texts = self.read_texts(settings.data)
         measured = self.read_texts(settings.samples.held_out)[1] if settings.samples.held_out else None

@@ -37,12 +37,11 @@ from shardwise.data.examples import common_length
 from shardwise.data.json_records import counted
 from shardwise.data.tokenizer import ChatTemplate
 from shardwise.nn.loss.cross_entropy import preference_loss
-from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import DpoSettings, PreferenceSettings, SampleSettings
 from shardwise.run.tasks.pretrained_model import PretrainedModel
 from shardwise.run.tasks.samples import LOOKED_AT, prepare_rows
 from shardwise.run.tasks.task import Method, Session
-from shardwise.run.tasks.task_data import TaskData, share
+from shardwise.run.tasks.task_data import TaskData
 from shardwise.training.objective import Objective
 from shardwise.training.trainer import Trainer
 
@@ -271,10 +270,6 @@ class Preferences(Method):
         assert isinstance(source.settings, DpoSettings)
         self.source, self.settings = source, source.settings
 
-    def read(self, ranks: Ranks) -> TaskData:
-        """The pairs, encoded by the model's tokenizer. Raises as ``share``."""
-        return share(self._prepare, ranks)
-
     def encoder(self) -> PreferenceEncoder:
         """Turns pairs into tokens. Raises DataError if the folder's chat template is none."""
         template = ChatTemplate.load(self.source.folder.path)
@@ -288,7 +283,7 @@ class Preferences(Method):
         name, records = read_records(paths)
         return name, [preference_of(record) for record in records]
 
-    def _prepare(self) -> TaskData:
+    def prepare(self) -> TaskData:
         settings, measured = self.settings, self.settings.samples.held_out
         name, examples = self._pairs(settings.data)
         return prepare_pairs(

@@ -36,11 +36,10 @@ from shardwise.data.examples import has_text, is_plain_text, is_preference
 from shardwise.data.json_records import Record, counted
 from shardwise.data.reading import corpus_of
 from shardwise.data.tokenizer import ChatTemplate
-from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import SampleSettings
 from shardwise.run.tasks.pretrained_model import PretrainedModel
 from shardwise.run.tasks.task import Method
-from shardwise.run.tasks.task_data import TaskData, divided, sha256_of, share, with_cache
+from shardwise.run.tasks.task_data import TaskData, divided, sha256_of, with_cache
 from shardwise.run.tasks.texts import STDLIB, encode_texts, read_data
 
 _CACHE_FORMAT = 1
@@ -68,10 +67,6 @@ class Examples(Method):
 
     def __init__(self, source: PretrainedModel) -> None:
         self.source, self.settings = source, source.settings
-
-    def read(self, ranks: Ranks) -> TaskData:
-        """The text or the samples, split and encoded by the model's tokenizer. Raises as ``share``."""
-        return share(self._prepare, ranks)
 
     def encoder(self) -> ExampleEncoder:
         """Turns examples into tokens. Raises DataError if the folder's chat template is none."""
@@ -112,7 +107,7 @@ class Examples(Method):
         examples = [example_of(record, key) for record in records]
         return name, examples, None if others is None else [example_of(record, key) for record in others]
 
-    def _prepare(self) -> TaskData:
+    def prepare(self) -> TaskData:
         settings, data = self.settings, self._read()
         if isinstance(data, _Documents):
             if not settings.samples.packing:

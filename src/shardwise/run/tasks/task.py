@@ -23,7 +23,7 @@ from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.plan.fit import Shortage
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import FinetuneSettings, RunSettings
-from shardwise.run.tasks.task_data import TaskData
+from shardwise.run.tasks.task_data import TaskData, share
 from shardwise.run.utilisation import Utilisation
 from shardwise.training.objective import Objective
 from shardwise.training.trainer import Trainer
@@ -64,6 +64,10 @@ class Method:
 
     def read(self, ranks: Ranks) -> TaskData:
         """The data; every rank calls. Raises as ``share``."""
+        return share(self.prepare, ranks)
+
+    def prepare(self) -> TaskData:
+        """Read the data, or take from the cache what an earlier run left."""
         raise NotImplementedError
 
     def objective(self, data: TaskData, groups: Groups, device: torch.device) -> Objective | None:

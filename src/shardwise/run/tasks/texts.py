@@ -13,10 +13,9 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.description import ModelChunks, ModelDescription
 from shardwise.models.gpt import GPT
 from shardwise.run.build import build_model, describe
-from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import CorpusSettings, RunSettings, Settings
 from shardwise.run.tasks.task import Method
-from shardwise.run.tasks.task_data import TaskData, share, with_cache
+from shardwise.run.tasks.task_data import TaskData, with_cache
 
 STDLIB = "stdlib"
 
@@ -58,9 +57,9 @@ class NewTexts(Method):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
-    def read(self, ranks: Ranks) -> TaskData:
-        """The text. Raises as ``share`` and ``prepare_texts``."""
-        return share(lambda: prepare_texts(self.settings), ranks)
+    def prepare(self) -> TaskData:
+        """See ``prepare_texts``."""
+        return prepare_texts(self.settings)
 
 
 def prepare_texts(settings: Settings) -> TaskData:
