@@ -78,11 +78,6 @@ class Workload:
         """Bytes of an element of a gradient that is summed over micro-batches."""
         return 4 if self.has_masters else self.element_bytes
 
-    @property
-    def statistics_bytes(self) -> int:
-        """Of a number per token that is computed in fp32, or in fp64 for fp64."""
-        return max(4, self.element_bytes)
-
 
 @dataclass(frozen=True)
 class Mesh:
