@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 _TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 _MAX_BYTES = 1_000_000
 _MAX_DEPTH = 16
-# A key of many parts, for each of which the reader keeps all before it.
+# A key of many parts: for each part the reader keeps all before it.
 _LONG_KEY = re.compile(
     r"""^[ \t\[]*+(?:[ \t]*+(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.){17}""",
     re.MULTILINE,
@@ -349,7 +349,7 @@ def parse_command(cls: type[_T], argv: Sequence[str], prog: str) -> _T:
         SystemExit: help was asked for and printed.
     """
     if "-h" in argv or "--help" in argv:
-        # Two spaces keep tyro from joining the lines, some of which are examples. It shows the attributes as flags.
+        # Two spaces keep tyro from joining lines, such as examples. It shows the attributes as flags.
         summary = (inspect.getdoc(cls) or "").partition("\n\nAttributes:\n")[0]
         text = textwrap.indent(summary.replace("\n\n", "\n"), "  ") if issubclass(cls, SettingsArguments) else None
         tyro.cli(cls, prog=prog, description=text, args=["--help"], config=(tyro.conf.DisallowNone,))

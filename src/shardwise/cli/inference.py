@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GeneratingArguments(SplitArguments):
-    """What every command is told that lets a model write.
+    """The arguments of every command that lets a model write.
 
     Attributes:
         checkpoint: folder of a run or an import, for its newest checkpoint, or of one of its checkpoints; or a Hugging

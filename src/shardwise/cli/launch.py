@@ -220,7 +220,7 @@ def _shutdown_options(config: type[LaunchConfig]) -> dict[str, Any]:
 def _surroundings(variables: Mapping[str, str], *, silent: bool) -> Iterator[None]:
     """Within, ``variables`` are in ``os.environ``, from which the ranks get them, and a silent agent logs nothing.
 
-    What the agent changes itself is put back too.
+    The agent's own changes are put back too.
     """
     logger = logging.getLogger("torch.distributed.elastic")
     environment, handler, propagate = dict(os.environ), signal.getsignal(signal.SIGQUIT), logger.propagate

@@ -65,7 +65,7 @@ def versions() -> dict[str, str]:
 
 
 def fast_paths(devices: Iterable[torch.device]) -> list[Choice]:
-    """What ``shardwise train`` uses to be fast on ``devices``, each tried out."""
+    """The fast paths of ``shardwise train`` on ``devices``, each tried out."""
     choices = []
     for device in devices:
         refusal = _refusal(partial(_try_fused_adamw, device))

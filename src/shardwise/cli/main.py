@@ -201,7 +201,7 @@ class LastingOutput:
         try:
             yield
         except OSError as error:
-            # What the stream still holds goes where all that follows goes.
+            # The rest of the stream, and all later text, goes nowhere.
             with open(os.devnull, "wb") as sink:
                 os.dup2(sink.fileno(), self._stream.fileno())
             with contextlib.suppress(OSError):

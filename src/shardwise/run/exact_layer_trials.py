@@ -172,7 +172,7 @@ class LinearKind:
         return ParamLayout.split(shape, dim, ranks, stride=self.sections)
 
     def products(self, own: LocalParts, parts: int) -> ExactProducts:
-        # Of the size of the whole layer, by which it is chosen which library multiplies.
+        # The size of the whole layer decides which library multiplies.
         return ExactProducts(own, self.split, self.size, parts, self.is_narrow)
 
     def shards(self, section: int, other: int, parts: int) -> Iterator[tuple[int, ParamLayout, list[LocalParts]]]:

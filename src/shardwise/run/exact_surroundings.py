@@ -25,11 +25,11 @@ _SWITCHES = (
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "ONEDNN_MAX_CPU_ISA",
 )
-"""Variables by which libraries, and this one, choose among kernels whose results differ by rounding."""
+"""Variables that choose among kernels, of libraries and of this one, whose results differ by rounding."""
 
 
 def arithmetic(device: torch.device) -> dict[str, str | None]:
-    """What ranks must have in common to compute the same bits, by what people call it.
+    """The facts that ranks must have in common to compute the same bits, by name.
 
     Args:
         device: that this rank computes on.
@@ -68,7 +68,7 @@ def check_arithmetic(device: torch.device, *, group: ProcessGroup) -> None:
 # Its attributes are set by a function, which type checkers do not see.
 _SETTINGS: Any = torch.utils.deterministic
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-# Those with which cuBLAS is deterministic, by its documentation; the first is the larger.
+# cuBLAS is deterministic with these values, by its documentation; the first is the larger.
 _DETERMINISTIC = (":4096:8", ":16:8")
 _MKL_ORDER = "MKL_CBWR"
 

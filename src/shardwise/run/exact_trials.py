@@ -71,7 +71,7 @@ _ELEMENTS = [1, 17, 1000, 3, 31, 256]
 def check_device(
     model: TransformerModel | ModelChunks, *, micro_batch_size: int, sequence_length: int, is_packed: bool = False
 ) -> None:
-    """Try what an exact run relies on, with the shapes of the model; the default generator is left as it was.
+    """Try what an exact run relies on, with the shapes of the model; the default generator keeps its state.
 
     Args:
         model: this rank's, of a config with ``exact_parts``.
@@ -205,7 +205,7 @@ def _vocabularies(run: TrialRun) -> set[int]:
 
 
 def _try_loss(run: TrialRun, vocab_size: int, parts: int) -> Iterator[Sides]:
-    """Two parts of the vocabulary side by side, and each by itself."""
+    """Two parts of the vocabulary side by side, and each in a separate tensor."""
     config = run.model.config
     options = LossOptions(softcap=config.final_logit_softcap, temperature=config.logits_scaling)
     ranges = intervals_of_sizes(balanced_sizes(vocab_size, parts)[:2])
@@ -278,7 +278,7 @@ def _try_activation(run: TrialRun, _: object, parts: int) -> Iterator[Sides]:
 
 
 def _try_squares(run: TrialRun, _: object, __: int) -> Iterator[Sides]:
-    """The gradient of some columns of a weight, and the same elements in a tensor of their own."""
+    """The gradient of some columns of a weight, and the same elements in a separate tensor."""
     part = run.numbers(257, 1024)[:, 301:702]
     sums = (
         on_threads(1, partial(sums_of_squares, part.contiguous())),

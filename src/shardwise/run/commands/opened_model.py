@@ -126,7 +126,7 @@ class OpenCheckpoint:
             )
             assert not isinstance(loaded, ModelChunks)
             return loaded
-        # What the settings say is compared with what there is before memory is asked for by it.
+        # The sizes in the settings are compared with the tensors before memory is allocated by them.
         agree(self._check_sizes, group=ranks.control)
         outline = self._build_model(ranks, torch.device("meta"))
         shapes = sharded_state_dict(outline, "model.", group=ranks.world)
@@ -165,7 +165,7 @@ class OpenCheckpoint:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model makes of data.
+    """The results of a model on data.
 
     Attributes:
         data: what was measured on, and how much of it there is, for people.
@@ -230,7 +230,7 @@ def open_model(path: str | PathLike[str], adapter: str | PathLike[str] | None = 
     """
     path, adapter = Path(path), None if adapter is None else Path(adapter)
     if adapter is not None:
-        # What is wrong with it is told before the model is read.
+        # Its errors come before the model is read.
         read_adapter_config(adapter)
     is_model, is_adapter = is_pretrained(path), (path / ADAPTER_CONFIG_NAME).is_file()
     if is_adapter and not is_model:
@@ -274,13 +274,13 @@ def _open_pretrained(path: Path, adapter: Path | None) -> OpenCheckpoint:
     source = PretrainedFolder(path)
     config = source.config
     if adapter is not None and (adapter / CONFIG_NAME).is_file():
-        # Adapters may come with a head of their own, of which that file tells.
+        # Adapters may have their own head, which that file describes.
         classes = read_json(adapter / CONFIG_NAME).get("architectures")
         if isinstance(classes, list) and any("Classification" in str(name) for name in classes):
             config = huggingface.read_config(adapter)
             assert config.description.classification is not None
             source.change_head_(config.description.classification)
-    # The tokenizer beside adapters is the one that they were trained with.
+    # Adapters were trained with the tokenizer next to them.
     beside = adapter is not None and (adapter / "tokenizer.json").exists()
     try:
         tokenizer = PaddedTokenizer.load(adapter if adapter is not None and beside else path)

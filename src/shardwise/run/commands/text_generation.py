@@ -152,7 +152,7 @@ def generate(
         on_note: given, on the first rank, each line that a user should read before the text.
 
     Returns:
-        What was added to the prompt, on every rank.
+        The text added to the prompt, on every rank.
 
     Raises:
         ConfigError: an argument out of range, more ranks than the model can be split over, or a model that adds no
@@ -217,7 +217,7 @@ def write(
                 prefix=prefix,
             )
     finally:
-        # After Ctrl-C too, so that the shell's prompt begins a line of its own.
+        # After Ctrl-C too, so that the shell's prompt begins a new line.
         add(stream.finish(), "\n")
     return new_ids, "".join(pieces)
 
@@ -279,7 +279,7 @@ def chat(
         checkpoint: see ``generate``; a model with a chat template.
         turns: what the user says; "/reset" begins a new conversation, and an empty turn is passed over. Only the first
             rank's are read, each once the one before has its answer.
-        system: what the model is told before the conversation.
+        system: instructions to the model before the conversation.
         adapter: here and below, see ``generate``.
         on_text: given, on the first rank, each piece of an answer as it comes, and a line's end after each answer.
         on_note: given, on the first rank, each line that a user should read, once.
@@ -289,8 +289,8 @@ def chat(
 
     Raises:
         ConfigError: see ``generate``.
-        CheckpointError: likewise.
-        DataError: likewise; or the model has no chat template.
+        CheckpointError: see ``generate``.
+        DataError: see ``generate``; or the model has no chat template.
     """
     wishes = ChoiceWishes(max_new_tokens, temperature, top_k, top_p)
     with open_ranks(device, timeout=timeout) as ranks:

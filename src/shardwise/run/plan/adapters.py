@@ -197,7 +197,7 @@ def adapted_state(workload: Workload, mesh: Mesh, parts: Sequence[Adapted], rank
                 held += quantized_bytes(adaptation.quantization, param.layout, rank)
             else:
                 held += e * (rows_of_first_rank(param, mesh.dp) if mesh.shards_fully else param.numel)
-        # Of what is trained the model keeps what it was.
+        # The model keeps the first values of its trained parameters.
         held += e * sum(param.numel for param in part.trained)
     return StateBytes(
         held + of_adapters.weights + of_base.weights,

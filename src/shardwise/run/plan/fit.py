@@ -41,7 +41,7 @@ _RECOMPUTATIONS = (
     Recomputation("full"),
 )
 _SIGNS = ("DefaultCPUAllocator", "out of memory", "bad_alloc", "ALLOC_FAILED")
-# What a plan leaves out, and memory in pieces.
+# The rest is for memory that a plan leaves out, and for fragmentation.
 _USABLE = 0.9
 
 
@@ -122,7 +122,7 @@ class Choice:
 
     @property
     def extra_work(self) -> float:
-        """What recomputation and the pipeline's idle time add to a step, as a share of its work."""
+        """The share of a step's work that recomputation and the pipeline's idle time add to it."""
         return self.plan.repeated_work + self.plan.idle_share
 
     @property

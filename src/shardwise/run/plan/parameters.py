@@ -195,7 +195,7 @@ def state_bytes(workload: Workload, mesh: Mesh, params: Sequence[Parameter]) -> 
     matrices = [param for param in params if param.is_matrix and workload.optimizer == "muon"]
     steps = len(params) - len(matrices)
     if mesh.shards_fully:
-        # Those of the first data-parallel rank, which has the most; weights of 16 bits are kept in fp32.
+        # The first data-parallel rank has the most; weights of 16 bits are kept in fp32.
         elements = sum(rows_of_first_rank(param, mesh.dp) for param in params)
         kinds = 2 * elements - sum(rows_of_first_rank(param, mesh.dp) for param in matrices)
         return StateBytes(wide * elements, wide * elements, 0, wide * kinds + _STEP_BYTES * steps)

@@ -53,14 +53,14 @@ def plan_of(settings: PlanSettings, folder: str | PathLike[str] | None, world_si
 
 @dataclass(frozen=True)
 class RankPlan(StateBytes):
-    """What one rank needs: the bytes from step to step of ``StateBytes``, and those of a step.
+    """The needs of one rank: the bytes from step to step of ``StateBytes``, and those of a step.
 
     Attributes:
         stage: of the pipeline.
         tp_rank: of the stage's ranks.
         num_parameters: that this rank holds; with fsdp, before they are split over data-parallel ranks.
         activations: bytes that are kept for the backward, of all micro-batches in flight at one time.
-        in_flight: micro-batches of which activations are held at one time, counted once per chunk.
+        in_flight: micro-batches whose activations are held at one time, counted once per chunk.
         working: bytes of what is there only for a moment: a layer that is being recomputed with the gathered inputs of
             its linear layers; with fsdp the parameters that are gathered, and gradients that accumulate.
         traffic: what it sends in a step.
@@ -82,10 +82,10 @@ class RankPlan(StateBytes):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs at one layout.
+    """The needs of a run at one layout.
 
     Attributes:
-        workload, mesh: of which it is the plan.
+        workload, mesh: of the run.
         parts: ``[stage][chunk]``, the parts of the model.
         stages: of each pipeline stage the rank that needs the most.
     """
@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def repeated_work(self) -> float:
-        """What recomputation adds to the work of a step, as a share of it.
+        """The share of a step's work that recomputation adds to it.
 
         A recomputed layer adds a third, as a forward is a third of the work, and a part of it a third of its own work.
         """
@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def idle_share(self) -> float:
-        """What the pipeline's idle time adds to a step, as a share of the work; by the schedules' table."""
+        """The share of a step's work that the pipeline's idle time adds to it, by the schedules' table."""
         idle = (self.mesh.pp - 1) / self.mesh.num_micro_batches(self.workload)
         return idle / 3 if self.mesh.schedule == "zero-bubble" else idle / self.mesh.virtual_stages
 
@@ -146,7 +146,7 @@ def make_plan(workload: Workload, mesh: Mesh) -> Plan:
     if workload.adaptation is not None:
         check_adaptation(workload.model, workload.adaptation)
     stages = stage_chunks(workload.model, mesh.pp, mesh.virtual_stages)
-    # Tensor-parallel ranks of which no earlier one holds as much of everything.
+    # One tensor-parallel rank, the first, of those with equal shares of everything.
     ranks = sorted({_local_sizes(workload, mesh, rank): rank for rank in reversed(range(mesh.tp))}.values())
     worst = (
         max((plan_rank(workload, mesh, stage, parts, rank) for rank in ranks), key=lambda plan: plan.total)

@@ -264,7 +264,7 @@ def layer(x: LocalSizes, workload: Workload, recomputation: Recomputation, index
         is_recomputed=recomputation.recomputes("core_attn") or model.attention_logit_softcap is not None,
     )
     kept = core + column_linear(x) + mlp(x, workload, recomputation)
-    # Of a norm that is recomputed its input is kept in place of its output, which the linear layers would keep.
+    # A norm that is recomputed keeps its input instead of its output, which the linear layers would keep.
     is_before, is_after = model.norm_position in ("pre", "sandwich"), model.norm_position != "pre"
     before = 2 * is_before * (not recomputation.recomputes("layernorm"))
     kept += (before + 2 * is_after) * norm(x, model.normalization)
@@ -298,7 +298,7 @@ def part(x: LocalSizes, workload: Workload, recomputation: Recomputation, part: 
         if model.position_embedding_type == "learned_absolute" and (
             model.embedding_layernorm or model.hidden_dropout == 0
         ):
-            # Positions were added to the whole sequence, of which the shard is a view.
+            # Positions were added to the whole sequence, and the shard is a view of it.
             kept += x.e * (x.s * x.b - x.own) * x.h
         if model.embedding_layernorm:
             kept += norm(x, model.normalization)

@@ -1,4 +1,4 @@
-"""What is planned: a model and how it is trained, and how ranks share the work; and both of the settings of a run."""
+"""A planned run: a model and its training, the mesh that shares the work, and both from the settings of a run."""
 
 import dataclasses
 import os

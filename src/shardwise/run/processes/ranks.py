@@ -39,8 +39,8 @@ _SIOCGIFADDR = 0x8915
 _ADDRESS = slice(20, 24)
 
 OVERLAP_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
-"""What lets collectives run beside products: one queue, so that a collective that is launched first begins first, and
-streams of high priority for NCCL's kernels, which otherwise wait until a product leaves room."""
+"""Variables that let collectives run next to products: one queue, which keeps the order of launches, and streams of high
+priority for NCCL's kernels, which otherwise wait until a product leaves room."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def open_ranks(
     if use_cuda:
         torch.cuda.set_device(where)
     joining = datetime.timedelta(seconds=max(timeout, _JOINING_SECONDS))
-    # One rank needs nobody, nor does one that something else left RANK=0 and WORLD_SIZE=1 for.
+    # One rank joins no others, even if something else left RANK=0 and WORLD_SIZE=1.
     if world_size > 1 or {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         join(where, local_rank=local_rank, num_local=num_local, timeout=joining)
     else:

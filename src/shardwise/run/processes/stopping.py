@@ -33,7 +33,7 @@ SAME_REQUEST_SECONDS = 1.0
 """Within this time a further signal is the first one come twice: from the terminal and from torchrun, or two shells."""
 
 GRACE_SECONDS = 2.0
-"""How long a rank that was told to end may take to do so by itself."""
+"""Seconds that a rank may take to end after a request to do so."""
 
 LONGEST_LEAVING_SECONDS = 20.0
 """How long a rank whose step was done and saved on a signal may take to end."""
@@ -209,7 +209,7 @@ def signals_raise(*, once: bool) -> Iterator[None]:
         if not isinstance(lost.exc_value, Interrupted):
             others(lost)
             return
-        # It came while Python was in a callback, such as a weak reference's, out of which nothing is raised.
+        # It came in a callback, such as a weak reference's, and Python raises nothing out of callbacks.
         for each in before:
             signal.signal(each, handle)
         again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), lost.exc_value.signal))

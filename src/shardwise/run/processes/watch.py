@@ -73,7 +73,7 @@ class Watch:
         # At first everybody, to know the hosts; the next rank always, so that the silence of each is noticed by one.
         self._next = (rank + 1) % world_size
         self._wanted: set[int] = set()
-        # Nobody was silent before this rank began to listen.
+        # Silence is counted from when this rank started listening.
         self._listened: dict[int, float] = {}
         self._listen_to(set(range(world_size)) - {rank})
         self._looked = self._awake = time.monotonic()
@@ -298,7 +298,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Heard:
-    """What a rank knows of another.
+    """The knowledge of one rank about another.
 
     Attributes:
         beat: the last one.
