@@ -39,8 +39,8 @@ _SIOCGIFADDR = 0x8915
 _ADDRESS = slice(20, 24)
 
 OVERLAP_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
-"""Variables that let collectives run next to products: one queue, which keeps the order of launches, and streams of high
-priority for NCCL's kernels, which otherwise wait until a product leaves room."""
+"""Variables that let collectives run next to products: one queue, which keeps the order of launches, and streams of
+high priority for NCCL's kernels, which otherwise wait until a product leaves room."""
 
 
 @dataclass(frozen=True)
