@@ -167,7 +167,7 @@ def vocab_parallel_cross_entropy(
     local_size = vocab_parallel_logits.size(-1)
     if vocab_size is None and padded_vocab_size is not None:
         raise ConfigError(
-            f"padded_vocab_size is {padded_vocab_size}, and without vocab_size its padding is unknown; pass vocab_size= too"
+            f"padded_vocab_size is {padded_vocab_size}, and without vocab_size it is ambiguous; pass vocab_size= too"
         )
     if vocab_size is None and group.size() == 1:
         vocab_size = local_size
