@@ -52,6 +52,7 @@ class ColumnLinear(ParallelLinear):
     """
 
     _usual_parallelism = (LinearParallelism.COLUMN, LinearParallelism.COLUMN_SEQUENCE)
+    skip_bias_add = False  # Where it is True the caller adds the bias.
 
     def __init__(
         self,
@@ -128,15 +129,13 @@ class ColumnLinear(ParallelLinear):
             ShardingError: the input is not of the layer's width.
             WeightError: there is no weight, or a passed one is not of this layer's shape.
         """
-        return self._multiply(input_, self._checked_weight(input_, weight), self.bias, sequence)
-
-    def _checked_weight(self, input_: Tensor, weight: Tensor | None) -> Tensor:
-        self._check_width(input_, self.in_features)
+        if input_.shape[-1:] != (self.in_features,):
+            raise self._wrong_width(input_, self.in_features)
         if weight is not None:
             self._check_shape(weight)
         elif (weight := self.weight) is None:
             raise WeightError("the layer was made without a weight; pass a weight to forward")
-        return weight
+        return self._multiply(input_, weight, None if self.skip_bias_add else self.bias, sequence)
 
     def _check_shape(self, weight: Tensor) -> None:
         if weight.shape != self.weight_shape:

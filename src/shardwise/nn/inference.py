@@ -270,7 +270,8 @@ class InferenceRowLinear(RowLinear):
 
     @torch.no_grad()
     def _infer(self, input_: Tensor, residual: Tensor | None, bias: Tensor | None) -> Tensor:
-        self._check_width(input_, self.local_features)
+        if input_.shape[-1:] != (self.local_features,):
+            raise self._wrong_width(input_, self.local_features)
         _check_input(input_, self.weight)
         if self.next_norm is not None:
             return self._matmul_reduce_scatter(input_, residual)

@@ -285,7 +285,7 @@ def _multiply(
                 buffer=buffer,
                 needs_whole=keeps_gathered,
             )
-        input_ = all_gather(input_, group=group, dim=0, sizes=sizes, buffer=buffer)
+        input_ = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=buffer).wait()
     elif overlaps:
         return multiply_scattered("row forward", input_, weight, group=group).wait(), input_
     output = products.linear(input_, weight, bias)

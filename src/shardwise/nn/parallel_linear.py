@@ -106,12 +106,11 @@ class ParallelLinear(DelayedGradients, ShardedModule):
         """True if the layer computes one product with its weight, and adds its bias."""
         return not isinstance(self.weight, QuantizedTensor)
 
-    def _check_width(self, input_: Tensor, width: int) -> None:
-        if input_.shape[-1:] != (width,):
-            raise ShardingError(
-                f"the input has shape {list(input_.shape)}; rank {self.group.rank()} of {self.group.size()} needs "
-                f"{width} features in the last dimension"
-            )
+    def _wrong_width(self, input_: Tensor, width: int) -> ShardingError:
+        return ShardingError(
+            f"the input has shape {list(input_.shape)}; rank {self.group.rank()} of {self.group.size()} needs "
+            f"{width} features in the last dimension"
+        )
 
     def _multiply(
         self,

@@ -96,7 +96,8 @@ class RowLinear(ParallelLinear):
         return self._norm.add_bias(output, self.bias) if adds_later and self.bias is not None else output
 
     def _apply_linear(self, input_: Tensor, bias: Tensor | None) -> Tensor:
-        self._check_width(input_, self.local_features)
+        if input_.shape[-1:] != (self.local_features,):
+            raise self._wrong_width(input_, self.local_features)
         return self._multiply(input_, self.weight, bias)
 
     def scatter(self, input_: Tensor) -> Tensor:

@@ -199,9 +199,7 @@ class ColumnParallelLinear(MegatronLinear, ColumnLinear):
         """
         if weight is None and self.weight is None:
             raise WeightError("the layer was made with skip_weight_param_allocation; pass a weight to forward")
-        added_bias = None if self.skip_bias_add else self.bias
-        sequence = _sequence_view(sequence_length, self.group)
-        output = self._multiply(input_, self._checked_weight(input_, weight), added_bias, sequence)
+        output = ColumnLinear.forward(self, input_, weight, sequence=_sequence_view(sequence_length, self.group))
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather and self.tp_size > 1:
             output = self.gather(output)
