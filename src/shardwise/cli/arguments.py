@@ -10,7 +10,7 @@ import re
 import textwrap
 import tomllib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, cast, get_origin
@@ -58,8 +58,11 @@ class Arguments(Checked, prefix="--"):
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     lasts: ClassVar[bool] = False
 
-    def work(self) -> None:
-        """Do the work of the command, on one rank. It is imported only here, because PyTorch takes seconds."""
+    def work(self) -> Callable[[], object] | None:
+        """Do the work of the command, on one rank, or return the function that does it.
+
+        It is imported only here, because PyTorch takes seconds.
+        """
         raise NotImplementedError
 
     def way_on(self) -> str:

@@ -104,8 +104,8 @@ def run_subcommand(name: str, argv: Sequence[str]) -> int:
     try:
         with lasting_outputs() if arguments.lasts else contextlib.nullcontext():
             code: int | None = start_ranks(name, argv, arguments)
-            if code is None:
-                arguments.work()
+            if code is None and (work := arguments.work()) is not None:
+                work()
             return code or 0
     except Interrupted as interruption:
         interruption.note = arguments.way_on()

@@ -1,6 +1,8 @@
 """The commands that train: ``train``, ``finetune``, ``dpo``, ``distill`` and ``demo``."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -29,10 +31,10 @@ class TrainArguments(RunArguments):
 
     settings: Annotated[Settings, tyro.conf.arg(name="")]
 
-    def work(self) -> None:
+    def work(self) -> Callable[[], object] | None:
         from shardwise.run.run import run
 
-        run(self.settings)
+        return partial(run, self.settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +73,17 @@ class FinetuneArguments(RunArguments):
     def way_on(self) -> str:
         return "" if self.show else super().way_on()
 
-    def work(self) -> None:
+    def work(self) -> Callable[[], object] | None:
         if self.show:
             from shardwise.run.commands.shown_samples import shown_samples
 
             allow_any_character()
             for paragraph in shown_samples(self.settings, self.show, colours=has_colours()):
                 print(paragraph)
-            return
+            return None
         from shardwise.run.run import run
 
-        run(self.settings)
+        return partial(run, self.settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,11 +151,11 @@ class DemoArguments(LaunchArguments):
         if (out / "checkpoints").exists() and not (out / "DEMO").exists():
             raise ConfigError(f"{out} holds a run that is not a demo's; choose another --out")
 
-    def work(self) -> None:
+    def work(self) -> Callable[[], object] | None:
         from shardwise.run.parity import demo_task
         from shardwise.run.run import run
 
-        run(demo_settings(self), demo_task)
+        return partial(run, demo_settings(self), demo_task)
 
 
 def demo_settings(arguments: DemoArguments) -> Settings:
