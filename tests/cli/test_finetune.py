@@ -289,8 +289,8 @@ def test_texts_are_shown_as_they_are_trained_on(chats, capsys, monkeypatch, tmp_
 
 
 def test_showing_leaves_nothing_to_go_on_from():
-    assert parse(["base", "--data", "a", "--show", "1"]).way_on() == ""
-    assert "run the same command again" in parse(["base", "--data", "a", "--out", "nowhere"]).way_on()
+    assert parse(["base", "--data", "a", "--show", "1"]).resume_hint() == ""
+    assert "run the same command again" in parse(["base", "--data", "a", "--out", "nowhere"]).resume_hint()
 
 
 def test_what_the_model_has_not_is_not_recomputed(chats, capsys):

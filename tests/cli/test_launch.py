@@ -78,7 +78,7 @@ def test_a_rank_that_breaks_alone_is_named_and_the_waiting_ones_end(tmp_path, ca
 
 @pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_waiting_ones_end(tmp_path, capfd):
-    assert launch("one_is_killed", tmp_path, way_on=lambda: "the way on") == 1
+    assert launch("one_is_killed", tmp_path, resume_hint=lambda: "the way on") == 1
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
     assert capfd.readouterr() == (
         "",

@@ -70,7 +70,7 @@ def test_what_differs_is_named(group, kind, monkeypatch):
     check(model)
     assert streams().snapshot().states.keys() == state.keys()
     assert torch.equal(torch.get_rng_state(), random)
-    narrow = "swiglu" if kind == "llama" else "in_blocks"
+    narrow = "swiglu" if kind == "llama" else "blockwise"
     activate = getattr(exact_trials, narrow)
     norm = "RMSNorm" if kind == "llama" else "LayerNorm"
 

@@ -178,7 +178,7 @@ def steps(folder, *case):
     # Initial values are numbers, which nobody asks for here.
     initialization.fill_normal_ = lambda *_, **__: None
     for module, name in (
-        (model, "_sites_of_layer"),
+        (model, "_targets_of_layer"),
         (adapter, "local_places"),
         (adapter, "section_layout"),
     ):

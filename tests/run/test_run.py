@@ -13,12 +13,12 @@ from run.tiny import tiny_settings
 
 from shardwise.core.errors import CheckpointError, ConfigError, DivergenceError, ParityError
 from shardwise.nn import linear
+from shardwise.run.checkpoint_writer import compressed_bits_per_byte
 from shardwise.run.checkpoints import begin_save, start_or_resume
 from shardwise.run.metrics import MetricsWriter, read_metrics
 from shardwise.run.parity import check_parity
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.run import train
-from shardwise.run.saves import compressed_bits_per_byte
 from shardwise.run.session import open_session
 from shardwise.run.tasks.task import Session
 from shardwise.storage import checkpoint

@@ -19,13 +19,13 @@ from run.test_run import losses, open_tiny
 from run.tiny import tiny_settings
 
 from shardwise.core.errors import CheckpointError, DivergenceError
-from shardwise.run import run, saves
+from shardwise.run import checkpoint_writer, run
+from shardwise.run.checkpoint_writer import finish
 from shardwise.run.checkpoints import first_not_finite, run_state
 from shardwise.run.metrics import Progress
 from shardwise.run.processes import stopping
-from shardwise.run.processes.stopping import Interrupted, signals_postponed, way_on
+from shardwise.run.processes.stopping import Interrupted, resume_hint, signals_postponed
 from shardwise.run.run import train
-from shardwise.run.saves import finish
 from shardwise.run.settings import ParallelSettings
 from shardwise.storage import checkpoint
 from shardwise.storage.checkpoint import latest, read_meta
@@ -85,8 +85,8 @@ def test_a_signal_in_the_first_step_or_during_a_save(group, tmp_path, monkeypatc
         signal.raise_signal(signal.SIGTERM)
         return pending
 
-    original = saves.begin_save
-    monkeypatch.setattr(saves, "begin_save", begin_save)
+    original = checkpoint_writer.begin_save
+    monkeypatch.setattr(checkpoint_writer, "begin_save", begin_save)
     with pytest.raises(Interrupted):
         train(session)
     # Not another one after a further step, and what was being written is there.
@@ -179,8 +179,8 @@ def test_a_step_has_its_time(monkeypatch):
 
 
 def test_the_way_on_is_true():
-    assert way_on(None) == "no checkpoint was saved; run the same command again to start anew"
-    assert "runs/x/step-7; run the same command with --resume auto" in way_on(Path("runs/x/step-7"))
+    assert resume_hint(None) == "no checkpoint was saved; run the same command again to start anew"
+    assert "runs/x/step-7; run the same command with --resume auto" in resume_hint(Path("runs/x/step-7"))
 
 
 @pytest.mark.ranks(2)
@@ -275,7 +275,7 @@ def test_what_comes_after_the_last_checkpoint_cannot_fail_the_run(group, tmp_pat
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Exits(), *sys.meta_path])
-    monkeypatch.setattr(saves, "compressed_bits_per_byte", lambda _: 1 / 0)
+    monkeypatch.setattr(checkpoint_writer, "compressed_bits_per_byte", lambda _: 1 / 0)
     if group.rank() == 0:
         (session.out / "sample.txt").mkdir()
     finished = finish(session, outcome)

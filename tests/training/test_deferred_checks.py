@@ -60,8 +60,8 @@ def test_a_step_is_the_same_where_checks_are_deferred(group, tmp_path):
 def test_wishes_travel_with_the_loss_and_a_divergence_comes_first(group, tmp_path):
     trainer = trainer_of(group, tmp_path)
     heard = []
-    trainer.wishes = lambda: [0.0, 15.0 * dist.get_rank()]
-    trainer.before_update = lambda step, wishes: heard.append((step, list(wishes)))
+    trainer.rank_reports = lambda: [0.0, 15.0 * dist.get_rank()]
+    trainer.before_update = lambda step, reports: heard.append((step, list(reports)))
     tokens, labels = (ids[my_rows(trainer)] for ids in next(iter(batches(trainer.settings))))
     trainer.step(3, [Batch(tokens, labels)])
     assert heard == [(3, [0.0, 15.0])]

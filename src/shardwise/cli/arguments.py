@@ -19,7 +19,7 @@ import tyro
 
 from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.files import check_free, read_regular
-from shardwise.run.processes.stopping import way_on
+from shardwise.run.processes.stopping import resume_hint
 from shardwise.run.settings import RunSettings
 from shardwise.training.bounds import (
     DEFAULT_TIMEOUT,
@@ -65,7 +65,7 @@ class Arguments(Checked, prefix="--"):
         """
         raise NotImplementedError
 
-    def way_on(self) -> str:
+    def resume_hint(self) -> str:
         """A hint how the command can go on after it ended early; empty if there is none."""
         return ""
 
@@ -161,15 +161,15 @@ class RunArguments(SettingsArguments, LaunchArguments):
     def check(self) -> None:
         check_free(Path(self.settings.out))
 
-    def way_on(self) -> str:
+    def resume_hint(self) -> str:
         folder = Path(self.settings.out) / "checkpoints"
         if not folder.exists():
-            return way_on(None)
+            return resume_hint(None)
         # Late, because PyTorch takes seconds to import.
         from shardwise.storage.checkpoint import latest
 
         try:
-            return way_on(latest(folder))
+            return resume_hint(latest(folder))
         except CheckpointError as error:
             return str(error)
 

@@ -17,7 +17,7 @@ from shardwise.run.settings import CorpusSettings
 from shardwise.training.bounds import BATCH, DEFAULT_BATCH, SEED, SEQUENCE, STEPS, TEMPERATURE, TOP_P, Folder, Range
 
 if TYPE_CHECKING:
-    from shardwise.run.commands.text_generation import ChoiceWishes
+    from shardwise.run.commands.text_generation import SamplingRequest
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class GeneratingArguments(SplitArguments):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     layers: Literal["auto", "training", "inference", "fused"] = "auto"
 
-    def wishes(self) -> "ChoiceWishes":
+    def request(self) -> "SamplingRequest":
         """The choice of tokens that was asked for. Imported only here, because PyTorch takes seconds."""
-        from shardwise.run.commands.text_generation import ChoiceWishes
+        from shardwise.run.commands.text_generation import SamplingRequest
 
-        return ChoiceWishes(self.max_new_tokens, self.temperature, self.top_k, self.top_p)
+        return SamplingRequest(self.max_new_tokens, self.temperature, self.top_k, self.top_p)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class GenerateArguments(GeneratingArguments):
 
         special = self.special_tokens
         open_prompt(
-            self.checkpoint, self.adapter, self.prompt, self.wishes(), special_tokens=special, world_size=world_size
+            self.checkpoint, self.adapter, self.prompt, self.request(), special_tokens=special, world_size=world_size
         )
 
     def work(self) -> None:
@@ -108,7 +108,7 @@ class ChatArguments(GeneratingArguments):
     def prepare(self, world_size: int) -> None:
         from shardwise.run.commands.text_generation import open_chat
 
-        open_chat(self.checkpoint, self.adapter, self.wishes(), world_size)
+        open_chat(self.checkpoint, self.adapter, self.request(), world_size)
 
     def work(self) -> None:
         from shardwise.cli import reporting

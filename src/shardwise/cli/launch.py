@@ -80,7 +80,7 @@ def launch_ranks(
     *,
     command: str = "shardwise",
     debug: bool = False,
-    way_on: Callable[[], str] = lambda: "",
+    resume_hint: Callable[[], str] = lambda: "",
 ) -> int:
     """Run ``argv`` as ``nproc`` ranks on this machine, and wait for all of them.
 
@@ -94,7 +94,7 @@ def launch_ranks(
         argv: the program and its arguments; see ``shardwise_command``.
         command: the beginning of an error line.
         debug: show stack traces and the agent's log.
-        way_on: gives the hint how the command can go on, for the line about a killed rank.
+        resume_hint: gives the hint how the command can go on, for the line about a killed rank.
 
     Returns:
         0, or the exit code after the line with the reason: 2 for the user's mistakes, 1 for failures.
@@ -138,7 +138,7 @@ def launch_ranks(
         except ChildFailedError as error:
             if asked:
                 raise Interrupted(asked[0]) from None
-            return _report(command, nproc, error.failures, FailureReport.read_all(Path(name)), debug, way_on)
+            return _report(command, nproc, error.failures, FailureReport.read_all(Path(name)), debug, resume_hint)
         except Exception as error:
             raise LaunchError(f"could not start {nproc} ranks: {describe(error)[0]}") from error
     return 0
@@ -150,13 +150,13 @@ def _report(
     failures: Mapping[int, ProcessFailure],
     reports: list[FailureReport],
     debug: bool,
-    way_on: Callable[[], str],
+    resume_hint: Callable[[], str],
 ) -> int:
     if debug:
         for report in filter(lambda report: report.trace, reports):
             print_line(f"rank {report.rank}:\n{report.trace.rstrip()}")
     if end := _end_without_report(failures, reports):
-        print_error(command, "; ".join(filter(None, (end, way_on()))))
+        print_error(command, "; ".join(filter(None, (end, resume_hint()))))
         return EXIT_FAILURE
     first = reports[0]
     if first.exit_code - 128 in ENDING_SIGNALS:

@@ -108,7 +108,7 @@ def run_subcommand(name: str, argv: Sequence[str]) -> int:
                 work()
             return code or 0
     except Interrupted as interruption:
-        interruption.note = arguments.way_on()
+        interruption.note = arguments.resume_hint()
         raise
 
 
@@ -150,7 +150,7 @@ def start_ranks(command: str, argv: Sequence[str], arguments: Arguments) -> int 
         return None
     arguments.prepare(world_size)
     program, name = shardwise_command(command, *argv), f"shardwise {command}"
-    return launch_ranks(world_size, program, command=name, debug=arguments.debug, way_on=arguments.way_on)
+    return launch_ranks(world_size, program, command=name, debug=arguments.debug, resume_hint=arguments.resume_hint)
 
 
 def open_closed_streams() -> None:

@@ -70,8 +70,8 @@ class FinetuneArguments(RunArguments):
         if not self.show:
             super().check()
 
-    def way_on(self) -> str:
-        return "" if self.show else super().way_on()
+    def resume_hint(self) -> str:
+        return "" if self.show else super().resume_hint()
 
     def work(self) -> Callable[[], object] | None:
         if self.show:

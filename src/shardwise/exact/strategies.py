@@ -23,7 +23,7 @@ from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sharding import Interval, ParamLayout, balanced_sizes, intervals_of_sizes, local_parts
 from shardwise.exact.products import ExactProducts
 from shardwise.kernels import compiled, dispatch
-from shardwise.kernels.elementwise import in_blocks
+from shardwise.kernels.elementwise import blockwise
 from shardwise.nn.arithmetic import Activation, Arithmetic, Norm
 from shardwise.nn.norm import HeadsRMSNorm, NormFunction
 
@@ -237,7 +237,7 @@ class ExactActivation(Activation):
     reads_a_cache = False
 
     def __call__(self, function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
-        return in_blocks(function, input_)
+        return blockwise(function, input_)
 
     def counted_heads(self, local: int, whole: int) -> int:
         """All heads: gradients of keys and values are sums over blocks, so these may not depend on the ranks."""

@@ -4,7 +4,7 @@ A rotation turns the pairs ``(i, i + r/2)`` of the first ``r`` elements of a hea
 ``(2i, 2i + 1)``; the other elements do not change. The gradient is rotated back. The kernel rotates queries and keys
 while it splits a query-key-value projection.
 
-``in_blocks`` computes elementwise functions whose bits do not depend on where a tensor begins or ends, nor on the
+``blockwise`` computes elementwise functions whose bits do not depend on where a tensor begins or ends, nor on the
 number of threads. PyTorch computes most elements of a tensor on a CPU by vectors, and the last few of each thread's
 share by the C library, which rounds exponentials and error functions otherwise. In blocks that are small enough for one
 thread, and whole vectors long, all elements are computed alike.
@@ -179,7 +179,7 @@ def swiglu(inner: Tensor, *, at_any_size: bool = False) -> Tensor:
     ) or dispatch.ELEMENTWISE_TRITON.kernels(inner, fits=lambda: is_even)
     if kernels is None:
         gate, up = inner.chunk(2, dim=-1)
-        return (in_blocks(F.silu, gate) if at_any_size else F.silu(gate)) * up
+        return (blockwise(F.silu, gate) if at_any_size else F.silu(gate)) * up
     output: Tensor = _SwiGLU.apply(inner, kernels)
     return output
 
@@ -199,7 +199,7 @@ class _SwiGLU(Function):
         return ctx.kernels.swiglu_gradient(inner, grad_output), None
 
 
-def in_blocks(function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
+def blockwise(function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
     """``function(input_)``, block by block on a CPU.
 
     Args:

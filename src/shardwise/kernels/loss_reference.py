@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardwise.core.communication.trees import sum_at_any_threads
+from shardwise.core.communication.trees import deterministic_sum
 
 # Elements of one block on a CPU: 1 MiB of fp32, about a core's second-level cache.
 BLOCK_ELEMENTS = 1 << 18
@@ -137,7 +137,7 @@ def gradient_(
 
 def _sums(matrix: Tensor) -> Tensor:
     """The sum of each row; that of a single row, which threads would share, at any number of threads."""
-    return sum_at_any_threads(matrix).view(1) if matrix.size(0) == 1 else matrix.sum(dim=1)
+    return deterministic_sum(matrix).view(1) if matrix.size(0) == 1 else matrix.sum(dim=1)
 
 
 def finite(maximum: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from shardwise.core.layout import Layout, hidden_layout
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import uneven_sizes
 from shardwise.kernels.products import Products, add_product_, autocast, main_grad_of
-from shardwise.nn.overlapped import multiply_gathered, multiply_scattered
+from shardwise.nn.overlapped import gather_matmul, matmul_scatter
 from shardwise.nn.quantization import QuantizedTensor, quantized_linear
 from shardwise.nn.recompute import is_kept_briefly
 from shardwise.nn.weight_gradient import WeightGradient
@@ -122,9 +122,7 @@ class TensorParallelLinear(Function):
 
         if parallelism is LinearParallelism.ROW_SEQUENCE:
             if ctx.overlaps and needs_input_grad:
-                grad_input, gathered = multiply_gathered(
-                    "row backward", grad_output, weight.t(), group=group, sizes=sizes
-                )
+                grad_input, gathered = gather_matmul("row backward", grad_output, weight.t(), group=group, sizes=sizes)
                 grad_output = cast(Tensor, gathered)
             else:
                 grad_output = all_gather(grad_output, group=group, dim=0, sizes=sizes)
@@ -140,7 +138,7 @@ class TensorParallelLinear(Function):
         pending: Pending | None = None
         if ctx.overlaps and needs_input_grad:
             if parallelism is LinearParallelism.COLUMN_SEQUENCE:
-                pending = multiply_scattered("column backward", grad_output, weight.t(), group=group)
+                pending = matmul_scatter("column backward", grad_output, weight.t(), group=group)
         elif needs_input_grad:
             grad_input = products.input_gradient(grad_output, weight)
             if parallelism is LinearParallelism.COLUMN:
@@ -275,7 +273,7 @@ def _multiply(
         # Rows that are dropped after the product lie in memory that all layers use in turn.
         buffer = None if keeps_gathered else context_of(group).buffers
         if overlaps:
-            return multiply_gathered(
+            return gather_matmul(
                 "column forward",
                 input_,
                 weight,
@@ -287,7 +285,7 @@ def _multiply(
             )
         input_ = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=buffer).wait()
     elif overlaps:
-        return multiply_scattered("row forward", input_, weight, group=group).wait(), input_
+        return matmul_scatter("row forward", input_, weight, group=group).wait(), input_
     output = products.linear(input_, weight, bias)
     if parallelism is LinearParallelism.ROW:
         output = all_reduce(output, group=group, may_overwrite=True)

@@ -14,7 +14,7 @@ from shardwise.core.sharding import uneven_sizes
 from shardwise.kernels import products
 
 
-def multiply_gathered(
+def gather_matmul(
     pass_: Pass,
     shard: Tensor,
     weight: Tensor,
@@ -56,7 +56,7 @@ def multiply_gathered(
     )
 
 
-def multiply_scattered(pass_: Pass, rows: Tensor, weight: Tensor, *, group: ProcessGroup) -> Pending:
+def matmul_scatter(pass_: Pass, rows: Tensor, weight: Tensor, *, group: ProcessGroup) -> Pending:
     """Start ``rows @ weight.T`` of ``[s, ..., i]`` and ``[o, i]``, summed over the ranks and scattered by rows.
 
     Rows are scattered by the balanced rule. Not recorded by autograd.

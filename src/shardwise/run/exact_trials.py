@@ -26,7 +26,7 @@ from shardwise.core.errors import REPORT, ConfigError
 from shardwise.core.random import streams
 from shardwise.core.sharding import balanced_sizes, intervals_of_sizes
 from shardwise.kernels.dispatch import loss_kernels, why_not_fused_optimizer
-from shardwise.kernels.elementwise import in_blocks, swiglu
+from shardwise.kernels.elementwise import blockwise, swiglu
 from shardwise.models.description import ModelChunks
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer_model import TransformerModel
@@ -258,7 +258,7 @@ def _try_activation(run: TrialRun, _: object, parts: int) -> Iterator[Sides]:
     def activated(part: Tensor) -> tuple[Tensor, Tensor]:
         leaf = part.detach().contiguous().requires_grad_()
         with torch.enable_grad():
-            output = swiglu(leaf, at_any_size=True) if gated else in_blocks(config.activation_func, leaf)
+            output = swiglu(leaf, at_any_size=True) if gated else blockwise(config.activation_func, leaf)
             (gradient,) = torch.autograd.grad(output, leaf, torch.ones_like(output))
         return output.detach(), gradient
 

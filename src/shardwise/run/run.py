@@ -19,11 +19,11 @@ from shardwise.core.communication.context import validated_calls
 from shardwise.core.errors import REPORT, DivergenceError
 from shardwise.core.files import cannot_write, write_atomically
 from shardwise.kernels.host_memory import keep_freed_memory
+from shardwise.run.checkpoint_writer import CheckpointWriter, finish, lock_folder
 from shardwise.run.checkpoints import find_newest, start_or_resume
 from shardwise.run.metrics import MetricsWriter, Progress
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.processes.stopping import Interrupted, Postponed, signals_postponed
-from shardwise.run.saves import Saves, finish, hold_folder
 from shardwise.run.session import open_session
 from shardwise.run.settings import RunSettings
 from shardwise.run.tasks import task_of
@@ -46,7 +46,7 @@ def run(settings: RunSettings, make_task: Callable[[Any], Task] = task_of) -> Ou
     overlaps = settings.parallel.tp > 1 and not settings.parallel.fsdp
     with (
         open_ranks(settings.device, timeout=settings.timeout, overlaps=overlaps) as ranks,
-        hold_folder(Path(settings.out), ranks),
+        lock_folder(Path(settings.out), ranks),
     ):
         agree(lambda: find_newest(settings), group=ranks.control)
         session = open_session(settings, ranks, make_task)
@@ -80,7 +80,7 @@ def train(session: Session) -> Outcome:
     if checkpoint is not None and session.ranks.is_first:
         print(f"resumed at step {first_step}", flush=True)
     with signals_postponed() as signals, session.shortage.explained():
-        return _Training(session, first_step, Saves(session, checkpoint), signals).run()
+        return _Training(session, first_step, CheckpointWriter(session, checkpoint), signals).run()
 
 
 @dataclass
@@ -96,7 +96,7 @@ class _Training:
 
     session: Session
     first_step: int
-    saves: Saves
+    saves: CheckpointWriter
     signals: Postponed
     _saved_at: float = 0.0
     _counter: CollectiveCounter = field(default_factory=CollectiveCounter)
@@ -110,7 +110,7 @@ class _Training:
     def run(self) -> Outcome:
         """All steps that are left."""
         session, settings = self.session, self.session.settings.training
-        session.trainer.wishes, session.trainer.before_update = self._wishes, self._before_update
+        session.trainer.rank_reports, session.trainer.before_update = self._rank_reports, self._before_update
         self._saved_at = time.monotonic()
         try:
             with ExitStack() as stack:
@@ -133,7 +133,7 @@ class _Training:
             raise DivergenceError(f"{error}; {self._after_divergence()}") from error
         finally:
             self.saves.abandon()
-            session.trainer.wishes = session.trainer.before_update = None
+            session.trainer.rank_reports = session.trainer.before_update = None
         assert self.saves.newest is not None
         return Outcome(
             self._losses[0] if self._losses else None,
@@ -185,16 +185,16 @@ class _Training:
         if last:
             self._save(done, signum)
 
-    def _before_update(self, step: int, wishes: Sequence[float]) -> None:
+    def _before_update(self, step: int, rank_reports: Sequence[float]) -> None:
         """Save and end where it is time, now that loss and gradient have shown that the weights are good.
 
         The state that is saved is the one after ``step`` steps: the loss and the gradient of one more came from it.
         """
         self._counting.close()
-        signum, due, progress = int(wishes[0]), bool(wishes[1]), SaveProgress(int(wishes[2]))
-        self._peak_memory = wishes[3]
-        with self._apart():
-            self.saves.heard(progress)
+        signum, due, progress = int(rank_reports[0]), bool(rank_reports[1]), SaveProgress(int(rank_reports[2]))
+        self._peak_memory = rank_reports[3]
+        with self._outside_the_step():
+            self.saves.on_progress(progress)
         if step > self.first_step and (due or signum or _is_due(step, self.session.settings.training.save_every)):
             self._save(step, signum)
         elif signum:
@@ -205,14 +205,14 @@ class _Training:
         settings = self.session.settings.training
         # Little or nothing would be done while a thread writes.
         at_once = not settings.asynchronous_saves or bool(signum) or done == settings.steps
-        with self._apart(), self.session.ranks.phase(f"saving step {done}"):
+        with self._outside_the_step(), self.session.ranks.phase(f"saving step {done}"):
             self.saves.save(done, at_once=at_once)
         self._saved_at = time.monotonic()
         if signum := signum or self._agreed():
             self._end(signum)
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
+    def _outside_the_step(self) -> Iterator[None]:
         """The block takes the time that it needs, which is not counted in the step."""
         begun = time.perf_counter()
         with self.signals.unhurried():
@@ -220,12 +220,12 @@ class _Training:
         self._started += time.perf_counter() - begun
 
     def _end(self, signum: int) -> NoReturn:
-        with self._apart():
+        with self._outside_the_step():
             self.saves.complete()
         self.signals.agreed = True
         raise Interrupted(signum, agreed=True)
 
-    def _wishes(self) -> tuple[float, float, float, float]:
+    def _rank_reports(self) -> tuple[float, float, float, float]:
         """The signal that came to this rank (0 if none did), on the first one whether its clock says to save, how far
         this rank's writing is, and the most memory that it has had.
         """
@@ -237,7 +237,7 @@ class _Training:
     def _agreed(self) -> int:
         """The signal that came to any of the ranks, by a separate collective; 0 if none did."""
         ranks = self.session.ranks
-        signum = torch.tensor(self._wishes()[:1], dtype=torch.float32, device=ranks.device)
+        signum = torch.tensor(self._rank_reports()[:1], dtype=torch.float32, device=ranks.device)
         return int(all_reduce(signum, group=ranks.world, op=dist.ReduceOp.MAX, may_overwrite=True))
 
     def _evaluate(self, done: int) -> dict[str, float]:

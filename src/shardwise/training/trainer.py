@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.core.communication.agreement import agree
 from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.communication.context import host_numbers
+from shardwise.core.communication.context import numbers_without_sync
 from shardwise.core.communication.trees import exact_parts, sum_in_parts
 from shardwise.core.errors import DivergenceError
 from shardwise.core.random import seed_streams
@@ -92,10 +92,10 @@ class Trainer:
         zero: the optimizer if its state is split over the data-parallel ranks, else None.
         loss_scale: None where the loss is not scaled.
         num_skipped: number of steps whose gradients overflowed.
-        wishes: if not None, called in every step for this rank's numbers.
-        before_update: if not None, called with each step's number and the largest of each of ``wishes`` over all ranks,
-            once loss and gradient are known and finite (or will be skipped), and before anything has changed; after an
-            error that it raises the weights are unchanged.
+        rank_reports: if not None, called in every step for this rank's numbers.
+        before_update: if not None, called with each step's number and the largest of each of ``rank_reports`` over all
+            ranks, once loss and gradient are known and finite (or will be skipped), and before anything has changed;
+            after an error that it raises the weights are unchanged.
         defers_checks: ids out of range are found with the loss and the norm, the only values of the device that a step
             reads; otherwise where they are used. False on a CPU, where a check costs nothing.
     """
@@ -107,7 +107,7 @@ class Trainer:
         groups: Groups,
         objective: Objective | None = None,
     ) -> None:
-        self.wishes: Callable[[], Sequence[float]] | None = None
+        self.rank_reports: Callable[[], Sequence[float]] | None = None
         self.before_update: Callable[[int, Sequence[float]], None] | None = None
         check_replicas(model, tp_group=groups.tp, dp_group=groups.dp, pp_group=groups.pp)
         self.settings = settings
@@ -203,8 +203,8 @@ class Trainer:
         )
         if meanwhile is not None:
             meanwhile()
-        own_wishes = [] if self.wishes is None else self.wishes()
-        (mean_loss, *others), (grad_norm, *wishes) = self._read(total, norm, checks, own_wishes)
+        own_reports = [] if self.rank_reports is None else self.rank_reports()
+        (mean_loss, *others), (grad_norm, *rank_reports) = self._read(total, norm, checks, own_reports)
         # Both are sums over all ranks, so that all ranks find this alike, before any weight is touched.
         wrong = {"loss": mean_loss, "norm of the gradient": grad_norm}
         wrong = {what: value for what, value in wrong.items() if not math.isfinite(value)}
@@ -212,7 +212,7 @@ class Trainer:
             what, value = next(iter(wrong.items()))
             raise DivergenceError(f"the {what} is {value} at step {step}")
         if self.before_update is not None:
-            self.before_update(step, wishes)
+            self.before_update(step, rank_reports)
         learning_rate = settings.optimizer.learning_rate_at(step, settings.training.steps)
         used = None if self.loss_scale is None else scale
         if self.loss_scale is not None and wrong:
@@ -271,19 +271,19 @@ class Trainer:
         return DeferredChecks() if self.defers_checks else contextlib.nullcontext()
 
     def _read(
-        self, total: Total, norm: Tensor | None, checks: DeferredChecks | None, wishes: Sequence[float] = ()
+        self, total: Total, norm: Tensor | None, checks: DeferredChecks | None, rank_reports: Sequence[float] = ()
     ) -> tuple[list[float], list[float]]:
         """The one place where the host waits for the device, once a step.
 
         Returns:
-            The sums of ``total`` over data-parallel ranks and stages; ``norm`` and the largest of each of ``wishes``
-            over all ranks. The same on every rank.
+            The sums of ``total`` over data-parallel ranks and stages; ``norm`` and the largest of each of
+            ``rank_reports`` over all ranks. The same on every rank.
 
         Raises:
             VocabularyError: a check has failed on any rank; on every rank.
         """
         groups = [self.tp_group, self.dp_group, *([] if self.pp_group is None else [self.pp_group])]
-        largest = host_numbers(wishes, total.tensor)
+        largest = numbers_without_sync(rank_reports, total.tensor)
         if checks is not None:
             largest = torch.cat([largest, checks.failed(self.device).to(largest.dtype).unsqueeze(0)])
         for group in groups if largest.numel() else ():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal
 
-from shardwise.core.communication.trees import sum_at_any_threads
+from shardwise.core.communication.trees import deterministic_sum
 from shardwise.kernels.loss_reference import row_statistics
 
 
@@ -33,10 +33,10 @@ def assert_all_equal(results):
 
 def test_a_sum_of_all_elements(at_threads):
     numbers = torch.randn(3, 85_333, generator=torch.Generator().manual_seed(0))
-    found = at_threads(lambda: sum_at_any_threads(numbers))
+    found = at_threads(lambda: deterministic_sum(numbers))
     assert_all_equal(found)
     torch.testing.assert_close(found[0].double(), numbers.double().sum(), rtol=1e-5, atol=1e-3)
-    assert_all_equal(at_threads(lambda: sum_at_any_threads(numbers, torch.float64)))
+    assert_all_equal(at_threads(lambda: deterministic_sum(numbers, torch.float64)))
     plain = at_threads(numbers.sum)
     assert any(not torch.equal(other, plain[0]) for other in plain), "PyTorch's own sum would do"
 

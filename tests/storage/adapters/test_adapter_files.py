@@ -25,7 +25,7 @@ from shardwise.storage.adapters import (
     save_adapter,
     unmerge_lora_,
 )
-from shardwise.storage.adapters.model import sites_of
+from shardwise.storage.adapters.model import adapter_targets
 from shardwise.storage.huggingface import load_pretrained, read_config
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
@@ -186,7 +186,7 @@ def test_adapters_of_some_layers_are_those_of_peft(group, folders, tmp_path):
             add_lora_(model, LoraConfig(target_modules=("q_proj",), **options), architecture)
     add_lora_(model, LoraConfig(layers_to_transform=(1,), exclude_modules=("o_proj",)), architecture)
     names = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up", "mlp.down")
-    adapted = {site.path for site in sites_of(model, architecture) if site.adapter is not None}
+    adapted = {site.path for site in adapter_targets(model, architecture) if site.adapter is not None}
     assert adapted == {f"model.layers.1.{name}_proj" for name in names}
 
 
@@ -233,7 +233,7 @@ def test_dora_and_patterns_are_those_of_peft(group, folders_of_variants, tmp_pat
         assert_close_to(logits.detach(), expected["after"], rtol_of_norm=CLOSE, name=kind)
         logits.log_softmax(-1)[..., 3].mean().backward()
         finalize_gradients_(model, tp_group=group, dp_group=None)
-        for site in sites_of(model, architecture):
+        for site in adapter_targets(model, architecture):
             for name, layout in () if site.adapter is None else site.adapter.param_layouts.items():
                 gradient = gather_shards(site.adapter.get_parameter(name).grad, layout, group)
                 key = f"gradient.base_model.model.{site.path}.{name}"

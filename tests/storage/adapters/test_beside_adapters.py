@@ -23,7 +23,7 @@ from shardwise.storage.adapters import (
     unmerge_lora_,
 )
 from shardwise.storage.adapters.adapter_files import _key_of, _key_of_base
-from shardwise.storage.adapters.model import sites_of, trained_of
+from shardwise.storage.adapters.model import adapter_targets, trained_of
 from shardwise.storage.huggingface import load_pretrained, read_config, save_pretrained
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
@@ -74,7 +74,7 @@ def folders(tmp_path_factory):
 def gradients_of(model, architecture, group):
     """Whole gradients by their keys in peft's files."""
     found, adapted = {}, set()
-    for site in sites_of(model, architecture):
+    for site in adapter_targets(model, architecture):
         for name, layout in () if site.adapter is None else site.adapter.param_layouts.items():
             adapted.add(site.path)
             found[_key_of(site.path, name)] = gather_shards(site.adapter.get_parameter(name).grad, layout, group)

@@ -37,7 +37,7 @@ from shardwise.run.settings import (
 )
 from shardwise.run.tasks import results
 from shardwise.run.tasks.texts import encode_texts, read_data
-from shardwise.storage.adapters.model import sites_of
+from shardwise.storage.adapters.model import adapter_targets
 from shardwise.tensor_parallel.layers import named_param_layouts
 
 BATCH, LENGTH = 4, 20
@@ -123,7 +123,7 @@ def open_run(settings, root, monkeypatch):
 def start_from(adapters, session, base):
     """Give the adapters the values of a file by peft."""
     tensors = load_file(adapters / "adapter_model.safetensors")
-    for site in sites_of(session.trainer.model, base.source.folder.architecture):
+    for site in adapter_targets(session.trainer.model, base.source.folder.architecture):
         if site.adapter is None:
             continue
         rank = site.adapter.group.rank()

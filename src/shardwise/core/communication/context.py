@@ -2,7 +2,7 @@
 
 This is the one file that knows PyTorch's backends by name. A group may have a backend for each type of device
 (``"cpu:gloo,cuda:nccl"``), or the one that PyTorch chose; ``torch.distributed.get_backend`` has one name for all of a
-group and says neither. ``host_numbers`` puts numbers that the host knows on a device without waiting for it.
+group and says neither. ``numbers_without_sync`` puts numbers that the host knows on a device without waiting for it.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def default_device(group: ProcessGroup | None) -> torch.device:
     return default if group is None or default != torch.device("cpu") else device_of(group)
 
 
-def host_numbers(values: Sequence[float], like: Tensor) -> Tensor:
+def numbers_without_sync(values: Sequence[float], like: Tensor) -> Tensor:
     """A vector of ``values``, of the dtype and on the device of ``like``.
 
     On a GPU a kernel writes each run of equal values; without a copy the host does not wait, and a CUDA graph can be

@@ -94,7 +94,7 @@ def tree_sum_stacked_(terms: Tensor) -> Tensor:
     return terms[0] if terms.size(0) == 1 else terms[0] + terms[1]
 
 
-def sum_at_any_threads(input_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def deterministic_sum(input_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The sum of all elements, in ``dtype`` if given; PyTorch's own depends on the number of threads."""
     flat = input_.reshape(-1)
     return F.pad(flat, (0, -flat.numel() % _RUN)).view(-1, _RUN).sum(dim=1, dtype=dtype).sum()

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.collectives import all_gather
-from shardwise.core.communication.context import host_numbers
+from shardwise.core.communication.context import numbers_without_sync
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sharding import Interval, balanced_sizes, intervals_of_sizes
 from shardwise.kernels.loss_reference import compute_dtype
@@ -177,7 +177,7 @@ def combine(every: Tensor, ranges: Sequence[Interval], ignored: Tensor, options:
     at_target = torch.expm1(-nll) + smoothing
     rest = None
     if smoothing > 0:
-        counts = host_numbers([float(stop - start) for start, stop in ranges], every)
+        counts = numbers_without_sync([float(stop - start) for start, stop in ranges], every)
         # Empty shards have no maximum: nothing of theirs enters the sum.
         differences = (every[..., 3] + counts[:, None] * below.nan_to_num(neginf=0.0)).sum(dim=0)
         of_others = smoothing / (vocab_size - 1)

@@ -14,6 +14,7 @@ from shardwise.core.files import MAX_CONFIG_BYTES, read_regular
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.run.checkpoint_writer import lock_folder
 from shardwise.run.commands.opened_model import (
     TO_BRING_A_TOKENIZER,
     OpenCheckpoint,
@@ -23,7 +24,6 @@ from shardwise.run.commands.opened_model import (
     open_model,
 )
 from shardwise.run.processes.ranks import Ranks, open_ranks
-from shardwise.run.saves import hold_folder
 from shardwise.run.settings import Settings
 from shardwise.run.tasks.model_card import model_card, of_merged
 from shardwise.storage import checkpoint as checkpoints
@@ -183,7 +183,7 @@ def import_hf(
         CheckpointError: files that are missing or damaged, tensors that are not what ``config.json`` says, or nothing
             can be written.
     """
-    with open_ranks("cpu", timeout=timeout) as ranks, hold_folder(Path(out), ranks):
+    with open_ranks("cpu", timeout=timeout) as ranks, lock_folder(Path(out), ranks):
         source = agree(lambda: open_for_import(folder, out, ranks.world_size), group=ranks.control)
         try:
             tokenizer = Tokenizer.load(source.path)

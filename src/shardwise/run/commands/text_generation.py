@@ -21,7 +21,7 @@ RESET = "/reset"
 
 
 @dataclass(frozen=True)
-class ChoiceWishes:
+class SamplingRequest:
     """The choice of tokens that a user asks for; None leaves it to the model's files.
 
     Attributes:
@@ -78,7 +78,7 @@ def open_prompt(
     checkpoint: str | PathLike[str],
     adapter: str | PathLike[str] | None,
     prompt: str,
-    wishes: ChoiceWishes,
+    request: SamplingRequest,
     *,
     special_tokens: bool,
     world_size: int,
@@ -87,7 +87,7 @@ def open_prompt(
     opened, tokenizer = open_causal(checkpoint, adapter, world_size)
     encoded = tokenizer.encode(prompt, parse_special=special_tokens)
     prompt_ids = [*tokenizer.beginning, *encoded]
-    return OpenPrompt(opened, tokenizer, prompt_ids, wishes.choose(opened, tokenizer, len(prompt_ids)))
+    return OpenPrompt(opened, tokenizer, prompt_ids, request.choose(opened, tokenizer, len(prompt_ids)))
 
 
 def open_causal(
@@ -160,12 +160,12 @@ def generate(
         CheckpointError: no checkpoint there, or a damaged one.
         DataError: no tokenizer, or a damaged one.
     """
-    wishes = ChoiceWishes(max_new_tokens, temperature, top_k, top_p)
+    request = SamplingRequest(max_new_tokens, temperature, top_k, top_p)
     with open_ranks(device, timeout=timeout) as ranks:
         show, note = ranks.on_first(on_text), ranks.on_first(on_note)
         task = agree(
             lambda: open_prompt(
-                checkpoint, adapter, prompt, wishes, special_tokens=special_tokens, world_size=ranks.world_size
+                checkpoint, adapter, prompt, request, special_tokens=special_tokens, world_size=ranks.world_size
             ),
             group=ranks.control,
         )
@@ -230,17 +230,17 @@ class OpenChat:
         opened: the model.
         encoder: turns messages into tokens.
         turn_ends: tokens that end a turn, as those do that end a text.
-        wishes: the choice of tokens that the user asks for.
+        request: the choice of tokens that the user asks for.
     """
 
     opened: OpenCheckpoint
     encoder: ExampleEncoder
     turn_ends: tuple[int, ...]
-    wishes: ChoiceWishes
+    request: SamplingRequest
 
 
 def open_chat(
-    checkpoint: str | PathLike[str], adapter: str | PathLike[str] | None, wishes: ChoiceWishes, world_size: int
+    checkpoint: str | PathLike[str], adapter: str | PathLike[str] | None, request: SamplingRequest, world_size: int
 ) -> OpenChat:
     """Open a model, its tokenizer and its chat template. Raises as ``chat``."""
     opened, tokenizer = open_causal(checkpoint, adapter, world_size)
@@ -251,8 +251,8 @@ def open_chat(
             "put the model's there, or continue a text with shardwise generate"
         )
     encoder = ExampleEncoder(tokenizer, template)
-    wishes.choose(opened, tokenizer, 0)
-    return OpenChat(opened, encoder, encoder.turn_end_ids(), wishes)
+    request.choose(opened, tokenizer, 0)
+    return OpenChat(opened, encoder, encoder.turn_end_ids(), request)
 
 
 @checks_arguments
@@ -292,10 +292,10 @@ def chat(
         CheckpointError: see ``generate``.
         DataError: see ``generate``; or the model has no chat template.
     """
-    wishes = ChoiceWishes(max_new_tokens, temperature, top_k, top_p)
+    request = SamplingRequest(max_new_tokens, temperature, top_k, top_p)
     with open_ranks(device, timeout=timeout) as ranks:
         show, note = ranks.on_first(on_text), ranks.on_first(on_note)
-        task = agree(lambda: open_chat(checkpoint, adapter, wishes, ranks.world_size), group=ranks.control)
+        task = agree(lambda: open_chat(checkpoint, adapter, request, ranks.world_size), group=ranks.control)
         model = task.opened.load_model(ranks)
         assert isinstance(model, GPT)
         model, kind = on_layers(model, layers)
@@ -338,7 +338,7 @@ def _answer(
     except UnusableExampleError as error:
         note(str(error))
         return None
-    choice = agree(lambda: task.wishes.choose(task.opened, tokenizer, len(prompt_ids)), group=ranks.control)
+    choice = agree(lambda: task.request.choose(task.opened, tokenizer, len(prompt_ids)), group=ranks.control)
     for line in choice.notes:
         note(line)
     if len(prompt_ids) > window:

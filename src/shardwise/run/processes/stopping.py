@@ -292,7 +292,7 @@ class _Guard:
         return True
 
 
-def way_on(checkpoint: Path | None) -> str:
+def resume_hint(checkpoint: Path | None) -> str:
     """The hint after a run that ended early; ``checkpoint`` is its newest, None if there is none."""
     if checkpoint is None:
         return "no checkpoint was saved; run the same command again to start anew"

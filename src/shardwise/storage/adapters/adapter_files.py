@@ -38,14 +38,14 @@ from shardwise.storage.adapters.config_file import (
     trained_tensors,
 )
 from shardwise.storage.adapters.model import (
-    Site,
+    AdapterTarget,
+    adapter_targets,
     add_adapters_,
     all_paths,
     all_tensors,
     base_parameters,
     check_without_adapters,
     outer_paths,
-    sites_of,
     trained_of,
 )
 from shardwise.storage.huggingface.architectures import Architecture
@@ -82,10 +82,10 @@ def load_adapter_(model: TransformerModel, folder: str | os.PathLike[str], archi
         _replace_(model, outer_paths(model, architecture)[name.rpartition(".")[0]][0], found.tensors[name])
     add_adapters_(model, found.config, architecture, found.paths, found.trained)
     with torch.no_grad():
-        for site in sites_of(model, architecture):
-            if (adapter := site.adapter) is not None:
+        for target in adapter_targets(model, architecture):
+            if (adapter := target.adapter) is not None:
                 for name, layout in adapter.param_layouts.items():
-                    whole = found.factors[site.path, name]
+                    whole = found.factors[target.path, name]
                     adapter.get_parameter(name).copy_(layout.take(whole, adapter.group.rank()))
     for each in trained_of(model).parameters:
         each.base.fill_({name: found.tensors[name] for name in each.tensors}, model.tp_group.rank())
@@ -112,11 +112,13 @@ def save_adapter(
     Raises:
         ConfigError: the model has no adapters, or the folder cannot be written to; on every rank.
     """
-    pairs = [(site, adapter) for site in sites_of(model, architecture) if (adapter := site.adapter) is not None]
-    adapted = {site.path for site, _ in pairs}
+    pairs = [
+        (target, adapter) for target in adapter_targets(model, architecture) if (adapter := target.adapter) is not None
+    ]
+    adapted = {target.path for target, _ in pairs}
     tensors = {
-        _key_of(site.path, name): gather_parameter(adapter.get_parameter(name), layout, group=model.tp_group).cpu()
-        for site, adapter in pairs
+        _key_of(target.path, name): gather_parameter(adapter.get_parameter(name), layout, group=model.tp_group).cpu()
+        for target, adapter in pairs
         for name, layout in adapter.param_layouts.items()
     }
     for each in trained_of(model).parameters:
@@ -124,7 +126,9 @@ def save_adapter(
         parts = each.base.composition.take_apart(whole)
         # Tensors that share memory cannot be stored.
         tensors |= {_key_of_base(name, adapted): parts[name].clone() for name in each.tensors}
-    facts = [(site.layer.lora_config, site.transposed) for site, _ in pairs if isinstance(site.layer, LoraLayer)]
+    facts = [
+        (target.layer.lora_config, target.transposed) for target, _ in pairs if isinstance(target.layer, LoraLayer)
+    ]
     of_stages = gather_from_stages((tensors, facts), "the adapters of each pipeline stage", model.groups)
     tensors = {key: tensor for of_stage, _ in of_stages for key, tensor in of_stage.items()}
     facts = [fact for _, of_stage in of_stages for fact in of_stage]
@@ -197,9 +201,9 @@ def _read(folder: Path, model: TransformerModel, architecture: Architecture, kno
     }
     # A tied weight has a name for each of its uses.
     needed |= {f"{each}.weight": (model.vocab_size or 0, model.config.hidden_size) for each in outer}
-    sites = sites_of(model, architecture)
-    needed |= {(site.path, name): shape for site in sites for name, shape in _shapes(site, config).items()}
-    own = {site.path for site in sites}
+    targets = adapter_targets(model, architecture)
+    needed |= {(target.path, name): shape for target in targets for name, shape in _shapes(target, config).items()}
+    own = {target.path for target in targets}
     chosen: dict[str | tuple[str, str], StoredTensor] = {}
     for key, stored in read_header(path).items():
         place: str | tuple[str, str]
@@ -279,14 +283,14 @@ def _factors(is_embedding: bool, config: LoraConfig) -> tuple[str, ...]:
     return (*names, "lora_magnitude_vector") if config.use_dora else names
 
 
-def _shapes(site: Site, config: LoraConfig) -> dict[str, tuple[int, ...]]:
-    is_embedding, r = isinstance(site.layer, VocabEmbedding), config.at(site.path).r
-    if isinstance(site.layer, VocabEmbedding):
-        input_size, output_size = site.layer.num_embeddings, site.layer.embedding_dim
+def _shapes(target: AdapterTarget, config: LoraConfig) -> dict[str, tuple[int, ...]]:
+    is_embedding, r = isinstance(target.layer, VocabEmbedding), config.at(target.path).r
+    if isinstance(target.layer, VocabEmbedding):
+        input_size, output_size = target.layer.num_embeddings, target.layer.embedding_dim
     else:
-        output_size, input_size = site.layer.out_features, site.layer.in_features
-    if site.section is not None:
-        output_size = len(site.section)
+        output_size, input_size = target.layer.out_features, target.layer.in_features
+    if target.section is not None:
+        output_size = len(target.section)
     shapes: list[tuple[int, ...]] = [(r, input_size), (output_size, r), (output_size,)]
     return dict(zip(_factors(is_embedding, config), shapes, strict=False))
 

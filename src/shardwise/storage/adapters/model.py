@@ -29,7 +29,7 @@ from shardwise.storage.huggingface.mapping import Composition, compose
 
 
 @dataclass(frozen=True)
-class Site:
+class AdapterTarget:
     """A linear layer or embedding of Hugging Face's, and where ours has it.
 
     Attributes:
@@ -53,7 +53,7 @@ class Site:
 
     @property
     def adapter(self) -> Adapter | None:
-        """The site's adapter, or None."""
+        """The target's adapter, or None."""
         if not isinstance(self.layer, LoraLayer) or self.name not in self.layer.lora:
             return None
         adapter = self.layer.lora[self.name]
@@ -61,7 +61,7 @@ class Site:
         return adapter
 
 
-def sites_of(model: TransformerModel, architecture: Architecture) -> list[Site]:
+def adapter_targets(model: TransformerModel, architecture: Architecture) -> list[AdapterTarget]:
     """Every layer of this pipeline stage that can have an adapter, in order.
 
     These are the linear layers of transformer layers and, of a GPT, the embedding and the output layer.
@@ -70,18 +70,20 @@ def sites_of(model: TransformerModel, architecture: Architecture) -> list[Site]:
         ConfigError: the architecture has no such layers.
     """
     layers: Iterable[Any] = model.block.layers
-    sites = [site for layer in layers for site in _sites_of_layer(model, layer, layer.layer_number - 1, architecture)]
+    targets = [
+        target for layer in layers for target in _targets_of_layer(model, layer, layer.layer_number - 1, architecture)
+    ]
     for path, (name, _) in outer_paths(model, architecture).items():
         with contextlib.suppress(AttributeError):
             found: Any = model.get_submodule(name)
-            sites.append(Site(path, found, None, transposed=False, in_layers=False))
-    return sites
+            targets.append(AdapterTarget(path, found, None, transposed=False, in_layers=False))
+    return targets
 
 
 def all_paths(model: TransformerModel, architecture: Architecture) -> set[str]:
     """The paths of the linear layers of all pipeline stages."""
     first, numbers = model.block.layers[0], range(model.config.num_layers)
-    return {site.path for number in numbers for site in _sites_of_layer(model, first, number, architecture)}
+    return {target.path for number in numbers for target in _targets_of_layer(model, first, number, architecture)}
 
 
 def outer_paths(model: TransformerModel, architecture: Architecture) -> dict[str, tuple[str, str]]:
@@ -109,10 +111,10 @@ def all_tensors(model: TransformerModel, architecture: Architecture) -> set[str]
     return {name for names in gather_from_stages(own, "the names of tensors", model.groups) for name in names}
 
 
-def _sites_of_layer(
+def _targets_of_layer(
     model: TransformerModel, layer: nn.Module, number: int, architecture: Architecture
-) -> Iterator[Site]:
-    """The sites of a layer, named as in the layer of that number, from 0."""
+) -> Iterator[AdapterTarget]:
+    """The targets of a layer, named as in the layer of that number, from 0."""
     heads = Heads(*model.config.heads)
     for name, linear in layer.named_modules():
         if not isinstance(linear, ColumnLinear | RowLinear):
@@ -128,7 +130,7 @@ def _sites_of_layer(
         for tensor, section in sections.items():
             whole = torch.equal(section, torch.arange(shape[0]))
             path = tensor.removesuffix(".weight")
-            yield Site(path, linear, None if whole else section, composition.transposed)
+            yield AdapterTarget(path, linear, None if whole else section, composition.transposed)
 
 
 def add_lora_(model: TransformerModel, config: LoraConfig, architecture: Architecture) -> None:
@@ -176,20 +178,20 @@ def add_adapters_(
     if model.ties_weights and any(path in chosen or f"{path}.weight" in trained for path in outer):
         model.untie_()
     parameters = base_parameters(model, architecture)
-    together: dict[int, list[Site]] = {}
-    for site in sites_of(model, architecture):
-        if site.path in chosen:
-            together.setdefault(id(site.layer), []).append(site)
+    together: dict[int, list[AdapterTarget]] = {}
+    for target in adapter_targets(model, architecture):
+        if target.path in chosen:
+            together.setdefault(id(target.layer), []).append(target)
     model.requires_grad_(False)
     seed = draw_seed()
-    for sites in together.values():
-        first = sites[0]
+    for targets in together.values():
+        first = targets[0]
         with part_seeded(seed, first.path):
             if isinstance(first.layer, VocabEmbedding):
                 LoraEmbedding.add(first.layer, config.at(first.path), first.name)
             else:
-                sections = {site.name: site.section for site in sites}
-                LoraLinear.add(first.layer, config, sections, {site.name: site.path for site in sites})
+                sections = {target.name: target.section for target in targets}
+                LoraLinear.add(first.layer, config, sections, {target.name: target.path for target in targets})
     # Layers with adapters get their places in the model, so that stages draw the same random numbers.
     parts: list[tuple[Any, int]] = [(part, part.layer_number) for part in cast(Iterable[Any], model.block.layers)]
     if model.post_process and model.classification is None:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.core.communication.collectives import all_reduce, reduce_scatter
-from shardwise.core.communication.trees import TreeCounter, exact_total, sum_at_any_threads
+from shardwise.core.communication.trees import TreeCounter, deterministic_sum, exact_total
 from shardwise.core.errors import ConfigError
 from shardwise.training.gradients.gradients import (
     DEFAULT_BUCKET_SIZE,
@@ -68,7 +68,7 @@ class GradientTrees(Gradients):
     """
 
     total = ExactTotal
-    sum_of_losses = staticmethod(sum_at_any_threads)
+    sum_of_losses = staticmethod(deterministic_sum)
     seeds_micro_batches = True
 
     def __init__(

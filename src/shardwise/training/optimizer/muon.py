@@ -231,16 +231,16 @@ class Muon:
             own = [with_momentum(*each, self._own["momentum"]).to(self._dtype).reshape(-1) for each in means]
             sizes = [self._sizes_of_shares(param) for param in params]
             shapes = [self._parts[param][0].layout.global_shape for param in params]
-            dealing = Dealing(sizes, dealt_out(shapes, len(sizes[0])), self._dp_group)
+            distribution = MuonDistribution(sizes, distribute_matrices(shapes, len(sizes[0])), self._dp_group)
             gradients = {
                 index: pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-                for index, pieces in dealing.collect(own).items()
+                for index, pieces in distribution.collect(own).items()
             }
             moves = {
                 index: move.reshape(-1).split(list(sizes[index]))
                 for index, move in self._moves(params, gradients).items()
             }
-            for param, move in zip(params, dealing.hand_back(moves, like=params[0]), strict=True):
+            for param, move in zip(params, distribution.return_updates(moves, like=params[0]), strict=True):
                 update_(param, move.view_as(param), rate=rate, weight_decay=self._own["weight_decay"])
 
     def _moves(self, params: Sequence[Parameter], gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -323,18 +323,20 @@ class Muon:
             return [orthogonalized(shard) for shard in shards]
         ranks = range(self._group.size())
         sizes = [[math.prod(part.layout.local_shape(other)) for other in ranks] for part in parts]
-        dealing = Dealing(sizes, dealt_out([part.layout.global_shape for part in parts], len(ranks)), self._group)
+        distribution = MuonDistribution(
+            sizes, distribute_matrices([part.layout.global_shape for part in parts], len(ranks)), self._group
+        )
         wholes: dict[int, list[Tensor]] = {}
-        for index, pieces in dealing.collect([shard.reshape(-1) for shard in shards]).items():
+        for index, pieces in distribution.collect([shard.reshape(-1) for shard in shards]).items():
             layout = parts[index].layout
             whole = layout.assemble([piece.view(layout.local_shape(other)) for other, piece in enumerate(pieces)])
             whole = orthogonalized(whole)
             wholes[index] = [layout.take(whole, other) for other in ranks]
-        updates = dealing.hand_back(wholes, like=shards[0])
+        updates = distribution.return_updates(wholes, like=shards[0])
         return [update.view_as(shard) for update, shard in zip(updates, shards, strict=True)]
 
 
-def dealt_out(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> list[list[int]]:
+def distribute_matrices(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> list[list[int]]:
     """The matrices that each rank computes: the most work first, always to the rank with the least."""
     work = [math.prod(shape) * min(shape) for shape in shapes]
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -343,7 +345,7 @@ def dealt_out(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> list[list[in
     return dealt
 
 
-class Dealing:
+class MuonDistribution:
     """An exchange of the pieces of several tensors: two all-to-alls, one to collect them and one to hand them back.
 
     Args:
@@ -380,7 +382,7 @@ class Dealing:
         ]
         return {index: [run[place] for run in runs] for place, index in enumerate(self._own)}
 
-    def hand_back(self, wholes: Mapping[int, Sequence[Tensor]], like: Tensor) -> list[Tensor]:
+    def return_updates(self, wholes: Mapping[int, Sequence[Tensor]], like: Tensor) -> list[Tensor]:
         """This rank's piece of every tensor, in one dimension and of ``like``'s dtype and device.
 
         ``wholes`` has, by index, a piece for each rank of this rank's tensors.

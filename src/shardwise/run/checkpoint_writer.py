@@ -29,12 +29,11 @@ from shardwise.storage.checkpoint.folder import clear_unfinished
 from shardwise.storage.checkpoint.saving import SaveProgress
 
 
-class Saves:
+class CheckpointWriter:
     """The checkpoints of a run, of which at most one is being written.
 
-    Whatever ranks do together happens in the thread that trains, in the order of its calls. How far each rank's writing
-    is they hear of in the all-reduce that every step has anyway: each puts in its ``progress``, and calls ``heard``
-    with the largest.
+    The collective part of a save runs in the thread that trains. Each rank puts its ``progress`` of writing into the
+    all-reduce of every step, and calls ``on_progress`` with the largest.
 
     Args:
         session: the run.
@@ -56,7 +55,7 @@ class Saves:
         """Of this rank's writing."""
         return SaveProgress.WRITTEN if self._pending is None else self._pending.progress
 
-    def heard(self, progress: SaveProgress) -> None:
+    def on_progress(self, progress: SaveProgress) -> None:
         """Publish what is written, once every rank has, or raise what kept a rank from it; every rank calls.
 
         Raises:
@@ -75,10 +74,10 @@ class Saves:
 
         Args:
             step: steps done.
-            at_once: publish it before this returns. Otherwise ``heard`` does, or ``complete``.
+            at_once: publish it before this returns. Otherwise ``on_progress`` does, or ``complete``.
 
         Raises:
-            CheckpointError, DivergenceError: see ``heard``.
+            CheckpointError, DivergenceError: see ``on_progress``.
         """
         self.complete()
         self._pending = begin_save(self._session, step, None if at_once else self._snapshot)
@@ -89,7 +88,7 @@ class Saves:
         """Wait for what is being written, and publish it; every rank calls.
 
         Raises:
-            CheckpointError, DivergenceError: see ``heard``.
+            CheckpointError, DivergenceError: see ``on_progress``.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -191,7 +190,7 @@ _UNFINISHED = re.compile(r"\..+\.tmp|adapter_\w+\.\w+\.new|export\.partial|\.exp
 
 
 @contextmanager
-def hold_folder(out: Path, ranks: Ranks) -> Iterator[None]:
+def lock_folder(out: Path, ranks: Ranks) -> Iterator[None]:
     """Hold ``out`` for the length of the block; every rank calls, and the first one holds it.
 
     What a killed run left there unfinished is removed. If nothing is written in the block, and the folder was made for

@@ -20,9 +20,9 @@ from run.tiny import tiny_settings
 
 from shardwise.core.errors import CheckpointError, DivergenceError
 from shardwise.core.tensor_files import TensorFile
+from shardwise.run.checkpoint_writer import CheckpointWriter
 from shardwise.run.processes.stopping import Interrupted
 from shardwise.run.run import train
-from shardwise.run.saves import Saves
 from shardwise.storage import checkpoint
 from shardwise.storage.checkpoint import latest, saving
 
@@ -44,7 +44,7 @@ class Gate:
         monkeypatch.setattr(saving, "write_parts", waiting)
 
 
-def written(saves: Saves) -> None:
+def written(saves: CheckpointWriter) -> None:
     """Wait until this rank's thread has ended, so that the next step publishes what it wrote."""
     assert saves._pending is not None
     saves._pending.wait()
@@ -86,13 +86,13 @@ def test_an_interrupt_waits_for_the_writing(group, tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
     if dist.get_rank(group) == 1:
         at_step(session.trainer, 3, lambda: signal.raise_signal(signal.SIGTERM))
-    original = Saves.complete
+    original = CheckpointWriter.complete
 
     def complete(saves):
         gate.opened.set()
         original(saves)
 
-    monkeypatch.setattr(Saves, "complete", complete)
+    monkeypatch.setattr(CheckpointWriter, "complete", complete)
     with pytest.raises(Interrupted):
         train(session)
     dist.barrier(group=group)
@@ -110,7 +110,7 @@ def test_a_full_disk_in_the_thread_ends_all_ranks_at_the_next_step(group, tmp_pa
     """With the checkpoint before as it was, and nothing of the new one left."""
     session = open_tiny(tiny_settings(tmp_path, tp=2, save_every=2), monkeypatch, tmp_path)
     steps = []
-    original = Saves.save
+    original = CheckpointWriter.save
 
     def save(saves, step, *, at_once):
         if step == 4 and dist.get_rank(group) == broken:
@@ -122,7 +122,7 @@ def test_a_full_disk_in_the_thread_ends_all_ranks_at_the_next_step(group, tmp_pa
     def full_disk(file, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Saves, "save", save)
+    monkeypatch.setattr(CheckpointWriter, "save", save)
     with pytest.raises(CheckpointError) as caught:
         train(session)
     root = session.checkpoints
@@ -141,7 +141,7 @@ def test_a_full_disk_in_the_thread_ends_all_ranks_at_the_next_step(group, tmp_pa
 @pytest.mark.ranks(2)
 def test_what_is_not_finite_is_found_in_the_thread_and_never_published(group, tmp_path, monkeypatch):
     session = open_tiny(tiny_settings(tmp_path, tp=2, save_every=2), monkeypatch, tmp_path)
-    original = Saves.save
+    original = CheckpointWriter.save
 
     def save(saves, step, *, at_once):
         last = next(iter(session.trainer.optimizer.state.values()))["exp_avg"].view(-1)[-1:]
@@ -153,7 +153,7 @@ def test_what_is_not_finite_is_found_in_the_thread_and_never_published(group, tm
         last.copy_(value)
         written(saves)
 
-    monkeypatch.setattr(Saves, "save", save)
+    monkeypatch.setattr(CheckpointWriter, "save", save)
     with pytest.raises(DivergenceError) as caught:
         train(session)
     newest = session.checkpoints / "step-00000002"
