@@ -156,6 +156,24 @@ def build_model(
     Raises:
         ConfigError: heads or layers that cannot be split over the ranks.
     """
+    model_class: Any = Bert if description.kind == "bert" else GPT
+    arguments = model_arguments(
+        description, config, groups=groups, max_sequence_length=max_sequence_length, vp_stage=vp_stage
+    )
+    with device or nullcontext():
+        model: Model = model_class(config, **arguments)
+    return model
+
+
+def model_arguments(
+    description: ModelDescription,
+    config: ModelConfig,
+    *,
+    groups: Groups,
+    max_sequence_length: int | None = None,
+    vp_stage: int | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments of ``GPT`` or ``Bert`` for a described model; arguments and errors as in ``build_model``."""
     names = _BERT_FIELDS if description.kind == "bert" else _GPT_FIELDS
     arguments = {name: getattr(description, name) for name in names}
     if max_sequence_length is not None:
@@ -169,17 +187,13 @@ def build_model(
     stage, num_stages = groups.stage, groups.num_stages
     last_chunk = (config.virtual_pipeline_model_parallel_size or 1) - 1
     chunk = vp_stage or 0
-    arguments |= {
+    return arguments | {
         "layer_spec": _layer_spec(description),
         "pre_process": stage == 0 and chunk == 0,
         "post_process": stage == num_stages - 1 and chunk == last_chunk,
         "groups": groups,
         "vp_stage": vp_stage,
     }
-    model_class: Any = Bert if description.kind == "bert" else GPT
-    with device or nullcontext():
-        model: Model = model_class(config, **arguments)
-    return model
 
 
 def describe_model(model: nn.Module) -> ModelDescription:

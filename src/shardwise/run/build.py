@@ -6,10 +6,9 @@ from typing import Any
 import torch
 
 from shardwise.core.topology import Groups
-from shardwise.models.description import ModelChunks, ModelDescription, chunks_of
+from shardwise.models.description import ModelChunks, ModelDescription, chunks_of, model_arguments
 from shardwise.models.gpt import GPT
 from shardwise.run.settings import ModelSettings, RunSettings, Settings
-from shardwise.storage import huggingface
 from shardwise.storage.huggingface import model_config
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
@@ -90,7 +89,7 @@ def build_model(settings: RunSettings, vocab_size: int, *, groups: Groups, devic
     for vp_stage in chunks_of(config):
         # Each starts as a part of the one model that begins here.
         torch.default_generator.set_state(state)
-        model = huggingface.build_model(description, config, groups=groups, device=device, vp_stage=vp_stage)
-        assert isinstance(model, GPT)
-        chunks.append(model)
+        arguments = model_arguments(description, config, groups=groups, vp_stage=vp_stage)
+        with device:
+            chunks.append(GPT(config, **arguments))
     return ModelChunks(chunks) if len(chunks) > 1 else chunks[0]
