@@ -353,7 +353,8 @@ def failure(tests: Collection[str], source: Path, scratch: Path) -> str | None:
     paths = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
     # An example that failed with a fault is none to begin the next run with; pytest cuts the reason to the columns.
     own = {"PYTHONPATH": paths, "HYPOTHESIS_STORAGE_DIRECTORY": str(scratch / "hypothesis"), "COLUMNS": "250"}
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    # As `make test` selects.
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not matrix"]
     done = subprocess.run([*pytest, *tests], cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
