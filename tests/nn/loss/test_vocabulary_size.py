@@ -104,7 +104,7 @@ def test_equal_shards_need_no_size(group, options):
 
 @pytest.mark.ranks(1, 2)
 def test_padding_needs_the_true_size(group):
-    with pytest.raises(ConfigError, match=r"padded_vocab_size is 24, and vocab_size .* is None; pass vocab_size= too"):
+    with pytest.raises(ConfigError, match=r"padded_vocab_size is 24, and without vocab_size .* pass vocab_size= too"):
         vocab_parallel_cross_entropy(
             torch.randn(2, 12), torch.zeros(2, dtype=torch.long), tp_group=group, padded_vocab_size=24
         )
