@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.core.errors import DataError
-from shardwise.data import ExampleEncoder, UnusableExampleError, example_of
+from shardwise.data import ExampleEncoder, UnusableExampleError, example_of, examples, labelled
 from shardwise.data.json_records import Record
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 
@@ -123,3 +123,11 @@ def test_a_template_whose_turns_cannot_be_found(tokenizer):
 def test_chats_without_a_template(tokenizer):
     with pytest.raises(DataError, match="the model's folder has no chat template"):
         ExampleEncoder(tokenizer, None).encode(example({"messages": [ASKED, SAID]}))
+
+
+def test_an_item_is_hashed_once(monkeypatch):
+    hashed = []
+    for module in (examples, labelled):
+        monkeypatch.setattr(module, "digest_of", lambda value: hashed.append(value) or str(len(hashed)))
+    items = [example({"text": "Who?"}), labelled.LabelledText("line 1", "Who?", None, "a")]
+    assert [item.sha256 for item in (*items, *items)] == ["1", "2", "1", "2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -150,3 +151,32 @@ def test_the_same_bits_for_fewer_bytes(group, kind, sequence_parallel):
 def test_settings_that_contradict_each_other(settings, message):
     with pytest.raises(ConfigError, match=message):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Recomputation("full", num_layers=2.0), "num-layers is 2.0; it must be an integer"),
+        (lambda: Recomputation("selective", modules="mlp"), "modules is 'mlp'; it must be a tuple"),
+        (lambda: ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, recompute="full"), "give a Recomp"),
+    ],
+)
+def test_recomputation_of_wrong_types_is_refused_when_it_is_made(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_list_of_modules_is_as_good_as_a_tuple():
+    listed = Recomputation("selective", modules=["mlp", "layernorm"])
+    assert {listed: 1} == {Recomputation("selective", modules=("mlp", "layernorm")): 1}
+
+
+def test_megatrons_settings_count_when_they_are_set_after_the_config_is_made():
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+    config.recompute_granularity = "selective"
+    assert config.recompute == Recomputation("selective")
+    config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "block", 2
+    config.recompute_modules = None
+    assert (
+        dataclasses.replace(config, hidden_size=16).recompute == config.recompute == Recomputation("full", "block", 2)
+    )

@@ -26,6 +26,7 @@ given. Preferences are those of the library ``trl``, with explicit and implicit 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -57,7 +58,7 @@ class Example:
     tools: list[Any] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """Hex digest of what it says, wherever it lies."""
         return digest_of(self._content)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class LabelledText:
         """The words, or else the text."""
         return self.text if self.words is None else self.words
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """Hex digest of texts and label, wherever they lie."""
         return digest_of([self.words or self.text, self.pair, self.label])

@@ -238,6 +238,8 @@ class ModelConfig(LayerConfig, TransformerFields):
                 f"activation_func is {self.activation_func!r}; it must be a function (by name they are in "
                 "shardwise.models.transformer.mlp.ACTIVATIONS)"
             )
+        if not isinstance(self.recompute, Recomputation):
+            raise ConfigError(f"recompute is {self.recompute!r}; give a Recomputation, such as Recomputation('full')")
         self._check_norm_position()
         self._check_attention()
         self._check_layers()

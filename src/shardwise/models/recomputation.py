@@ -44,13 +44,17 @@ class Recomputation:
             raise ConfigError(f"recompute.granularity is {granularity!r}; it must be 'none', 'full' or 'selective'")
         if self.method not in ("uniform", "block"):
             raise ConfigError(f"recompute.method is {self.method!r}; it must be 'uniform' or 'block'")
-        if self.num_layers < 1:
-            raise ConfigError(f"recompute.num-layers is {self.num_layers}; it must be at least 1")
+        if type(self.num_layers) is not int or self.num_layers < 1:
+            raise ConfigError(f"recompute.num-layers is {self.num_layers!r}; it must be an integer of at least 1")
         for reader, names in (("full", ("method", "num_layers")), ("selective", ("modules",))):
             for name in names if granularity != reader else ():
                 if (value := getattr(self, name)) != getattr(Recomputation, name):
                     name = f"recompute.{name.replace('_', '-')}"
                     raise ConfigError(f"{name} {value} needs --recompute.granularity {reader} (it is {granularity!r})")
+        if isinstance(self.modules, list):
+            object.__setattr__(self, "modules", tuple(self.modules))
+        if not isinstance(self.modules, tuple):
+            raise ConfigError(f"recompute.modules is {self.modules!r}; it must be a tuple of names")
         if not self.modules or not set(self.modules) <= set(RECOMPUTE_MODULES):
             raise ConfigError(
                 f"recompute.modules names {', '.join(map(repr, self.modules)) or 'nothing'}; it must name at least one "

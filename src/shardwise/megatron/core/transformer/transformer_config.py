@@ -123,12 +123,13 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
     recompute_method: Literal["uniform", "block"] | None = field(default=None, kw_only=True)
     recompute_num_layers: int | None = field(default=None, kw_only=True)
     recompute_modules: Sequence[str] | None = field(default=None, kw_only=True)
-    recompute: Recomputation = field(init=False, default_factory=Recomputation)
+    # Read from the four whenever a model is made: programs set them after the config is.
+    recompute: Recomputation = field(init=False, default=cast(Any, property(lambda self: self._recomputation())))
     window_attn_skip_freq: int | list[int] | None = field(default=None, kw_only=True)
     no_rope_freq: int | list[int] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        self.recompute = self._recomputation()
+        self._recomputation()
         if self.window_size is not None and self.window_attn_skip_freq is not None:
             skipped = _is_each(self, "window_attn_skip_freq")
             is_list = isinstance(self.window_attn_skip_freq, list)
