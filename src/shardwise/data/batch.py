@@ -1,4 +1,4 @@
-"""A batch: what a model and a loss read of some samples, by name; rows become one, and it moves to a device."""
+"""Batches: the named inputs of a model and a loss, their collation from rows, and their copy to a device."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 IGNORE_INDEX = -100
-"""The label of a position that counts for nothing."""
+"""The label of a position that the loss ignores."""
 
 Row = dict[str, NDArray[Any]]
-"""One sample by the names of ``Batch``, without ``b``; or ``k`` samples that stay together, with ``k`` for ``b``."""
+"""Tensors of a sample by the names of ``Batch``, without dim ``b``; or of a group of ``k`` samples, with dim ``k``."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of one length.
+    """A batch of samples of one length.
 
     Attributes:
         tokens: ``[b, s]``, int64.
-        labels: ``[b, s]`` ids to predict, int64, -100 where none counts. Of texts with labels ``[b, 1]`` int64 or
-            ``[b, n]`` fp32, of words with labels ``[b, s]`` int64.
-        position_ids, document_ids: ``[b, s]``, int64, of rows of several texts.
-        lengths: ``[b]``, int64, on request: places that the text of each sample takes.
-        tokentype_ids, attention_mask: ``[b, s]``, int64, for a model whose tokens see those behind them.
-        reference: ``[b]``, fp64: log-probability of each answer by the model that training begins with.
+        labels: ``[b, s]``, int64, ids to predict; -100 is ignored. For labelled texts ``[b, 1]`` int64 or ``[b, n]``
+            fp32, for labelled words ``[b, s]`` int64.
+        position_ids, document_ids: ``[b, s]``, int64, for rows of several texts.
+        lengths: ``[b]``, int64, on request: number of positions that the text of each sample takes.
+        tokentype_ids, attention_mask: ``[b, s]``, int64, for a bidirectional model.
+        reference: ``[b]``, fp64: log-probability of each answer under the reference model.
     """
 
     tokens: Tensor
@@ -43,16 +43,16 @@ class Batch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that there are, by name."""
+        """The tensors that are not None, by name."""
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """The batch of ``function`` of each tensor."""
+        """Return a batch with ``function`` applied to each tensor."""
         return Batch(**{name: function(tensor) for name, tensor in self.tensors.items()})
 
 
 def stack(rows: Iterable[Row], *, with_lengths: bool) -> Batch:
-    """Rows of one length as a batch, with the lengths of their texts only if asked for."""
+    """Collate rows of one length into a batch; ``with_lengths`` includes the lengths of their texts."""
     several = list(rows)
     join = np.stack if several[0]["tokens"].ndim == 1 else np.concatenate
     names = [name for name in several[0] if with_lengths or name != "lengths"]
@@ -62,10 +62,10 @@ def stack(rows: Iterable[Row], *, with_lengths: bool) -> Batch:
 class BatchMover:
     """Copies batches to a device on a separate stream, from pinned memory, so that neither host nor device waits.
 
-    On a CPU batches stay where they are.
+    On a CPU, batches are returned unchanged.
 
     Args:
-        device: where they are wanted.
+        device: destination of the batches.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,14 +73,14 @@ class BatchMover:
         self._stream = None if device.type == "cpu" else torch.Stream(device)
 
     def start(self, batch: Batch) -> Batch:
-        """Start to move a batch; what is launched after ``wait`` may use the result."""
+        """Start to copy a batch; kernels launched after ``wait`` may use the result."""
         if self._stream is None or not any(tensor.is_cpu for tensor in batch.tensors.values()):
             return batch
         computing = torch.accelerator.current_stream(self._device)
 
         def copied(tensor: Tensor) -> Tensor:
             copy = tensor.pin_memory().to(self._device, non_blocking=True)
-            # Its memory is the other stream's, and must not be given away before this one has used it.
+            # The memory belongs to the copy stream and must not be reused before the current stream has used it.
             copy.record_stream(computing)
             return copy
 
@@ -88,12 +88,12 @@ class BatchMover:
             return batch.map(copied)
 
     def wait(self) -> None:
-        """Let what the device is given from now on wait until every batch that was started is there."""
+        """Make the current stream wait for all copies that were started."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
     def moved(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Each batch, while the one behind it is on its way."""
+        """Yield each batch on the device while the next one is copied."""
         before: Batch | None = None
         for batch in batches:
             started = self.start(batch)

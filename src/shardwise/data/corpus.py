@@ -1,6 +1,6 @@
-"""A corpus: documents of text, counted and hashed, and its split into a part to learn from and a part held out.
+"""A corpus of text documents, with its size and hash, and its split into a training part and a held-out part.
 
-The machine's own Python standard library as a corpus: real text on every machine, with no download.
+The Python standard library serves as a corpus of real text on every machine, with no download.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.core.errors import ConfigError, DataError
 
 
 def text_size(texts: Iterable[str]) -> str:
-    """The size of texts in UTF-8, for people to read.
+    """The human-readable size of texts in UTF-8.
 
     >>> text_size(["x" * 12_108_092]), text_size(["x" * 1000, "y" * 500]), text_size(["1234567"])
     ('12.1 MB', '1.5 kB', '7 B')
@@ -30,22 +30,22 @@ def text_size(texts: Iterable[str]) -> str:
     return f"{num_bytes} B"
 
 
-# A cut moves back to the start of a line, by at most this many bytes or the length of the part cut off.
+# A cut moves back to the start of a line, by at most this many bytes or the length of the tail.
 _MAX_LINE_BYTES = 1000
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of text, held in memory. Empty documents are left out.
+    """Text documents in memory, without empty documents.
 
     Attributes:
-        name: what people call it, its size included; says nothing about where it lies.
+        name: display name with the size, independent of the location of the files.
         documents: the texts, in a fixed order.
         num_bytes: size of all documents in UTF-8, in bytes.
         sha256: hex digest of the documents and their order.
 
     Raises:
-        DataError: no document has any text, or one has a lone surrogate.
+        DataError: all documents are empty, or one has a lone surrogate.
     """
 
     name: str
@@ -76,29 +76,31 @@ class Corpus:
         object.__setattr__(self, "sha256", digest.hexdigest())
 
     def to_bytes(self) -> bytes:
-        """All documents in UTF-8, one after the other with nothing between, as a compressor would see them."""
+        """Concatenate all documents in UTF-8 without separators, as input for a compressor."""
         return b"".join(document.encode() for document in self.documents)
 
     def split(
         self, *, held_out_fraction: float | None = None, held_out_bytes: int | None = None, seed: int = 0
     ) -> tuple[Corpus, Corpus]:
-        """Divide into a part to learn from and a part held out for validation.
+        """Split the corpus into a training part and a held-out part.
 
-        Documents are held out whole, in the order of a hash of the seed and their text, so that neither their names nor
-        their order matter and equal documents stay on one side. The one that would hold out too much is cut, and its
-        tail is held out: from the start of a line, or of a word in very long lines. So one big file can be split too.
+        Whole documents are held out in the order of a hash of the seed and their text. The split is therefore
+        independent of their names and order, and equal documents stay in one part. The last document is cut if it is
+        too large: its tail is held out, from the start of a line, or of a word in very long lines. A corpus of one big
+            file
+        is split this way.
 
         Args:
-            held_out_fraction: part of the bytes to hold out, between 0 and 1. Give this or ``held_out_bytes``.
-            held_out_bytes: number of bytes to hold out. Somewhat more are, for the cut to fall between two lines.
-            seed: another seed holds out other documents.
+            held_out_fraction: fraction of the bytes to hold out, between 0 and 1. Give this or ``held_out_bytes``.
+            held_out_bytes: minimum number of bytes to hold out; slightly more are held out to cut between lines.
+            seed: seed of the hash that orders the documents.
 
         Returns:
-            The training part and the held-out part, neither of them empty, documents in their original order.
+            The training part and the held-out part, both not empty, with the documents in their original order.
 
         Raises:
-            ConfigError: not exactly one of the two sizes given, or a fraction outside of 0 to 1.
-            DataError: the corpus is too small for the split.
+            ConfigError: not exactly one of the two sizes is given, or the fraction is not between 0 and 1.
+            DataError: the corpus is too small to be split.
         """
         target = self._held_out_target(held_out_fraction, held_out_bytes)
         kept = list(self.documents)
@@ -137,7 +139,7 @@ class Corpus:
         return num_bytes
 
     def _equal_documents(self, seed: int) -> list[list[int]]:
-        """Indices of the documents, equal ones together, in the order in which they are held out."""
+        """Groups of indices of equal documents, in the order in which they are held out."""
         groups: dict[bytes, list[int]] = {}
         for index, document in enumerate(self.documents):
             groups.setdefault(hashlib.sha256(f"{seed}:{document}".encode()).digest(), []).append(index)
@@ -149,7 +151,7 @@ class Corpus:
 
 
 def _cut_tail(document: str, num_bytes: int) -> tuple[str, str]:
-    """Head and tail, the tail of at least ``num_bytes``, cut before a line or else a word if one begins near there."""
+    """Split off a tail of at least ``num_bytes``, at the start of a line, or else a word, if one is near."""
     content = document.encode()
     latest = len(content) - num_bytes
     earliest = max(1, latest - max(num_bytes, _MAX_LINE_BYTES))
@@ -158,37 +160,36 @@ def _cut_tail(document: str, num_bytes: int) -> tuple[str, str]:
         found = content.rfind(separator, earliest - 1, latest)
         if found >= 0:
             return content[: found + 1].decode(), content[found + 1 :].decode()
-    # There is no boundary nearby, so the cut falls at the start of a character.
+    # No boundary is near: cut at the start of a character.
     while content[latest] & 0xC0 == 0x80:
         latest -= 1
     return content[:latest].decode(), content[latest:].decode()
 
 
-# Tests are left out as data about data. The others are not the standard library (installed packages, pip's wheels), or
-# were written when this Python was built and name its machine's folders (config-3.x).
+# Tests are mostly data. The other folders are not part of the standard library (installed packages, pip's wheels) or
+# were generated by the build and have paths of the build machine (config-3.x).
 _LEFT_OUT_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "ensurepip", "lib-dynload"}
 )
 _LEFT_OUT_PREFIXES = ("config-", "_sysconfigdata")
 
-# A whole standard library has about 700 files. Far fewer means that it was stripped, zipped or is installed in parts.
+# A complete standard library has about 700 files. Far fewer mean a stripped, zipped or partial installation.
 _MIN_FILES = 100
 
 
 def stdlib_corpus(folder: Path | None = None) -> Corpus:
     """The source files of the standard library, one document each, in the order of their paths.
 
-    A file that cannot be decoded as its own header says is no Python source and is left out; CPython has none but in
-    its tests.
+    A file that cannot be decoded with its declared encoding is skipped; CPython has such files only in its tests.
 
     Args:
-        folder: the library's folder; that of this Python if None.
+        folder: folder of the library; that of this Python if None.
 
     Returns:
         About 700 documents and 12 MB, named for instance "CPython 3.11.7 standard library, 728 files, 12.0 MB".
 
     Raises:
-        DataError: the sources are not there (a zipped or stripped Python), or cannot be read.
+        DataError: the sources are missing (a zipped or stripped Python) or cannot be read.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
     documents = []
@@ -216,7 +217,7 @@ def stdlib_corpus(folder: Path | None = None) -> Corpus:
 
 
 def _decode_source(content: bytes) -> str | None:
-    """The text by the encoding that the source declares (UTF-8 if none), line ends unchanged; None if undecodable."""
+    """Decode a source with its declared encoding (default UTF-8), line ends unchanged; None if this fails."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
         return content.decode(encoding)

@@ -1,8 +1,8 @@
-"""From an example to token ids, and which of them are learned.
+"""Encode examples as token ids with a loss mask.
 
-A token is learned if any character of it is. In a chat these are what the template marks with ``{% generation %}``, or
-else each turn of the assistant from the end of the prompt for it to the end of the turn; of a prompt with a completion,
-the tokens from the first that differs from those of the prompt alone.
+A token is trained if any of its characters is. In a chat, the trained characters are those that the template marks with
+``{% generation %}``, or else each turn of the assistant, from the end of its generation prompt to the end of the turn.
+In a prompt with a completion, the tokens are trained from the first that differs from the tokens of the prompt alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ from shardwise.data.tokenizer.chat_template import Rendered, Span, TemplateError
 
 
 class UnusableExampleError(DataError):
-    """An example that nothing can be learned from: it is left out, and counted.
+    """An example has no token to train on; it is skipped and counted.
 
     Args:
-        reason: why, in the words that equal cases share.
-        detail: what is special about this one.
+        reason: reason that all such cases have in common.
+        detail: detail of this case.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -33,12 +33,12 @@ class UnusableExampleError(DataError):
 
 @dataclass(frozen=True)
 class Encoded:
-    """An example as tokens.
+    """The tokens of an example.
 
     Attributes:
         ids: ``[n]``, int64.
-        learned: ``[n]``, bools: whether the token is learned.
-        num_bytes: ``[n]``, int64: bytes in UTF-8 that each token adds to the text; none for a special token.
+        learned: ``[n]``, bool: True if the token is trained on.
+        num_bytes: ``[n]``, int64: bytes in UTF-8 that each token adds to the text; 0 for a special token.
     """
 
     ids: NDArray[np.int64]
@@ -47,14 +47,14 @@ class Encoded:
 
 
 class ExampleEncoder:
-    """Turns examples into tokens.
+    """Encodes examples as tokens.
 
     Args:
-        tokenizer: of the model.
-        template: of the model, for chats; None if it has none.
-        mask_prompts: learn what the assistant says, and completions, only; everything otherwise.
-        parse_special: read the names of special tokens in texts as these tokens. Otherwise a text's are letters, and a
-            chat that has one is unusable.
+        tokenizer: the model's tokenizer.
+        template: the model's chat template; None if it has none.
+        mask_prompts: train only on completions and turns of the assistant, instead of on all tokens.
+        parse_special: parse the names of special tokens in texts as special tokens. If False, they are plain text, and
+            a chat with such a name is unusable.
 
     Attributes:
         tokenizer, template, mask_prompts, parse_special: see above.
@@ -74,28 +74,28 @@ class ExampleEncoder:
         self.parse_special = parse_special
 
     def encode(self, example: Example) -> Encoded:
-        """The tokens of an example.
+        """Encode an example.
 
         Raises:
-            UnusableExampleError: the template refuses it, a turn of the assistant is empty, nothing in it is learned.
-            DataError: a chat, and there is no template.
+            UnusableExampleError: the template rejects it, a turn of the assistant is empty, or no token is trained on.
+            DataError: the example is a chat, and the model has no template.
         """
         encoded = self._chat(example) if example.is_chat else self._text(example)
-        # The first token of a sequence is predicted from nothing.
+        # The first token of a sequence has no prediction.
         if not encoded.learned[1:].any():
             raise UnusableExampleError("nothing in it is learned")
         return encoded
 
     def encode_all(self, example: Example) -> tuple[Encoded, ...]:
-        """The samples of an example: one. Raises as ``encode``."""
+        """Encode an example as its one sample. Raises as ``encode``."""
         return (self.encode(example),)
 
     def prompt_of(self, example: Example) -> list[int]:
-        """The tokens of an example's prompt alone, as an answer to it begins; nothing if it has none.
+        """Encode an example's prompt alone, with the generation prompt; empty if the example has no prompt.
 
         Raises:
-            UnusableExampleError: the template refuses it.
-            DataError: a chat, and there is no template.
+            UnusableExampleError: the template rejects the prompt.
+            DataError: the example is a chat, and the model has no template.
         """
         if example.prompt is None:
             return []
@@ -105,19 +105,19 @@ class ExampleEncoder:
         return self.tokenizer.encode(self._render(example.prompt, example, prompt=True).text, parse_special=True)
 
     def prompt_ids(self, messages: Messages) -> list[int]:
-        """The tokens of messages, and what the assistant's next turn begins with.
+        """Encode messages, followed by the generation prompt.
 
         Raises:
-            UnusableExampleError: the template refuses them.
-            DataError: there is no template.
+            UnusableExampleError: the template rejects the messages.
+            DataError: the model has no template.
         """
         text = self._render(messages, Example("", None, messages), prompt=True).text
         return self.tokenizer.encode(text, parse_special=True)
 
     def turn_end_ids(self) -> tuple[int, ...]:
-        """The token that ends a turn of the assistant. A model that learned from such chats stops at it.
+        """The token that ends a turn of the assistant, at which a model trained on such chats stops.
 
-        Nothing where the template ends it with letters, or refuses a question with its answer.
+        Empty if the template ends a turn with plain text, or rejects a question with its answer.
         """
         probe = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
         try:
@@ -193,11 +193,11 @@ class ExampleEncoder:
             raise UnusableExampleError(str(error)) from error
 
     def _turns(self, messages: Messages, example: Example, text: str) -> list[Span]:
-        """Where the assistant's turns are in the text of all messages, found by rendering what comes before each.
+        """Find the spans of the assistant's turns in the rendered text, by rendering the messages before each turn.
 
-        A turn begins where the text of the messages before it ends, with the prompt for an answer, and ends where the
-        text of the messages up to it does. Some templates leave out what a turn begins with (its reasoning) once others
-        follow, so only the end of either text, back to the turn before, must be found in the whole one.
+        A turn starts at the end of the rendered messages before it, with the generation prompt, and ends at the end of
+        the rendered messages up to it. Some templates omit the start of a turn (its reasoning) once other turns follow.
+        Therefore only the end of either text, back to the previous turn, must occur in the whole text.
         """
         spans: list[Span] = []
         for number, message in enumerate(messages):
@@ -217,21 +217,21 @@ class ExampleEncoder:
         return spans
 
     def _begin(self, messages: Messages, example: Example, text: str, before: str, last: Span) -> int:
-        """Where the assistant's turn after ``messages`` begins.
+        """Find the start of the assistant's turn after ``messages``.
 
         Args:
-            messages: before the turn.
-            example: whose messages they are.
-            text: of all its messages.
-            before: the text of ``messages``, with the prompt for an answer.
-            last: the assistant's turn before.
+            messages: messages before the turn.
+            example: the example that has the messages.
+            text: rendered text of all its messages.
+            before: rendered text of ``messages`` with the generation prompt.
+            last: span of the assistant's previous turn.
         """
         if not messages:
             return self._begin_of_first(example, text)
         if text.startswith(before):
             return len(before)
         plain = self._render(messages, example).text
-        # The prompt for an answer may go on in a way that the answer itself does not.
+        # The end of the generation prompt may be missing in the rendered answer.
         prompt = before[common_length(plain, before) :]
         if text.startswith(plain):
             return len(plain) + common_length(prompt, text[len(plain) :])
@@ -244,7 +244,7 @@ class ExampleEncoder:
         raise UnusableExampleError(_UNMARKED)
 
     def _begin_of_first(self, example: Example, text: str) -> int:
-        """Where the assistant's turn that no message is before begins: after what such a turn begins with."""
+        """Find the start of an assistant's turn that is the first message: the end of its header."""
         assert not isinstance(example.completion, str)
         first = example.completion[:1]
         with_prompt = self._render(first, example, prompt=True).text
@@ -256,7 +256,7 @@ class ExampleEncoder:
         num_bytes = np.zeros(len(ids), dtype=np.int64)
         done = 0
         for number, (token, (begin, end)) in enumerate(zip(ids, spans, strict=True)):
-            # Tokens of one character all have its place.
+            # All tokens of one character have the character's span.
             if end > done and token not in special:
                 num_bytes[number] = len(text[max(begin, done) : end].encode())
             done = max(done, end)
@@ -270,7 +270,7 @@ _UNMARKED = (
 
 
 def _what_is_left(before: str, text: str) -> str:
-    """The longest end of ``before`` that ``text`` begins with."""
+    """The longest suffix of ``before`` that is a prefix of ``text``."""
     start = before.find(text[:_PROBE]) if len(text) >= _PROBE else -1
     while start >= 0:
         if text.startswith(before[start:]):
@@ -280,12 +280,12 @@ def _what_is_left(before: str, text: str) -> str:
     return next(end for end in ends if text.startswith(end))
 
 
-# Characters that are looked for before a longer comparison.
+# Characters to search for before a longer comparison.
 _PROBE = 16
 
 
 def _gist(message: Mapping[str, Any]) -> str:
-    """The text that every rendering of a turn contains: its content, or the function that it calls."""
+    """The text that every rendering of a message contains: its content, or the function that it calls."""
     content: str = message.get("content", "").strip()
     calls = message.get("tool_calls")
     if content or not isinstance(calls, list) or not calls or not isinstance(calls[0], dict):
@@ -294,30 +294,30 @@ def _gist(message: Mapping[str, Any]) -> str:
 
 
 def _touched(spans: Sequence[Span], written: Sequence[Span], length: int) -> NDArray[np.bool_]:
-    """Whether each token has a character of what was written."""
+    """True for each token with a character in one of the ``written`` spans."""
     changes = np.zeros(length + 1, dtype=np.int64)
     for begin, end in written:
         changes[begin] += 1
         changes[end] -= 1
-    # How many of the characters before each place are written.
+    # Number of written characters before each position.
     count = np.concatenate([[0], np.cumsum(changes[:-1].cumsum() > 0)])
     places = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
     return np.asarray(count[places[:, 1]] > count[places[:, 0]])
 
 
 class PreferenceEncoder(ExampleEncoder):
-    """Turns preferences into tokens, two samples for each: the prompt with the chosen answer, and with the other.
+    """Encodes a preference as two samples: the prompt with the chosen answer, and the prompt with the rejected one.
 
-    The answers begin where the tokens of either differ from those of the prompt alone, in both at the same place.
+    Both answers start at the same position: the first at which the tokens of either sample differ from the prompt's.
     """
 
     def encode_all(self, example: Example) -> tuple[Encoded, ...]:
-        """The prompt with the chosen answer, and with the rejected one.
+        """Encode the prompt with the chosen answer, and with the rejected one.
 
         Raises:
-            UnusableExampleError: an empty answer, or one that does not begin with the assistant; two that are equal; no
-                prompt, or one that is not what prompt and answer begin with.
-            DataError: a chat, and there is no template.
+            UnusableExampleError: an answer is empty or does not start with the assistant; the answers are equal; the
+                prompt is empty, or prompt and answer do not start with it.
+            DataError: the example is a chat, and the model has no template.
         """
         assert isinstance(example, Preference)
         if example.prompt is None or (example.is_chat and not example.prompt):

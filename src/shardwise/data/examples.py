@@ -1,4 +1,4 @@
-"""Examples of records: a chat, a prompt with its completion, a plain text, or which of two answers is the better one.
+"""Convert records to examples: chats, prompts with completions, plain texts, and preferences between two answers.
 
 ============================================================ =========================================================
 a record with                                                is
@@ -42,14 +42,14 @@ _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", 
 
 @dataclass(frozen=True)
 class Example:
-    """One thing to learn from.
+    """A training example.
 
     Attributes:
-        where: the file, and the place in it.
-        prompt: what the completion answers; None if there is no such division.
-        completion: the rest, or all: a text or messages, as the prompt is.
-        tools: descriptions of functions for the template.
-        variables: more for the template.
+        where: the file and the position in it.
+        prompt: text or messages before the completion; None if the example is not divided.
+        completion: the completion, or the whole example; of the same type as the prompt.
+        tools: descriptions of functions, passed to the template.
+        variables: further variables, passed to the template.
     """
 
     where: str
@@ -60,7 +60,7 @@ class Example:
 
     @cached_property
     def sha256(self) -> str:
-        """Hex digest of what it says, wherever it lies."""
+        """Hex digest of the content, independent of ``where``."""
         return digest_of(self._content)
 
     @property
@@ -69,12 +69,12 @@ class Example:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is of messages."""
+        """True if the example consists of messages."""
         return not isinstance(self.completion, str)
 
 
 def has_text(record: Record, text_key: str) -> bool:
-    """Whether there is anything in a record; see ``text_of`` for what is raised of a plain text."""
+    """True if a record is not empty. Raises as ``text_of`` for a plain text."""
     return not is_plain_text(record) or not _names_its_text(record, text_key) or bool(text_of(record, text_key))
 
 
@@ -83,7 +83,7 @@ def _names_its_text(record: Record, text_key: str) -> bool:
 
 
 def is_plain_text(record: Record) -> bool:
-    """Whether a record is only a text."""
+    """True if a record is only a text."""
     value = record.value
     if not isinstance(value, dict):
         return True
@@ -91,10 +91,10 @@ def is_plain_text(record: Record) -> bool:
 
 
 def example_of(record: Record, text_key: str) -> Example:
-    """The example that a record holds.
+    """Convert a record to an example.
 
     Raises:
-        DataError: it has none of the forms above, or messages that are none. The message says where.
+        DataError: the record has none of the formats above, or invalid messages. The message names the position.
     """
     where, value = record.where, record.value
     if is_plain_text(record):
@@ -119,7 +119,7 @@ def example_of(record: Record, text_key: str) -> Example:
 
 
 def messages_of(value: object, where: str, key: str) -> Messages:
-    """The messages under ``key``, in OpenAI's form. Raises DataError if they are none."""
+    """Convert the messages under ``key`` to OpenAI's format. Raises DataError if they are invalid."""
     if not isinstance(value, list):
         beside = " where the other one is messages" if key in ("prompt", "completion") else ""
         raise DataError(f"{where}: {key!r} is not a list of messages but {kind_of(value)}{beside}; repair the record")
@@ -129,7 +129,7 @@ def messages_of(value: object, where: str, key: str) -> Messages:
 
 
 def _message_of(value: object, where: str) -> dict[str, Any]:
-    """A message in OpenAI's form."""
+    """Convert a message to OpenAI's format."""
     if not isinstance(value, dict):
         raise DataError(f'{where}: not an object but {kind_of(value)}; a message is {{"role": ..., "content": ...}}')
     message = {name: each for name, each in value.items() if each is not None}
@@ -152,7 +152,7 @@ def _message_of(value: object, where: str) -> dict[str, Any]:
 
 
 def _content_of(value: object, where: str) -> str:
-    """The text of a message; OpenAI's list of parts is joined."""
+    """The text of a message; the parts of an OpenAI list are joined."""
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         for part in value:
             if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
@@ -164,7 +164,7 @@ def _content_of(value: object, where: str) -> str:
 
 
 def with_system(value: Mapping[str, Any], messages: Messages, where: str) -> Messages:
-    """Messages with the record's ``system`` before them."""
+    """Prepend the record's ``system`` to messages."""
     system = value.get("system")
     if not isinstance(system, str) or not system or messages[0]["role"] == "system":
         return messages
@@ -172,7 +172,7 @@ def with_system(value: Mapping[str, Any], messages: Messages, where: str) -> Mes
 
 
 def tools_of(value: Mapping[str, Any], where: str) -> list[Any] | None:
-    """The record's ``tools``. Raises DataError if they are none."""
+    """The record's ``tools``. Raises DataError if they are invalid."""
     tools = value.get("tools")
     if isinstance(tools, str):
         try:
@@ -185,13 +185,13 @@ def tools_of(value: Mapping[str, Any], where: str) -> list[Any] | None:
 
 
 def variables_of(value: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The record's ``chat_template_kwargs``. Raises DataError if they are none."""
+    """The record's ``chat_template_kwargs``. Raises DataError if they are invalid."""
     variables = value.get("chat_template_kwargs")
     if variables is None:
         return {}
     if not isinstance(variables, dict):
         raise DataError(f"{where}: 'chat_template_kwargs' is not an object but {kind_of(variables)}; repair the record")
-    # Tables give every row the names of all rows.
+    # In tables, every row has the keys of all rows, with None for missing values.
     given = {name: each for name, each in variables.items() if each is not None}
     if reserved := {"messages", "tools", "documents", "add_generation_prompt"} & given.keys():
         raise DataError(f"{where}: 'chat_template_kwargs' has {min(reserved)!r}, which is not for it; remove it")
@@ -203,10 +203,10 @@ _KEYS = ("chosen", "rejected")
 
 @dataclass(frozen=True, kw_only=True)
 class Preference(Example):
-    """A prompt with two answers; ``completion`` is the better one.
+    """A prompt with two answers; ``completion`` is the chosen one.
 
     Attributes:
-        rejected: the other one: a text or messages, as the completion is.
+        rejected: the rejected answer, of the same type as the completion.
     """
 
     rejected: str | Messages
@@ -217,15 +217,15 @@ class Preference(Example):
 
 
 def is_preference(record: Record) -> bool:
-    """Whether a record has two answers."""
+    """True if a record has two answers."""
     return isinstance(record.value, dict) and all(key in record.value for key in _KEYS)
 
 
 def preference_of(record: Record) -> Preference:
-    """The preference that a record holds.
+    """Convert a record to a preference.
 
     Raises:
-        DataError: it has none of the forms above, or messages that are none. The message says where.
+        DataError: the record has none of the formats above, or invalid messages. The message names the position.
     """
     where, value = record.where, record.value
     if not is_preference(record):
@@ -248,7 +248,7 @@ def preference_of(record: Record) -> Preference:
     if isinstance(prompt, list):
         before = messages_of(prompt, where, "prompt")
     elif prompt is None or isinstance(prompt, str):
-        # Each answer keeps at least one message, even where one of them begins with all of the other.
+        # Each answer keeps at least one message, even if one answer is a prefix of the other.
         common = min(common_length(*answers), min(map(len, answers)) - 1)
         before, *answers = answers[0][:common], *(answer[common:] for answer in answers)
         if isinstance(prompt, str) and all(prompt.strip() != each.get("content", "").strip() for each in before):
@@ -266,7 +266,7 @@ def preference_of(record: Record) -> Preference:
 
 
 def _common_text(chosen: str, rejected: str) -> int:
-    """Characters that two texts begin with; a blank at their end belongs to the answers."""
+    """Length of the common prefix of two texts, without a space at its end, which belongs to the answers."""
     common = common_length(chosen, rejected)
     if common == min(len(chosen), len(rejected)):
         return max(0, common - 1)
@@ -274,5 +274,5 @@ def _common_text(chosen: str, rejected: str) -> int:
 
 
 def common_length(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many elements two sequences begin with alike."""
+    """Length of the common prefix of two sequences."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

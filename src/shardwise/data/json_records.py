@@ -1,10 +1,10 @@
-"""Records in JSON, as the lines of a file (JSON lines) or as one array, and the text of a record.
+"""Read records from JSON (JSON lines or one array), Parquet and Arrow, and get the text of a record.
 
-A record of JSON lines is an object that has its text under a key; a record of an array may be the text itself.
+A record of JSON lines is an object with its text under a key; a record of an array may also be the text itself.
 
-Records from tables: Parquet files, and Arrow files, as the library ``datasets`` saves them.
+Arrow files are read in the format in which the library ``datasets`` saves them.
 
-Read with ``pyarrow``, which is imported only where there is such a file.
+Parquet and Arrow need ``pyarrow``, which is imported only for such a file.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record of a file, or a file that is one.
+    """A record of a file, or a whole file as one record.
 
     Attributes:
-        where: the file, and the place in it, for messages.
-        value: what it holds: mostly an object with a text under a key, or the text itself.
-        may_be_text: whether it may be the text itself.
+        where: the file and the position in it, for messages.
+        value: content of the record: usually an object with a text under a key, or the text itself.
+        may_be_text: True if ``value`` may be the text itself.
     """
 
     where: str
@@ -39,14 +39,14 @@ class Record:
 
 
 def records_of_lines(content: str, file: Path) -> Iterator[Record]:
-    """The records of JSON lines; blank lines are left out.
+    """Yield the records of JSON lines; blank lines are skipped.
 
     Args:
-        content: the file's content.
-        file: its name, for messages.
+        content: content of the file.
+        file: name of the file, for messages.
 
     Raises:
-        DataError: a line that is not JSON. The message names file and line.
+        DataError: a line is not JSON. The message names file and line.
     """
     # Only \n ends a line of JSON lines; str.splitlines would also split at U+2028, which JSON strings may contain.
     for number, line in enumerate(content.split("\n"), start=1):
@@ -56,14 +56,14 @@ def records_of_lines(content: str, file: Path) -> Iterator[Record]:
 
 
 def records_of_json(content: str, file: Path) -> list[Record]:
-    """The records of a ``.json`` file: an array of them, or JSON lines; nothing if it is blank.
+    """Read the records of a ``.json`` file, which has an array of records, or JSON lines, or is blank.
 
     Args:
-        content: the file's content.
-        file: its name, for messages.
+        content: content of the file.
+        file: name of the file, for messages.
 
     Raises:
-        DataError: it is neither. The message names file, record and line.
+        DataError: the file has another format. The message names file, record and line.
     """
     start = _skip_blank(content, 0)
     if content[start : start + 1] == "[":
@@ -88,11 +88,11 @@ def text_of(record: Record, text_key: str) -> str:
     """The text of a record.
 
     Args:
-        record: an object, or the text itself where it may be.
-        text_key: name of the text in an object.
+        record: the record.
+        text_key: key of the text in an object.
 
     Raises:
-        DataError: it has no text, or one that is no string or holds a lone surrogate. The message says where.
+        DataError: the text is missing, is not a string or has a lone surrogate. The message names the position.
     """
     if record.may_be_text and isinstance(record.value, str):
         return check_text(record.value, record.where, "the text")
@@ -115,7 +115,7 @@ def text_of(record: Record, text_key: str) -> str:
 
 
 def _records_of_array(content: str, start: int, file: Path) -> Iterator[Record]:
-    """Each record of the array that begins at ``start``, decoded one by one."""
+    """Decode the records of the array at ``start`` one by one."""
     at = _skip_blank(content, start + 1)
     line, done = 1, 0
     number = 0
@@ -154,12 +154,12 @@ def _records_of_array(content: str, start: int, file: Path) -> Iterator[Record]:
 
 
 def _problem(error: json.JSONDecodeError) -> str:
-    """The error without its place: "Invalid control character", not "Invalid control character at"."""
+    """The error without its position: "Invalid control character", not "Invalid control character at"."""
     return error.msg.removesuffix(" at")
 
 
 def _begins_object_of_lines(content: str, start: int) -> bool:
-    """Whether a whole JSON object of more than one line begins at ``start``."""
+    """True if a complete JSON object of several lines starts at ``start``."""
     try:
         _, end = _DECODER.raw_decode(content, start)
     except (ValueError, RecursionError):
@@ -190,10 +190,10 @@ def _value_of_line(line: str, where: str) -> Any:
 
 
 def check_text(text: str, where: str, what: str) -> str:
-    """The text itself, if every character of it is one.
+    """Return the text, after checking that every character is valid.
 
     Raises:
-        DataError: it holds a lone surrogate.
+        DataError: the text has a lone surrogate.
     """
     try:
         text.encode()
@@ -216,7 +216,7 @@ def keys_of(value: Mapping[str, Any]) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Such as ``"1 word"`` and ``"2,000 words"``."""
+    """Format a count, for example ``"1 word"`` or ``"2,000 words"``."""
     return f"{count} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
@@ -226,17 +226,17 @@ def digest_of(value: object) -> str:
 
 
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
-"""Files whose rows are records."""
+"""Suffixes of files whose rows are records."""
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _ROWS = 1024
 
 
 def files_of_dataset(folder: Path) -> list[Path] | None:
-    """The Arrow files of a folder that ``datasets`` saved, in the order that it says; None of any other folder.
+    """List the Arrow files of a folder saved by ``datasets``, in its order; None for any other folder.
 
     Raises:
-        DataError: it holds several splits, or says what cannot be.
+        DataError: the folder has several splits, or its metadata is invalid.
     """
     if (folder / _SPLITS).is_file():
         splits = _read(folder / _SPLITS).get("splits")
@@ -256,10 +256,10 @@ def files_of_dataset(folder: Path) -> list[Path] | None:
 
 
 def records_of_table(file: Path) -> Iterator[Record]:
-    """The rows of a Parquet or Arrow file, as objects by the names of columns.
+    """Yield the rows of a Parquet or Arrow file as objects with the column names as keys.
 
     Raises:
-        DataError: the file cannot be read, or is no such file.
+        DataError: the file cannot be read or has another format.
         ConfigError: ``pyarrow`` is not installed.
     """
     arrow = _pyarrow(file)
@@ -290,7 +290,7 @@ def _batches(arrow: Any, opened: Any, is_parquet: bool) -> Iterator[Any]:
 
         yield from pyarrow.parquet.ParquetFile(opened).iter_batches(batch_size=_ROWS)
         return
-    # A dataset's files are streams; others write the random-access form, which begins with a magic word.
+    # ``datasets`` writes the streaming format; other programs write the file format, which starts with a magic string.
     is_file = opened.peek(6)[:6] == b"ARROW1"
     with arrow.ipc.open_file(opened) if is_file else arrow.ipc.open_stream(opened) as reader:
         if is_file:

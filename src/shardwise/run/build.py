@@ -1,4 +1,4 @@
-"""From settings to a model."""
+"""Build a model from settings."""
 
 import math
 from typing import Any
@@ -14,9 +14,9 @@ from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
 
 def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
-    """The model that the settings ask for, its weights' initial values included."""
+    """The description of the model in the settings, including the initialization of its weights."""
     llama = model.architecture == "llama"
-    # Where it is not set, such that both architectures have about the same number of weights.
+    # The default gives both architectures about the same number of weights.
     usual_ffn_hidden_size = -(-8 * model.hidden_size // 3 // 32) * 32 if llama else 4 * model.hidden_size
     return ModelDescription(
         num_layers=model.num_layers,
@@ -37,17 +37,18 @@ def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
         position_embedding_type="rope" if llama else "learned_absolute",
         hidden_dropout=model.dropout,
         attention_dropout=model.dropout,
-        # Nguyen and Salazar 2019 (arXiv:1910.05895), "small init": about 0.02 at the width of GPT-2, more for narrower
-        # models, which learn nothing for a hundred steps otherwise.
+        # "Small init" of Nguyen and Salazar 2019 (arXiv:1910.05895): about 0.02 at the width of GPT-2, larger for
+        # narrower
+        # models. With 0.02, narrow models learn nothing for a hundred steps.
         init_method_std=math.sqrt(2 / (5 * model.hidden_size)),
     )
 
 
 def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
-    """The fields of a model's config that say how it is trained and split, not which model it is."""
+    """The fields of a model's config that set how it is trained and split, not its architecture."""
     parallel, pp = settings.parallel, groups.num_stages
     precision = PRECISIONS[settings.training.dtype]
-    # Nothing is interleaved on one stage, as of the whole model that parity is proved against.
+    # One stage has nothing to interleave. An example is the whole model of the parity proof.
     chunks = parallel.virtual_stages if pp > 1 else 1
     return {
         "params_dtype": precision.params_dtype,
@@ -63,24 +64,24 @@ def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
         "exact_parts": parallel.exact_parts if parallel.exact else None,
         "fuse_output_layer_and_loss": settings.training.loss == "linear_fused",
         "recompute": settings.recompute,
-        # So that adapters start from the same values on every device, as weights do anyway.
+        # Adapters then start from the same values on every device, as weights always do.
         "use_cpu_initialization": True,
     }
 
 
 def build_model(settings: RunSettings, vocab_size: int, *, groups: Groups, device: torch.device) -> GPT | ModelChunks:
-    """The model that ``settings`` describe, or this rank's stage of it, on ``device``, with initial weights.
+    """Build the model of ``settings``, or this rank's stage of it, on ``device`` with initial weights.
 
-    Weights are the same on every device, and follow from the CPU's default generator: seed it first.
+    The weights are drawn from the CPU's default generator and are therefore the same on every device. Seed it first.
 
     Args:
-        settings: of a run that trains a new model.
-        vocab_size: the tokenizer's.
-        groups: the model's process groups, whose sizes say how it is split.
-        device: where the model goes.
+        settings: settings of a run that trains a new model.
+        vocab_size: vocabulary size of the tokenizer.
+        groups: the model's process groups. Their sizes set how the model is split.
+        device: device of the parameters.
 
     Returns:
-        The model; with interleaved stages its chunks.
+        The model, or its chunks if the pipeline schedule is interleaved.
     """
     assert isinstance(settings, Settings)
     description = describe(settings.model, vocab_size)

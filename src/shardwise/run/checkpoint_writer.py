@@ -1,7 +1,7 @@
-"""The checkpoints of a run, written at once or by a thread while it trains on, and the files next to them.
+"""Writes the checkpoints of a run, synchronously or in a background thread, and the files next to them.
 
-These are a comparison, a picture and a sample, none of which can fail the run. One run at a time has its folder, and
-clears it of what a killed one left.
+These files are a comparison, a picture and a sample; a failure to write them never fails the run. A lock gives one run
+at a time the folder. That run removes the partial files of a killed run.
 """
 
 import dataclasses
@@ -30,17 +30,17 @@ from shardwise.storage.checkpoint.saving import SaveProgress
 
 
 class CheckpointWriter:
-    """The checkpoints of a run, of which at most one is being written.
+    """Writes the checkpoints of a run, at most one at a time.
 
-    The collective part of a save runs in the thread that trains. Each rank puts its ``progress`` of writing into the
-    all-reduce of every step, and calls ``on_progress`` with the largest.
+    The collective part of a save runs in the training thread. Each rank adds the ``progress`` of its write to the
+    all-reduce of every step and calls ``on_progress`` with the maximum over ranks.
 
     Args:
         session: the run.
-        newest: its newest checkpoint; None if there is none.
+        newest: the run's newest checkpoint; None if it has none.
 
     Attributes:
-        newest: published last.
+        newest: the checkpoint that was published last.
     """
 
     def __init__(self, session: Session, newest: Path | None) -> None:
@@ -52,29 +52,29 @@ class CheckpointWriter:
 
     @property
     def progress(self) -> SaveProgress:
-        """Of this rank's writing."""
+        """Progress of this rank's write."""
         return SaveProgress.WRITTEN if self._pending is None else self._pending.progress
 
     def on_progress(self, progress: SaveProgress) -> None:
-        """Publish what is written, once every rank has, or raise what kept a rank from it; every rank calls.
+        """Publish the checkpoint once every rank has written its part; every rank calls.
 
         Raises:
-            CheckpointError: the disk is full, or what else a rank's thread found.
-            DivergenceError: what was to be saved is not finite.
+            CheckpointError: the disk is full, or the write failed on some rank for another reason.
+            DivergenceError: the state has a NaN or an infinity.
         """
         if self._pending is None or progress == SaveProgress.WRITING:
             return
         if progress == SaveProgress.FAILED and self._pending.progress != SaveProgress.FAILED:
-            # Another rank has the reason; this one need not write the rest.
+            # Another rank failed and raises the reason; this rank need not write the rest.
             self._pending.abandon()
         self.complete()
 
     def save(self, step: int, *, at_once: bool) -> None:
-        """Save the run after ``step`` steps, once the save before is complete; every rank calls.
+        """Save the run after ``step`` steps, after the previous save has completed; every rank calls.
 
         Args:
-            step: steps done.
-            at_once: publish it before this returns. Otherwise ``on_progress`` does, or ``complete``.
+            step: number of completed steps.
+            at_once: publish the checkpoint before returning. Otherwise ``on_progress`` or ``complete`` publishes it.
 
         Raises:
             CheckpointError, DivergenceError: see ``on_progress``.
@@ -85,7 +85,7 @@ class CheckpointWriter:
             self.complete()
 
     def complete(self) -> None:
-        """Wait for what is being written, and publish it; every rank calls.
+        """Wait for the write in progress and publish the checkpoint; every rank calls.
 
         Raises:
             CheckpointError, DivergenceError: see ``on_progress``.
@@ -104,12 +104,12 @@ class CheckpointWriter:
             print(f"note   {pending.note}", flush=True)
 
     def complete_if_possible(self) -> None:
-        """``complete`` for a run that ends with an error of its own, of which every rank has heard."""
+        """Like ``complete``, for a run that ends with an error which every rank has received."""
         with suppress(ShardwiseError):
             self.complete()
 
     def abandon(self) -> None:
-        """Stop writing, where the ranks can no longer agree on anything; for this rank alone."""
+        """Stop writing, on this rank only, when the ranks can no longer communicate."""
         if self._pending is not None:
             self._pending.abandon()
             self._pending = None
@@ -117,24 +117,25 @@ class CheckpointWriter:
 
 _SAMPLE_TOKENS = 200
 _SAMPLING = Sampling(temperature=0.7, top_k=40)
-# A compressor's time grows with the text; beyond this, the comparison is not worth the wait.
+# The compressors' time grows with the text. Larger texts are not compared.
 _MOST_BYTES = 16 << 20
 
 
 def finish(session: Session, outcome: Outcome) -> Outcome:
-    """Compare, draw and sample, once everything that matters is on the disk; every rank calls.
+    """Write the comparison, the picture and the sample after the last checkpoint; every rank calls.
 
-    What cannot be done is a note. The sample comes last, since ranks make it together: where one of them fails alone it
-    leaves, and the others hear of that as of any rank that is gone.
+    Each failure becomes a note of the outcome. The sample comes last because all ranks generate it together: a rank
+    that
+    fails alone exits, and the other ranks detect this as they detect any rank that exits.
 
     Returns:
-        ``outcome`` with references and notes.
+        ``outcome`` with references and notes added.
     """
     notes = list(outcome.notes)
     references: dict[str, float] = {}
 
     def attempt(what: str, function: Callable[[], object]) -> None:
-        # A module may even exit while it is imported. KeyboardInterrupt is the user's.
+        # A module may even call exit while it is imported. KeyboardInterrupt is the user's and passes.
         try:
             function()
         except (Exception, SystemExit) as error:
@@ -161,7 +162,7 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
 
 
 def compressed_bits_per_byte(content: bytes) -> dict[str, float]:
-    """Bits per byte of ``zlib -9`` and ``lzma`` (preset 9) on ``content``; nothing for a very large one."""
+    """Bits per byte of ``zlib -9`` and ``lzma`` (preset 9) on ``content``; empty for a very large ``content``."""
     if not content or len(content) > _MOST_BYTES:
         return {}
     compressed = {"zlib -9": zlib.compress(content, 9), "lzma": lzma.compress(content, preset=9)}
@@ -169,7 +170,7 @@ def compressed_bits_per_byte(content: bytes) -> dict[str, float]:
 
 
 def _leave_sample(session: Session) -> None:
-    """Write the beginning of a new text by the model, of one stage; every rank calls."""
+    """Write the sample: the beginning of a new text by the model, which has one pipeline stage. Every rank calls."""
     tokenizer, model = session.data.tokenizer, session.trainer.model
     assert isinstance(model, GPT)
     with session.ranks.phase("writing a sample"):
@@ -185,19 +186,19 @@ def _leave_sample(session: Session) -> None:
         (session.out / "sample.txt").write_text(tokenizer.decode(new_ids) + "\n", encoding="utf-8")
 
 
-# Of ``files.write_atomically``, of adapters, and of exports.
+# Temporary names of ``files.write_atomically``, of adapters and of exports.
 _UNFINISHED = re.compile(r"\..+\.tmp|adapter_\w+\.\w+\.new|export\.partial|\.export\.partial\..*")
 
 
 @contextmanager
 def lock_folder(out: Path, ranks: Ranks) -> Iterator[None]:
-    """Hold ``out`` for the length of the block; every rank calls, and the first one holds it.
+    """Lock the folder ``out`` during the block; every rank calls, and the first rank holds the lock.
 
-    What a killed run left there unfinished is removed. If nothing is written in the block, and the folder was made for
-    it, it is gone afterwards.
+    Partial files of a killed run are removed. A folder that was created here is removed again if the block writes
+    nothing.
 
     Raises:
-        ConfigError: another run is there, which is named, or the folder cannot be written to; on every rank.
+        ConfigError: another run, named in the message, holds the lock, or the folder is not writable; on every rank.
     """
     with ExitStack() as stack:
         agree(lambda: stack.enter_context(_cleared(out)) if ranks.is_first else None, group=ranks.world)
@@ -209,7 +210,7 @@ def _cleared(out: Path) -> FolderLock:
     clear_leftovers()
     if lock.left_by is not None:
         print(f"note   {lock.left_by} was in {out} and was killed; what it left unfinished is removed", flush=True)
-    # What cannot be removed is in nobody's way.
+    # A partial file that cannot be removed does no harm.
     with suppress(OSError):
         for path in [path for path in out.iterdir() if _UNFINISHED.fullmatch(path.name)]:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()

@@ -1,4 +1,4 @@
-"""A run's checkpoints: their content, and whether one belongs to this run."""
+"""The content of a run's checkpoints, and the check that a checkpoint belongs to this run."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ from shardwise.training.optimizer.optimizer import optimizer_state, stored_weigh
 from shardwise.training.step_settings import exact_micro_batch_size
 from shardwise.training.trainer import Trainer
 
-# What must not change between the parts of one run: the model, and which samples come when.
+# The settings that must not change when a run is resumed: those of the model and of the order of samples.
 _FIXED_TRAINING = ("global_batch_size", "seed")
 _FIXED_SECTIONS = ("model", "lora", "preference", "distillation")
 _NOT_FINITE = "has values that are not finite"
@@ -36,13 +36,13 @@ _SECTIONS = (*_FIXED_SECTIONS, "training", "optimizer", "parallel")
 
 
 def run_state(session: Session) -> dict[str, ParamShard]:
-    """Weights and optimizer state of this rank, by name. A weight with an fp32 copy is the copy."""
+    """Weights and optimizer state of this rank, by name. The fp32 copy replaces a weight that has one."""
     session.trainer.wait_for_weights()
     trainer, group = session.trainer, session.trainer.tp_group
     weights = {
         key: shard
         for key, shard in sharded_state_dict(trainer.model, group=group).items()
-        # What is frozen comes from where the run began.
+        # Frozen weights are loaded from the base model instead.
         if not isinstance(shard.data, Parameter) or shard.data.requires_grad
     }
     parts = {
@@ -53,16 +53,17 @@ def run_state(session: Session) -> dict[str, ParamShard]:
 
 
 def begin_save(session: Session, step: int, snapshot: checkpoint.Snapshot | None = None) -> checkpoint.PendingSave:
-    """Begin to save the run after ``step`` steps; every rank calls.
+    """Start to save the run after ``step`` steps; every rank calls.
 
     Args:
         session: the run.
-        step: steps done.
-        snapshot: memory to copy to, from which a thread then writes. If None all is written before this returns.
+        step: number of completed steps.
+        snapshot: memory for a copy of the state, which a thread then writes. If None, the state is written before
+            returning.
 
     Raises:
-        DivergenceError: a weight, or what the optimizer keeps of it, is not finite; on every rank. Nothing is saved.
-            With a snapshot that is found in the thread, and raised by ``complete``.
+        DivergenceError: a weight or its optimizer state is not finite; on every rank. Nothing is saved.
+            With a snapshot the thread makes this check, and ``complete`` raises the error.
         CheckpointError: see ``storage.checkpoint.PendingSave``.
     """
     state, control = run_state(session), session.ranks.control
@@ -98,12 +99,12 @@ def _check_finite(state: Mapping[str, ParamShard], error: Callable[[str], Except
 
 
 def first_not_finite(tensors: Mapping[str, ParamShard] | Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor of this rank with a NaN or an infinity in it; None if there is none.
+    """Return the name of this rank's first tensor with a NaN or an infinity; None if all are finite.
 
-    Each tensor is read once, with no copy: less than what its checksums cost.
+    Each tensor is read once without a copy, which costs less than its checksums.
     """
     entries = {name: each.data.detach() for name, each in tensors.items() if each.data.numel()}
-    # NaN is both the least and the largest where there is one. The host waits for the device once.
+    # aminmax returns NaN for both if the tensor has one. The host waits for the device once.
     extremes = [torch.stack(tuple(torch.aminmax(tensor))).double() for tensor in entries.values()]
     if not extremes:
         return None
@@ -112,15 +113,15 @@ def first_not_finite(tensors: Mapping[str, ParamShard] | Mapping[str, Tensor]) -
 
 
 def start_or_resume(session: Session) -> tuple[int, Path | None]:
-    """Do what ``settings.resume`` says; every rank calls.
+    """Start or resume the run according to ``settings.resume``; every rank calls.
 
     Returns:
-        The number of steps that are done, and the checkpoint that the run goes on from, if any.
+        The number of completed steps, and the checkpoint that the run resumes from, if any.
 
     Raises:
         ConfigError: the folder has checkpoints and ``resume`` is "never".
-        CheckpointError: the newest checkpoint is damaged, of another model, text or order of samples, or its values are
-            not finite.
+        CheckpointError: the newest checkpoint is damaged, has values that are not finite, or belongs to another model,
+            text or order of samples.
     """
     control = session.ranks.control
     newest = agree(lambda: find_newest(session.settings), group=control)
@@ -142,7 +143,7 @@ def start_or_resume(session: Session) -> tuple[int, Path | None]:
     )
     trainer = session.trainer
     agree(lambda: _restore_scaling_(trainer, meta), group=control)
-    # A skipped step is none of the optimizer's.
+    # The optimizer does not count skipped steps.
     trainer.optimizer.set_step_(step - trainer.num_skipped)
     if session.ranks.is_first and (note := _note_on_precision(trainer, newest, meta)):
         print(f"note   {note}", flush=True)
@@ -155,7 +156,7 @@ def _scaling(trainer: Trainer) -> dict[str, Any]:
 
 
 def _restore_scaling_(trainer: Trainer, meta: Mapping[str, Any]) -> None:
-    """Take over the values of ``_scaling``; older runs recorded none and had no skipped steps."""
+    """Restore the values of ``_scaling``. Older runs recorded none and had no skipped steps."""
     skipped = meta.get("skipped_steps", 0)
     if type(skipped) is not int or skipped < 0:
         raise CheckpointError(f"skipped_steps of the checkpoint is {shown(skipped)}; it must be a count")
@@ -165,7 +166,7 @@ def _restore_scaling_(trainer: Trainer, meta: Mapping[str, Any]) -> None:
 
 
 def _note_on_precision(trainer: Trainer, path: Path, meta: Mapping[str, Any]) -> str:
-    """A note where a run goes on in another dtype, or its weights come from fewer bits than they have."""
+    """A note if a run resumes in another dtype, or if its weights were saved with fewer bits than they have."""
     was, now = meta["settings"].get("training", {}).get("dtype"), trainer.settings.training.dtype
     changed = f"the run was in {was}, and goes on in {now} (--training.dtype)" if was not in (None, now) else ""
     stored = {tensor.dtype for name, tensor in Manifest.read(path).tensors.items() if name.startswith("model.")}
@@ -177,7 +178,7 @@ def _note_on_precision(trainer: Trainer, path: Path, meta: Mapping[str, Any]) ->
 
 
 def find_newest(settings: RunSettings) -> Path | None:
-    """The checkpoint that the run is to go on from, if any. Called before the text is read too, which takes a while.
+    """Return the checkpoint to resume from, if any. Also called before the text is read, which takes a while.
 
     Raises:
         ConfigError: the folder has checkpoints and ``resume`` is "never".
@@ -211,7 +212,7 @@ def _draws_dropout(session: Session) -> bool:
 
 
 def _check_belongs(session: Session, folder: Path) -> int:
-    """The checkpoint's step, after checking that this run may continue it."""
+    """Check that this run may resume from a checkpoint, and return the checkpoint's step."""
     meta = checkpoint.read_meta(folder)
     if "settings" not in meta:
         raise CheckpointError(f"{folder} was not written by a training run: it has no settings")
@@ -221,10 +222,10 @@ def _check_belongs(session: Session, folder: Path) -> int:
             f"{folder} is damaged: its settings are {shown(saved)}; they must be an object of objects"
         )
     ours = session.settings.to_json()
-    # Whether adapters are merged at the end changes nothing before it.
+    # The merge of adapters at the end does not affect training.
     fixed = {name: ours[name].keys() - {"lora_merge"} for name in _FIXED_SECTIONS if name in ours}
     fixed["training"] = {*_FIXED_TRAINING, "rng"} if _draws_dropout(session) else {*_FIXED_TRAINING}
-    # What a run of an earlier version was not asked had its default.
+    # Earlier versions lacked some settings; their runs used today's defaults.
     defaults = json.loads(json.dumps(dataclasses.asdict(LoraSettings())))
     pairs = {
         f"{section}.{name}": (
@@ -236,12 +237,12 @@ def _check_belongs(session: Session, folder: Path) -> int:
         if name in names
     }
     pairs |= {name: (meta.get(name), value) for name, value in _identity(session).items()}
-    # Each keeps something else of a weight. Runs of versions without the setting had AdamW.
+    # The optimizers keep different states. Versions without the setting always used AdamW.
     pairs["optimizer.name"] = (saved.get("optimizer", {}).get("name", "adamw"), ours["optimizer"]["name"])
     exact = [_exact_settings(each, ours["training"]["global_batch_size"]) for each in (saved, ours)]
     if any(each["--exact"] for each in exact):
         pairs |= {name: (was, exact[1][name]) for name, was in exact[0].items() if name in exact[1]}
-    # Runs of versions without the setting took such names as letters.
+    # Versions without the setting read names of special tokens as plain text.
     pairs["special-tokens"] = (saved.get("special_tokens", False), ours["special_tokens"])
     differences = [f"{name} was {was!r} and is {now!r}" for name, (was, now) in pairs.items() if was != now]
     if differences:
@@ -256,9 +257,12 @@ def _check_belongs(session: Session, folder: Path) -> int:
 
 
 def _exact_settings(settings: Mapping[str, Any], batch: int) -> dict[str, Any]:
-    """Settings, by flag, that decide on the bits of an exact run of ``batch`` samples a step; others are fixed."""
+    """The settings, by flag, that determine the bits of an exact run with ``batch`` samples per step.
+
+    The other settings are fixed in exact runs.
+    """
     parallel, training = settings.get("parallel", {}), settings.get("training", {})
-    # Runs of versions without the setting were plain.
+    # Versions without the setting had no exact runs.
     found = {"--exact": parallel.get("exact", False), "--training.dtype": training.get("dtype")}
     if found["--exact"]:
         parts, size = parallel.get("exact_parts"), training.get("micro_batch_size")

@@ -1,4 +1,4 @@
-"""Where two runs part: the first step, tensor and element in which their metrics or checkpoints differ."""
+"""Compare two runs: find the first step, tensor and element in which their metrics or checkpoints differ."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from shardwise.storage.checkpoint.comparing import StoredCheckpoint, TensorDiffe
 from shardwise.storage.checkpoint.folder import checkpoints
 from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest
 
-# What a row says beside what its step computed.
+# Fields of a row that are no results of its step.
 _NO_RESULTS = ("step", "tokens_per_second", "mfu", "peak_allocated_bytes", "peak_resident_bytes")
 _TENSORS_SHOWN = 5
 
@@ -24,12 +24,12 @@ _Difference = tuple[int, str, tuple[Any, Any]]
 
 
 class Comparison(NamedTuple):
-    """What two runs have in common.
+    """Result of comparing two runs.
 
     Attributes:
-        same: metrics are of the same steps, and all results in them and all in the checkpoints of steps that both have
-            is the same bit for bit.
-        lines: where they part, for people.
+        same: True if both runs have metrics of the same steps, and if all results in the metrics and all tensors in
+            checkpoints of common steps are bit-identical.
+        lines: the differences, as text for the user.
     """
 
     same: bool
@@ -37,19 +37,19 @@ class Comparison(NamedTuple):
 
 
 def compare(run_a: str | PathLike[str], run_b: str | PathLike[str]) -> Comparison:
-    """Compare two runs' metrics, and their checkpoints of the same steps.
+    """Compare the metrics of two runs and their checkpoints of the same steps.
 
     Args:
         run_a: ``--out`` of a run, or a checkpoint, which has no metrics.
-        run_b: of another.
+        run_b: the same of another run.
 
     Returns:
-        Whether they are the same, and lines for people.
+        The result of the comparison.
 
     Raises:
-        ConfigError: there is nothing that both have.
+        ConfigError: the runs have no step in common.
         CheckpointError: a checkpoint is damaged.
-        DataError: a line of metrics cannot be read, and is not a last one that was cut.
+        DataError: a line of metrics cannot be read and is not a truncated last line.
     """
     one, other = runs = Path(run_a), Path(run_b)
     for folder in runs:
@@ -73,12 +73,12 @@ def compare(run_a: str | PathLike[str], run_b: str | PathLike[str]) -> Compariso
 
 
 def results(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a row of metrics what its step computed; speeds and memory are another matter."""
+    """Return the results of the step in a row of metrics, without speeds and memory."""
     return {name: value for name, value in row.items() if name not in _NO_RESULTS}
 
 
 def _compare_metrics(runs: tuple[Path, Path]) -> tuple[list[str], int, bool]:
-    """Lines for people, the number of steps that both have, and whether all is the same."""
+    """Text lines, the number of common steps, and True if all results are the same."""
     paths = [folder / "metrics.jsonl" for folder in runs]
     files = [_readable(path) for path in paths]
     notes = [f"note: the last line of {path} was cut" for path, file in zip(paths, files, strict=True) if file.is_cut]
@@ -94,7 +94,7 @@ def _compare_metrics(runs: tuple[Path, Path]) -> tuple[list[str], int, bool]:
         for name in dict.fromkeys([*both[0], *both[1]]):
             if name in both[0] and name in both[1]:
                 values = both[0][name], both[1][name]
-                # As text, since 0.0 and -0.0 are equal numbers. Python writes as many digits as tell two apart.
+                # Compare as text, because 0.0 == -0.0. Python's repr of a float is exact.
                 if json.dumps(values[0]) != json.dumps(values[1]):
                     differences.append((step, name, values))
             else:
@@ -135,10 +135,10 @@ def _difference_lines(differences: Sequence[_Difference]) -> list[str]:
 
 
 def _checkpoint_differences(step: int, one: Path, other: Path) -> list[str]:
-    """Lines about what two checkpoints of a step do not have in common; none if there is nothing."""
+    """Text lines about the differences of two checkpoints of a step; empty if they are equal."""
     stored = StoredCheckpoint(one), StoredCheckpoint(other)
     lines = []
-    # Settings have the layout in them, and where the run is.
+    # Settings include the layout and the folder of the run.
     metas = [{name: value for name, value in each.manifest.meta.items() if name != "settings"} for each in stored]
     texts = [{name: json.dumps(value, sort_keys=True) for name, value in meta.items()} for meta in metas]
     if names := [name for name in dict.fromkeys([*texts[0], *texts[1]]) if texts[0].get(name) != texts[1].get(name)]:
@@ -162,7 +162,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _checkpoints(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a run by step; of a checkpoint itself."""
+    """The checkpoints of a run by step; for a checkpoint, only itself."""
     if _is_checkpoint(folder):
         return {Manifest.read(folder).step: folder}
     root = folder / "checkpoints"

@@ -1,6 +1,7 @@
-"""The records of a run: ``metrics.jsonl``, TensorBoard's files when asked, the loss curve as a picture.
+"""Write a run's metrics: ``metrics.jsonl``, optionally TensorBoard files, and a plot of the loss.
 
-On the terminal a bar, or lines in a log: step, loss, bits per byte, tokens per second, time left.
+The progress display shows step, loss, bits per byte, tokens per second and remaining time, as a bar on a terminal and
+as lines in a log.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from shardwise.run.plan.report import shown_bytes
 
 Metrics = dict[str, float]
 
-# Of metrics.jsonl, a line of which has some 200 bytes.
+# Buffer of metrics.jsonl; a line has about 200 bytes.
 _MAX_BYTES = 2_000_000_000
 
 
 class MetricsFile(NamedTuple):
-    """What a metrics file holds.
+    """The content of a metrics file.
 
     Attributes:
-        rows: the lines that can be read.
-        unreadable: numbers, from 1, of the lines that cannot.
-        is_cut: the last line has no end, as a kill leaves it, and cannot be read; it is not among ``unreadable``.
+        rows: the readable lines.
+        unreadable: line numbers, from 1, of the unreadable lines.
+        is_cut: True if the last line is truncated, as after a kill; ``unreadable`` does not include it.
     """
 
     rows: list[dict[str, Any]]
@@ -41,7 +42,7 @@ class MetricsFile(NamedTuple):
 
 
 def scan_metrics(path: Path) -> MetricsFile:
-    """A metrics file, and what in it is no line of metrics; one that does not exist is empty."""
+    """Read a metrics file and find its unreadable lines. A file that does not exist counts as empty."""
     rows, unreadable = [], []
     content = read_regular(path, limit=_MAX_BYTES) if path.exists() else b""
     lines = content.splitlines()
@@ -59,22 +60,22 @@ def scan_metrics(path: Path) -> MetricsFile:
 
 
 def read_metrics(path: Path, *, below_step: int | None = None) -> list[dict[str, Any]]:
-    """The lines of a metrics file, those of steps before ``below_step``; one that cannot be read is left out."""
+    """Read the lines of a metrics file for steps before ``below_step``, skipping unreadable lines."""
     return [row for row in scan_metrics(path).rows if below_step is None or row["step"] < below_step]
 
 
 class MetricsWriter:
     """Appends one JSON object per measurement.
 
-    What an interrupted run wrote about steps that are trained again is dropped.
+    Lines of steps that a resumed run repeats are removed.
 
     Args:
-        folder: of the run; gets ``metrics.jsonl``.
+        folder: folder of the run; ``metrics.jsonl`` is written there.
         first_step: the step that the run starts or resumes at.
         tensorboard: also write ``folder/tensorboard``.
 
     Raises:
-        ConfigError: TensorBoard is asked for and not installed.
+        ConfigError: ``tensorboard`` is True and TensorBoard is not installed.
     """
 
     def __init__(self, folder: Path, first_step: int, *, tensorboard: bool = False) -> None:
@@ -84,7 +85,7 @@ class MetricsWriter:
             lines = ", ".join(map(str, before.unreadable[:5])) + (", ..." if len(before.unreadable) > 5 else "")
             print(f"note   {path} has lines that cannot be read, which are dropped: {lines}", flush=True)
         kept = "".join(json.dumps(row) + "\n" for row in before.rows if row["step"] < first_step)
-        # Whoever reads the file meanwhile, or finds it after this process was killed, has what was kept.
+        # The rename is atomic: readers see a complete file at any time, even if this process is killed.
         write_atomically(path, lambda file: file.write(kept.encode()))
         self._file: TextIO = path.open("a", encoding="utf-8")
         self._board = _open_tensorboard(folder / "tensorboard") if tensorboard else None
@@ -125,20 +126,20 @@ def draw_loss(
     curves: tuple[str, str] = ("bits_per_byte", "held_out_bits_per_byte"),
     unit: str = "bits per byte",
 ) -> str | None:
-    """Draw two metrics over the steps: of the training batch, and of held-out data.
+    """Plot two metrics over the steps: one of the training batches and one of held-out data.
 
     Args:
-        rows: of ``metrics.jsonl``.
+        rows: rows of ``metrics.jsonl``.
         path: PNG file to write.
         references: horizontal lines, by name, in the same unit.
-        title: above the picture.
+        title: title of the plot.
         curves: names of the two metrics.
-        unit: of both.
+        unit: unit of both metrics.
 
     Returns:
-        None, or why there is no picture: matplotlib is not installed.
+        None, or the reason why there is no plot: matplotlib is not installed.
     """
-    # It tells of folders that it cannot write to.
+    # matplotlib logs a warning about each folder that it cannot write to.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         import matplotlib
@@ -158,13 +159,13 @@ def draw_loss(
     for number, (name, value) in enumerate(references.items()):
         axes.axhline(value, linestyle="--", linewidth=1.0, color=f"C{number + 2}", label=f"{name}: {value:.2f}")
     axes.set(xlabel="step", ylabel=unit)
-    # A dollar sign in a file's name begins no formula.
+    # Escape dollar signs of file names, which would start a formula.
     axes.set_title(title, parse_math=False)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
     with warnings.catch_warnings():
-        # Its font may lack characters of the title.
+        # The font may lack characters of the title.
         warnings.simplefilter("ignore")
         figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -175,12 +176,12 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """On standard error: a bar if it is a terminal, else a line every few seconds. Nothing on ranks that are not first.
+    """Progress display on standard error: a bar on a terminal, else a line every few seconds. Only on the first rank.
 
     Args:
-        total: steps of the whole run.
-        done: steps that are done already.
-        visible: whether this rank shows it.
+        total: number of steps of the whole run.
+        done: number of completed steps.
+        visible: True if this rank shows the display.
     """
 
     def __init__(self, total: int, done: int, *, visible: bool) -> None:
@@ -194,11 +195,11 @@ class Progress:
             self._bar = tqdm(total=total, initial=done, bar_format=form, dynamic_ncols=True)
 
     def update(self, reported: Mapping[str, float], others: Mapping[str, float]) -> None:
-        """One more step is done.
+        """Advance the display by one step.
 
         Args:
-            reported: what its objective reports, all of which is shown.
-            others: the other metrics; tokens per second are shown, and utilisation and memory if they are there.
+            reported: metrics of the objective, all of which are shown.
+            others: other metrics; tokens per second are shown, and utilisation and memory if present.
         """
         self._done += 1
         shown = f"{_shown(reported)}, {others['tokens_per_second']:,.0f} tokens/s"
@@ -224,7 +225,7 @@ class Progress:
 
 
 def _shown(reported: Mapping[str, float]) -> str:
-    """Each number with its name, or its unit where that says enough."""
+    """Format each metric with its name, or only with its unit if that is clear enough."""
     units = {"bits_per_byte": "bits/byte"}
     return ", ".join(
         f"{value:.3f} {units[name]}" if name in units else f"{name.replace('_', ' ')} {value:.3f}"

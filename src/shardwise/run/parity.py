@@ -1,9 +1,9 @@
-"""Proof before training: the first steps at tp = 1 and at this run's tp and pp, side by side, from the same seed.
+"""Parity check before training: compare the first steps at tp = 1 and at this run's tp and pp, from the same seed.
 
-Both run in this process: the split model over the run's groups, and a whole model on each rank alone. In exact mode,
-which has groups of its own, they have the same bits.
+Both models are trained in this process: the split model over the run's groups, and a whole model on each rank. In
+exact mode, which has its own groups, both give the same bits.
 
-The demo's run: it proves that splitting the model changes nothing, then trains it and shows what it learned.
+The demo proves that splitting the model changes nothing, then trains it and shows the result.
 """
 
 import contextlib
@@ -33,30 +33,30 @@ from shardwise.run.tasks.texts import NewModel, NewTexts
 from shardwise.run.wording import banner
 from shardwise.training.trainer import Trainer
 
-# How far apart rounding alone may bring loss, gradient norm and weights, relative. Ten to seventy times what is seen
-# at the demo's size (fp32: 1e-7, 4e-8, 1.4e-7; bf16: 4e-6, 1e-3, 5e-4). A real mistake shows as 1e-2 or more.
+# Relative tolerances for loss, gradient norm and weights, ten to seventy times the rounding errors measured at the
+# demo's size (fp32: 1e-7, 4e-8, 1.4e-7; bf16: 4e-6, 1e-3, 5e-4). A real bug gives 1e-2 or more.
 _TOLERANCES = {
     torch.float32: (1e-6, 1e-5, 1e-5),
     torch.float64: (1e-13, 1e-12, 1e-12),
     torch.bfloat16: (1e-4, 1e-2, 1e-2),
     torch.float16: (1e-4, 1e-2, 1e-2),
 }
-# The gradient of a key's bias is 0 in truth, since it shifts all of a query's scores alike. What is there is rounding,
-# which Adam scales up to whole learning rates, in either direction.
+# The true gradient of a key's bias is 0, because the bias shifts all scores of a query equally. The computed gradient
+# is rounding error, which Adam scales up to whole learning rates in either direction.
 _KEY_BIAS_FACTOR = 100
 
 
 @dataclass(frozen=True)
 class Parity:
-    """How far the two runs were apart.
+    """Result of a parity check: the differences of the two runs.
 
     Attributes:
-        steps: optimizer steps compared.
-        tp, pp: tensor-parallel size and pipeline stages held against 1.
+        steps: number of compared optimizer steps.
+        tp, pp: tensor-parallel size and number of pipeline stages, compared with 1.
         loss_error: largest relative difference of a step's loss.
         grad_norm_error: largest relative difference of a step's gradient norm.
         weight_error: norm of the difference of all updated weights, over the norm of the weights.
-        exact: whether the runs were exact, and had to have the same bits.
+        exact: True if the runs were exact and had to give the same bits.
     """
 
     steps: int
@@ -82,25 +82,25 @@ class Parity:
 
 
 def check_parity(session: Session, *, steps: int = 3, exact: bool = False) -> Parity:
-    """Train a fresh copy of the run's model for a few steps at both sizes and compare; every rank calls.
+    """Train a new copy of the run's model for a few steps at both layouts, and compare; every rank calls.
 
-    The session's own model is left as it is.
+    The session's own model is not modified.
 
     Args:
-        session: of the run.
-        steps: optimizer steps.
-        exact: train in exact mode, as the run would with ``parallel.exact``, and allow no difference.
+        session: session of the run.
+        steps: number of optimizer steps.
+        exact: train in exact mode (``parallel.exact``) and allow no difference.
 
     Raises:
-        ParityError: initial weights differ, or a difference is more than rounding explains, or in exact mode any.
-        ConfigError: the run's sizes or its device have no exact form; on every rank.
+        ParityError: initial weights differ, or a difference exceeds the tolerance, which is 0 in exact mode.
+        ConfigError: the run's sizes or device do not support exact mode; on every rank.
     """
     if not exact:
         return _compared(session, session.settings, session.topology, steps)
     parallel = dataclasses.replace(session.settings.parallel, exact=True)
     settings = dataclasses.replace(session.settings, parallel=parallel)
     settings.check_world(session.ranks.world_size)
-    # A group sums in one way.
+    # A process group has one kind of sum, so that exact mode needs its own groups.
     topology = Topology.create(tp=parallel.tp, pp=parallel.pp)
     with contextlib.ExitStack() as stack:
         stack.callback(topology.destroy)
@@ -125,7 +125,7 @@ def _compared(session: Session, settings: RunSettings, topology: Topology, steps
                 check_device(split.model, micro_batch_size=micro, sequence_length=settings.sequence_length)
 
         agree(tried, group=session.ranks.control)
-    # One rank alone shares samples with no other. The ranks of a run never share a sequence, so this group has one.
+    # The whole model has no other ranks. Runs have no context parallelism, so that the "cp" group has one rank.
     alone = topology.group("cp")
     whole = fresh(Groups(tp=alone, dp=alone))
     if _weight_difference(split, whole, session.ranks.world) != 0.0:
@@ -142,7 +142,7 @@ def _compared(session: Session, settings: RunSettings, topology: Topology, steps
         weight_bound *= _KEY_BIAS_FACTOR
     weight_error, parallel = _weight_difference(split, whole, session.ranks.world), settings.parallel
     parity = Parity(steps, parallel.tp, parallel.pp, loss_error, grad_norm_error, weight_error, exact)
-    # Written so that a difference that is not a number fails.
+    # Written so that a NaN fails.
     if not (loss_error <= loss_bound and grad_norm_error <= norm_bound and weight_error <= weight_bound):
         if exact:
             raise ParityError(f"{parity.line()}; exact runs must have the same bits at every layout")
@@ -156,7 +156,7 @@ def _relative(value: float, reference: float) -> float:
 
 
 def _weight_difference(split: Trainer, whole: Trainer, world: dist.ProcessGroup) -> float:
-    """Norm of the difference over the norm, over all weights; the largest of all ranks."""
+    """Norm of the difference over the norm of the weights; the maximum over ranks."""
     split.wait_for_weights()
     reference = sharded_state_dict(whole.model, group=whole.tp_group)
     sums = torch.zeros(2, dtype=torch.float64, device=split.device)
@@ -176,29 +176,29 @@ _EXACT_STEPS = 10
 
 
 class Demo(NewTexts):
-    """A new model learns the standard library, and is proved to be the same on one rank first.
+    """Task of the demo: check parity, then train a new model on the standard library.
 
     Args:
         settings: of the run.
 
     Attributes:
-        parity: of the proof, once it is done.
-        exact: what was found of exact runs, with the same bits; or why they are not for this layout or device.
+        parity: result of the parity check, once it is done.
+        exact: result of the parity check in exact mode, or the reason why this layout or device does not support it.
     """
 
     parity: Parity
     exact: str
 
     def read(self, ranks: Ranks) -> TaskData:
-        """The standard library's; it is said, as it takes a while."""
-        # For the exact steps, which come when much has been multiplied.
+        """Read the standard library, after a message because this takes a while."""
+        # MKL must be configured before the first product, long before the exact steps.
         fix_order_of_mkl()
         if ranks.is_first:
             print("reading the standard library and learning its vocabulary (kept for the next time) ...", flush=True)
         return super().read(ranks)
 
     def before(self, session: Session) -> None:
-        """Prove, and mark the folder as one that the next demo may replace."""
+        """Check parity, and mark the folder as one that the next demo may replace."""
         parallel, is_first = session.settings.parallel, session.ranks.is_first
         if is_first:
             split = f"tp={parallel.tp}" + (f" pp={parallel.pp}" if parallel.pp > 1 else "")
@@ -216,7 +216,7 @@ class Demo(NewTexts):
             (session.out / "DEMO").write_text("made by `shardwise demo`, which replaces it\n", encoding="utf-8")
 
     def report(self, session: Session, outcome: Outcome) -> str:
-        """The demo's last screen."""
+        """The text that the demo prints last."""
         held_out, settings, bits = session.data.held_out_bytes, session.settings, outcome.held_out_bits_per_byte
         tokens = settings.training.steps * settings.training.global_batch_size * settings.sequence_length
         beaten = {name: 1 - bits / value for name, value in outcome.references.items() if bits < value}
@@ -253,7 +253,7 @@ def demo_task(settings: Settings) -> Task:
 
 
 def _command_name() -> str:
-    """How the user can call this program: its name if the shell finds it, else its path from here."""
+    """The command to start this program: its name if the shell finds it, else its relative path."""
     beside_python = Path(sys.executable).with_name("shardwise")
     if shutil.which("shardwise") is not None or not beside_python.exists():
         return "shardwise"

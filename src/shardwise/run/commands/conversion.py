@@ -1,4 +1,4 @@
-"""Between checkpoints and Hugging Face folders."""
+"""Conversion between checkpoints and Hugging Face folders."""
 
 import shutil
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ from shardwise.training.bounds import DEFAULT_FILE_GB, DEFAULT_TIMEOUT, FILE_GB,
 def open_for_export(
     checkpoint: str | PathLike[str], out: str | PathLike[str], *, merge: bool, world_size: int
 ) -> OpenCheckpoint:
-    """Read all of a checkpoint but its tensors. Raises as ``export_hf``."""
+    """Read a checkpoint without its tensors. Raises as ``export_hf``."""
     path = Path(checkpoint)
     is_adapter = (path / ADAPTER_CONFIG_NAME).is_file()
     if is_pretrained(path) and not is_adapter:
@@ -68,26 +68,29 @@ def export_hf(
     merge: bool = False,
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
 ) -> Path:
-    """Write a checkpoint's model as a Hugging Face folder, with its tokenizer; every rank calls.
+    """Export a checkpoint's model and its tokenizer as a Hugging Face folder; every rank calls.
 
     Args:
-        checkpoint: folder of a run or an import, for its newest checkpoint, or of one of its checkpoints; with
-            ``merge`` of adapters.
-        out: folder to write, which must not exist or be empty.
-        dtype: of the weights; the checkpoint's own if None.
-        architecture: model_type to write, such as "mistral"; the one that it was imported from, or else the first that
-            fits, if None.
-        max_file_gb: largest file of weights, in 1e9 bytes.
-        merge: ``checkpoint`` is a folder of adapters, which names the model's folder; write that with them merged.
-        timeout: seconds that a rank waits for another.
+        checkpoint: folder of one checkpoint, or folder of a run or an import, whose newest checkpoint is taken. With
+            ``merge``, folder of adapters.
+        out: folder to write; it must be empty or not exist.
+        dtype: dtype of the weights; that of the checkpoint if None.
+        architecture: model_type to write, such as "mistral". If None, the model_type of the import, else the first
+            that fits.
+        max_file_gb: maximum size of a file of weights, in 1e9 bytes.
+        merge: ``checkpoint`` is a folder of adapters that names the folder of its base model. Export the base model
+            with
+            the adapters merged into it.
+        timeout: maximum wait for another rank, in seconds.
 
     Returns:
-        ``out``, which transformers loads.
+        ``out``, which transformers can load.
 
     Raises:
-        ConfigError: an argument out of range or that does not go with the checkpoint, more ranks than the model can be
-            split over, ``out`` exists, or Hugging Face has no architecture for the model.
-        CheckpointError: no checkpoint, a damaged one, or ``out`` cannot be written.
+        ConfigError: an argument is out of range or does not fit the checkpoint, the model cannot be split over this
+            many
+            ranks, ``out`` exists, or Hugging Face has no architecture for the model.
+        CheckpointError: the checkpoint is missing or damaged, or ``out`` cannot be written.
     """
     with open_ranks("cpu", timeout=timeout) as ranks:
         opened = agree(
@@ -95,10 +98,10 @@ def export_hf(
         )
         fields: dict[str, Any] = {}
         if opened.config is None and opened.tokenizer is not None:
-            # What a run knows beside its model: which token ends a text, and so begins one.
+            # The run also knows the token that ends a text; the same token begins one.
             fields = dict.fromkeys(("bos_token_id", "eos_token_id"), opened.tokenizer.eos_id)
         elif opened.config is not None and opened.adapter is not None and opened.description.classification is not None:
-            # Adapters may come with a head of their own, whose labels the model's folder does not name.
+            # Adapters may have their own head, whose labels are missing in the base model's folder.
             fields = label_fields(label_names(Fields(opened.config.values)))
         model = opened.load_model(ranks)
         if merge:
@@ -118,7 +121,7 @@ def export_hf(
 
 
 def _card(opened: OpenCheckpoint) -> str | None:
-    """The card of a trained model, merged adapters included; None for a model that was imported."""
+    """The card of a trained model or of merged adapters; None for an imported model."""
     if opened.adapter is not None:
         try:
             card = read_regular(opened.adapter / README_NAME, limit=MAX_CONFIG_BYTES).decode()
@@ -136,12 +139,12 @@ def _card(opened: OpenCheckpoint) -> str | None:
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import wrote.
+    """Result of an import.
 
     Attributes:
-        checkpoint: its folder.
-        can_generate: whether ``generate`` can continue texts with it.
-        note: what it lacks; empty if there is nothing to say.
+        checkpoint: folder of the checkpoint.
+        can_generate: True if ``generate`` can continue texts with the model.
+        note: what the model lacks for generation; empty if it lacks nothing.
     """
 
     checkpoint: Path
@@ -150,7 +153,7 @@ class Imported:
 
 
 def open_for_import(folder: str | PathLike[str], out: str | PathLike[str], world_size: int) -> PretrainedFolder:
-    """Read all of a Hugging Face folder but its tensors. Raises as ``import_hf``."""
+    """Read a Hugging Face folder without its tensors. Raises as ``import_hf``."""
     source = PretrainedFolder(Path(folder))
     check_fits(source.description, world_size)
     if checkpoints.latest(Path(out) / "checkpoints") is not None:
@@ -166,22 +169,23 @@ def import_hf(
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None,
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
 ) -> Imported:
-    """Make a checkpoint of a Hugging Face folder; every rank calls.
+    """Convert a Hugging Face folder to a checkpoint; every rank calls.
 
     Args:
-        folder: of the model, of an architecture that docs/huggingface.md lists.
-        out: folder for the checkpoint, which must not have one yet.
-        dtype: of the weights; the model's own if None.
-        timeout: seconds that a rank waits for another.
+        folder: folder of the model; docs/huggingface.md lists the supported architectures.
+        out: folder for the checkpoint; it must not have a checkpoint yet.
+        dtype: dtype of the weights; that of the model if None.
+        timeout: maximum wait for another rank, in seconds.
 
     Returns:
         The checkpoint, on every rank.
 
     Raises:
-        ConfigError: an architecture or a value in ``config.json`` that is not offered, more ranks than the model can be
-            split over, or ``out`` has a checkpoint.
-        CheckpointError: files that are missing or damaged, tensors that are not what ``config.json`` says, or nothing
-            can be written.
+        ConfigError: the architecture or a value in ``config.json`` is not supported, the model cannot be split over
+            this
+            many ranks, or ``out`` has a checkpoint.
+        CheckpointError: a file is missing or damaged, tensors do not match ``config.json``, or ``out`` cannot be
+            written.
     """
     with open_ranks("cpu", timeout=timeout) as ranks, lock_folder(Path(out), ranks):
         source = agree(lambda: open_for_import(folder, out, ranks.world_size), group=ranks.control)
@@ -206,9 +210,9 @@ def import_hf(
 def _import(
     source: PretrainedFolder, out: Path, dtype: torch.dtype | None, identity: dict[str, object], ranks: Ranks
 ) -> Path:
-    """Write the checkpoint, with ``identity`` of the tokenizer."""
+    """Write the checkpoint, with ``identity`` as the identity of the tokenizer."""
     model = load_pretrained(source.path, groups=Groups(tp=ranks.world), dtype=dtype, device="cpu")
-    # What the heads found in the files add to config.json is in the class that it names.
+    # The class named in config.json implies the heads that the files contain.
     config = dict(source.config.values) | {
         "architectures": [source.architecture.class_name(source.description)],
         "torch_dtype": str(dtype).removeprefix("torch."),

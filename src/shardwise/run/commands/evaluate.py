@@ -1,4 +1,4 @@
-"""Measure a model on data."""
+"""Evaluate a model on data."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ from shardwise.training.objective import CrossEntropy, measure
 def open_to_measure(
     checkpoint: str | PathLike[str], adapter: str | PathLike[str] | None, world_size: int
 ) -> OpenClassifier | tuple[OpenCheckpoint, Tokenizer]:
-    """The model, without its tensors: one that labels texts, or continues them. Raises as ``open_causal``."""
+    """Open a classifier or a causal model without its tensors. Raises as ``open_causal``."""
     model = open_model(checkpoint, adapter)
     open_ = open_causal if model.description.classification is None else open_classifier
     return open_(checkpoint, adapter, world_size)
@@ -57,31 +57,31 @@ def evaluate(
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
     on_note: Callable[[str], object] | None = None,
 ) -> Evaluation:
-    """Measure what a model makes of data; every rank calls.
+    """Evaluate a model on data; every rank calls.
 
     Args:
-        checkpoint: folder of a run or an import, for its newest checkpoint, or of one of its checkpoints; or a Hugging
-            Face folder; or adapters, with the model that they name.
-        data: files and folders, in the forms that ``finetune`` reads.
-        adapter: folder of adapters to use with the model.
-        sequence_length: tokens that the model reads at once; 512, or the model's longest if that is less, if None. A
-            longer text is cut into windows, a longer chat is split.
-        batch_size: windows at once.
-        mask_prompts: measure what the assistant says, and completions, only; else all of the text.
-        special_tokens: read the names of special tokens in texts as these tokens.
-        text_key: field of a record that holds the text, or the words.
-        device: where to compute; "auto" takes a GPU if there is one for each rank.
-        timeout: seconds that a rank waits for another.
-        on_note: given, on the first rank, each line that a user should read while the model is at work.
+        checkpoint: folder of one checkpoint; folder of a run or an import, whose newest checkpoint is taken; Hugging
+            Face folder; or folder of adapters that names its base model.
+        data: files and folders, in the formats that ``finetune`` reads.
+        adapter: folder of adapters to apply to the model.
+        sequence_length: tokens per window; if None, 512 or the model's maximum, whichever is less. A longer text is cut
+            into windows, a longer chat is split.
+        batch_size: windows per batch.
+        mask_prompts: measure only completions and the turns of the assistant instead of all tokens.
+        special_tokens: parse the names of special tokens in texts as special tokens.
+        text_key: field of a record that has the text or the words.
+        device: device of the model; "auto" takes a GPU if every rank can have one.
+        timeout: maximum wait for another rank, in seconds.
+        on_note: callback on the first rank; receives each line for the user, before the evaluation is done.
 
     Returns:
         The metrics, on every rank.
 
     Raises:
-        ConfigError: an argument out of range, more ranks than the model can be split over, or a model that neither
+        ConfigError: an argument is out of range, the model cannot be split over this many ranks, or it neither
             continues nor labels texts.
-        CheckpointError: no model there, or a damaged one.
-        DataError: no tokenizer, or data that cannot be read or has nothing that counts.
+        CheckpointError: the model is missing or damaged.
+        DataError: the tokenizer is missing, or the data cannot be read or has no token to measure.
         DivergenceError: the loss is not finite.
     """
     files = as_tuple(data)

@@ -1,4 +1,4 @@
-"""Measure a model by tasks of lm-evaluation-harness."""
+"""Evaluate a model on tasks of lm-evaluation-harness."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from shardwise.run.lm_harness import ShardwiseLM, harness
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.training.bounds import BATCH, DEFAULT_BATCH, DEFAULT_TIMEOUT, TIMEOUT, Range, checks_arguments
 
-# The harness's own number takes minutes on one core for what has no closed form.
+# Bootstrap samples. The harness's default takes minutes on one core for metrics without a closed form.
 _BOOTSTRAP_DRAWS = 1000
 
 
@@ -42,32 +42,32 @@ def evaluate_tasks(
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
     on_table: Callable[[str], object] | None = None,
 ) -> dict[str, Any] | None:
-    """Measure what a model makes of tasks of lm-evaluation-harness; every rank calls.
+    """Evaluate a model on tasks of lm-evaluation-harness; every rank calls.
 
     Args:
         checkpoint: see ``evaluate``.
-        tasks: their names.
+        tasks: names of the tasks.
         adapter: see ``evaluate``.
-        batch_size: texts at once.
-        task_path: folder of other tasks (YAML), which replace the harness's.
-        num_fewshot: solved examples before each question; what the task says if None.
-        limit: questions of each task; all if None.
-        chat: ask by the model's chat template.
-        output: file for what the harness reports, in JSON.
-        device: where to compute; "auto" takes a GPU if there is one for each rank.
-        timeout: seconds that a rank waits for another.
-        on_table: given, on the first rank, each of the harness's tables for people.
+        batch_size: texts per batch.
+        task_path: folder of task definitions (YAML) that replace those of the harness.
+        num_fewshot: solved examples before each question; the default of the task if None.
+        limit: maximum number of questions per task; no limit if None.
+        chat: format the questions with the model's chat template.
+        output: JSON file for the harness's report.
+        device: device of the model; "auto" takes a GPU if every rank can have one.
+        timeout: maximum wait for another rank, in seconds.
+        on_table: callback on the first rank; receives each of the harness's tables as text.
 
     Returns:
-        The report of the harness, on the first rank; None on the others.
+        The harness's report on the first rank; None on the other ranks.
 
     Raises:
         ConfigError: see ``generate``.
-        CheckpointError: see ``generate``; or ``output`` cannot be written.
-        DataError: lm_eval is missing, or a task cannot be read or measured.
+        CheckpointError: see ``generate``; also if ``output`` cannot be written.
+        DataError: lm_eval is not installed, or a task cannot be read or evaluated.
     """
     names = as_tuple(tasks)
-    # Its processes would be forked from one with threads.
+    # Disable the subprocesses of datasets: they would be forked from a process with threads.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     with open_ranks(device, timeout=timeout) as ranks:
 
@@ -82,7 +82,7 @@ def evaluate_tasks(
         opened, tokenizer = agree(prepare, group=ranks.control)
         manager: Any = None
         with ranks.phase("reading the tasks"):
-            # One rank after the first finds what that has made of the data.
+            # The other ranks follow the first and use its cache of the data.
             for is_turn in (ranks.is_first, not ranks.is_first):
                 read = agree(partial(_read_tasks, names, task_path) if is_turn else lambda: None, group=ranks.control)
                 manager = read or manager
@@ -103,7 +103,7 @@ def evaluate_tasks(
 
 
 def harness_model(opened: OpenCheckpoint, tokenizer: Tokenizer, model: GPT, batch_size: int) -> ShardwiseLM:
-    """The model as the harness asks for one, with what its folder says of tokens and chats."""
+    """Wrap a model for the harness, with the special tokens and the chat template of its folder."""
     name = DeclaredTokens(opened.adapter or opened.folder).names.get("bos_token")
     ids = {value: key for key, value in tokenizer.added_names.items()}
     choice = opened.generation_defaults().choose(vocab_size=opened.description.vocab_size, eos_id=tokenizer.eos_id)
@@ -120,7 +120,7 @@ def harness_model(opened: OpenCheckpoint, tokenizer: Tokenizer, model: GPT, batc
 
 @contextmanager
 def _errors_of_harness(what: str) -> Iterator[None]:
-    """Within, any error of the harness, of its data sets and of tasks of strangers is a DataError."""
+    """Convert any error of the harness, its data sets and third-party tasks to a DataError during the block."""
     try:
         yield
     except ShardwiseError:
@@ -131,7 +131,7 @@ def _errors_of_harness(what: str) -> Iterator[None]:
 
 
 def _read_tasks(tasks: Sequence[str], own: str | None) -> Any:
-    """The harness's manager of tasks, once it has read those that are asked for."""
+    """The harness's task manager, after it has read the given tasks."""
     with _errors_of_harness("read"):
         if own is not None and not os.path.isdir(own):
             raise DataError(f"--task-path {own} is not a folder")
@@ -146,7 +146,6 @@ def _read_tasks(tasks: Sequence[str], own: str | None) -> Any:
 
 
 def _measure(lm: ShardwiseLM, manager: Any, tasks: Sequence[str], options: dict[str, Any], *, log_samples: bool) -> Any:
-    """The harness's report; None on some ranks."""
     with _errors_of_harness("measured"):
         return import_module("lm_eval").simple_evaluate(
             model=lm,
@@ -159,7 +158,6 @@ def _measure(lm: ShardwiseLM, manager: Any, tasks: Sequence[str], options: dict[
 
 
 def _tables(report: Any) -> Iterator[str]:
-    """The harness's tables for people."""
     make = import_module("lm_eval.utils").make_table
     yield make(report)
     if report.get("groups"):

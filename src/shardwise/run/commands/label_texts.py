@@ -1,4 +1,4 @@
-"""Label texts, and measure how well a model does."""
+"""Label texts with a classifier, and evaluate it."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,14 +43,14 @@ from shardwise.training.objective import measure, outputs_of
 
 @dataclass(frozen=True)
 class OpenClassifier:
-    """A model that labels texts, without its tensors.
+    """A classifier without its tensors.
 
     Attributes:
-        model: where it is.
-        tokenizer: of the model.
-        head: of the model.
-        names: of its labels.
-        pad_id: what fills up short texts.
+        model: the opened model.
+        tokenizer: the model's tokenizer.
+        head: the model's classification head.
+        names: names of the labels.
+        pad_id: token id of the padding.
     """
 
     model: OpenCheckpoint
@@ -67,7 +67,12 @@ class OpenClassifier:
         sequence_length: int | None,
         special_tokens: bool,
     ) -> EncodedTexts:
-        """Rows of texts. Raises ConfigError: longer than the model's longest; DataError: see ``encode_labelled``."""
+        """Encode texts as rows.
+
+        Raises:
+            ConfigError: ``sequence_length`` is above the model's maximum.
+            DataError: see ``encode_labelled``.
+        """
         return encode_labelled(
             texts,
             tokenizer=self.tokenizer,
@@ -82,12 +87,12 @@ class OpenClassifier:
 def open_classifier(
     checkpoint: str | PathLike[str], adapter: str | PathLike[str] | None, world_size: int
 ) -> OpenClassifier:
-    """A model that labels texts, and its tokenizer.
+    """Open a classifier and its tokenizer.
 
     Raises:
-        ConfigError: another model, or more ranks than it can be split over.
-        CheckpointError: no model there, or a damaged one.
-        DataError: no tokenizer, or a damaged one.
+        ConfigError: the model is no classifier, or cannot be split over this many ranks.
+        CheckpointError: the model is missing or damaged.
+        DataError: the tokenizer is missing or damaged.
     """
     opened = open_model(checkpoint, adapter)
     check_fits(opened.description, world_size)
@@ -121,34 +126,36 @@ def classify(
     on_answer: Callable[[object], object] | None = None,
     on_note: Callable[[str], object] | None = None,
 ) -> list[object]:
-    """Say what the labels of texts are; every rank calls.
+    """Label texts; every rank calls.
 
     Args:
-        checkpoint: Hugging Face folder, or adapters, with the model that they name, or an import.
-        text: text or texts to label; a model that labels words takes the words between blanks.
-        data: instead, files and folders of records, in the forms that ``finetune`` reads.
-        lines: instead, lines of a file; those of the first rank are read. The answer to a line without a token is None.
-        adapter: folder of adapters to use with the model.
-        sequence_length: most tokens of a text, which loses its end otherwise; 512, or the model's longest if that is
-            less, if None.
-        batch_size: texts at once.
-        special_tokens: read the names of special tokens in texts as these tokens.
-        text_key: field of a record that holds the text, or the words.
-        device: where to compute; "auto" takes a GPU if there is one for each rank.
-        timeout: seconds that a rank waits for another.
-        on_answer: given, on the first rank, each answer as soon as it is known.
-        on_note: given, on the first rank, each line that a user should read.
+        checkpoint: Hugging Face folder, folder of an import, or folder of adapters that names its base model.
+        text: text or texts to label; a model that labels words splits them at spaces.
+        data: instead of ``text``, files and folders of records, in the formats that ``finetune`` reads.
+        lines: instead of ``text``, lines to label, read on the first rank. The answer to a line without a token is
+            None.
+        adapter: folder of adapters to apply to the model.
+        sequence_length: maximum tokens of a text; the end of a longer text is cut off. If None, 512 or the model's
+            maximum, whichever is less.
+        batch_size: texts per batch.
+        special_tokens: parse the names of special tokens in texts as special tokens.
+        text_key: field of a record that has the text or the words.
+        device: device of the model; "auto" takes a GPU if every rank can have one.
+        timeout: maximum wait for another rank, in seconds.
+        on_answer: callback on the first rank; receives each answer as soon as it is known.
+        on_note: callback on the first rank; receives each line for the user.
 
     Returns:
-        An answer for each text, on every rank, as the pipeline of transformers gives it: ``{"label": ..., "score":
-        ...}``; of a model of several labels a list of those that are likelier than not, of a regression ``{"scores":
-        [...]}``, and of a model that labels words a list of ``{"word": ..., "label": ..., "score": ...}``.
+        An answer for each text, on every rank, in the format of the transformers pipeline: ``{"label": ..., "score":
+        ...}``. A multi-label model returns a list of the labels with a probability above 0.5, a regression ``{"scores":
+        [...]}``, and a model that labels words a list of ``{"word": ..., "label": ..., "score": ...}``.
 
     Raises:
-        ConfigError: an argument out of range, nothing or several things to label, a model without a head for labels,
-            or more ranks than it can be split over.
-        CheckpointError: no model there, or a damaged one.
-        DataError: a text without a token, data that cannot be read, or no tokenizer.
+        ConfigError: an argument is out of range, not exactly one of ``text``, ``data`` and ``lines`` is given, the
+            model
+            has no classification head, or it cannot be split over this many ranks.
+        CheckpointError: the model is missing or damaged.
+        DataError: a text has no token, data cannot be read, or the tokenizer is missing.
     """
     given, files = as_tuple(text), as_tuple(data)
     answers: list[object] = []
@@ -168,7 +175,7 @@ def classify(
         rest, kept = iter(texts), texts
         if not (files or given):
             kept = [each for each in texts if _has_tokens(opened, each, special_tokens)]
-            # A blank line without tokens has an answer too, so that the others keep their numbers.
+            # A blank line without tokens also gets an answer, so that answers keep their line numbers.
             rest = _after_none_for(texts, kept, say)
         if kept:
             encode = partial(opened.encode, kept, None, sequence_length=sequence_length, special_tokens=special_tokens)
@@ -178,7 +185,7 @@ def classify(
             with ranks.phase("labelling", limited=True):
                 inputs = HeldOutLabels(opened.head).inputs
                 for logits, batch in outputs_of(model, batches, inputs, BatchMover(ranks.device)):
-                    # Rows that only fill up a batch come after all texts.
+                    # Rows of padding come after all texts.
                     for row, words, labelled in zip(logits.double().cpu(), batch.labels.tolist(), rest, strict=False):
                         if labelled.words is None:
                             say(answer(opened.head, opened.names, row))
@@ -190,7 +197,7 @@ def classify(
 
 
 def _has_tokens(opened: OpenClassifier, text: LabelledText, parse_special: bool) -> bool:
-    """Whether a line has any token; of some tokenizers the empty one has."""
+    """True if a line has a token; some tokenizers give one even to an empty line."""
     if text.text.strip():
         return True
     length = opened.model.sequence_length(None)
@@ -200,7 +207,7 @@ def _has_tokens(opened: OpenClassifier, text: LabelledText, parse_special: bool)
 def _after_none_for(
     texts: Sequence[LabelledText], kept: Sequence[LabelledText], say: Callable[[object], object]
 ) -> Iterator[LabelledText]:
-    """The texts that are ``kept``; of each of the others None is said in its place."""
+    """Yield the texts that are ``kept``, and report None as the answer to each other text in order."""
     places = {id(text) for text in kept}
     for text in texts:
         if id(text) in places:
@@ -227,11 +234,11 @@ def _texts(
 
 
 def answer(head: Classification, names: Sequence[str], logits: Tensor) -> object:
-    """The answer for a text.
+    """Return the answer for a text.
 
     Args:
-        head: of the model.
-        names: of the labels.
+        head: the model's classification head.
+        names: names of the labels.
         logits: ``[n]``.
     """
     problem = head.problem_type or ("regression" if head.num_labels == 1 else "single_label_classification")
@@ -246,13 +253,13 @@ def answer(head: Classification, names: Sequence[str], logits: Tensor) -> object
 def answer_words(
     names: Sequence[str], logits: Tensor, numbers: Sequence[int], words: Sequence[str]
 ) -> list[dict[str, object]]:
-    """The answer for each word; null for a word without a token.
+    """Return the answer for each word; its label is None for a word without a token.
 
     Args:
-        names: of the labels.
+        names: names of the labels.
         logits: ``[s, n]``.
-        numbers: ``[s]``: of each token that begins a word, which that is; -100 of the others.
-        words: of the text.
+        numbers: ``[s]``, the index of the word that starts at each token; -100 for other tokens.
+        words: words of the text.
     """
     said = {number: named(names, row) for row, number in zip(logits, numbers, strict=True) if number != IGNORED_LABEL}
     unknown = {"label": None, "score": None}
@@ -260,14 +267,14 @@ def answer_words(
 
 
 def named(names: Sequence[str], logits: Tensor) -> dict[str, object]:
-    """The likeliest label of ``logits`` ``[n]``, and its probability."""
+    """Return the most likely label of ``logits`` ``[n]`` and its probability."""
     scores = logits.softmax(dim=-1)
     best = int(scores.argmax())
     return {"label": names[best], "score": float(scores[best])}
 
 
 def _rows(encode: Callable[[], EncodedTexts], ranks: Ranks, on_note: Callable[[str], object] | None) -> HeldOut:
-    """The rows of texts on every rank, whose first one notes what was cut. Raises as ``OpenClassifier.encode``."""
+    """Encode the texts on every rank; the first rank notes which were cut. Raises as ``OpenClassifier.encode``."""
     encoded = agree(encode, group=ranks.control)
     for note in encoded.notes("--sequence-length"):
         ranks.on_first(on_note)(note)
@@ -285,11 +292,11 @@ def evaluate_labels(
     text_key: str,
     on_note: Callable[[str], object] | None,
 ) -> Evaluation:
-    """How well a model labels the data; see ``evaluate``. Every rank calls.
+    """Evaluate a classifier on data; see ``evaluate``. Every rank calls.
 
     Raises:
-        ConfigError: texts longer than the model's longest.
-        DataError: data that cannot be read, or labels that are none of the model's.
+        ConfigError: ``sequence_length`` is above the model's maximum.
+        DataError: data cannot be read, or the model lacks one of its labels.
         DivergenceError: the loss is not finite.
     """
 

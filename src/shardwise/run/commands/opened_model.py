@@ -1,4 +1,4 @@
-"""The model of a function: in a checkpoint of a training run or an import, or in a Hugging Face folder."""
+"""Find and load the model of a command: from a checkpoint of a run or an import, or from a Hugging Face folder."""
 
 import dataclasses
 import os
@@ -47,13 +47,13 @@ class OpenCheckpoint:
     """A model without its tensors.
 
     Attributes:
-        folder: of the checkpoint, or the Hugging Face folder.
-        description: of the model.
-        dtype: of its weights.
-        config: its ``config.json``; None of a training run's model.
-        tokenizer: the model's; None if it was imported without one that can be read.
-        is_checkpoint: the folder is a checkpoint, and no Hugging Face folder.
-        adapter: folder of adapters to use with the model.
+        folder: folder of the checkpoint, or the Hugging Face folder.
+        description: description of the model.
+        dtype: dtype of the weights.
+        config: content of the model's ``config.json``; None for the model of a training run.
+        tokenizer: tokenizer of the model; None if it was imported without a readable one.
+        is_checkpoint: True for a checkpoint, False for a Hugging Face folder.
+        adapter: folder of adapters to apply to the model.
     """
 
     folder: Path
@@ -65,10 +65,10 @@ class OpenCheckpoint:
     adapter: Path | None = None
 
     def sequence_length(self, given: int | None) -> int:
-        """Tokens of a text that the model reads at once: 512, or its longest if that is less, unless one is given.
+        """Return the sequence length: ``given``, or by default 512 or the model's maximum, whichever is less.
 
         Raises:
-            ConfigError: more than the model's longest is given.
+            ConfigError: ``given`` is above the model's maximum.
         """
         longest = self.description.max_sequence_length
         length = given or min(DEFAULT_SEQUENCE, longest)
@@ -77,39 +77,39 @@ class OpenCheckpoint:
         return length
 
     def generation_defaults(self) -> GenerationDefaults:
-        """The defaults for generation in the model's files; none for a training run.
+        """Read the generation defaults from the model's files; a training run has none.
 
         Raises:
-            CheckpointError: they cannot be read.
+            CheckpointError: a file cannot be read.
         """
         if self.config is None:
             return GenerationDefaults()
-        # Adapters may have been trained to end their texts otherwise.
+        # Adapters may have been trained with another token that ends a text.
         beside = self.adapter is not None and (self.adapter / GENERATION_CONFIG_NAME).exists()
         return GenerationDefaults(self.adapter if beside else self.folder, self.config.values)
 
     def chat_template(self) -> ChatTemplate | None:
-        """The chat template next to the adapters, or else the model's; None if there is none.
+        """Read the chat template of the adapters, or else of the model; None if neither has one.
 
         Raises:
-            DataError: it cannot be read, or is none.
+            DataError: the template cannot be read or is not valid.
         """
         beside = None if self.adapter is None else ChatTemplate.load(self.adapter)
         return beside or ChatTemplate.load(self.folder)
 
     def load_model(self, ranks: Ranks) -> Model:
-        """The model, with the adapters if there are any, split over all ranks; every rank calls.
+        """Load the model and its adapters, if any, split over all ranks; every rank calls.
 
         Raises:
-            CheckpointError: the tensors are damaged or of another model.
-            ConfigError: adapters of a kind that is not offered.
+            CheckpointError: the tensors are damaged or belong to another model.
+            ConfigError: this kind of adapter is not supported.
         """
         model = self._load_weights(ranks)
         if self.adapter is not None:
             if self.config is not None:
                 architecture = self.config.architecture
             else:
-                # An export of a model that a run trained would be of this one.
+                # The model_type of an export, as for a model that a run trained.
                 architecture = ARCHITECTURES[
                     huggingface.config_to_json(huggingface.describe_model(model))["model_type"]
                 ]
@@ -126,11 +126,11 @@ class OpenCheckpoint:
             )
             assert not isinstance(loaded, ModelChunks)
             return loaded
-        # The sizes in the settings are compared with the tensors before memory is allocated by them.
+        # Compare the sizes in the settings with the tensors before allocating memory by these sizes.
         agree(self._check_sizes, group=ranks.control)
         outline = self._build_model(ranks, torch.device("meta"))
         shapes = sharded_state_dict(outline, "model.", group=ranks.world)
-        # A run that keeps fp32 copies of its weights saves these.
+        # A run with fp32 copies of its weights saves the copies.
         agree(
             lambda: check_state_fits(self.folder, Manifest.read(self.folder), shapes, convert=True), group=ranks.control
         )
@@ -145,7 +145,7 @@ class OpenCheckpoint:
         return model
 
     def _check_sizes(self) -> None:
-        """Check the sizes that decide on the number of tensors, and of those that are made next to them."""
+        """Check the sizes that determine how many tensors and buffers are allocated."""
         tensors = Manifest.read(self.folder).tensors.values()
         layers, width = self.description.num_layers, max(self.description.hidden_size, self.description.kv_channels)
         if layers > len(tensors):
@@ -165,14 +165,14 @@ class OpenCheckpoint:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of a model on data.
+    """Result of an evaluation.
 
     Attributes:
-        data: what was measured on, and how much of it there is, for people.
-        metrics: named as ``shardwise eval`` prints them: of a model that continues texts ``loss`` (nats per token),
-            ``perplexity`` and ``bits per byte``; of one that labels them ``accuracy``, ``macro F1`` or ``entity F1``,
-            and ``loss``.
-        notes: what was left out, and why, one line each.
+        data: name and amount of the data, as text for the user.
+        metrics: metrics by the names that ``shardwise eval`` prints: ``loss`` (nats per token), ``perplexity`` and
+            ``bits per byte`` for a causal model; ``accuracy``, ``macro F1`` or ``entity F1``, and ``loss`` for a
+            classifier.
+        notes: reasons why data was left out, one line each.
     """
 
     data: str
@@ -194,14 +194,14 @@ def check_fits(description: ModelDescription, world_size: int) -> None:
 
 
 def find_checkpoint(path: Path, *, otherwise: str = "") -> Path:
-    """The checkpoint at ``path``, or the newest of a run or of its folder of checkpoints.
+    """Return the checkpoint at ``path``, or the newest one if ``path`` is a run or its folder of checkpoints.
 
     Args:
-        path: of a folder.
-        otherwise: alternatives, for the message.
+        path: folder to search.
+        otherwise: alternatives to name in the error message.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the folder has no checkpoint.
     """
     if not os.path.isdir(path):
         raise CheckpointError(no_folder(path, "give the --out of a training run or one of its checkpoints"))
@@ -216,21 +216,21 @@ def find_checkpoint(path: Path, *, otherwise: str = "") -> Path:
 
 
 def open_model(path: str | PathLike[str], adapter: str | PathLike[str] | None = None) -> OpenCheckpoint:
-    """Find the model at a path, and read all of it but its tensors.
+    """Find the model at a path and read it without its tensors.
 
     Args:
-        path: of a run, an import or a checkpoint (see ``find_checkpoint``), a Hugging Face folder, or a folder of
-            adapters whose ``adapter_config.json`` names the folder of their model.
-        adapter: folder of adapters to use with the model.
+        path: folder of a run, an import or a checkpoint (see ``find_checkpoint``), Hugging Face folder, or folder of
+            adapters whose ``adapter_config.json`` names the folder of the base model.
+        adapter: folder of adapters to apply to the model.
 
     Raises:
-        CheckpointError: there is no model or adapter, it is damaged, or of a kind that cannot be used.
-        ConfigError: it is not clear which model or adapter is meant, or its architecture is unknown.
-        DataError: its tokenizer cannot be read.
+        CheckpointError: the model or adapter is missing, damaged or of an unsupported kind.
+        ConfigError: the choice of model or adapter is ambiguous, or the architecture is unknown.
+        DataError: the tokenizer cannot be read.
     """
     path, adapter = Path(path), None if adapter is None else Path(adapter)
     if adapter is not None:
-        # Its errors come before the model is read.
+        # Raise errors of the adapter before the model is read.
         read_adapter_config(adapter)
     is_model, is_adapter = is_pretrained(path), (path / ADAPTER_CONFIG_NAME).is_file()
     if is_adapter and not is_model:
@@ -252,12 +252,12 @@ def is_pretrained(path: Path) -> bool:
     """True for a Hugging Face folder; a checkpoint may have a ``config.json`` too."""
     if not (path / CONFIG_NAME).is_file() or (path / MANIFEST_NAME).exists():
         return False
-    # Without adapters it is a model that lacks its weights.
+    # A folder without weights or adapters is a model whose weights are missing.
     return not holds_adapters_alone(path)
 
 
 def _base_of(adapter: Path) -> Path:
-    """The folder of the model that adapters name as theirs."""
+    """The folder of the base model that the adapters name."""
     read_adapter_config(adapter)
     base = read_json(adapter / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
     hint = f"give the model's folder yourself: shardwise generate MODEL_DIR --adapter {adapter}"
@@ -274,13 +274,13 @@ def _open_pretrained(path: Path, adapter: Path | None) -> OpenCheckpoint:
     source = PretrainedFolder(path)
     config = source.config
     if adapter is not None and (adapter / CONFIG_NAME).is_file():
-        # Adapters may have their own head, which that file describes.
+        # Adapters may have their own head; their config.json describes it.
         classes = read_json(adapter / CONFIG_NAME).get("architectures")
         if isinstance(classes, list) and any("Classification" in str(name) for name in classes):
             config = huggingface.read_config(adapter)
             assert config.description.classification is not None
             source.change_head_(config.description.classification)
-    # Adapters were trained with the tokenizer next to them.
+    # Adapters were trained with the tokenizer in their folder.
     beside = adapter is not None and (adapter / "tokenizer.json").exists()
     try:
         tokenizer = PaddedTokenizer.load(adapter if adapter is not None and beside else path)
@@ -290,11 +290,11 @@ def _open_pretrained(path: Path, adapter: Path | None) -> OpenCheckpoint:
 
 
 def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:
-    """Find a checkpoint (see ``find_checkpoint``), and read all of it but its tensors.
+    """Find a checkpoint (see ``find_checkpoint``) and read it without its tensors.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it was written by neither a training run nor an import.
-        DataError: its tokenizer cannot be read.
+        CheckpointError: the checkpoint is missing or damaged, or neither a training run nor an import wrote it.
+        DataError: the tokenizer cannot be read.
     """
     folder = find_checkpoint(path, otherwise=otherwise)
     meta = checkpoint.read_meta(folder)

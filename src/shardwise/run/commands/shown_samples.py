@@ -1,4 +1,4 @@
-"""Samples as a run would train on them: ids, text and mask, in colours."""
+"""Display samples as a run would train on them: token ids, text and mask, in colours."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -17,24 +17,24 @@ from shardwise.run.tasks.preference import Preferences
 from shardwise.run.tasks.samples import Examples
 from shardwise.run.tasks.task_data import TaskData
 
-# Of one sample: more are a wall of text.
+# Maximum number of ids shown per sample.
 _MOST_TOKENS = 2000
 _LEARNED, _READ, _PLAIN = "\033[32m", "\033[2m", "\033[0m"
 
 
 def shown_samples(settings: FinetuneSettings, count: int, *, colours: bool) -> Iterator[str]:
-    """The first ``count`` samples as a run would train on them, and what is wrong with those that it leaves out.
+    """Yield the first ``count`` samples as a run would train on them, and why other samples are left out.
 
     Args:
-        settings: of the run.
-        count: how many samples, pairs or texts with labels.
-        colours: mark what is learned by colours of a terminal, else by brackets.
+        settings: settings of the run.
+        count: number of samples, pairs or labelled texts.
+        colours: mark the trained tokens with terminal colours instead of brackets.
 
     Yields:
-        A head, and a paragraph for each sample.
+        A heading, then a paragraph for each sample.
 
     Raises:
-        ShardwiseError: what a run would raise; or no sample can be trained on.
+        ShardwiseError: the errors of a run, or no sample can be trained on.
     """
     method = task_of(settings).method
     if isinstance(method, LabelledTexts):
@@ -105,7 +105,7 @@ def _labelled(method: LabelledTexts, count: int) -> Iterator[str]:
 
 
 def _tokens(ids: NDArray[np.int64], learned: NDArray[np.bool_], tokenizer: Tokenizer, colours: bool) -> str:
-    """The text of a sample, and its ids below; of a long one the first and the last."""
+    """The text of a sample and below it the ids; of a long sample only the first and last ids."""
     parts, left_out = [_runs(ids, learned)], len(ids) - _MOST_TOKENS
     if left_out > 0:
         half = _MOST_TOKENS // 2
@@ -122,7 +122,7 @@ def _tokens(ids: NDArray[np.int64], learned: NDArray[np.bool_], tokenizer: Token
 
 
 def _runs(ids: NDArray[np.int64], learned: NDArray[np.bool_]) -> list[tuple[bool, list[int]]]:
-    """Tokens, one run after the other of those that are learned and of those that are not."""
+    """Split the tokens into consecutive runs with the same mask value."""
     pairs = zip(learned.tolist(), ids.tolist(), strict=True)
     return [(learned, [token for _, token in run]) for learned, run in groupby(pairs, key=lambda pair: pair[0])]
 
@@ -131,10 +131,10 @@ def _marked(text: str, learned: bool, colours: bool) -> str:
     if not colours:
         return f"[[{text}]]" if learned else text
     colour = _LEARNED if learned else _READ
-    # Begun anew on each line, for pagers that read one line at a time.
+    # Restart the colour on each line, because pagers read one line at a time.
     return "\n".join(f"{colour}{line}{_PLAIN}" if line else "" for line in text.split("\n"))
 
 
 def _printable(text: str) -> str:
-    """The text with control characters, by which it could do things to a terminal, spelt out."""
+    """Escape control characters, which could otherwise control the terminal."""
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)

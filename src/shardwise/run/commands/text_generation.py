@@ -1,4 +1,4 @@
-"""Continue a text with a trained model, or talk with one by its own chat template."""
+"""Generate text with a trained model, or chat with it through its chat template."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -17,15 +17,15 @@ from shardwise.storage.huggingface.generation_config import GenerationChoice
 from shardwise.training.bounds import DEFAULT_TIMEOUT, SEED, STEPS, TEMPERATURE, TIMEOUT, TOP_P, checks_arguments
 
 RESET = "/reset"
-"""The turn that begins a new conversation."""
+"""The turn that starts a new conversation."""
 
 
 @dataclass(frozen=True)
 class SamplingRequest:
-    """The choice of tokens that a user asks for; None leaves it to the model's files.
+    """The sampling parameters given by the user; None takes the default of the model's files.
 
     Attributes:
-        max_new_tokens: most tokens to add.
+        max_new_tokens: maximum number of new tokens.
         temperature: under 1 favours likely tokens; 0 always takes the likeliest.
         top_k: choose among this many likeliest tokens; 0 is off.
         top_p: choose among the fewest likeliest tokens whose probabilities reach this sum; 1 is off.
@@ -37,7 +37,7 @@ class SamplingRequest:
     top_p: float | None = None
 
     def choose(self, opened: OpenCheckpoint, tokenizer: Tokenizer, num_prompt_tokens: int) -> GenerationChoice:
-        """The choice of tokens after a prompt. Raises ConfigError: a value out of range."""
+        """Resolve the sampling parameters for a prompt. Raises ConfigError: a value is out of range."""
         return opened.generation_defaults().choose(
             **asdict(self),
             num_prompt_tokens=num_prompt_tokens,
@@ -51,9 +51,9 @@ class OpenPrompt:
     """A text to continue.
 
     Attributes:
-        opened, tokenizer: the model, and its tokenizer.
-        prompt_ids: the tokens that the tokenizer puts in front, and the prompt.
-        choice: of tokens.
+        opened, tokenizer: the model and its tokenizer.
+        prompt_ids: token ids of the prompt, after those that the tokenizer prepends.
+        choice: sampling parameters.
     """
 
     opened: OpenCheckpoint
@@ -62,7 +62,7 @@ class OpenPrompt:
     choice: GenerationChoice
 
     def notes(self, longest: int) -> Iterator[str]:
-        """Lines that a user should read, where the model reads ``longest`` tokens."""
+        """Yield warnings for the user; ``longest`` is the model's maximum sequence length."""
         yield from self.choice.notes
         ids, beginning = self.prompt_ids, list(self.tokenizer.beginning)
         if beginning and ids[len(beginning) : 2 * len(beginning)] == beginning:
@@ -83,7 +83,7 @@ def open_prompt(
     special_tokens: bool,
     world_size: int,
 ) -> OpenPrompt:
-    """Open the checkpoint of a model that continues texts, and read the prompt. Raises as ``generate``."""
+    """Open a causal model and encode the prompt. Raises as ``generate``."""
     opened, tokenizer = open_causal(checkpoint, adapter, world_size)
     encoded = tokenizer.encode(prompt, parse_special=special_tokens)
     prompt_ids = [*tokenizer.beginning, *encoded]
@@ -93,7 +93,7 @@ def open_prompt(
 def open_causal(
     checkpoint: str | PathLike[str], adapter: str | PathLike[str] | None, world_size: int
 ) -> tuple[OpenCheckpoint, Tokenizer]:
-    """A model that continues texts, without its tensors, and its tokenizer. Raises as ``generate``."""
+    """Open a causal model, without its tensors, and its tokenizer. Raises as ``generate``."""
     opened = open_model(checkpoint, adapter)
     check_fits(opened.description, world_size)
     if (head := opened.description.classification) is not None:
@@ -129,36 +129,38 @@ def generate(
     on_text: Callable[[str], object] | None = None,
     on_note: Callable[[str], object] | None = None,
 ) -> str:
-    """Continue a text; every rank calls. The same seed gives the same text at every number of ranks.
+    """Generate the continuation of a text; every rank calls.
+
+    The same seed gives the same text at every number of ranks.
 
     Args:
-        checkpoint: folder of a run or an import, for its newest checkpoint, or of one of its checkpoints; or a Hugging
-            Face folder; or adapters, with the model that they name.
-        prompt: text to continue; a new text begins if it is empty.
-        adapter: folder of adapters to use with the model.
-        max_new_tokens: most tokens to add. Here and below, None: as the model's generation_config.json says, or else
-            200.
-        temperature: under 1 favours likely tokens; 0 always takes the likeliest. None: see above, or else 0.8.
-        top_k: choose among this many likeliest tokens; 0 is off. None: see above, or else 50.
-        top_p: choose among the fewest likeliest tokens whose probabilities reach this sum; 1 is off. None: see above,
-            or else 1.
-        special_tokens: read the names of special tokens in the prompt as these tokens.
-        seed: of the choices.
-        device: where to compute; "auto" takes a GPU if there is one for each rank.
-        layers: those of training; those for inference; or these "fused"; see ``shardwise generate --help``.
-        timeout: seconds that a rank waits for another.
-        on_text: given, on the first rank, the prompt, then each piece of the text as it comes, and at last the rest
-            with a line's end, after an error too.
-        on_note: given, on the first rank, each line that a user should read before the text.
+        checkpoint: folder of one checkpoint; folder of a run or an import, whose newest checkpoint is taken; Hugging
+            Face folder; or folder of adapters that names its base model.
+        prompt: text to continue; if empty, a new text is generated.
+        adapter: folder of adapters to apply to the model.
+        max_new_tokens: maximum number of new tokens. If None, this parameter and the next three take the value of the
+            model's generation_config.json, or else their default, here 200.
+        temperature: below 1 favours likely tokens; 0 always takes the most likely one. Default: 0.8.
+        top_k: sample from this many most likely tokens; 0 is off. Default: 50.
+        top_p: sample from the smallest set of most likely tokens whose probabilities reach this sum; 1 is off.
+            Default: 1.
+        special_tokens: parse the names of special tokens in the prompt as special tokens.
+        seed: random seed of the sampling.
+        device: device of the model; "auto" takes a GPU if every rank can have one.
+        layers: layers of training, layers of inference, or fused inference layers; see ``shardwise generate --help``.
+        timeout: maximum wait for another rank, in seconds.
+        on_text: callback on the first rank; receives the prompt, then each piece of text as it is generated, and last
+            the remainder with a newline, even after an error.
+        on_note: callback on the first rank; receives each line for the user before the text.
 
     Returns:
         The text added to the prompt, on every rank.
 
     Raises:
-        ConfigError: an argument out of range, more ranks than the model can be split over, or a model that adds no
-            tokens.
-        CheckpointError: no checkpoint there, or a damaged one.
-        DataError: no tokenizer, or a damaged one.
+        ConfigError: an argument is out of range, the model cannot be split over this many ranks, or it is no causal
+            model.
+        CheckpointError: the checkpoint is missing or damaged.
+        DataError: the tokenizer is missing or damaged.
     """
     request = SamplingRequest(max_new_tokens, temperature, top_k, top_p)
     with open_ranks(device, timeout=timeout) as ranks:
@@ -192,10 +194,10 @@ def write(
     show: Callable[[str], object],
     prefix: PrefixCache | None = None,
 ) -> tuple[list[int], str]:
-    """Generate, and show each piece of the text as soon as it is certain, and a line's end; every rank calls.
+    """Generate text and write each piece as soon as it is final, then a newline; every rank calls.
 
     Returns:
-        The new tokens, and the text.
+        The new tokens and the text.
     """
     stream, pieces = TextStream(tokenizer, prompt_ids), list[str]()
 
@@ -204,7 +206,7 @@ def write(
         show(piece + end)
 
     try:
-        # Not limited: the first rank waits with everybody for a terminal that is paused.
+        # No time limit: the first rank may wait for a paused terminal, and the other ranks wait with it.
         with ranks.phase("generating"):
             new_ids = generate_ids(
                 model,
@@ -217,20 +219,20 @@ def write(
                 prefix=prefix,
             )
     finally:
-        # After Ctrl-C too, so that the shell's prompt begins a new line.
+        # Also after Ctrl-C, so that the shell's prompt starts on a new line.
         add(stream.finish(), "\n")
     return new_ids, "".join(pieces)
 
 
 @dataclass(frozen=True)
 class OpenChat:
-    """A model to talk with.
+    """A model to chat with.
 
     Attributes:
-        opened: the model.
-        encoder: turns messages into tokens.
-        turn_ends: tokens that end a turn, as those do that end a text.
-        request: the choice of tokens that the user asks for.
+        opened: the opened model.
+        encoder: encoder from messages to tokens.
+        turn_ends: tokens that end a turn, in addition to those that end a text.
+        request: sampling parameters given by the user.
     """
 
     opened: OpenCheckpoint
@@ -273,16 +275,16 @@ def chat(
     on_text: Callable[[str], object] | None = None,
     on_note: Callable[[str], object] | None = None,
 ) -> list[dict[str, Any]]:
-    """Answer turn after turn, each with all turns before it; every rank calls.
+    """Chat with a model: answer each turn in the context of all previous turns. Every rank calls.
 
     Args:
-        checkpoint: see ``generate``; a model with a chat template.
-        turns: what the user says; "/reset" begins a new conversation, and an empty turn is passed over. Only the first
-            rank's are read, each once the one before has its answer.
-        system: instructions to the model before the conversation.
-        adapter: here and below, see ``generate``.
-        on_text: given, on the first rank, each piece of an answer as it comes, and a line's end after each answer.
-        on_note: given, on the first rank, each line that a user should read, once.
+        checkpoint: see ``generate``; the model must have a chat template.
+        turns: the user's messages; "/reset" starts a new conversation, and empty messages are skipped. Only the first
+            rank's turns are read, each after the previous one was answered.
+        system: system prompt.
+        adapter: see ``generate``, also for the parameters below.
+        on_text: callback on the first rank; receives each piece of an answer, and a newline after each answer.
+        on_note: callback on the first rank; receives each line for the user, once.
 
     Returns:
         The messages of the last conversation, on every rank: ``{"role": ..., "content": ...}``.
@@ -290,7 +292,7 @@ def chat(
     Raises:
         ConfigError: see ``generate``.
         CheckpointError: see ``generate``.
-        DataError: see ``generate``; or the model has no chat template.
+        DataError: see ``generate``; also if the model has no chat template.
     """
     request = SamplingRequest(max_new_tokens, temperature, top_k, top_p)
     with open_ranks(device, timeout=timeout) as ranks:
@@ -314,7 +316,7 @@ def chat(
                 messages = beginning
             elif said:
                 asked = [*messages, {"role": "user", "content": said}]
-                # Another seed for each turn, so that the same question may be answered otherwise.
+                # Each turn has another seed, so that a repeated question may get another answer.
                 answer = _answer(ranks, model, task, asked, prefix, (seed + num_answers) % 2**63, show, note_once)
                 if answer is not None:
                     messages, num_answers = [*asked, {"role": "assistant", "content": answer}], num_answers + 1
@@ -331,7 +333,7 @@ def _answer(
     show: Callable[[str], object],
     note: Callable[[str], object],
 ) -> str | None:
-    """The answer to the last of the messages, None if they cannot be read; every rank calls."""
+    """Answer the last message; None if the template rejects the messages. Every rank calls."""
     tokenizer, window = task.encoder.tokenizer, model.max_sequence_length
     try:
         prompt_ids = agree(lambda: task.encoder.prompt_ids(tuple(messages)), group=ranks.control)
@@ -347,7 +349,7 @@ def _answer(
             "one"
         )
     eos_ids = tuple(dict.fromkeys((*choice.eos_ids, *task.turn_ends)))
-    # Each turn's prompt begins with the turns before it, which are not read again.
+    # The prompt of a turn starts with the previous turns, whose keys and values are in the cache.
     new_ids, _ = write(
         ranks, model, tokenizer, prompt_ids, choice, seed=seed, eos_ids=eos_ids, show=show, prefix=prefix
     )
@@ -355,7 +357,7 @@ def _answer(
 
 
 def _next_turn(ranks: Ranks, left: Iterator[str]) -> str | None:
-    """The next of the first rank's turns, on every rank; None at the end."""
+    """Return the first rank's next turn on every rank; None at the end."""
     with ranks.phase("waiting for what the user says"):
         turn = agree(lambda: next(left, None) if ranks.is_first else None, group=ranks.control)
         said: str | None = gather_objects(turn, "what the user says", group=ranks.control)[0]

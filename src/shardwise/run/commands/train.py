@@ -1,4 +1,4 @@
-"""Train, fine-tune, learn from preferences and from a teacher, by keyword arguments."""
+"""Pretraining, fine-tuning, DPO and distillation as functions with keyword arguments."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 
 
 def train(data: _Paths, *, out: str | PathLike[str] = Settings.out, **settings: Any) -> Outcome:
-    """Train a GPT on text; every rank calls, and prints what ``shardwise train`` does.
+    """Train a GPT on text; every rank calls. The output is that of ``shardwise train``.
 
     Args:
         data: file or folder, or several; "stdlib" is this machine's Python standard library.
         out: folder for checkpoints, metrics, pictures and the tokenizer.
-        settings: those of ``shardwise train --help``, named as in its TOML file: ``model={"num_layers": 2}`` for
+        settings: settings of ``shardwise train --help``, named as in its TOML file: ``model={"num_layers": 2}`` for
             ``--model.num-layers 2``, ``resume="auto"`` for ``--resume auto``.
 
     Returns:
         Losses and the last checkpoint, on every rank.
 
     Raises:
-        ConfigError: an unknown setting, one out of range, or settings that contradict each other or the ranks.
-        ShardwiseError: what else goes wrong, on every rank.
+        ConfigError: a setting is unknown or out of range, or settings contradict each other or the number of ranks.
+        ShardwiseError: any other failure, on every rank.
     """
     return _run(from_keywords(Settings, settings | {"data": data, "out": out}))
 
@@ -42,7 +42,7 @@ def finetune(
         base: Hugging Face folder to start from.
         data: file or folder, or several.
         out: folder for the fine-tuned model or its adapters, for checkpoints, metrics and pictures.
-        settings: those of ``shardwise finetune --help``: ``lora_rank=8`` for ``--lora-rank 8``, ``training={"steps":
+        settings: settings of ``shardwise finetune --help``: ``lora_rank=8`` for ``--lora-rank 8``, ``training={"steps":
             100}`` for ``--training.steps 100``.
 
     Returns:
@@ -50,7 +50,7 @@ def finetune(
 
     Raises:
         ConfigError: see ``train``.
-        ShardwiseError: what else goes wrong, on every rank.
+        ShardwiseError: any other failure, on every rank.
     """
     return _run(from_keywords(FinetuneSettings, settings | {"base": base, "data": data, "out": out}))
 
@@ -64,14 +64,14 @@ def dpo(
         base: see ``finetune``.
         data: file or folder, or several, of records with a prompt, a chosen and a rejected answer.
         out: see ``finetune``.
-        settings: those of ``shardwise dpo --help``: ``beta=0.2`` for ``--beta 0.2``.
+        settings: settings of ``shardwise dpo --help``: ``beta=0.2`` for ``--beta 0.2``.
 
     Returns:
         Losses and the last checkpoint, on every rank.
 
     Raises:
         ConfigError: see ``train``.
-        ShardwiseError: what else goes wrong, on every rank.
+        ShardwiseError: any other failure, on every rank.
     """
     return _run(from_keywords(DpoSettings, settings | {"base": base, "data": data, "out": out}))
 
@@ -84,21 +84,21 @@ def distill(
     out: str | PathLike[str] = DistillSettings.out,
     **settings: Any,
 ) -> Outcome:
-    """Fine-tune a Hugging Face model on what another one of the same tokenizer predicts; every rank calls.
+    """Distill a teacher with the same tokenizer into a Hugging Face model; every rank calls.
 
     Args:
         base: see ``finetune``.
         data: see ``finetune``.
         teacher: Hugging Face folder of the model to learn from.
         out: see ``finetune``.
-        settings: those of ``shardwise distill --help``: ``alpha=1.0`` for ``--alpha 1``.
+        settings: settings of ``shardwise distill --help``: ``alpha=1.0`` for ``--alpha 1``.
 
     Returns:
         Losses and the last checkpoint, on every rank.
 
     Raises:
         ConfigError: see ``train``.
-        ShardwiseError: what else goes wrong, on every rank.
+        ShardwiseError: any other failure, on every rank.
     """
     given = {"base": base, "data": data, "teacher": teacher, "out": out}
     return _run(from_keywords(DistillSettings, settings | given))
