@@ -1,11 +1,12 @@
-"""Counts collectives and their bytes where they are launched, for tests, tables and the demo's report.
+"""Count collectives and their bytes at launch, for tests, tables and the demo's report.
 
-The counters see the collectives of PyTorch's dispatcher, below every library and on every thread, such as autograd's
-for each GPU. Shared memory, which the dispatcher does not see, is recorded by ``record``.
+The counters hook the collectives in PyTorch's dispatcher. They therefore see the launches of every library and of every
+thread, including autograd's thread for each GPU. The dispatcher does not see the shared-memory transport, which calls
+``record``.
 
-Nothing is watched before the first counter of a process is entered. From then on a function in Python stands in front
-of each of the dispatcher's collectives for good, since removing it while another thread is in it would not be safe: it
-costs about ten microseconds for a collective that PyTorch launches, and nothing for any other operator.
+The hooks are installed when a process enters its first counter. They are never removed, because another thread may be
+running one of them. A hook costs about ten microseconds for each collective that PyTorch launches, and nothing for any
+other operator.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch._guards import TracingContext
 # Longer names come before their prefixes.
 _COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "reduce", "gather", "scatter", "broadcast")
 
-# Replaced as a whole, so that a thread that launches something needs no lock to read it.
+# The tuple is replaced and never modified, so that a launching thread can read it without a lock.
 _active: tuple[CollectiveCounter, ...] = ()
 _changing_active = threading.Lock()
 _this_thread = threading.local()
@@ -45,7 +46,7 @@ class Launch:
 class CollectiveCounter:
     """Records every collective that this process launches inside the ``with`` block, on any thread.
 
-    Several may be active at once, in one thread or in several: each records all.
+    Several counters may be active at once, in one thread or in several. Each of them records every launch.
 
     >>> with CollectiveCounter() as counter:
     ...     pass
@@ -80,21 +81,21 @@ class CollectiveCounter:
 
 @functools.cache
 def _watch() -> list[torch.library.Library]:
-    """Stand in front of the dispatcher's collectives, on all threads and for all devices."""
+    """Hook the dispatcher's collectives, on all threads and for all devices."""
     libraries = []
     for space in ("c10d", "_c10d_functional"):
         library = torch.library.Library(space, "IMPL")
         packets = getattr(torch.ops, space)
         for operator_name, collective in collective_operators(space).items():
             kernel = _counted(getattr(packets, operator_name).default, collective)
-            # No library has a kernel at this key, which every call passes on its way to the device's.
+            # Every call passes this dispatch key before the device's kernel, and no library registers a kernel for it.
             library.impl(operator_name, kernel, "BackendSelect", with_keyset=True)
         libraries.append(library)
     return libraries
 
 
 def collective_operators(space: str) -> dict[str, str]:
-    """The operators of a namespace that are collectives, each with its collective's name."""
+    """Map the collective operators of a namespace to the names of their collectives."""
     found = {}
     for name in torch._C._dispatch_get_all_op_names():
         of, _, operator = name.partition("::")
@@ -107,16 +108,16 @@ def collective_operators(space: str) -> dict[str, str]:
 
 def _counted(operator: Any, collective: str) -> Any:
     names = [argument.name for argument in operator._schema.arguments]
-    # A rank's contribution is the input, behind the outputs; or the first argument, where that is overwritten.
+    # A rank contributes the input, which follows the outputs. An in-place operator's input is its first argument.
     own = next((place for place, name in enumerate(names) if name.startswith("input")), 0)
     onwards = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
-    # While torch.compile traces, an operator is called to learn its result's shape, and launches nothing.
+    # torch.compile calls operators while tracing to infer shapes; such a call launches nothing.
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not _active or getattr(_this_thread, "is_uncounted", False) or TracingContext.try_get() is not None:
             return operator.redispatch(keyset & onwards, *args, **kwargs)
         _record(Launch(collective, sum(map(_num_bytes, _tensors(args[own])))))
-        # A functional collective launches another.
+        # A functional collective launches another collective inside; count only the outer one.
         with uncounted():
             return operator.redispatch(keyset & onwards, *args, **kwargs)
 
@@ -124,14 +125,14 @@ def _counted(operator: Any, collective: str) -> Any:
 
 
 def record(name: str, what: Tensor | int) -> None:
-    """Count a collective that the dispatcher does not see, with this rank's tensor or number of bytes."""
+    """Record a collective that bypasses the dispatcher, with this rank's tensor or number of bytes."""
     if _active and not getattr(_this_thread, "is_uncounted", False):
         _record(Launch(name, what if isinstance(what, int) else _num_bytes(what)))
 
 
 @contextlib.contextmanager
 def as_one(name: str, tensor: Tensor) -> Iterator[None]:
-    """Count this thread's launches inside as one collective ``name`` to which this rank contributes ``tensor``."""
+    """Count this thread's launches in the block as one collective ``name`` of this rank's ``tensor``."""
     record(name, tensor)
     with uncounted():
         yield
@@ -139,7 +140,7 @@ def as_one(name: str, tensor: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Do not count this thread's launches by the dispatcher inside."""
+    """Do not count this thread's dispatcher launches in the block."""
     before = getattr(_this_thread, "is_uncounted", False)
     _this_thread.is_uncounted = True
     try:

@@ -1,7 +1,7 @@
-"""One outcome on every rank: a failure of one is a failure of all, and no rank waits for one that gave up.
+"""Give every rank the same outcome: if one rank fails, all ranks fail, and no rank waits for one that gave up.
 
-Each wait for another rank is announced where it begins, for watchers of this process; the hot path does no more. The
-layer in which a thread waits is found on its stack, only on request.
+Each wait for another rank is registered when it begins, so that a watchdog of this process can report it. The hot path
+does nothing else. The layer in which a thread waits is read from the thread's stack, and only on request.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from shardwise.core.validation import check_ids
 
 
 class Wait:
-    """A wait for other ranks, announced for the length of a ``with`` block.
+    """A wait for other ranks, registered for the duration of a ``with`` block.
 
     Args:
         operation: name of the operation, such as "all_reduce".
         ranks: global ranks of the group, or the group.
         tensor: shape and dtype of this rank's contribution, if any.
-        missing: gives the global ranks that have not come, where this process knows them.
+        missing: returns the global ranks that have not arrived, if this process knows them.
 
     Attributes:
-        since: its start, by ``time.monotonic``.
-        finding: the ranks that it waits for, once a watcher found them: "waiting for rank 1 for 30 s, in ...".
+        since: start time of the wait, from ``time.monotonic``.
+        finding: description of the missing ranks, set by a watchdog: "waiting for rank 1 for 30 s, in ...".
     """
 
     __slots__ = ("_group", "_ranks", "_tensor", "finding", "missing", "operation", "since")
@@ -75,10 +75,10 @@ class Wait:
         return "" if self._group is None else str(self._group.group_name)
 
     def describe(self, thread: int | None = None) -> str:
-        """Operation, layer and tensor: "all_reduce of layer decoder.layers.0.mlp ([8, 4] float32)".
+        """Describe operation, layer and tensor: "all_reduce of layer decoder.layers.0.mlp ([8, 4] float32)".
 
         Args:
-            thread: the thread that waits; the calling one if None.
+            thread: the thread that waits; None means the calling thread.
         """
         layer = layer_of(threading.get_ident() if thread is None else thread)
         text = f"{self.operation} of {layer}" if layer else self.operation
@@ -94,23 +94,23 @@ _MODULE_CALL = nn.Module._call_impl.__code__
 
 
 def waits() -> dict[int, Wait]:
-    """The present wait of each thread of this process, by the thread's identifier."""
+    """Return the current wait of each thread of this process, keyed by the thread's identifier."""
     return dict(_waits)
 
 
 def num_collectives(group: ProcessGroup) -> int:
-    """Number of collectives that this rank has started in ``group`` through its backend, not in shared memory.
+    """Number of collectives that this rank has started in ``group`` through its backend, without shared memory.
 
-    Ranks that wait for each other in the same collective have the same number; one that has not come has a lower one.
+    Ranks that wait in the same collective have the same number. A rank that has not arrived has a lower number.
     """
-    # gloo numbers messages together with collectives, and ranks of a group may send different numbers of them. The
-    # method is missing in PyTorch's stubs.
+    # gloo also numbers point-to-point messages, and the ranks of a group may send different numbers of messages.
+    # PyTorch's stubs lack the method.
     number: int = cast(Any, group)._get_sequence_number_for_group()
     return number - context_of(group).num_messages
 
 
 def layer_of(thread: int) -> str:
-    """The layer that a thread is in, such as "layer decoder.layers.0.mlp"; or "the backward pass"; else empty."""
+    """Name what a thread runs: "layer decoder.layers.0.mlp", "the backward pass", or an empty string if unknown."""
     frame: FrameType | None = sys._current_frames().get(thread)
     modules: list[nn.Module] = []
     while frame is not None:
@@ -129,7 +129,7 @@ def layer_of(thread: int) -> str:
 
 
 def _is_backward(frame: FrameType) -> bool:
-    """True if autograd called this frame; on autograd's thread the stack has no other sign."""
+    """True if autograd called this frame. A stack of autograd's own thread shows it in no other way."""
     own: Any = frame.f_locals.get("self") if frame.f_code.co_name == "apply" else None
     return isinstance(own, torch._C._FunctionBase)
 
@@ -139,19 +139,21 @@ R = TypeVar("R")
 
 
 def decide(local: Callable[[], T], judge: Callable[[list[T]], R], *, group: ProcessGroup) -> R:
-    """Run ``local`` on every rank and ``judge`` on rank 0; every rank gets the judgement, or the same error.
+    """Run ``local`` on every rank and ``judge`` on rank 0, and return the result of ``judge`` on every rank.
 
-    Collective, for set-up and input and output: one gather to rank 0 and one broadcast, of Python objects.
+    Collective, for set-up and I/O: one gather to rank 0 and one broadcast, of Python objects. If a call fails, every
+    rank raises the same error.
 
     Args:
-        local: makes this rank's contribution, without collectives.
-        judge: makes the result from all contributions, in rank order.
+        local: computes this rank's contribution, without collectives.
+        judge: computes the result from all contributions, in rank order.
         group: the ranks that take part.
 
     Raises:
-        ShardwiseError: the first failing rank's error, of its class and with its message; ``judge``'s if no rank failed
-            before. The rank with an error of another class raises that; the others raise a DesyncError that names it.
-        DesyncError: a rank is gone, or does not come within the group's time limit.
+        ShardwiseError: the first failing rank's error, with its class and message, or the error of ``judge`` if
+            ``local`` succeeded on all ranks. If the error is of another class, the failing rank raises it unchanged
+            and the other ranks raise a DesyncError that names it.
+        DesyncError: a rank has exited, or does not arrive within the group's timeout.
     """
     rank = group.rank()
     own: Exception | None = None
@@ -185,16 +187,16 @@ def decide(local: Callable[[], T], judge: Callable[[list[T]], R], *, group: Proc
 def agree(
     function: Callable[[], T], *, group: ProcessGroup | Sequence[ProcessGroup], only_validated: bool = False
 ) -> T:
-    """Run ``function`` on every rank; if it raises on any, raise that error on all, as ``decide`` does.
+    """Run ``function`` on every rank; if it raises on one rank, raise that error on all ranks, as ``decide`` does.
 
-    Collective, for set-up and input and output.
+    Collective, for set-up and I/O.
 
     Args:
         function: this rank's work, without collectives.
-        group: the ranks that must agree; of several groups, first those of the first, and then these with the next's.
-        only_validated: agree only in a group whose calls are validated; in any other the function just runs. If one
-            rank fails there, the next collective of the others fails: once that rank has died, else at the group's time
-            limit.
+        group: the ranks that must agree. Several groups agree one after the other, in the given order.
+        only_validated: agree only in a group whose calls are validated, and only run the function in other groups. If
+            one rank fails in such a group, the next collective of the other ranks fails when that rank has died, or at
+            the group's timeout.
 
     Returns:
         The result of ``function`` on this rank.
@@ -216,9 +218,10 @@ def agree(
 def check_ids_alike(
     ids: Tensor, vocab_size: int, *, what: str, group: ProcessGroup, ignore_index: int | None = None
 ) -> None:
-    """``check_ids`` of ids that are the same on all ranks; where the group's calls are validated, all ranks fail alike.
+    """Run ``check_ids`` on ids that are the same on all ranks.
 
-    There it waits for a GPU too, unless it is inside ``DeferredChecks``.
+    If the group's calls are validated, all ranks raise the same error, and the check synchronizes with the GPU unless
+    it runs inside ``DeferredChecks``.
     """
     may_wait = context_of(group).validates
     check = partial(check_ids, ids, vocab_size, what=what, ignore_index=ignore_index, may_wait=may_wait)
@@ -226,15 +229,15 @@ def check_ids_alike(
 
 
 def gather_objects(value: Any, what: str, *, group: ProcessGroup) -> list[Any]:
-    """Every rank's ``value``, in rank order. Collective.
+    """Gather every rank's ``value``, in rank order. Collective.
 
     Args:
         value: a small picklable object.
-        what: name of the value, for the message.
+        what: name of the value, for the error message.
         group: the ranks that take part.
 
     Raises:
-        DesyncError: a rank is gone, or does not come within the group's time limit.
+        DesyncError: a rank has exited, or does not arrive within the group's timeout.
     """
     values: list[Any] = [None] * group.size()
     with _desync_error(what, group):
@@ -257,21 +260,21 @@ def check_same(value: object, what: str, *, group: ProcessGroup) -> None:
 
 
 def barrier(what: str, *, group: ProcessGroup) -> None:
-    """Wait until every rank is here. Collective.
+    """Block until every rank of the group calls this function. Collective.
 
     Args:
-        what: the work that is done by then, for the message.
+        what: the work that precedes the barrier, for the error message.
         group: the ranks that wait for each other.
 
     Raises:
-        DesyncError: a rank is gone, or does not come within the group's time limit.
+        DesyncError: a rank has exited, or does not arrive within the group's timeout.
     """
     with _desync_error(what, group):
         dist.barrier(group=group)
 
 
 def _failure(error: Exception | None, rank: int) -> ShardwiseError | None:
-    """``error`` for the other ranks, which might not know the class of another's error."""
+    """Convert ``error`` for the other ranks, which may not be able to import its class."""
     if error is None or isinstance(error, ShardwiseError):
         return error
     return DesyncError(f"rank {rank} failed with {error!r}")
@@ -279,7 +282,7 @@ def _failure(error: Exception | None, rank: int) -> ShardwiseError | None:
 
 @contextmanager
 def _desync_error(what: str, group: ProcessGroup) -> Iterator[None]:
-    """A failure to exchange ``what`` as a DesyncError."""
+    """Convert a failure to exchange ``what`` into a DesyncError."""
     with Wait(f"an exchange of {what}", group) as wait:
         try:
             yield

@@ -1,12 +1,12 @@
 """Out-of-place collectives: any device, any dtype, any dimension, shards of any size.
 
-Every function takes its group as a required keyword, returns a new tensor and leaves its input unchanged (in a group of
-one rank it returns the input itself). All communication of the hot path goes through this file;
-``transports.choose_transport`` chooses how it travels.
+Every function takes its group as a required keyword, returns a new tensor and leaves its input unchanged. In a group of
+one rank it returns the input itself. All communication of the hot path goes through this file, and
+``transports.choose_transport`` selects the transport.
 
-``exchange`` sends messages between two ranks of a group, several at once, in flight while the ranks compute. On gloo a
-message finds its receiver by its tag, in any order. NCCL knows no tags: there two ranks must exchange their messages in
-the same order, and messages that are sent and received at one time belong in one call.
+``exchange`` sends and receives several point-to-point messages at once, asynchronously. gloo matches messages by tag,
+in any order. NCCL has no tags, so two ranks must exchange their messages in the same order, and messages that are sent
+and received at the same time belong in one call.
 """
 
 from collections.abc import Sequence
@@ -41,19 +41,19 @@ def all_reduce_async(
 def all_reduce(
     tensor: Tensor, *, group: ProcessGroup, op: Any = dist.ReduceOp.SUM, may_overwrite: bool = False
 ) -> Tensor:
-    """The sum (or ``op``) of ``tensor`` over the ranks, the same on each.
+    """Reduce ``tensor`` over the ranks of a group, by summation unless ``op`` is given; all ranks get the result.
 
     Args:
         tensor: any shape, the same on every rank.
         group: the ranks that take part.
         op: a ``torch.distributed.ReduceOp``.
-        may_overwrite: the caller owns ``tensor`` and gives up its values, which saves a copy.
+        may_overwrite: allow the call to overwrite ``tensor``, which saves a copy.
 
     Returns:
         A tensor of the same shape.
 
     Raises:
-        DesyncError: another rank makes another call, or none within the group's time limit.
+        DesyncError: another rank makes a different call, or makes none within the group's timeout.
         LaunchError: another rank died.
     """
     return all_reduce_async(tensor, group=group, op=op, may_overwrite=may_overwrite).wait()
@@ -78,7 +78,7 @@ def all_gather_async(
 
 
 def checked_shards(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> Sequence[int]:
-    """``sizes``, after checking that they can be the sizes of the shards of an ``all_gather``."""
+    """Return ``sizes`` after checking that they are valid shard sizes for an ``all_gather``."""
     t = group.size()
     if len(sizes) != t or sizes[group.rank()] != tensor.size(dim):
         raise ShardingError(
@@ -96,22 +96,23 @@ def all_gather(
     sizes: Sequence[int] | None = None,
     buffer: GlobalMemoryBuffer | Tensor | None = None,
 ) -> Tensor:
-    """The shards of all ranks, concatenated along ``dim`` in rank order.
+    """Concatenate the shards of all ranks along ``dim``, in rank order.
 
     Args:
         tensor: this rank's shard.
         group: the ranks that take part.
         dim: dimension of the concatenation.
-        sizes: every rank's size along ``dim``; all the same as this rank's if None.
-        buffer: memory for the result until the next gather into the same buffer; or a contiguous tensor that becomes
-            the result, in which ``tensor`` may be this rank's part. New memory if None, and in traced code, where the
-            compiler plans memory.
+        sizes: every rank's size along ``dim``. None means that all ranks have this rank's size.
+        buffer: a reusable buffer, which holds the result until the next gather into it; or a contiguous tensor that
+            becomes the result and may contain ``tensor`` as this rank's part. None allocates new memory. Traced code
+            ignores the buffer, because the compiler plans memory.
 
     Returns:
         The whole tensor, the same on every rank.
 
     Raises:
-        ShardingError: ``sizes`` does not have one entry per rank, or not this rank's size; no such dimension.
+        ShardingError: ``sizes`` does not have one entry per rank or contradicts this rank's size, or ``dim`` is out of
+            range.
     """
     return all_gather_async(tensor, group=group, dim=dim, sizes=sizes, buffer=buffer).wait()
 
@@ -145,15 +146,15 @@ def reduce_scatter(
     sizes: Sequence[int] | None = None,
     may_overwrite: bool = False,
 ) -> Tensor:
-    """This rank's shard, along ``dim``, of the sum of ``tensor`` over the ranks.
+    """Sum ``tensor`` over the ranks and return this rank's shard of the sum along ``dim``.
 
     Args:
         tensor: a partial sum of the whole tensor, the same shape on every rank.
         group: the ranks that take part.
         dim: dimension that is split.
         sizes: every rank's size along ``dim``; balanced if None.
-        may_overwrite: the caller gives up the values of ``tensor``, and the result may overwrite this rank's part of
-            it, which saves memory and a copy.
+        may_overwrite: allow the result to overwrite this rank's part of ``tensor``, which saves memory and a copy. The
+            other values of ``tensor`` are undefined afterwards.
 
     Returns:
         A tensor of this rank's size along ``dim``.
@@ -165,7 +166,7 @@ def reduce_scatter(
 
 
 def split_for_rank(tensor: Tensor, *, group: ProcessGroup, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """This rank's shard of a tensor that every rank holds whole; no communication.
+    """Return this rank's shard of a tensor that every rank holds in full, without communication.
 
     Args:
         tensor: the whole tensor.
@@ -237,12 +238,13 @@ def broadcast_(tensor: Tensor, *, group: ProcessGroup, group_src: int = 0) -> Te
 
 
 class Transfer(NamedTuple):
-    """A message: a tensor to send, or to overwrite with the received one.
+    """A point-to-point message: a tensor to send, or a buffer to receive into.
 
     Attributes:
-        tensor: contiguous; of the same shape and dtype on both sides. The sender must not change it until it arrived.
-        rank: the other side, counted within the group.
-        tag: number of the message among those between the same two ranks; the same on both sides.
+        tensor: contiguous, with the same shape and dtype on both ranks. The sender must not modify it before the
+            message has arrived.
+        rank: the peer's rank in the group.
+        tag: number of the message between the two ranks, the same on both.
     """
 
     tensor: Tensor
@@ -253,19 +255,19 @@ class Transfer(NamedTuple):
 def exchange(
     sends: Sequence[Transfer], receives: Sequence[Transfer], *, group: ProcessGroup
 ) -> tuple[list[Pending], list[Pending]]:
-    """Start sending and receiving.
+    """Start sending and receiving point-to-point messages.
 
     Args:
         sends: messages that this rank sends.
-        receives: messages that it receives.
-        group: the group of this rank and the other sides.
+        receives: messages that this rank receives.
+        group: the group of this rank and its peers.
 
     Returns:
-        One for each of ``sends``, whose ``wait()`` returns once the tensor may be changed, and one for each of
-        ``receives``, whose ``wait()`` returns the received tensor.
+        A handle for each of ``sends``, whose ``wait()`` returns once the tensor may be modified, and a handle for each
+        of ``receives``, whose ``wait()`` returns the received tensor.
 
     Raises:
-        DesyncError: from ``wait()``: the other side is gone, or does not come within the group's time limit.
+        DesyncError: from ``wait()``: the peer has exited, or does not arrive within the group's timeout.
     """
     by_tag = all(sends_by_tag(group, transfer.tensor.device) for transfer in (*sends, *receives))
     if by_tag:
@@ -274,9 +276,9 @@ def exchange(
     operations = [
         dist.P2POp(call, each.tensor, group=group, group_peer=each.rank, tag=each.tag) for call, _, each in calls
     ]
-    # Where a message is found by its tag, each travels alone, in this order.
+    # If the backend matches messages by tag, each message is launched separately, in this order.
     works = dist.batch_isend_irecv(operations) if operations else []
-    # The messages of one call may share one work.
+    # The messages of one call may share one ``Work`` object.
     works = works if len(works) == len(calls) else works[:1] * len(calls)
     pending = [
         _pending(work, name if by_tag else "exchange", each, group)

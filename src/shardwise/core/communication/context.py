@@ -1,8 +1,8 @@
-"""State of a process group for as long as it lives, its buffers among it, and the backends that carry its tensors.
+"""Per-group state, such as buffers, and queries about the backends of a process group.
 
-This is the one file that knows PyTorch's backends by name. A group may have a backend for each type of device
-(``"cpu:gloo,cuda:nccl"``), or the one that PyTorch chose; ``torch.distributed.get_backend`` has one name for all of a
-group and says neither. ``numbers_without_sync`` puts numbers that the host knows on a device without waiting for it.
+Only this file refers to PyTorch's backends by name. A group may have one backend for each device type
+(``"cpu:gloo,cuda:nccl"``), or PyTorch's default. ``torch.distributed.get_backend`` returns a single name and
+distinguishes neither case. ``numbers_without_sync`` copies host numbers to a device without synchronizing with it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class GlobalMemoryBuffer:
-    """Named scratch memory that grows to the largest request and is handed out again and again.
+    """Named scratch buffers that are reused and grow to the largest request.
 
-    The next request of the same name and dtype overwrites what ``get_tensor`` returned.
+    A later request with the same name and dtype overwrites the tensor that ``get_tensor`` returned before.
     """
 
     def __init__(self) -> None:
@@ -45,21 +45,21 @@ class GlobalMemoryBuffer:
         *,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """A tensor with arbitrary values.
+        """Return a tensor with uninitialized values.
 
         Args:
-            tensor_shape: its shape.
-            dtype: its dtype.
-            name: requests of one name, dtype and device share memory.
-            mem_alloc_context: makes a context for the allocation of new memory, such as a CUDA memory pool's.
-            device: PyTorch's default device if None.
+            tensor_shape: shape of the tensor.
+            dtype: dtype of the tensor.
+            name: requests with the same name, dtype and device share memory.
+            mem_alloc_context: returns a context manager for the allocation of new memory, such as a CUDA memory pool.
+            device: device of the tensor; None means PyTorch's default device.
         """
         numel = math.prod(tensor_shape)
         where = torch.empty(0, device=device).device
         key = (name, dtype, where)
         held = self.buffer.get(key)
         if held is None or held.numel() < numel:
-            # Made in inference mode it could not be written to outside of it.
+            # A tensor created in inference mode cannot be written to outside inference mode.
             with torch.inference_mode(False), (mem_alloc_context or contextlib.nullcontext)():
                 held = self.buffer[key] = torch.empty(numel, dtype=dtype, device=where, requires_grad=False)
         return held[:numel].view(tuple(tensor_shape))
@@ -68,7 +68,10 @@ class GlobalMemoryBuffer:
 def gather_buffer(
     buffer: GlobalMemoryBuffer | Tensor | None, tensor: Tensor, dim: int, sizes: Sequence[int]
 ) -> Tensor | None:
-    """Memory for shards gathered along ``dim``, until the next gather into ``buffer``; None without a buffer."""
+    """Return the part of ``buffer`` that receives shards gathered along ``dim``; None without a buffer.
+
+    The next gather into ``buffer`` overwrites it.
+    """
     if buffer is None or isinstance(buffer, Tensor):
         return buffer
     shape = (*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :])
@@ -77,22 +80,22 @@ def gather_buffer(
 
 @dataclass(eq=False)
 class GroupContext:
-    """State of one group.
+    """State of one process group.
 
     Attributes:
-        buffers: memory that is used again and again for gathered tensors.
-        validates: every call is compared between the ranks before it is made.
-        channel: memory that the ranks share; None if they share none, or have not tried.
-        has_tried_to_share: the ranks have tried to share memory.
-        time_limits: by type of device, how long a rank waits for another; None where the stream waits.
-        symmetric_buffers: by device, the ``GlobalSymmetricMemoryBuffer``.
-        symmetric_refusals: by device, why the ranks do not reach each other's memory; None where they do.
-        agreed_kernels: devices and dtypes whose kernels the ranks have agreed on (``kernels.dispatch``).
-        tried_operators: fused operators that have run on all ranks in symmetric memory, and their dtypes.
-        num_messages: number of messages between two ranks that this rank has sent and received.
-        exact_parts: number of parts that sums go over, by a tree that is the same at every number of ranks (``trees``);
-            None where the transport sums.
-        arithmetic: the ``nn.arithmetic`` of layers on this group; the plain one if None.
+        buffers: reusable buffers for gathered tensors.
+        validates: True if the ranks compare every call before it is made.
+        channel: the ranks' shared memory; None before set-up, or if the ranks do not share memory.
+        has_tried_to_share: True once the set-up of shared memory was tried.
+        time_limits: timeout of a wait for another rank, by device type; None if the stream waits instead of the host.
+        symmetric_buffers: the ``GlobalSymmetricMemoryBuffer`` of each device.
+        symmetric_refusals: for each device, why symmetric memory is unavailable; None if it is available.
+        agreed_kernels: devices and dtypes for which the ranks have agreed on the kernels (``kernels.dispatch``).
+        tried_operators: fused operators, with their dtypes, that have run on all ranks in symmetric memory.
+        num_messages: number of point-to-point messages that this rank has sent and received.
+        exact_parts: number of parts that reductions sum by a fixed tree, the same at every number of ranks
+            (``trees``); None if the transport sums.
+        arithmetic: the ``nn.arithmetic`` of layers on this group; None means plain arithmetic.
     """
 
     buffers: GlobalMemoryBuffer = field(default_factory=GlobalMemoryBuffer)
@@ -113,30 +116,30 @@ _contexts: weakref.WeakKeyDictionary[ProcessGroup, GroupContext] = weakref.WeakK
 
 
 def context_of(group: ProcessGroup) -> GroupContext:
-    """The group's context; the first call makes it."""
+    """Return the group's context, which the first call creates."""
     context = _contexts.get(group)
     if context is None:
         context = _contexts[group] = GroupContext()
     return context
 
 
-# The compiler calls it while it traces: it cannot trace how a context is made.
+# The compiler runs this function at trace time, because it cannot trace the creation of a context.
 torch.compiler.assume_constant_result(context_of)
 
 
 def validate_calls(group: ProcessGroup) -> None:
-    """From now on compare every collective of ``group`` (operation, shape, dtype, sizes) between its ranks.
+    """Validate all later collectives of ``group``: the ranks compare operation, shape, dtype and sizes.
 
-    A disagreement is a DesyncError on every rank that names each rank's call. Costs an exchange per call; in shared
-    memory calls are always compared, at no cost. Otherwise PyTorch's backends compare bytes at best: gloo silently sums
-    a tensor of shape [4, 4] with one of [2, 8].
+    If the ranks disagree, every rank raises a DesyncError that names each rank's call. Validation costs one exchange
+    per call. The shared-memory transport always validates, at no cost. Without validation PyTorch's backends compare
+    byte counts at best: gloo silently sums a tensor of shape [4, 4] with one of [2, 8].
     """
     context_of(group).validates = True
 
 
 @contextlib.contextmanager
 def validated_calls(groups: Iterable[ProcessGroup]) -> Iterator[None]:
-    """Within the block compare every collective of ``groups``, as ``validate_calls`` does."""
+    """Validate every collective of ``groups`` in the block, as ``validate_calls`` does."""
     contexts = [context for context in map(context_of, groups) if not context.validates]
     for context in contexts:
         context.validates = True
@@ -147,17 +150,17 @@ def validated_calls(groups: Iterable[ProcessGroup]) -> Iterator[None]:
             context.validates = False
 
 
-# They find a message's receiver by its tag; NCCL and its likes by the order of the calls.
+# These backends match messages by tag. NCCL and similar backends match them by the order of the calls.
 _BY_TAG = ("gloo", "mpi", "ucc")
 
 
 def backends_of(group: ProcessGroup) -> Mapping[str, str]:
-    """The name of the backend that carries tensors between the ranks of ``group``, by type of device."""
+    """Return the names of the group's backends, by device type."""
     return _by_device_type(dist.get_backend_config(group))
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> str | None:
-    """The name of the backend that carries tensors on ``device``; None if none does."""
+    """Return the name of the group's backend for tensors on ``device``; None if it has no such backend."""
     return backends_of(group).get(device.type)
 
 
@@ -168,25 +171,27 @@ def _by_device_type(config: str) -> dict[str, str]:
 
 
 def is_gloo(group: ProcessGroup, device: torch.device) -> bool:
-    """True if gloo carries the tensors: the host does the work, and waits for it up to the group's time limit."""
+    """True if gloo is the backend, so that the host does the work and waits for it up to the group's timeout."""
     return backend_of(group, device) == "gloo"
 
 
 def time_limit(group: ProcessGroup, device: torch.device) -> datetime.timedelta:
-    """Time limit of a wait for another rank, of the backend that carries tensors on ``device``."""
+    """Return the timeout of the backend for tensors on ``device``."""
     backend: Any = group._get_backend(device)
     limit: datetime.timedelta = backend.options._timeout
     return limit
 
 
 def sends_by_tag(group: ProcessGroup, device: torch.device) -> bool:
-    """True if messages between two ranks may be exchanged in any order, each found by its tag."""
+    """True if the backend matches point-to-point messages by tag, so that their order is free."""
     return backend_of(group, device) in _BY_TAG
 
 
 def device_of(group: ProcessGroup) -> torch.device:
-    """The device of the tensors that ``group`` was made for: the current accelerator, if it has another backend than
-    the CPU; else the CPU, also for a group of gloo alone, which could carry the accelerator's tensors.
+    """Return the device of the tensors that ``group`` was created for.
+
+    This is the current accelerator if the group has a separate backend for it. Otherwise it is the CPU, also for a
+    group that has only gloo, although gloo accepts tensors of the accelerator.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
@@ -198,25 +203,25 @@ def device_of(group: ProcessGroup) -> torch.device:
 
 
 def device_of_host_facts(group: ProcessGroup, device: torch.device) -> torch.device:
-    """The device for numbers that the hosts exchange and read at once: the CPU if the group carries tensors there.
+    """Return the device for numbers that the hosts exchange and read: the CPU if the group has a backend for it.
 
-    On ``device``, a GPU that the ranks compute on, the host would wait for everything that it has launched.
+    Reading a number from ``device``, the GPU that the rank computes on, would wait for all launched work.
     """
     cpu = torch.device("cpu")
     return device if backend_of(group, cpu) is None else cpu
 
 
 def default_device(group: ProcessGroup | None) -> torch.device:
-    """The device for tensors of a group's ranks: PyTorch's default device if one was chosen, else the group's."""
+    """Return PyTorch's default device if the program set one, otherwise the group's device."""
     default = torch.get_default_device()
     return default if group is None or default != torch.device("cpu") else device_of(group)
 
 
 def numbers_without_sync(values: Sequence[float], like: Tensor) -> Tensor:
-    """A vector of ``values``, of the dtype and on the device of ``like``.
+    """Return a vector of ``values`` with the dtype and device of ``like``.
 
-    On a GPU a kernel writes each run of equal values; without a copy the host does not wait, and a CUDA graph can be
-    captured.
+    On a GPU, one fill kernel writes each run of equal values. There is no copy from the host, so the host does not
+    wait and a CUDA graph can capture the call.
     """
     if like.is_cpu or torch.compiler.is_compiling():
         return like.new_tensor(values)

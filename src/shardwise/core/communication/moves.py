@@ -1,8 +1,9 @@
-"""The moves between layouts (``core.layout``): each takes a tensor from one to another, and its backward the gradient.
+"""The moves between layouts (``core.layout``): a move converts a tensor, and its backward converts the gradient.
 
-No move saves an activation, and none modifies its input. A dimension that the ranks do not divide is split by the
-balanced rule, or by the sizes that are given; a gather of uneven shards must be given their sizes, since none are
-exchanged. Moves have first derivatives only: PyTorch's collectives would give a wrong second one, so it is refused.
+A move saves no activation and does not modify its input. A dimension that the number of ranks does not divide is split
+by the balanced rule or by explicit sizes. A gather of uneven shards needs explicit sizes, because the ranks do not
+exchange sizes. Moves support first derivatives only. PyTorch's collectives would compute a wrong second derivative, so
+the moves raise an error instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,18 +21,18 @@ from shardwise.core.layout import I, Layout, P, R, V
 from shardwise.core.sharding import checked_dim, uneven_sizes
 
 Sizes = Sequence[int] | None
-"""Every rank's size along the dimension of a move; None where the move knows them."""
+"""Every rank's size along the dimension of a move; None if the move derives the sizes."""
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result", covariant=True)
 
 
 class Move(Protocol[_Arguments, _Result]):
-    """A function between two layouts.
+    """A function that converts a tensor from one layout to another.
 
     Attributes:
-        source: layout of the tensor that it takes.
-        target: layout of the tensor that it returns.
+        source: layout of the input.
+        target: layout of the output.
     """
 
     source: Layout
@@ -41,7 +42,7 @@ class Move(Protocol[_Arguments, _Result]):
 
 
 def _between(source: Layout, target: Layout) -> Callable[[Callable[_Arguments, _Result]], Move[_Arguments, _Result]]:
-    """State the layouts of a move as its attributes."""
+    """Set the layouts of a move as attributes of the function."""
 
     def state(function: Callable[_Arguments, _Result]) -> Move[_Arguments, _Result]:
         move = cast(Move[_Arguments, _Result], function)
@@ -87,7 +88,7 @@ class _Copies(Function):
 
 
 class _Move(Function):
-    """A move between shards and the whole: one collective forward, another one backward."""
+    """A move between shards and the whole tensor, with one collective in the forward and another in the backward."""
 
     @staticmethod
     def forward(
@@ -103,15 +104,15 @@ class _Move(Function):
 
 
 def split_sizes(tensor: Tensor, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Sizes:
-    """``sizes``, or the balanced ones of ``tensor`` along ``dim``; None where all are equal."""
+    """Return ``sizes``, or the balanced sizes of ``tensor`` along ``dim``; None if all ranks have the same size."""
     return sizes or uneven_sizes(tensor.size(checked_dim(dim, tensor.shape)), group.size())
 
 
 @_between(I, R)
 def copy(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
-    """Enter a region in which every rank computes its part from a tensor that all hold.
+    """Enter a region in which every rank computes its part from a replicated tensor.
 
-    Layout I -> R: forward nothing, backward all-reduce.
+    Layout I -> R: forward identity, backward all-reduce.
 
     Args:
         tensor: any shape, the same on every rank.
@@ -128,16 +129,16 @@ def copy(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
 
 @_between(I, R)
 def copies(tensor: Tensor, number: int, *, group: ProcessGroup | None) -> tuple[Tensor, ...]:
-    """A tensor for each part that this rank computes from it; the gradient is summed by the tree over all parts.
+    """Return one view of a replicated tensor for each part that this rank computes from it.
 
-    Layout I -> R, within a rank and between ranks: forward nothing, backward the sum over this rank's parts, and an
-    all-reduce.
+    Layout I -> R, within a rank and between ranks. The forward is the identity. The backward sums the gradient over
+    this rank's parts and all-reduces it, both by the tree over all parts.
 
     Args:
         tensor: any shape, the same on every rank.
         number: number of parts on this rank, a power of two.
-        group: the ranks that have the other parts, which sums by the tree (``trees.sum_in_parts``); None if this rank
-            has all.
+        group: the ranks that have the other parts; the group sums by the tree (``trees.sum_in_parts``). None if this
+            rank has all parts.
 
     Returns:
         ``number`` views.
@@ -150,7 +151,7 @@ def copies(tensor: Tensor, number: int, *, group: ProcessGroup | None) -> tuple[
 def reduce(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
     """Sum a partial result over the ranks of a group.
 
-    Layout P -> I: forward all-reduce, backward nothing.
+    Layout P -> I: forward all-reduce, backward identity.
 
     Args:
         tensor: any shape, this rank's partial sum.
@@ -167,12 +168,12 @@ def reduce(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
 
 @_between(I, V())
 def scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
-    """Keep this rank's shard of a tensor that all hold.
+    """Keep this rank's shard of a replicated tensor.
 
     Layout I -> V: forward split, backward all-gather.
 
     Args:
-        tensor: the whole, the same on every rank.
+        tensor: the whole tensor, the same on every rank.
         dim: dimension that is split.
         group: the ranks that share the tensor.
         sizes: every rank's size along ``dim``; balanced if None.
@@ -198,13 +199,13 @@ def gather(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None
         tensor: this rank's shard.
         dim: dimension of the concatenation.
         group: the ranks that hold the other shards.
-        sizes: every rank's size along ``dim``; all as this rank's if None.
+        sizes: every rank's size along ``dim``. None means that all ranks have this rank's size.
 
     Returns:
-        The whole, the same on every rank.
+        The whole tensor, the same on every rank.
 
     Raises:
-        ShardingError: ``sizes`` do not have this rank's size, or there is no such dimension.
+        ShardingError: ``sizes`` contradicts this rank's size, or ``dim`` is out of range.
     """
     along: dict[str, Any] = {"dim": dim, "group": group, "sizes": sizes}
     result: Tensor = _Move.apply(tensor, partial(all_gather, **along), partial(split_for_rank, **along))
@@ -213,7 +214,7 @@ def gather(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None
 
 @_between(V(), R)
 def gather_for_parts(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
-    """Concatenate the shards of all ranks, for a region in which every rank computes its part from the whole.
+    """Concatenate the shards of all ranks, for a region in which every rank computes its part from the whole tensor.
 
     Layout V -> R: forward all-gather, backward reduce-scatter.
 
@@ -221,10 +222,10 @@ def gather_for_parts(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Si
         tensor, dim, group, sizes: as for ``gather``.
 
     Returns:
-        The whole, the same on every rank.
+        The whole tensor, the same on every rank.
 
     Raises:
-        ShardingError: ``sizes`` do not have this rank's size, or there is no such dimension.
+        ShardingError: ``sizes`` contradicts this rank's size, or ``dim`` is out of range.
 
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), operator g.
     """
@@ -241,7 +242,7 @@ def reduce_scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Size
     Layout P -> V: forward reduce-scatter, backward all-gather.
 
     Args:
-        tensor: of the whole shape, this rank's partial sum.
+        tensor: this rank's partial sum, with the shape of the whole tensor.
         dim: dimension that is split.
         group: the ranks that hold the other parts.
         sizes: every rank's size along ``dim``; balanced if None.
@@ -261,7 +262,7 @@ def reduce_scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Size
 
 @_between(V(), V())
 def all_to_all(tensor: Tensor, *, group: ProcessGroup, output_sizes: Sizes = None, input_sizes: Sizes = None) -> Tensor:
-    """Send a run of rows to every rank and receive one from each, in rank order.
+    """Send a block of rows to every rank and receive one from every rank, in rank order.
 
     Layout V -> V; the backward is the inverse exchange.
 

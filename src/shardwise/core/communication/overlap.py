@@ -1,13 +1,13 @@
-"""Products of rows that ranks gather, or whose results they sum: one part is multiplied while the next one travels.
+"""Overlap a matrix product with the all-gather of its input rows or the reduce-scatter of its output rows.
 
-A row of a product needs no other row. So gathered rows are multiplied as they arrive, this rank's own part first, then
-that of the rank before it, and so on round the ring. Rows to sum are multiplied in the order in which they leave, the
-part of the next rank first and this rank's own last. Sums are taken in rank order, those of bf16 and fp16 in fp32 and
-rounded once, by every transport; so they equal those of the whole product, except NCCL's, whose reduce-scatter adds
-along a ring of its choice.
+Each row of a product depends on one input row. Gathered rows are therefore multiplied as they arrive: first this rank's
+own part, then the part of the rank before it, and so on round the ring. Rows to reduce are multiplied in the order in
+which they are sent: the part of the next rank first and this rank's own part last. Every transport sums in rank order,
+and sums bf16 and fp16 in fp32 with one rounding. The results therefore equal those of the whole product. The exception
+is NCCL, whose reduce-scatter sums in the order of its own ring.
 
-Where CUDA devices reach each other's memory, PyTorch's fused operators do the same by copies that take no part of a GPU
-from the product (``torch.ops.symm_mem``). ``choose_way`` chooses.
+If CUDA devices can access each other's memory, PyTorch's fused operators (``torch.ops.symm_mem``) do the same with
+copies that occupy no multiprocessor of the GPU. ``choose_way`` selects the implementation.
 """
 
 import contextlib
@@ -28,20 +28,21 @@ from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.sharding import checked_sizes
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
-"""Multiplies rows ``[n, ..., i]`` to ``[n, ..., o]``; into the second tensor, which is contiguous, if there is one."""
+"""Multiplies rows ``[n, ..., i]`` to ``[n, ..., o]``. The optional second tensor is a contiguous output buffer."""
 
 Pass = Literal["column forward", "column backward", "row forward", "row backward"]
-"""Passes that layers overlap: gathers in the first and the last, sums in the two between."""
+"""Passes that layers overlap: the first and the last gather, the two between reduce."""
 
 PASSES: tuple[Pass, ...] = get_args(Pass)
 
 
 class Way(NamedTuple):
-    """How a product and its collective go together, and why not by a faster way.
+    """The implementation of a product with a collective, and the reason why no faster one is available.
 
     Attributes:
-        name: ``"whole"``, one after the other; ``"parts"``, by the group's own transport; ``"symmetric memory"``.
-        why: why not the next one.
+        name: ``"whole"`` runs one after the other; ``"parts"`` overlaps them over the group's own transport;
+            ``"symmetric memory"`` uses the fused operators.
+        why: why the next faster implementation is unavailable.
     """
 
     name: Literal["whole", "parts", "symmetric memory"]
@@ -56,14 +57,14 @@ def choose_way(
     even: bool = True,
     has_bias: bool = False,
 ) -> Way:
-    """The way of a product that is to be overlapped. The first call for a device is collective.
+    """Choose the implementation of an overlapped product. The first call for a device is collective.
 
     Args:
         pass_: the layer's pass.
         group: the ranks that share the layer.
         device: device of the rows.
-        even: every rank has as many rows.
-        has_bias: a bias is to be added to the product.
+        even: all ranks have the same number of rows.
+        has_bias: True if the layer adds a bias to the product.
     """
     if group.size() == 1:
         return Way("whole", "there is one rank")
@@ -89,7 +90,7 @@ def choose_way(
 def ways_of_layers(
     *, group: ProcessGroup, device: torch.device, even: bool, column_has_bias: bool
 ) -> list[tuple[Pass, Way]]:
-    """The way of each pass; every rank of the group calls."""
+    """Return the implementation of each pass. Collective."""
 
     def way(pass_: Pass) -> Way:
         has_bias = column_has_bias and pass_ == "column forward"
@@ -108,22 +109,22 @@ def gather_and_multiply(
     buffer: GlobalMemoryBuffer | None = None,
     needs_whole: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """The product of all ranks' rows, each rank's multiplied as it arrives.
+    """Gather all ranks' rows and multiply them; each rank's rows are multiplied as they arrive.
 
     Args:
         shard: this rank's rows ``[s/t, ..., i]``.
         multiply: the product.
         width: ``o``.
         group: the ranks that take part.
-        sizes: every rank's number of rows; all the same as this rank's if None.
-        buffer: memory for the rows of all ranks, until the next gather into it; new memory if None.
-        needs_whole: return the rows of all ranks too.
+        sizes: every rank's number of rows. None means that all ranks have this rank's number.
+        buffer: a reusable buffer for the rows of all ranks, which the next gather overwrites; None allocates memory.
+        needs_whole: also return the rows of all ranks.
 
     Returns:
         ``[s, ..., o]``, and ``[s, ..., i]`` or None.
 
     Raises:
-        ShardingError: ``sizes`` does not have one entry per rank, or not this rank's size.
+        ShardingError: ``sizes`` does not have one entry per rank, or contradicts this rank's size.
     """
     t, rank = group.size(), group.rank()
     sizes = (shard.size(0),) * t if sizes is None else checked_shards(shard, group, 0, sizes)
@@ -146,8 +147,8 @@ def gather_and_multiply(
             transport = choose_transport("shift", shard, group)
             return transport.shift(shard, group, step, sizes, parts[(rank - step) % t])
 
-    # Each part is launched before the product of the one before it: a GPU with one queue starts them in that order, and
-    # computes while one part travels.
+    # The transfer of each part is launched before the product of the previous part. A GPU with one queue starts them in
+    # that order, so that the transfer overlaps with the product.
     place, arriving = parts[rank], None
     for step in range(t):
         following = start(step + 1) if step + 1 < t else None
@@ -166,12 +167,13 @@ def gather_and_multiply(
 def multiply_and_scatter(
     rows: Tensor, multiply: Product, *, group: ProcessGroup, sizes: Sequence[int] | None = None
 ) -> Pending:
-    """Start the sum of the ranks' products; each rank gets its rows of it.
+    """Multiply rows and start the reduce-scatter of the products over the ranks.
 
-    When this returns all products are made, and the last are on their way; ``wait()`` adds the parts that arrived.
+    When this function returns, all products are computed and the last ones are being sent. ``wait()`` sums the parts
+    that this rank received.
 
     Args:
-        rows: ``[s, ..., i]``, this rank's terms of every row.
+        rows: ``[s, ..., i]``, this rank's contribution to every row.
         multiply: the product.
         group: the ranks that take part.
         sizes: every rank's number of rows; balanced if None.
@@ -214,7 +216,7 @@ def multiply_and_scatter(
 def gather_and_multiply_fused(
     shard: Tensor, matrix: Tensor, *, group: ProcessGroup, needs_whole: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """``gather_and_multiply`` by ``matrix [i, o]``, in symmetric memory; every rank has as many rows."""
+    """``gather_and_multiply`` by ``matrix [i, o]`` in symmetric memory; all ranks have the same number of rows."""
     shard = shard.detach().contiguous()
     with accounting.as_one("all_gather", shard):
         whole, (output,) = torch.ops.symm_mem.fused_all_gather_matmul(
@@ -224,7 +226,7 @@ def gather_and_multiply_fused(
 
 
 def multiply_and_scatter_fused(rows: Tensor, matrix: Tensor, *, group: ProcessGroup) -> Tensor:
-    """``multiply_and_scatter`` by ``matrix [i, o]``, in symmetric memory; every rank gets as many rows."""
+    """``multiply_and_scatter`` by ``matrix [i, o]`` in symmetric memory; all ranks get the same number of rows."""
     accounting.record("reduce_scatter", rows.shape[:-1].numel() * matrix.size(1) * rows.element_size())
     with accounting.uncounted():
         output: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(

@@ -1,4 +1,4 @@
-"""Memory of a group that its ranks reach in each other, where the devices can; ordinary memory everywhere else."""
+"""Symmetric memory of a group, which each rank can access on every other rank, with ordinary memory as a fallback."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ from shardwise.core.processes import machine
 T = TypeVar("T")
 
 _WHAT = "how to make symmetric memory"
-# Activations of one tensor-parallel region of a large model: 8192 tokens of width 16384 in bf16.
+# Fits the activations of one tensor-parallel region of a large model: 8192 tokens of width 16384 in bf16.
 _MEBIBYTES = 256
 _TRIED_BYTES = 4096
 
@@ -28,9 +28,9 @@ class OrdinaryMemory:
     """The handle of a block of ordinary memory, instead of PyTorch's symmetric-memory handle.
 
     Attributes:
-        rank, world_size: of the group.
-        why: why the ranks do not reach each other's memory.
-        group: the ranks, which exchange by collectives.
+        rank, world_size: this rank's index in the group, and the size of the group.
+        why: why symmetric memory is unavailable.
+        group: the ranks, which use collectives instead.
     """
 
     rank: int
@@ -44,8 +44,8 @@ class Left:
     """The output that a row-parallel layer in fused mode leaves for the column-parallel layer after it.
 
     Attributes:
-        normed: ``[s, b, h]``, the whole normed input, in the buffer; None where the buffer is too small for it.
-        weight: of the norm.
+        normed: ``[s, b, h]``, the whole normed input, in the buffer; None if the buffer is too small.
+        weight: weight of the norm.
     """
 
     normed: Tensor | None
@@ -53,20 +53,20 @@ class Left:
 
 
 class GlobalSymmetricMemoryBuffer:
-    """A block of memory that is handed out again and again, and that the ranks of a group reach in each other.
+    """A reusable buffer that every rank of a group can access on every other rank.
 
-    On CUDA devices of one host that reach each other's memory it is PyTorch's symmetric memory; elsewhere, CPUs
-    included, it is this rank's own, and the ranks exchange by collectives instead. Making one is collective.
+    CUDA devices of one host that can access each other's memory use PyTorch's symmetric memory. On other devices,
+    including CPUs, the buffer is local to this rank and the ranks use collectives instead. Construction is collective.
 
     Args:
         size_in_mb: size of the block in MiB.
-        process_group: the ranks that share it.
-        device: the block's device; that of the group's tensors if None.
+        process_group: the ranks that share the buffer.
+        device: device of the block; None means the device of the group's tensors.
 
     Attributes:
         buffer: the block, one dimension of bytes.
         handle: PyTorch's symmetric-memory handle of the block, or ``OrdinaryMemory``.
-        fused: by dtype and width of what lies in the block, True if all ranks have agreed to exchange by one kernel.
+        fused: for each dtype and width of the block's content, True if all ranks agreed to exchange by one kernel.
     """
 
     def __init__(self, size_in_mb: int, process_group: ProcessGroup, device: torch.device | None = None) -> None:
@@ -74,7 +74,7 @@ class GlobalSymmetricMemoryBuffer:
         size = size_in_mb * 2**20
         made: str | tuple[Tensor, Any] = _symmetric(size, process_group, device)
         if isinstance(made, str):
-            # Untouched memory takes none. Made in inference mode it could not be written to outside of it.
+            # Untouched pages take no memory. A tensor created in inference mode cannot be written to outside it.
             with torch.inference_mode(False):
                 block = torch.empty(size, dtype=torch.uint8, device=device)
             made = block, OrdinaryMemory(process_group.rank(), process_group.size(), made, process_group)
@@ -85,16 +85,16 @@ class GlobalSymmetricMemoryBuffer:
 
     @property
     def is_symmetric(self) -> bool:
-        """True if the ranks reach each other's block."""
+        """True if the ranks can access each other's blocks."""
         return not isinstance(self.handle, OrdinaryMemory)
 
     @functools.cached_property
     def addresses(self) -> Tensor:
-        """Where each rank's block lies in this process: int64 ``[t]``, on the block's device; in symmetric memory."""
+        """Addresses of all ranks' blocks in this process, int64 ``[t]``, on the block's device (if symmetric)."""
         return torch.tensor(list(self.handle.buffer_ptrs), dtype=torch.int64, device=self.buffer.device)
 
     def maybe_get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-        """The start of the block as a tensor of that shape and dtype.
+        """Return the start of the block as a tensor of the given shape and dtype.
 
         Returns:
             ``{"tensor": ..., "handle": ...}``; both are None if the tensor is larger than the block.
@@ -105,17 +105,17 @@ class GlobalSymmetricMemoryBuffer:
         return {"tensor": self.buffer[:num_bytes].view(dtype).view(tuple(tensor_shape)), "handle": self.handle}
 
     def leave(self, left: Left | None) -> None:
-        """Remember the block's content for the next layer; None while it is being overwritten."""
+        """Record the block's content for the next layer; None while a layer overwrites it."""
         self._left = left
 
     def take(self) -> Left | None:
-        """The content that was left since the last call, if any."""
+        """Return the content recorded since the last call, if any, and clear it."""
         left, self._left = self._left, None
         return left
 
 
 def symmetric_buffer_of(group: ProcessGroup, device: torch.device | None = None) -> GlobalSymmetricMemoryBuffer:
-    """The group's buffer of 256 MiB on a device, by default that of its tensors. The first call is collective."""
+    """Return the group's 256 MiB buffer on a device, by default its tensors' device. The first call is collective."""
     buffers = context_of(group).symmetric_buffers
     device = device_of(group) if device is None else device
     if device not in buffers:
@@ -125,7 +125,7 @@ def symmetric_buffer_of(group: ProcessGroup, device: torch.device | None = None)
 
 
 def why_no_symmetric_memory() -> str | None:
-    """Why no two GPUs of this machine reach each other's memory, as far as one process can tell; None if they do."""
+    """Return why this machine's GPUs lack symmetric memory, as far as one process can tell; None if they have it."""
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if number < 2:
         return f"it takes two GPUs of one machine, and PyTorch sees {number or 'none'}"
@@ -135,7 +135,7 @@ def why_no_symmetric_memory() -> str | None:
 
 
 def why_not_symmetric(group: ProcessGroup, device: torch.device) -> str | None:
-    """Why the ranks do not reach each other's memory on a device; None if they do. The first call is collective."""
+    """Return why symmetric memory is unavailable on a device; None if it is available. The first call is collective."""
     refusals = context_of(group).symmetric_refusals
     if device not in refusals:
         made = _symmetric(_TRIED_BYTES, group, device)
@@ -144,19 +144,20 @@ def why_not_symmetric(group: ProcessGroup, device: torch.device) -> str | None:
 
 
 def first_tried(operator: str, call: Callable[[], T], like: Tensor, *, group: ProcessGroup) -> T | None:
-    """``call()``, a fused operator in symmetric memory; None if its first call failed on some rank.
+    """Run a fused operator in symmetric memory; return None if its first call failed on some rank.
 
-    The first call of an operator and a dtype in a group is collective: the ranks tell each other its outcome. If it
-    failed on any, ``why_not_symmetric`` says so on all of them from then on, and rank 0 warns. Later calls just run.
+    The first call of an operator with a dtype in a group is collective: the ranks exchange its outcome. If the call
+    failed on any rank, ``why_not_symmetric`` returns the reason on all ranks from then on, and rank 0 warns. Later
+    calls only run the operator.
 
     Args:
         operator: name of the operator.
         call: the call, in which all ranks take part.
-        like: a tensor of the device and dtype of the work.
+        like: a tensor with the device and dtype of the operator's inputs.
         group: the ranks that take part.
 
     Raises:
-        DesyncError: a rank is gone, or does not come within the group's time limit.
+        DesyncError: a rank has exited, or does not arrive within the group's timeout.
     """
     context = context_of(group)
     if (operator, like.dtype) in context.tried_operators:
@@ -165,7 +166,7 @@ def first_tried(operator: str, call: Callable[[], T], like: Tensor, *, group: Pr
     refusal: str | None = None
     try:
         result = call()
-    # PyTorch's operators are experimental; collectives do the work where they fail.
+    # PyTorch's operators are experimental. If one fails, collectives replace it.
     except Exception as error:
         reason = (str(error).strip() or "failed").splitlines()[0]
         refusal = f"{operator} failed on rank {group.rank()}: {type(error).__name__}: {reason}"
@@ -180,7 +181,7 @@ def first_tried(operator: str, call: Callable[[], T], like: Tensor, *, group: Pr
 
 
 def _symmetric(size: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, Any] | str:
-    """Symmetric memory and its handle, or why there is none: the same decision on every rank."""
+    """Allocate symmetric memory and its handle, or return why that failed; all ranks decide alike."""
     if device.type != "cuda":
         return f"symmetric memory is memory of CUDA devices, and this is a {device.type}"
     if group.size() == 1:
@@ -194,7 +195,7 @@ def _symmetric(size: int, group: ProcessGroup, device: torch.device) -> tuple[Te
     memory: Tensor | None = None
     handle: Any = None
     refusal: str | None = None
-    # The second step is collective: no rank begins it unless all have done the first.
+    # The second step is collective, so every rank must complete the first step before any rank starts it.
     for step in ("allocation", "rendezvous"):
         try:
             from torch.distributed import _symmetric_memory
@@ -203,7 +204,7 @@ def _symmetric(size: int, group: ProcessGroup, device: torch.device) -> tuple[Te
                 memory = _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
             else:
                 handle = _symmetric_memory.rendezvous(memory, group)
-        # PyTorch's module is experimental; collectives do the work where it fails.
+        # PyTorch's module is experimental. If it fails, collectives replace it.
         except (ImportError, AttributeError, RuntimeError) as error:
             refusal = f"{step} of symmetric memory failed: {str(error).partition(chr(10))[0]}"
         refusals = [other for other in gather_objects(refusal, _WHAT, group=group) if other is not None]
@@ -214,7 +215,7 @@ def _symmetric(size: int, group: ProcessGroup, device: torch.device) -> tuple[Te
 
 
 def _gpu(device: torch.device) -> str:
-    """A name of this GPU alone; empty if PyTorch knows none."""
+    """Return a unique identifier of this GPU; empty if PyTorch has none."""
     try:
         return str(torch.cuda.get_device_properties(device).uuid)
     except (AssertionError, AttributeError, RuntimeError):

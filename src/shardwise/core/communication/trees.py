@@ -1,18 +1,19 @@
-"""Sums whose bits do not depend on how many ranks share the work: one binary tree over a fixed number of parts.
+"""Sums whose bits do not depend on the number of ranks: one binary tree over a fixed number of parts.
 
-Floating-point addition is commutative, but not associative: ``(a + b) + (c + d)`` has other bits than ``((a + b) + c) +
-d``. The terms are therefore cut into ``exact_parts`` parts, the same at every layout, and one balanced binary tree sums
-the parts. A rank holds a run of ``exact_parts / t`` of them, which is one subtree, and sums it alone; the ``t``
-subtrees' roots are summed here, between the ranks. Every addition is rounded to the tensor's dtype, within a rank and
-between ranks alike.
+Floating-point addition is commutative, but not associative: ``(a + b) + (c + d)`` and ``((a + b) + c) + d`` differ in
+their bits. The terms are therefore divided into ``exact_parts`` parts, the same at every layout, and one balanced
+binary tree sums the parts. Each rank holds ``exact_parts / t`` consecutive parts, which form one subtree, and sums them
+locally. This file sums the roots of the ``t`` subtrees between the ranks. Every addition is rounded to the tensor's
+dtype, within a rank and between ranks.
 
-A group of ranks sums so if ``sum_in_parts`` was called for it; ``collectives`` then sends its sums through this file.
-Sums of two ranks have only one order, which is also that of the transport's own all-reduce.
+``sum_in_parts`` enables this for a group, and ``collectives`` then routes the group's sums through this file. A sum of
+two ranks has only one order, so it uses the transport's own all-reduce.
 
-Each rank sums one slice of the elements for all: an all-to-all brings it every rank's slice, and an all-gather hands
-the sums on, together the volume of a ring. A reduce-scatter is the first half.
+Each rank sums one slice of the elements for all ranks. An all-to-all collects the slice from every rank, and an
+all-gather distributes the sums. Together they have the volume of a ring all-reduce. A reduce-scatter is the first half.
 
-``exact_total`` sums a few Python numbers of every rank as integers, rounded once: any order gives the same bits.
+``exact_total`` sums a few Python numbers of every rank as integers and rounds once, so that any order gives the same
+bits.
 """
 
 import math
@@ -28,9 +29,9 @@ from shardwise.core.communication.context import context_of
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import balanced_sizes
 
-# Every rank gathers fewer elements whole: one collective instead of two.
+# With fewer elements every rank gathers all of them: one collective instead of two.
 _FEW_ELEMENTS = 1 << 12
-# Elements of a run that one thread sums.
+# Number of consecutive elements that one thread sums.
 _RUN = 1 << 12
 
 
@@ -40,14 +41,18 @@ def is_power_of_two(number: int) -> bool:
 
 
 def sum_in_parts(group: ProcessGroup, parts: int) -> None:
-    """From now on sum over ``group`` by a tree over ``parts`` parts; ``exact.sum_in_parts`` also lets layers do so.
+    """Make all later sums over ``group`` use a tree over ``parts`` parts.
+
+    ``exact.sum_in_parts`` enables this for the group's layers as well.
 
     Args:
-        group: a power of two of ranks, one included: one rank's sums must have the bits of several ranks'.
+        group: its size must be a power of two. A group of one rank counts, because its sums must have the same bits as
+            those of several ranks.
         parts: a power of two, at least the group's size.
 
     Raises:
-        ConfigError: they are not, or the group sums over another number of parts.
+        ConfigError: a size is not a power of two, ``parts`` is too small, or the group already uses another number of
+            parts.
     """
     t = group.size()
     if not is_power_of_two(parts):
@@ -67,16 +72,16 @@ def sum_in_parts(group: ProcessGroup, parts: int) -> None:
 
 
 def exact_parts(group: ProcessGroup | None) -> int | None:
-    """The number of parts that a group sums over; None where the transport sums, or there is no group."""
+    """Return the number of parts of a group's sums; None if the transport sums, or if there is no group."""
     return None if group is None else context_of(group).exact_parts
 
 
 def tree_sum(terms: Sequence[Tensor], *, may_overwrite: bool = False) -> Tensor:
-    """The sum of tensors by a balanced binary tree over neighbours.
+    """Sum tensors by a balanced binary tree over neighbours.
 
     Args:
-        terms: a power of two of tensors of one shape and dtype. A single one is returned itself.
-        may_overwrite: let the sums take the terms' memory; otherwise they are not modified.
+        terms: tensors of one shape and dtype; their number is a power of two. A single tensor is returned itself.
+        may_overwrite: allow the sums to overwrite the terms, which otherwise are not modified.
     """
     counter = TreeCounter(may_overwrite=may_overwrite)
     for term in terms:
@@ -85,9 +90,9 @@ def tree_sum(terms: Sequence[Tensor], *, may_overwrite: bool = False) -> Tensor:
 
 
 def tree_sum_stacked_(terms: Tensor) -> Tensor:
-    """The sum of a power of two of tensors that are stacked along the first dimension, by the same tree.
+    """Sum tensors stacked along the first dimension, by the same tree; their number is a power of two.
 
-    Sums but the last take the terms' memory, which is not kept for the result.
+    Intermediate sums overwrite the terms. The result has its own memory.
     """
     while terms.size(0) > 2:
         terms = terms[0::2].add_(terms[1::2])
@@ -95,19 +100,19 @@ def tree_sum_stacked_(terms: Tensor) -> Tensor:
 
 
 def deterministic_sum(input_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum of all elements, in ``dtype`` if given; PyTorch's own depends on the number of threads."""
+    """Sum all elements, in ``dtype`` if given, independently of the number of threads, unlike ``torch.sum``."""
     flat = input_.reshape(-1)
     return F.pad(flat, (0, -flat.numel() % _RUN)).view(-1, _RUN).sum(dim=1, dtype=dtype).sum()
 
 
 class TreeCounter:
-    """Sums terms as they come, by the balanced tree over all of them; keeps a partial sum for each level only.
+    """Accumulates terms one by one in the order of the balanced tree, with one partial sum for each level.
 
-    The sums of 1, 2, 4, ... neighbours are kept as the digits of a binary counter: a new term is added to the sum on
-    its level, the result to the sum on the next, and so on.
+    The sums of 1, 2, 4, ... neighbours work like the digits of a binary counter: a new term is added to the sum on its
+    level, the result is added to the sum on the next level, and so on.
 
     Args:
-        may_overwrite: let the sums take the terms' memory.
+        may_overwrite: allow the sums to overwrite the terms.
     """
 
     __slots__ = ("_levels", "_may_overwrite")
@@ -117,18 +122,18 @@ class TreeCounter:
         self._may_overwrite = may_overwrite
 
     def add(self, term: Tensor) -> None:
-        """One more term; kept, and not modified but with ``may_overwrite``."""
+        """Add a term. The object keeps a reference to it, and modifies it only with ``may_overwrite``."""
         for level, waiting in enumerate(self._levels):
             if waiting is None:
                 self._levels[level] = term
                 return
-            # Sums above the first level were made here.
+            # Sums above the first level are this object's own tensors.
             term = torch.add(waiting, term, out=waiting) if level or self._may_overwrite else waiting + term
             self._levels[level] = None
         self._levels.append(term)
 
     def total(self) -> Tensor:
-        """The sum of all terms, whose number is a power of two."""
+        """Return the sum of all terms; their number is a power of two."""
         *below, total = self._levels
         assert total is not None
         assert all(waiting is None for waiting in below), "the number of terms is no power of two"
@@ -141,10 +146,10 @@ def all_reduce(
     all_to_all: Callable[..., Tensor],
     all_gather: Callable[..., Tensor],
 ) -> Tensor:
-    """The sum over a group of more than two ranks by the tree, made of two functions of ``collectives``.
+    """Sum a tensor over a group of more than two ranks by the tree, with two functions of ``collectives``.
 
-    It is no view, nor is that of ``reduce_scatter``: ``moves`` returns both from autograd functions, and programs may
-    write to them in place.
+    Neither this result nor that of ``reduce_scatter`` is a view, because ``moves`` returns them from autograd functions
+    and callers may write to them in place.
     """
     t, flat = group.size(), tensor.detach().reshape(-1)
     if flat.numel() <= _FEW_ELEMENTS:
@@ -158,7 +163,7 @@ def all_reduce(
 def reduce_scatter(
     tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], all_to_all: Callable[..., Tensor]
 ) -> Tensor:
-    """This rank's shard, along ``dim``, of the sum over the ranks by the tree."""
+    """Sum a tensor over the ranks by the tree and return this rank's shard along ``dim``."""
     shape = list(tensor.shape)
     shape[dim] = sizes[group.rank()]
     each = tensor.numel() // tensor.size(dim) if tensor.size(dim) else 0
@@ -170,23 +175,23 @@ def reduce_scatter(
 def _summed_slices(
     packed: Tensor, sizes: Sequence[int], group: ProcessGroup, all_to_all: Callable[..., Tensor]
 ) -> Tensor:
-    """This rank's slice of the sum of every rank's ``packed``."""
+    """Return this rank's slice of the sum of ``packed`` over the ranks."""
     own = sizes[group.rank()]
     received = all_to_all(packed, group=group, output_sizes=(own,) * group.size(), input_sizes=sizes)
     return tree_sum(received.split(own)) if own else received
 
 
-# The least fp64 number is 2^-1074, and every other a multiple of it.
+# The smallest positive fp64 number is 2^-1074, and every other fp64 number is a multiple of it.
 _LEAST_EXPONENT = 1074
 
 
 def exact_total(values: Iterable[float], *, groups: Sequence[ProcessGroup], what: str) -> float:
-    """The sum of all ranks' numbers, rounded to fp64 once; infinite or NaN if one of them is. Collective.
+    """Sum the numbers of all ranks, with one rounding to fp64; an infinite or NaN value propagates. Collective.
 
     Args:
         values: this rank's values, any number of them.
         groups: the groups to sum over, one after the other.
-        what: name of the values, for the message if a rank does not come.
+        what: name of the values, for the error message if a rank does not arrive.
     """
     values = list(values)
     others = [value for value in values if not math.isfinite(value)]
@@ -206,7 +211,7 @@ def _in_least_units(value: float) -> int:
 
 def _rounded(units: int) -> float:
     try:
-        # The quotient of two integers is rounded once.
+        # Python rounds the quotient of two integers once.
         return units / (1 << _LEAST_EXPONENT)
     except OverflowError:
         return math.copysign(math.inf, units)

@@ -1,4 +1,4 @@
-"""How tensors travel between ranks: the interface of a transport, the transports, and their choice.
+"""Transports, which carry tensors between ranks: the interface, the implementations and the selection.
 
 - ``torch_distributed.Traced``, under ``torch.compile``;
 - ``shared_memory``, between CPU ranks of one machine;
@@ -21,7 +21,7 @@ __all__ = ["SharedMemory", "Transport", "choose_transport", "transport_name"]
 
 
 def choose_transport(operation: str, tensor: Tensor, group: ProcessGroup, op: Any = None) -> Transport:
-    """The transport of a call.
+    """Select the transport of a call.
 
     Args:
         operation: a method of ``Transport``.
@@ -31,7 +31,7 @@ def choose_transport(operation: str, tensor: Tensor, group: ProcessGroup, op: An
     """
     if torch.compiler.is_compiling():
         return torch_distributed.Traced
-    # A subclass (fake, functional, distributed) has no memory of its own to copy.
+    # A tensor subclass (fake, functional, distributed) has no memory that could be copied.
     if tensor.is_cpu and type(tensor) in (Tensor, Parameter) and tensor.dtype in CARRIED[operation]:
         context = context_of(group)
         channel: Transport | None = context.channel if context.has_tried_to_share else channel_of(group)
@@ -41,7 +41,7 @@ def choose_transport(operation: str, tensor: Tensor, group: ProcessGroup, op: An
 
 
 def transport_name(group: ProcessGroup, device: torch.device) -> str:
-    """How tensors on ``device`` travel in ``group``: ``"shared memory"``, or the backend's name. Collective."""
+    """Name the transport of tensors on ``device``: ``"shared memory"``, or the backend's name. Collective."""
     if device.type == "cpu" and channel_of(group) is not None:
         return "shared memory"
     return backend_of(group, device) or f"no backend for {device.type}"

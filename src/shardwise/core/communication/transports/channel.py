@@ -8,9 +8,10 @@ numbers per rank and slot are the whole state::
                         is used again
     call[rank, slot]    a hash of operation, dtype and shape, by which disagreements are found at no cost
 
-Nothing is locked: each number has one writer. This needs stores to become visible in their order, as on x86-64. A rank
-that waits spins, then yields if there is a core for each rank of the group, then naps; now and then it checks that the
-ranks it waits for still live, and it gives up at the group's time limit: it never hangs.
+The channel uses no locks, because each number has one writer. It requires that stores become visible in program order,
+as on x86-64. A waiting rank first spins, then yields if there is a core for each rank of the group, then sleeps for
+short intervals. It checks periodically that the other ranks are alive, and it raises at the group's timeout, so that it
+never hangs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from shardwise.core.errors import DesyncError, LaunchError, ShardwiseError
 from shardwise.core.processes import Process
 
 NUM_SLOTS = 4
-# A chunk and the result made of it stay in a core's second-level cache.
+# A chunk and its result fit into a core's L2 cache.
 SLOT_BYTES = 1 << 19
 
 _CACHE_LINE_WORDS = 8
@@ -46,7 +47,7 @@ _YIELD_SECONDS = 2e-3
 _SHORTEST_NAP_SECONDS = 5e-5
 _LONGEST_NAP_SECONDS = 2e-3
 _SECONDS_BETWEEN_LOOKS = 0.1
-# All ranks find the disagreement at the same place, as soon as the machine lets them run.
+# All ranks detect a disagreement at the same chunk, as soon as they are scheduled.
 _SECONDS_FOR_NOTES = 20.0
 
 
@@ -55,7 +56,7 @@ def _num_cores() -> int:
 
 
 def channel_bytes(t: int) -> int:
-    """Bytes of shared memory of a channel of ``t`` ranks."""
+    """Size in bytes of the shared memory of a channel of ``t`` ranks."""
     return _slots_offset(t) + NUM_SLOTS * t * SLOT_BYTES
 
 
@@ -85,39 +86,39 @@ class Channel:
         self.rank, self.t, self.global_ranks = rank, len(processes), global_ranks
         self._processes, self._timeout = processes, timeout
         self._others = [other for other in range(self.t) if other != rank]
-        # Where ranks share cores, a waiting rank takes the core of the rank that it waits for.
+        # If ranks share cores, a spinning rank can occupy the core that the other rank needs.
         self._yield_seconds = _YIELD_SECONDS if self.t <= _num_cores() else 0.0
         words = _notes_offset(self.t)
-        # A memoryview reads a number in a tenth of the time that a tensor or an array takes.
+        # Reading a number through a memoryview takes a tenth of the time of a tensor or an array.
         self._words = memoryview(cast(Any, memory[:words].view(torch.int64).numpy()))
         self._notes = memoryview(cast(Any, memory[words : words + self.t * _NOTE_BYTES].numpy()))
         self._slots = memory[_slots_offset(self.t) : channel_bytes(self.t)].view(NUM_SLOTS, self.t, SLOT_BYTES)
         self._next = 1
-        # For each slot of this rank, the message of a chunk that has not been read yet.
+        # For each slot of this rank: the message whose chunk has not been read yet.
         self._in_flight: list[Message | None] = [None] * NUM_SLOTS
         self._rows: dict[tuple[int, torch.dtype, Sequence[int]], tuple[Tensor, ...]] = {}
         self._broken: ShardwiseError | None = None
 
     def rows(self, slot: int, dtype: torch.dtype, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Every rank's row of a slot as a tensor of ``shape``, in rank order, and last all of them stacked."""
+        """Return every rank's row of a slot as a tensor of ``shape``, in rank order, followed by the stack of all."""
         key = (slot, dtype, shape)
         rows = self._rows.get(key)
         if rows is None:
             if len(self._rows) >= 4096:
                 self._rows.clear()
             count = math.prod(shape)
-            # A view made in inference mode could not be written to outside of it.
+            # A view created in inference mode cannot be written to outside inference mode.
             with torch.inference_mode(False):
                 stacked = self._slots[slot].view(dtype)[:, :count].view(self.t, *shape)
                 rows = self._rows[key] = (*stacked.unbind(0), stacked)
         return rows
 
     def take_slot(self, message: Message) -> tuple[int, int]:
-        """A slot that all ranks have read, and the number of the chunk that is to go into it."""
+        """Return a slot that all ranks have read, and the number of the chunk to write into it."""
         if self._broken is not None:
             raise self._broken
         while (holder := self._in_flight[self._next % NUM_SLOTS]) is not None:
-            # It was started and not yet waited for. Every rank comes here at the same call.
+            # The message was started and is still pending. Every rank gets here in the same call.
             holder.finish()
         number = self._next
         slot = number % NUM_SLOTS
@@ -127,16 +128,16 @@ class Channel:
         return slot, number
 
     def post(self, slot: int, number: int, call: int) -> None:
-        """Tell the others that this rank has written the slot."""
+        """Signal that this rank has written the slot."""
         own = self.rank * _WORDS_PER_RANK + slot
         self._words[own + 2 * NUM_SLOTS] = call
         self._words[own] = number
 
     def wait_ready(self, slot: int, number: int, message: Message) -> None:
-        """Wait until every rank has put chunk ``number`` into its slot.
+        """Wait until every rank has written chunk ``number`` into its slot.
 
         Raises:
-            DesyncError: a rank is in another call, or does not come within the time limit.
+            DesyncError: a rank makes a different call, or does not arrive within the timeout.
             LaunchError: a rank has died.
         """
         self._wait(slot, number, message)
@@ -146,7 +147,7 @@ class Channel:
                 raise self._disagreement(message)
 
     def release(self, slot: int, number: int) -> None:
-        """Tell the others that this rank has read the slot."""
+        """Signal that this rank has read the slot."""
         self._words[self.rank * _WORDS_PER_RANK + NUM_SLOTS + slot] = number
         self._in_flight[slot] = None
 
@@ -184,7 +185,7 @@ class Channel:
             if waited < self._yield_seconds:
                 os.sched_yield()
             else:
-                # A nap prolongs a wait by at most a hundredth.
+                # The sleep lengthens the wait by at most 1 %.
                 time.sleep(min(max(_SHORTEST_NAP_SECONDS, waited / 100), _LONGEST_NAP_SECONDS))
             now = time.monotonic()
             if now < look:
@@ -207,7 +208,7 @@ class Channel:
                 raise self._broken
 
     def _disagreement(self, message: Message) -> DesyncError:
-        """The error of ranks that are in different calls, with the same text on every rank."""
+        """Build the error for ranks that make different calls, with the same text on every rank."""
         text = str(message).encode()[:_NOTE_BYTES]
         start = self.rank * _NOTE_BYTES
         self._notes[start : start + len(text)] = text
@@ -228,7 +229,7 @@ class Channel:
 
 
 class Message(Pending, ABC):
-    """One collective in flight, cut into chunks; a subclass makes its result of all ranks' rows of each slot.
+    """A collective in flight, divided into chunks. A subclass computes the result from all ranks' rows of each slot.
 
     Args:
         channel: the group's shared memory.
@@ -260,17 +261,17 @@ class Message(Pending, ABC):
         self._taken = 0
 
     def start(self) -> None:
-        """Write as many chunks as there are slots. Waits only for ranks that are ``NUM_SLOTS`` chunks behind."""
+        """Write one chunk into each slot. This waits only for ranks that are ``NUM_SLOTS`` chunks behind."""
         for _ in range(min(NUM_SLOTS, self._num_chunks)):
             self._post_next()
 
     def wait(self) -> Tensor:
-        """The result, when every rank has written its part."""
+        """Wait until every rank has written its part, and return the result."""
         self.finish()
         return self.result
 
     def finish(self) -> None:
-        """Read all ranks' chunks; a second call does nothing."""
+        """Read all ranks' chunks. A second call is a no-op."""
         channel = self._channel
         while self._taken < self._num_chunks:
             slot, number = self._posted[self._taken]
@@ -288,7 +289,7 @@ class Message(Pending, ABC):
         self._posted.append((slot, number))
 
     def _piece(self, flat: Tensor, chunk: int) -> Tensor:
-        """A chunk's part of a row of elements, or of any tensor that is one chunk."""
+        """Return the elements of ``flat`` that belong to a chunk."""
         return flat if self._num_chunks == 1 else flat[chunk * self._per_chunk : (chunk + 1) * self._per_chunk]
 
     def _write(self, chunk: int, slot: int) -> None:
@@ -304,7 +305,7 @@ class Message(Pending, ABC):
 
     @abstractmethod
     def _read(self, chunk: int, slot: int) -> None:
-        """Make this rank's result of all ranks' rows of the slot."""
+        """Compute this rank's part of the result from all ranks' rows of the slot."""
 
     def __str__(self) -> str:
         name, shape, dtype, *rest = self.description
