@@ -62,6 +62,12 @@ def test_public_packages_above_torch_are_imported_without_it():
     run_program("-c", code)
 
 
+def test_data_is_imported_without_models_and_what_they_import():
+    run_program(
+        "-c", "import sys, shardwise.data; assert not {'shardwise.models', 'torch._dynamo'} & sys.modules.keys()"
+    )
+
+
 @pytest.mark.parametrize("command", FUNCTIONS)
 def test_a_function_has_the_flags_of_its_command_with_their_defaults(command):
     name, others = FUNCTIONS[command]

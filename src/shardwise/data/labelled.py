@@ -1,10 +1,12 @@
 """Texts with labels, or with one for each word: from records to what a label is."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +15,10 @@ from shardwise.core.errors import ConfigError, DataError
 from shardwise.data.batch import IGNORE_INDEX
 from shardwise.data.json_records import Record, check_text, counted, digest_of, keys_of, kind_of, text_of
 from shardwise.data.reading import AnyPath, read_records
-from shardwise.models.classification import ProblemType
+
+if TYPE_CHECKING:
+    # Reading data needs no model, and none is imported.
+    from shardwise.models.classification import ProblemType
 
 _MOST_LABELS = 1 << 20
 _SHOWN = 5
