@@ -1,4 +1,4 @@
-"""The trainings, with few steps: it proves parity, trains, measures and says where everything is."""
+"""The demo with few steps: it checks parity, trains, evaluates and prints where its files are."""
 
 from __future__ import annotations
 
