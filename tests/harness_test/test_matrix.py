@@ -27,14 +27,12 @@ def test_every_pair_of_values_is_in_the_cover(first, second, third, fourth, requ
     assert len(covered) < 24
 
 
+@pytest.fixture
+def mark_of_four(request):
+    """Runs in pytest's process, before the ranks do: only the case of four ranks has the mark."""
+    assert (request.node.get_closest_marker("matrix") is not None) == (request.node.callspec.id == "tp4")
+
+
 @pytest.mark.ranks(1, 2, 4)
-def test_four_ranks_are_for_the_matrix_where_there_are_two(group):
+def test_four_ranks_are_for_the_matrix_where_there_are_two(group, mark_of_four):
     assert group.size() in (1, 2, 4)
-
-
-def test_which_numbers_of_ranks_have_the_mark(request):
-    test = "test_four_ranks_are_for_the_matrix_where_there_are_two"
-    items = [item for item in request.session.items if item.name.startswith(test)]
-    assert items
-    for item in items:
-        assert (item.get_closest_marker("matrix") is not None) == (item.callspec.id == "tp4")
