@@ -1,4 +1,4 @@
-"""Layouts: what the values and the gradient of a tensor are on the ranks of a group.
+"""Layouts, which describe a tensor's values and gradient on the ranks of a group.
 
 ========= ===================== ======================
 layout    values on the ranks   gradient on the ranks
@@ -9,8 +9,9 @@ layout    values on the ranks   gradient on the ranks
 ``P``     a partial sum         the same
 ========= ===================== ======================
 
-Tensors carry no layout. A move states the two layouts that it goes between (``moves.reduce.source`` and
-``moves.reduce.target``), a parallel module those of its input and output (``input_layout``, ``output_layout``).
+Tensors do not store a layout. A move declares its source and target layouts (``moves.reduce.source`` and
+``moves.reduce.target``). A parallel module declares the layouts of its input and output (``input_layout`` and
+``output_layout``).
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from typing import Literal
 class Layout:
     """The layout of a tensor over one group; ``I``, ``R``, ``P`` and ``V(dim, sizes)`` make them.
 
-    A layout names no group: a module's layouts are over the module's group, a move's over the group that it is given.
+    A layout does not store its group. A module's layouts refer to the module's group, and a move's layouts refer to the
+    group passed to the move.
 
     Attributes:
         kind: the layout's letter.
-        dim: for V the dimension that is split, counted from the end if negative; None where a move's caller chooses it.
-        sizes: for V every rank's size along ``dim``; None for the balanced rule, or where a move's caller chooses.
+        dim: split dimension of a V layout, counted from the end if negative; None if the move's caller chooses it.
+        sizes: every rank's size along ``dim`` in a V layout; None for the balanced rule, or if the move's caller
+            chooses the sizes.
     """
 
     kind: Literal["I", "R", "V", "P"]

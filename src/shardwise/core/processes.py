@@ -1,7 +1,8 @@
-"""Processes of this machine, their temporary files, and switches in the environment.
+"""Processes of this machine, their temporary files, and switches in environment variables.
 
-A process that is killed leaves its temporary files. The name of each has its process, so that the next process can tell
-files of living processes from those of dead ones. A switch is a variable that is 0 or 1; another value is an error.
+A killed process leaves its temporary files behind. The name of each file identifies its process, so that a later
+process can tell files of running processes from stale files. A switch is an environment variable with the value 0 or 1;
+any other value is an error.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _OWNED = re.compile(r"(?:\..+\.)?shardwise-[a-z]+-([0-9a-f]{8})-(\d+)-(\d+)-.*")
 
 @dataclass(frozen=True)
 class Process:
-    """A process of this machine, told apart from a later one of the same number by when it started."""
+    """A process of this machine, identified by its PID and its start time, since PIDs are reused."""
 
     pid: int
     started: str
 
     @classmethod
     def find(cls, pid: int) -> Process | None:
-        """The process ``pid`` if it runs; None if it is gone, or dead and not yet collected by its parent."""
+        """Return the process ``pid`` if it runs; None if it has exited or is a zombie."""
         try:
             with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
                 fields = file.read().rpartition(")")[2].split()
@@ -42,13 +43,13 @@ class Process:
         return None if fields[0] in "ZX" else cls(pid, fields[19])
 
     def runs(self) -> bool:
-        """True if it has not ended."""
+        """True if the process is still running."""
         return Process.find(self.pid) == self
 
 
 @cache
 def machine() -> str | None:
-    """Eight digits, the same for processes of one boot in one namespace of process numbers; None without /proc."""
+    """Return eight digits that identify the boot and the PID namespace of this process; None without /proc."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
         return hashlib.sha256(f"{_BOOT_ID.read_text().strip()} {namespace}".encode()).hexdigest()[:8]
@@ -57,16 +58,16 @@ def machine() -> str | None:
 
 
 def temporary_prefix(kind: str) -> str:
-    """Prefix of the name of a temporary file or folder of this process; ``kind`` is its purpose, in small letters."""
+    """Return the name prefix of this process's temporary files; ``kind`` is their purpose, in lower-case letters."""
     own = Process.find(os.getpid())
     return f"shardwise-{kind}-" if own is None else f"shardwise-{kind}-{machine()}-{own.pid}-{own.started}-"
 
 
 def clear_leftovers(folders: Iterable[str | os.PathLike[str]] | None = None) -> None:
-    """Remove the files of this user's processes that are gone.
+    """Remove the temporary files of this user's processes that have exited.
 
     Args:
-        folders: folders to look in; those of temporary files and of shared memory if None.
+        folders: folders to search; None means the folders of temporary files and of shared memory.
     """
     for folder in {tempfile.gettempdir(), "/dev/shm"} if folders is None else folders:
         with suppress(OSError):
@@ -94,10 +95,10 @@ _ON_IF_NOT_SET = {SHARED_MEMORY: True, ONEDNN: True, TRITON: True, CUDA_GRAPHS: 
 
 
 def is_on(name: str) -> bool:
-    """True if a switch is 1; its default if the variable is not set, or empty.
+    """True if a switch is 1. An unset or empty variable has the switch's default.
 
     Raises:
-        ConfigError: it is neither 0 nor 1.
+        ConfigError: the value is neither 0 nor 1.
     """
     value = os.environ.get(name, "")
     if value not in ("", "0", "1"):

@@ -1,8 +1,8 @@
-"""Named random streams, which the ranks share or have each of their own.
+"""Named random streams, which are either shared by the ranks or separate on each rank.
 
-A stream is a state of PyTorch's default generators. ``fork(name)`` switches to it for the length of a block, so that
-dropout, for example, draws from that stream inside. The CPU's generator and, once CUDA is in use, the current GPU's are
-switched together, so that no part of a program has to say where it computes.
+A stream is a state of PyTorch's default generators. ``fork(name)`` switches to this state for the duration of a block,
+so that dropout, for example, draws from the stream there. The generators of the CPU and, once CUDA is in use, of the
+current GPU are switched together, so that callers need not specify a device.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
 GLOBAL_STREAM = "global-rng"
 
 Rule = Literal["per_rank", "global"]
-"""Numbers that a shard's dropout draws: the rank's own, or its slice of numbers that belong to the whole tensor."""
+"""Rules of a shard's dropout: each rank draws its own mask, or uses its slice of the whole tensor's mask."""
 
-# From Megatron's rule, so that programs find the numbers they know.
+# The offsets follow Megatron's rule, so that ported programs draw the same numbers.
 _TENSOR_PARALLEL_OFFSET = 2718
 _EXPERT_PARALLEL_OFFSET = 1024
 _EXPERT_STEP = 100
@@ -47,7 +47,7 @@ def _gpu_generator() -> Any:
 
 
 def _seed_gpu(seed: int, graphable: bool) -> None:
-    """Seed the GPU's generator in place; where a graph knows the generator that is in use, a new one."""
+    """Seed the GPU's generator in place, or a new generator if a CUDA graph has registered the current one."""
     if graphable:
         own = _gpu_generator().clone_state()
         own.manual_seed(seed)
@@ -64,8 +64,8 @@ def _live_state(graphable: bool) -> StreamState:
 
 
 def _set_live_state(state: StreamState, graphable: bool) -> None:
-    # A state that is older than the use of CUDA, or was given to `set_states`, may know one device only. The other's
-    # numbers begin where the same seed would have them begin.
+    # A state that was saved before CUDA was in use, or that was passed to `set_states`, may have one device only. The
+    # other device then starts from the same seed.
     if "cpu" in state:
         torch.set_rng_state(state["cpu"])
     if _cuda_is_in_use():
@@ -91,7 +91,7 @@ def _state_of(given: object, graphable: bool) -> StreamState:
 
 
 def _one_of(state: StreamState, graphable: bool) -> Any:
-    """The state on the device that the program computes on, as a generator for streams that a graph captures."""
+    """Return the state on the compute device, as a generator for streams that a CUDA graph captures."""
     value = next(state[kind] for kind in ("cuda", "cpu", "given") if kind in state)
     if "given" in state or isinstance(value, torch.Generator):
         return value
@@ -99,11 +99,12 @@ def _one_of(state: StreamState, graphable: bool) -> Any:
 
 
 def default_state(device: Any = "cuda", *, graphable: bool = False) -> Any:
-    """The state of the default generator of the device that the program computes on.
+    """Return the state of the default generator of the compute device.
 
     Args:
-        device: the GPU, where CUDA is in use.
-        graphable: return a ``torch.Generator``; a GPU's is the generator itself, which goes on as numbers are drawn.
+        device: the GPU, if CUDA is in use.
+        graphable: return a ``torch.Generator``. On a GPU this is the default generator itself, which advances as
+            numbers are drawn.
     """
     with torch.cuda.device(device) if _cuda_is_in_use() else nullcontext():
         return _one_of(_live_state(graphable), graphable)
@@ -113,7 +114,7 @@ def set_default_state(state: Tensor | torch.Generator, device: Any = "cuda") -> 
     """Set the default generator of the state's device to a state of ``default_state``.
 
     Raises:
-        ConfigError: ``state`` is no state.
+        ConfigError: ``state`` is not a generator state.
     """
     ((kind, value),) = _state_of(state, graphable=True).items()
     if kind == "given":
@@ -133,7 +134,7 @@ def set_default_state(state: Tensor | torch.Generator, device: Any = "cuda") -> 
 
 
 def generator_in(state: Tensor) -> torch.Generator:
-    """A generator in the given state, on the state's device."""
+    """Create a generator in the given state, on the state's device."""
     (kind,) = _state_of(state, graphable=False)
     generator = torch.Generator(kind)
     generator.set_state(state)
@@ -149,7 +150,7 @@ class RandomState:
     entered: tuple[str, ...]
     seeds: frozenset[int]
     is_initialized: bool
-    # A generator that a graph knows goes on in place, so that its state is kept apart.
+    # A generator that a CUDA graph has registered advances in place, so a copy of its state is kept separately.
     generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
 
     def parts(self) -> tuple[Tensor, Any, dict[str, Any]]:
@@ -165,8 +166,8 @@ class RandomState:
 class RandomStreams:
     """A set of named streams.
 
-    A stream forked inside itself goes on where it was, and a stream forked inside another is kept apart from it: no
-    number is drawn twice.
+    A stream that is forked inside itself continues where it was. A stream that is forked inside another stream stays
+    independent of it. No number is drawn twice.
 
     Args:
         use_cudagraphable_rng: make streams that a CUDA graph can capture. ``get_states`` returns ``torch.Generator``
@@ -180,21 +181,21 @@ class RandomStreams:
         self.is_inference_rng_tracker = is_inference_rng_tracker
         self._states: dict[str, StreamState] = {}
         self._seeds: set[int] = set()
-        # The streams entered and not yet left, outermost first; the last one is live.
+        # The stack of active streams, outermost first; the last one is in use.
         self._entered: list[str] = []
         self._is_initialized = False
 
     @property
     def rule(self) -> Rule:
-        """The rule of a shard's dropout; see ``shardwise.nn.dropout``."""
+        """Rule of a shard's dropout; see ``shardwise.nn.dropout``."""
         return "global" if GLOBAL_STREAM in self._states else "per_rank"
 
     def is_initialized(self) -> bool:
-        """True if a stream was made, or streams were set, since the last ``reset``."""
+        """True if a stream was added, or streams were set, since the last ``reset``."""
         return self._is_initialized
 
     def reset(self) -> None:
-        """Forget all streams.
+        """Remove all streams.
 
         Raises:
             ConfigError: a stream is in use.
@@ -206,7 +207,7 @@ class RandomStreams:
         self._is_initialized = False
 
     def get_states(self) -> dict[str, Any]:
-        """A copy of every stream's state: that of the GPU's generator if the stream has one, else of the CPU's."""
+        """Return a copy of every stream's state: the GPU generator's state if the stream has one, else the CPU's."""
         if self._entered:
             self._store_live()
         graphable = self.use_cudagraphable_rng
@@ -214,16 +215,16 @@ class RandomStreams:
 
     @property
     def states_(self) -> Mapping[str, Any]:
-        """Megatron's name of ``get_states()``, for reading only."""
+        """Megatron's name for ``get_states()``, read-only."""
         return MappingProxyType(self.get_states())
 
     @property
     def seeds_(self) -> frozenset[int]:
-        """The seeds that ``add`` was given since the last ``reset`` or ``set_states``."""
+        """Seeds passed to ``add`` since the last ``reset`` or ``set_states``."""
         return frozenset(self._seeds)
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Replace every stream by those of ``get_states``.
+        """Replace all streams by states from ``get_states``.
 
         Raises:
             ConfigError: a stream is in use.
@@ -237,10 +238,10 @@ class RandomStreams:
         self._is_initialized = True
 
     def add(self, name: str, seed: int) -> None:
-        """Make a stream, in the state of a default generator that is seeded with ``seed``.
+        """Add a stream in the state of a default generator that is seeded with ``seed``.
 
         Raises:
-            ConfigError: there is one of that name, or of that seed.
+            ConfigError: a stream with this name or this seed exists.
         """
         if self.is_inference_rng_tracker:
             return
@@ -253,7 +254,7 @@ class RandomStreams:
             )
         graphable = self.use_cudagraphable_rng
         before = _live_state(graphable)
-        # Not torch.manual_seed, which would start devices that the program may not use.
+        # torch.manual_seed would initialize devices that the program may not use.
         torch.default_generator.manual_seed(seed)
         if "cuda" in before:
             _seed_gpu(seed, graphable)
@@ -263,9 +264,10 @@ class RandomStreams:
         _set_live_state(before, graphable)
 
     def global_stream(self, layer_number: int | None) -> str:
-        """The name of the "global" rule's stream of one layer, or outside of layers if None; the first call makes it.
+        """Return the name of a layer's stream under the "global" rule, which the first call creates.
 
-        Each layer has another stream, so that its numbers do not depend on the layers that are on its stage.
+        None names the stream outside of layers. Each layer has its own stream, so that its numbers do not depend on the
+        other layers of its pipeline stage.
         """
         if layer_number is None or GLOBAL_STREAM not in self._states or self.is_inference_rng_tracker:
             return GLOBAL_STREAM
@@ -280,12 +282,12 @@ class RandomStreams:
     def fork(self, name: str = TENSOR_PARALLEL_STREAM) -> Iterator[None]:
         """Draw from stream ``name`` inside the block.
 
-        Where CUDA is in use, a UserWarning says that the block drew from the CPU's generator: such numbers are the
-        stream's too, but a program for GPUs that draws them computes something on the wrong device.
+        If CUDA is in use and the block draws from the CPU's generator, ``fork`` issues a UserWarning. The CPU's numbers
+        belong to the stream as well, but a GPU program that draws them computes something on the wrong device.
 
         Raises:
-            TopologyError: there is no stream of that name.
-            ConfigError: the stream was given to ``set_states`` as something that is no generator's state.
+            TopologyError: there is no stream with this name.
+            ConfigError: ``set_states`` received a value for the stream that is not a generator state.
         """
         if self.is_inference_rng_tracker:
             yield
@@ -324,8 +326,8 @@ class RandomStreams:
             )
 
     def snapshot(self) -> RandomState:
-        """The state of the default generators and of all streams, on every device, and which streams are in use."""
-        # States are replaced and never written to, so that a shallow copy is enough.
+        """Save the state of the default generators and of all streams, on every device, and the stack of streams."""
+        # States are replaced and never modified, so a shallow copy is enough.
         live, states = _live_state(self.use_cudagraphable_rng), dict(self._states)
         generators = [state["cuda"] for state in (live, *states.values()) if "cuda" in state]
         return RandomState(
@@ -338,7 +340,7 @@ class RandomStreams:
         )
 
     def restore(self, state: RandomState) -> None:
-        """Go back to ``snapshot``'s state."""
+        """Restore a state saved by ``snapshot``."""
         self._states = dict(state.states)
         self._entered = list(state.entered)
         self._seeds = set(state.seeds)
@@ -358,7 +360,7 @@ class RandomStreams:
 @dataclass
 class _Ambient:
     streams: RandomStreams
-    # A program has said which kind of streams it wants.
+    # True once the program has chosen a kind of streams.
     chosen: bool = False
 
 
@@ -366,19 +368,19 @@ _AMBIENT = _Ambient(RandomStreams())
 
 
 def streams() -> RandomStreams:
-    """The ambient streams."""
+    """Return the ambient streams."""
     return _AMBIENT.streams
 
 
 def streams_are_chosen() -> bool:
-    """True if a program has said which kind of ambient streams it wants, or made one."""
+    """True if the program has chosen a kind of ambient streams, or added a stream."""
     return _AMBIENT.chosen or streams().is_initialized()
 
 
 def choose_streams(
     *, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False, force_reset: bool = False
 ) -> None:
-    """Make ambient ``RandomStreams`` of a kind, unless a program has chosen one before; with ``force_reset`` always."""
+    """Create the ambient ``RandomStreams``, unless the program has chosen them before; ``force_reset`` always does."""
     held = _AMBIENT.streams
     wanted = (use_cudagraphable_rng, is_inference_rng_tracker)
     is_another_kind = wanted != (held.use_cudagraphable_rng, held.is_inference_rng_tracker)
@@ -388,15 +390,16 @@ def choose_streams(
 
 
 def _mixed_seed(*values: object) -> int:
-    """A seed of 62 bits that is no sum of small numbers."""
+    """Mix numbers into a seed of 62 bits that does not collide with sums of small numbers."""
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "big") >> 2
 
 
 def expert_seed(seed: int, ep_rank: int, etp_rank: int) -> int:
-    """The expert stream's seed: ``seed + 1024 + 100 * ep_rank + etp_rank``, unless another rank may have that one.
+    """Return the expert stream's seed, ``seed + 1024 + 100 * ep_rank + etp_rank`` unless it can collide.
 
-    From offset 2718 on the sum runs into the tensor-parallel streams' seeds (rank 6 there has that of expert rank 17),
-    and from 100 ranks that share an expert on into the next expert's. Those seeds are mixed from all the values.
+    From offset 2718 on the sum collides with seeds of tensor-parallel streams (rank 6 has the seed of expert rank 17).
+    With 100 or more ranks per expert it collides with the seeds of the next expert. In these cases all the values are
+    hashed into a seed.
     """
     offset = _EXPERT_PARALLEL_OFFSET + _EXPERT_STEP * ep_rank + etp_rank
     if offset < _TENSOR_PARALLEL_OFFSET and etp_rank < _EXPERT_STEP:
@@ -407,7 +410,7 @@ def expert_seed(seed: int, ep_rank: int, etp_rank: int) -> int:
 def seed_streams(
     seed: int, tp_rank: int, *, ep_rank: int = 0, etp_rank: int | None = None, rng: Rule = "per_rank"
 ) -> None:
-    """Make the ambient streams anew; the default generators are left alone.
+    """Recreate the ambient streams, without changing the default generators.
 
     Args:
         seed: the data-parallel stream's seed, the same on every rank of a tensor-parallel group; the tensor-parallel
@@ -415,11 +418,11 @@ def seed_streams(
         tp_rank: this rank in its tensor-parallel group.
         ep_rank: this rank in its expert-parallel group.
         etp_rank: this rank in its expert-tensor group; ``tp_rank`` if None.
-        rng: "global" adds a stream that is the same on every rank of a tensor-parallel group; with it
+        rng: "global" adds a stream that is the same on every rank of a tensor-parallel group, from which
             ``shardwise.nn.dropout`` draws the same mask at every number of ranks.
 
     Raises:
-        ConfigError: ``rng`` is neither; a stream is in use.
+        ConfigError: ``rng`` is not a known rule, or a stream is in use.
     """
     if rng not in ("per_rank", "global"):
         raise ConfigError(f"rng is {rng!r}; it must be 'per_rank' or 'global'")

@@ -1,4 +1,4 @@
-"""The positions of each sample that this rank holds."""
+"""The sequence positions that this rank holds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardwise.core.sharding import Interval, balanced_sizes, intervals_of_sizes
 
 @dataclass(frozen=True)
 class SequenceView:
-    """The positions of a batch's sequences that this rank holds: all, or its shard by the balanced rule.
+    """The sequence positions of a batch that this rank holds: all positions, or its shard by the balanced rule.
 
-    A model makes one in each forward; everything that depends on the sequence's length or its split reads it. A shard
-    alone does not tell the length where the ranks do not divide it.
+    A model creates a view in each forward, and every module that depends on the sequence's length or split reads it.
+    The size of a shard does not determine the length if the number of ranks does not divide it.
 
     Attributes:
         length: number of positions of the whole sequence, ``s``.
-        group: the ranks that split it, with sequence parallelism; None where every rank holds all of it.
+        group: the ranks that split the sequence, with sequence parallelism; None if every rank holds all positions.
 
     Raises:
         ShardingError: a negative length.
@@ -35,7 +35,7 @@ class SequenceView:
 
     @classmethod
     def of(cls, shard: Tensor, group: ProcessGroup | None) -> SequenceView:
-        """The view of a tensor ``[s/t, ...]``, if every rank of ``group`` holds as many positions."""
+        """Create the view of a tensor ``[s/t, ...]``, for ranks that all hold the same number of positions."""
         return cls(shard.size(0) * (1 if group is None else group.size()), group)
 
     @property
@@ -45,7 +45,7 @@ class SequenceView:
 
     @property
     def interval(self) -> Interval:
-        """First position that this rank holds, and the one after its last."""
+        """This rank's positions as ``(start, stop)``, ``stop`` excluded."""
         return intervals_of_sizes(self.sizes)[0 if self.group is None else self.group.rank()]
 
     @property
@@ -55,10 +55,10 @@ class SequenceView:
         return stop - start
 
     def sizes_to_gather(self, shard: Tensor) -> tuple[int, ...] | None:
-        """The sizes for a gather of ``shard``, ``[s/t, ...]``: ``sizes``, or None where all are equal.
+        """Return the sizes for a gather of ``shard``, ``[s/t, ...]``; None if all ranks have the same size.
 
         Raises:
-            ShardingError: no group splits the sequence, or the shard is not of its rank's size.
+            ShardingError: no group splits the sequence, or the shard does not have its rank's size.
         """
         if self.group is None:
             raise ShardingError(

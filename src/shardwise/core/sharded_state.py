@@ -1,4 +1,4 @@
-"""The sharded state of any module: this rank's part of each parameter and its place in the whole; and the whole."""
+"""The sharded state of any module, and the assembly of whole parameters from the ranks' parts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,17 +20,18 @@ def sharded_state_dict(
     *,
     group: ProcessGroup,
 ) -> dict[str, ParamShard]:
-    """This rank's part of every parameter and persistent buffer of ``module``, by name, for a checkpoint.
+    """Return this rank's part of every parameter and persistent buffer of ``module``, by name, for a checkpoint.
 
-    A module that has a ``sharded_state_dict``, such as a tensor-parallel layer, answers for itself and its submodules.
-    Every rank of the group holds all else whole. A tied parameter comes once, under its first name.
+    A module with a ``sharded_state_dict`` method, such as a tensor-parallel layer, provides the entries of itself and
+    its submodules. All other tensors are replicated on the ranks of the group. A tied parameter appears once, under
+    its first name.
 
     Args:
         module: any module.
         prefix: prefix of each name.
         sharded_offsets: ``(axis, index, count)`` of leading axes that stack this module with others of one name.
-        metadata: argument of modules that answer for themselves. Its ``dp_cp_group`` has the ranks that hold the same,
-            of which the first writes; without it the planner of a checkpoint spreads the work.
+        metadata: passed to the modules' own ``sharded_state_dict``. Its ``dp_cp_group`` has the ranks that hold the
+            same values, and its first rank writes them. Without it the planner of a checkpoint distributes the writes.
         group: tensor-parallel group.
 
     Returns:
@@ -54,14 +55,14 @@ def state_of_parts(
     *,
     group: ProcessGroup,
 ) -> dict[str, ParamShard]:
-    """``sharded_state_dict`` without asking ``module`` itself: its own tensors, and its children's answers.
+    """The default ``sharded_state_dict``: the module's own tensors and the results of its children.
 
-    For a module whose ``sharded_state_dict`` changes the result.
+    A module that overrides ``sharded_state_dict`` calls this function and changes the result.
     """
     entries: dict[str, ParamShard] = {}
     stated: dict[str, Replicas] = getattr(module, "param_replicas", {})
     for name, tensor in module.state_dict(keep_vars=True).items():
-        # The names of a child's tensors have a dot.
+        # Only the names of a child's tensors contain a dot.
         if "." not in name and isinstance(tensor, Tensor):
             layout = ParamLayout.replicated(tensor.shape, group.size())
             offsets, replicas = tuple(sharded_offsets), stated.get(name, Replicas())
@@ -74,17 +75,17 @@ def state_of_parts(
 
 
 def _each_tensor_once(entries: dict[str, ParamShard]) -> dict[str, ParamShard]:
-    """The entries without those that share a tensor with one before them."""
+    """Drop the entries that share a tensor with an earlier entry."""
     first = {id(shard.data): name for name, shard in reversed(entries.items())}
     return {name: shard for name, shard in entries.items() if first[id(shard.data)] == name}
 
 
 @torch.no_grad()
 def gather_parameter(local: Tensor, layout: ParamLayout, *, group: ProcessGroup) -> Tensor:
-    """The whole parameter, on every rank.
+    """Assemble the whole parameter on every rank.
 
-    Collective, also over the data-parallel ranks of a fully sharded model. Takes the memory of the whole and of one
-    part on every rank, so it is not for models that need the ranks' memory together.
+    Collective, also over the data-parallel ranks of a fully sharded model. Every rank needs memory for the whole
+    parameter and one part, so this function does not suit models that only fit into the memory of all ranks together.
 
     Args:
         local: this rank's part, or a tensor of its shape such as its gradient; not modified.

@@ -1,12 +1,12 @@
 """Shared memory as a transport between CPU ranks of one machine.
 
-gloo sends even between two processes of one machine through sockets and its own threads: a small collective takes
-hundreds of microseconds, most of them waiting for a thread to wake. Here every rank copies its part into a slot of
-shared memory, raises a flag, waits for the flags of the others and reads their slots (``channel``). The ranks of a
-group find out together whether they can (``channel_of``).
+Even between two processes of one machine, gloo uses sockets and its own threads. A small collective takes hundreds of
+microseconds, mostly spent waiting for a thread to wake. With this transport every rank copies its part into a slot of
+shared memory, sets a flag, waits for the other ranks' flags and reads their slots (``channel``). The ranks of a group
+decide together whether they can share memory (``channel_of``).
 
-Sums are taken in rank order from the same slots by every rank that wants them, so that all have the same bits; those of
-more than two bf16 or fp16 values in fp32, rounded once.
+Every rank that needs a sum computes it from the same slots in rank order, so that all ranks get the same bits. Sums of
+more than two bf16 or fp16 values are computed in fp32 and rounded once.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def _add(parts: Sequence[Tensor], stacked: Tensor, out: Tensor) -> None:
 
 
 class AllReduce(Message):
-    """The sum, or the maximum, of every rank's tensor, into ``result``: contiguous, and maybe ``tensor`` itself."""
+    """All-reduce by sum or maximum into ``result``, which is contiguous and may be ``tensor`` itself."""
 
     __slots__ = ("_maximum",)
 
@@ -76,7 +76,7 @@ class AllReduce(Message):
 
 
 class AllGather(Message):
-    """Every rank's shard, concatenated along ``dim``, into ``out`` if there is one, which is contiguous."""
+    """All-gather along ``dim``, into the contiguous buffer ``out`` if it is given."""
 
     __slots__ = ("_dim", "_out", "_parts", "_shapes", "_tensor")
 
@@ -115,7 +115,7 @@ class AllGather(Message):
             self._join([channel.rows(slot, dtype, shape)[rank] for rank, shape in enumerate(self._shapes)])
             return
         for rank, part in enumerate(self._parts):
-            # This rank's own part may be in place.
+            # This rank's own part may already be in the output buffer.
             if part.data_ptr() != self._tensor.data_ptr():
                 piece = self._piece(part.view(-1), chunk)
                 piece.copy_(channel.rows(slot, dtype, piece.shape)[rank])
@@ -128,10 +128,10 @@ class AllGather(Message):
 
 
 class ReduceScatter(Message):
-    """This rank's shard, along ``dim``, of the sum of every rank's tensor.
+    """Reduce-scatter by sum along ``dim``.
 
-    If it ``overwrites``, the result is this rank's part of ``tensor``, which is contiguous and split along its first
-    dimension: a chunk is overwritten after it was put into a slot.
+    With ``overwrites`` the result is this rank's part of ``tensor``, which is contiguous and split along its first
+    dimension. Each chunk is overwritten after it was written to a slot.
     """
 
     __slots__ = ("_dim", "_own", "_start", "_tensor")
@@ -171,10 +171,10 @@ class ReduceScatter(Message):
 
 
 class AllToAll(Message):
-    """The rows that every rank has for this one, in rank order.
+    """All-to-all: this rank receives its rows from every rank, in rank order.
 
-    Ranks tell each other first how many rows they send and expect: one message of a few numbers, so that a disagreement
-    is the same DesyncError on all of them.
+    The ranks first exchange the numbers of rows that they send and expect, in one small message. If the numbers
+    disagree, all ranks raise the same DesyncError.
     """
 
     __slots__ = ("_parts",)
@@ -206,7 +206,7 @@ class AllToAll(Message):
 
 
 class Shift(Message):
-    """The rows of the rank ``step`` places back in the ring, into ``out`` if there is one; both are contiguous."""
+    """Ring shift: receive the rows of the rank ``step`` places back, into ``out`` if given; both are contiguous."""
 
     __slots__ = ("_source",)
 
@@ -235,10 +235,10 @@ CARRIED = {
     "all_to_all": MOVABLE,
     "shift": MOVABLE,
 }
-"""The dtypes that each operation takes."""
+"""The dtypes that each operation supports."""
 
 REDUCTIONS = (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
-"""The reductions of an all-reduce."""
+"""The reductions that an all-reduce supports."""
 
 
 class SharedMemory(Channel):
@@ -282,7 +282,7 @@ class SharedMemory(Channel):
 
 
 def why_not_here() -> str | None:
-    """Why this process cannot communicate through shared memory; None if it can."""
+    """Return why this process cannot use shared memory; None if it can."""
     if not processes.is_on(SWITCH):
         return f"{SWITCH}=0"
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -293,13 +293,13 @@ def why_not_here() -> str | None:
 
 
 def channel_of(group: ProcessGroup) -> SharedMemory | None:
-    """The group's channel, or None if its ranks do not share memory. The first call of a group is collective.
+    """Return the group's channel, or None if its ranks do not share memory. The first call of a group is collective.
 
-    A channel is opened for a gloo group of 2 to 8 ranks on one machine, if each of them can map the same memory.
+    A channel is opened for a gloo group of 2 to 8 ranks on one machine, if all of them can map the same memory.
     """
     context = context_of(group)
     if not context.has_tried_to_share:
-        # Modes that watch or record operators are not for the set-up.
+        # Dispatch modes that intercept operators must not see the set-up.
         with _disable_current_modes(), accounting.uncounted(), torch.inference_mode(False):
             context.channel = _open(group)
         context.has_tried_to_share = True
@@ -328,7 +328,7 @@ def _open(group: ProcessGroup) -> SharedMemory | None:
         if not all(gather_objects(memory is not None, _WHAT, group=group)):
             return None
     assert memory is not None
-    # All ranks have read the token before any flag is written in its place.
+    # All ranks have read the token before a flag overwrites it.
     if rank == 0:
         memory[: len(token)].zero_()
     gather_objects(True, _WHAT, group=group)
@@ -337,12 +337,12 @@ def _open(group: ProcessGroup) -> SharedMemory | None:
 
 
 def _where_and_who() -> tuple[str | None, Process | None]:
-    """The machine, as this process sees it, and the process."""
+    """Identify the machine, as this process sees it, and the process."""
     return machine(), Process.find(os.getpid())
 
 
 def _attempt(function: Callable[[], T]) -> T | None:
-    """``function()``, or None where the machine refuses: then gloo does the work."""
+    """Return ``function()``, or None if the operating system refuses the request; gloo is then used instead."""
     try:
         return function()
     except (OSError, RuntimeError, ValueError):
@@ -351,12 +351,12 @@ def _attempt(function: Callable[[], T]) -> T | None:
 
 @contextlib.contextmanager
 def _reserved_file(num_bytes: int, token: bytes) -> Any:
-    """The path of a file of that size whose memory is reserved, removed at the end of the block."""
+    """Create a file of the given size with reserved memory, yield its path, and remove it after the block."""
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
     descriptor, path = tempfile.mkstemp(prefix=temporary_prefix("memory"), dir=folder)
     try:
         try:
-            # A sparse file on a full disk would end the program at the first touch.
+            # Writing to a sparse file on a full disk would kill the process with SIGBUS.
             os.posix_fallocate(descriptor, 0, num_bytes)
             os.write(descriptor, token)
         finally:

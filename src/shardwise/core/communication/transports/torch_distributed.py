@@ -1,10 +1,10 @@
-"""Collectives of PyTorch's backends: gloo, NCCL and any other that a group was made with.
+"""Collectives of PyTorch's backends: gloo, NCCL or any other backend of the group.
 
-``collectives`` has checked dimensions and sizes before. Differences between PyTorch's releases and between backends are
-settled here. Shards of different sizes are gathered padded to the largest one, since gloo refuses an all-gather of
-uneven sizes; by the balanced rule that is at most one row per rank.
+``collectives`` checks dimensions and sizes before it calls this file. This file handles the differences between
+PyTorch's releases and between backends. Shards of different sizes are padded to the largest size for an all-gather,
+because gloo does not support uneven sizes. With the balanced rule the padding is at most one row per rank.
 
-The module is one transport; ``Traced`` is the other, which ``torch.compile`` can trace.
+The module itself is one transport. ``Traced`` is a second transport, which ``torch.compile`` can trace.
 """
 
 import datetime
@@ -28,12 +28,12 @@ from shardwise.core.errors import DesyncError
 _all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# From this many bytes of all shards together gloo gathers them by messages between two ranks.
+# If all shards together have at least this many bytes, gloo gathers them by point-to-point messages.
 _BYTES_TO_SEND_DIRECTLY = 1 << 20
 
 
 class Work:
-    """A backend's work whose failure names the call; ``peer`` is the rank in the group that a message waits for."""
+    """Wraps a backend's work so that its error names the call. ``peer`` is the group rank of a message's other side."""
 
     __slots__ = ("_device", "_dtype", "_group", "_name", "_peer", "_shape", "_work")
 
@@ -50,7 +50,7 @@ class Work:
         missing = None if self._peer is None else self._awaited
         with Wait(self._name, self._group, (self._shape, self._dtype), missing) as wait:
             try:
-                # gloo's own limit does not end every kind of disagreement.
+                # gloo's own timeout does not cover every kind of disagreement.
                 limit = _limit_of_waiting(self._group, self._device)
                 self._work.wait() if limit is None else self._work.wait(limit)
             except RuntimeError as error:
@@ -67,7 +67,7 @@ class Work:
 
 
 def _limit_of_waiting(group: ProcessGroup, device: torch.device) -> datetime.timedelta | None:
-    """The time limit of gloo's work; None where the stream waits and not the host."""
+    """Return the timeout of gloo's work; None if the stream waits instead of the host."""
     limits = context_of(group).time_limits
     if device.type not in limits:
         limits[device.type] = time_limit(group, device) if is_gloo(group, device) else None
@@ -79,7 +79,7 @@ def _is_even(sizes: Sequence[int]) -> bool:
 
 
 def _validate(name: str, tensor: Tensor, group: ProcessGroup, *settings: object, but_dim: int | None = None) -> None:
-    """Compare the call between the ranks, in a group that validates."""
+    """Compare the call between the ranks if the group validates calls."""
     if not context_of(group).validates:
         return
     shape = [size if dim != but_dim else "any" for dim, size in enumerate(tensor.shape)]
@@ -117,7 +117,7 @@ def all_gather(
     shard = tensor.contiguous() if even else _padded(tensor, dim, max(sizes))
     is_result = dim == 0 and even
     gathered = out if is_result and out is not None else shard.new_empty((t * shard.size(0), *shard.shape[1:]))
-    # Counted without the padding.
+    # The padding is not counted.
     with accounting.as_one("all_gather", tensor):
         work = _all_gather_into(gathered, shard, group=group, async_op=True)
     return Pending(
@@ -126,9 +126,9 @@ def all_gather(
 
 
 def _send_to_all(tensor: Tensor, group: ProcessGroup, sizes: Sequence[int], out: Tensor | None) -> Pending:
-    """All-gather along the first dimension by messages, each rank's shard to every other, into its place.
+    """All-gather along the first dimension by point-to-point messages, received directly into the result.
 
-    gloo's own all-gather takes three times as long for large shards, and pads those of different sizes.
+    gloo's own all-gather takes three times as long for large shards, and needs padding for shards of different sizes.
     """
     rank, shard = group.rank(), tensor.detach().contiguous()
     result = shard.new_empty((sum(sizes), *shard.shape[1:])) if out is None else out
@@ -158,7 +158,7 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
 def _join_gathered(
     gathered: Tensor, shard_shape: Sequence[int], dim: int, sizes: Sequence[int], out: Tensor | None = None
 ) -> Tensor:
-    """Shards that the backend stacked along the first dimension, as one tensor along ``dim``, without the padding."""
+    """Concatenate shards that the backend stacked along the first dimension along ``dim``, without the padding."""
     if dim == 0 and _is_even(sizes):
         return gathered
     stacked = gathered.view(len(sizes), *shard_shape).unbind(0)
@@ -189,7 +189,7 @@ def reduce_scatter(
         work = _reduce_scatter_into(result, packed.flatten(0, 1), group=group, async_op=True)
 
     def finish() -> Tensor:
-        # No view: ``moves`` returns it from an autograd function, and programs may write to it in place.
+        # Not a view, because ``moves`` returns it from an autograd function and callers may write to it in place.
         return result.narrow(dim, 0, own).contiguous().detach()
 
     return Pending(Work(work, "reduce_scatter", tensor, group), finish, packed)
@@ -200,7 +200,7 @@ def _exchange_and_sum(
 ) -> Pending:
     """Reduce-scatter as an all-to-all and a local sum, in rank order.
 
-    gloo's own reduce-scatter costs as much as its all-reduce; this takes half the time, and needs no padding.
+    gloo's own reduce-scatter costs as much as its all-reduce. This function takes half the time and needs no padding.
     """
     packed, received_sizes, sent_sizes = _packed_by_rank(tensor, group.rank(), dim, sizes)
     received = packed.new_empty(sum(received_sizes))
@@ -216,7 +216,7 @@ def _exchange_and_sum(
 
 
 def _packed_by_rank(tensor: Tensor, rank: int, dim: int, sizes: Sequence[int]) -> tuple[Tensor, list[int], list[int]]:
-    """The parts for each rank in one row, and the numbers of elements that ``rank`` receives from and sends to each."""
+    """Pack the parts for all ranks into one row; also return the element counts that ``rank`` receives and sends."""
     if dim == 0:
         packed = tensor.contiguous().view(-1)
     else:
@@ -227,7 +227,7 @@ def _packed_by_rank(tensor: Tensor, rank: int, dim: int, sizes: Sequence[int]) -
 
 def all_to_all(tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> Pending:
     """As in ``Transport``."""
-    # The numbers of rows may differ; they are compared below.
+    # The numbers of rows may differ between the ranks; they are compared below.
     _validate("all_to_all", tensor, group, but_dim=0)
     if context_of(group).validates:
         with accounting.uncounted():
@@ -249,7 +249,7 @@ def shift(tensor: Tensor, group: ProcessGroup, step: int, counts: Sequence[int],
 
 
 def _shifted_sizes(group: ProcessGroup, step: int, counts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Rows that this rank sends to and receives from each, where every rank sends its ``counts`` on by ``step``."""
+    """Return the rows that this rank sends to and receives from each rank in a shift of ``counts`` by ``step``."""
     t, rank = group.size(), group.rank()
     sent, received = [0] * t, [0] * t
     sent[(rank + step) % t] = counts[rank]
@@ -258,9 +258,9 @@ def _shifted_sizes(group: ProcessGroup, step: int, counts: Sequence[int]) -> tup
 
 
 def broadcast_(tensor: Tensor, group: ProcessGroup, group_src: int) -> Tensor:
-    """Overwrite ``tensor`` with the source's. No other transport broadcasts: it happens at set-up."""
+    """Overwrite ``tensor`` with the source rank's values. Only this transport broadcasts, because only set-up does."""
     _validate("broadcast", tensor, group, group_src)
-    # Memory travels, in the order of each rank's strides.
+    # A broadcast copies memory in the order of each rank's strides.
     packed = tensor.contiguous()
     work = dist.broadcast(packed, group=group, group_src=group_src, async_op=True)
     Work(work, "broadcast", tensor, group).wait()
@@ -273,10 +273,10 @@ _operators = torch.ops._c10d_functional
 
 
 class Traced:
-    """Collectives that a compiler can trace: functional ones, waited for where their result is first wanted.
+    """Collectives that ``torch.compile`` can trace: functional collectives, whose wait comes before the first use.
 
-    ``torch.compile`` refuses ``async_op=True``. These are launched by one operator and waited for by another, so that
-    compiled code overlaps as eager code does. The compiler plans memory.
+    ``torch.compile`` does not support ``async_op=True``. A functional collective has one operator for the launch and
+    one for the wait, so that compiled code overlaps in the same way as eager code. The compiler plans memory.
     """
 
     @staticmethod

@@ -11,7 +11,7 @@ from shardwise.core.errors import DesyncError
 
 
 class Pending:
-    """A collective in flight; ``wait()`` returns its result. The tensors that it reads are kept alive until then."""
+    """A collective in flight; ``wait()`` returns its result. The handle keeps the input tensors alive until then."""
 
     __slots__ = ("_finish", "_kept", "_work")
 
@@ -21,22 +21,23 @@ class Pending:
         self._kept = kept
 
     def wait(self) -> Tensor:
-        """Wait for the result and return it; call once."""
+        """Wait for the result and return it. Call this once."""
         if self._work is not None:
             self._work.wait()
         return self._finish()
 
 
 class Transport(Protocol):
-    """A way for tensors to travel between the ranks of a group; a module or an object.
+    """The interface that carries tensors between the ranks of a group; a module or an object implements it.
 
-    ``collectives`` has checked dimensions and sizes before, and there is more than one rank. Each call starts a
-    collective, modifies no argument but those that it may, records it in ``accounting`` if PyTorch's dispatcher does
-    not see it, and announces its waits (``Wait``). Ranks that make different calls get a DesyncError where possible.
+    ``collectives`` checks dimensions and sizes before each call, and handles groups of one rank itself. Each call
+    starts a collective, overwrites an argument only if the caller allows it, records the collective in ``accounting``
+    if PyTorch's dispatcher does not see it, and registers its waits (``Wait``). If ranks make different calls, they
+    raise a DesyncError where the transport can detect it.
     """
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool) -> Pending:
-        """Start an all-reduce by a ``ReduceOp``, into ``tensor``'s own memory if it may be overwritten."""
+        """Start an all-reduce by a ``ReduceOp``, in place if ``may_overwrite``."""
 
     def all_gather(
         self,
@@ -46,14 +47,14 @@ class Transport(Protocol):
         sizes: Sequence[int],
         buffer: GlobalMemoryBuffer | Tensor | None,
     ) -> Pending:
-        """Start an all-gather of shards with ``sizes`` along ``dim``, into ``buffer`` if there is one."""
+        """Start an all-gather of shards with ``sizes`` along ``dim``, into ``buffer`` if given."""
 
     def reduce_scatter(
         self, tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], may_overwrite: bool
     ) -> Pending:
         """Start a reduce-scatter into shards with ``sizes`` along ``dim``.
 
-        If ``tensor`` may be overwritten, it is contiguous, ``dim`` is 0, and the result is this rank's part of it.
+        With ``may_overwrite`` the tensor is contiguous, ``dim`` is 0, and the result is this rank's part of ``tensor``.
         """
 
     def all_to_all(
@@ -64,19 +65,19 @@ class Transport(Protocol):
     def shift(
         self, tensor: Tensor, group: ProcessGroup, step: int, counts: Sequence[int], out: Tensor | None
     ) -> Pending:
-        """Start sending rows to the rank ``step`` places on in the ring, and receiving from the one as far back.
+        """Start a ring shift: send rows to the rank ``step`` places ahead and receive from the rank ``step`` back.
 
-        ``counts`` has the number of rows of every rank. ``tensor`` is contiguous; received rows go into ``out``, if
-        there is one, which is contiguous too.
+        ``counts`` has the number of rows of every rank. ``tensor`` is contiguous. The received rows are written to
+        ``out`` if it is given, which is contiguous as well.
         """
 
 
 def check_exchange(sent: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> None:
-    """Raise DesyncError unless every rank sends what every other expects.
+    """Raise DesyncError unless the sent row counts match the expected row counts for every pair of ranks.
 
     Args:
-        sent: for each rank, the rows that it sends to each.
-        expected: for each rank, the rows that it expects from each.
+        sent: for each rank, the number of rows that it sends to every rank.
+        expected: for each rank, the number of rows that it expects from every rank.
     """
     for source, to in enumerate(sent):
         for target, rows in enumerate(to):
