@@ -100,6 +100,7 @@ def test_what_is_kept_in_fp32_and_what_is_computed_in_16_bits(group, tmp_path, d
     kept = half if dtype == "pure-bfloat16" else torch.float32
     assert {param.dtype for param in trainer.model.parameters()} == {kept}
     assert {shard.data.dtype for shard in state_of(trainer).values()} == {kept}
+    assert len(generate(trainer.model.eval(), [3, 5], max_new_tokens=3, sampling=Sampling(temperature=0.0))) == 3
 
 
 @pytest.mark.ranks(2)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.sharding.balanced import is_sharded
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer.heads import split_heads
 from shardwise.models.transformer.inference_block import InferenceBlock
@@ -73,7 +74,8 @@ class PreallocatedCache:
             head_dim,
             batch_size=batch_size,
             capacity=capacity,
-            dtype=weight.dtype,
+            # Rows that ranks share out may be in fp32, and are gathered in the dtype that layers compute in.
+            dtype=model.config.params_dtype if is_sharded(weight) else weight.dtype,
             device=weight.device,
         )
 
