@@ -295,6 +295,7 @@ class RotaryEmbedding(FixedTensors):
         return cos.to(dtype), sin.to(dtype)
 
     def is_outgrown_at(self, length: int) -> bool:
+        """True if the scaling, if there is one, changes at this length; see ``RotaryScaling.is_outgrown_at``."""
         return self._scaling is not None and self._scaling.is_outgrown_at(length)
 
     def tables(
