@@ -1,11 +1,12 @@
-"""Tasks of a run: text, chats, preferences, labels, a teacher; and the choice of one by the settings."""
+"""Tasks of a run (text, chats, preferences, labels, distillation), and the choice of one by the settings."""
 
 from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings, RunSettings, Settings
 from shardwise.run.tasks.task import Method, Task
 
 
 def task_of(settings: RunSettings) -> Task:
-    """The task of a run. Modules of the others are not imported. Raises as its source and its method."""
+    """Return the task for the settings. Modules of other tasks are not imported. Raises as its source and its
+    method."""
     if not isinstance(settings, FinetuneSettings):
         from shardwise.run.tasks.texts import NewModel, NewTexts
 

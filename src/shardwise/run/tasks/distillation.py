@@ -1,4 +1,4 @@
-"""Distillation: a model learns from the predictions of another, larger one."""
+"""Distillation: train a model on the predictions of a larger teacher."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,16 +25,16 @@ from shardwise.training.objective import CrossEntropy, Objective
 
 @dataclass(frozen=True)
 class DistillationObjective(Objective):
-    """``alpha T² KL + (1 - alpha) CE`` of each token that counts (Hinton et al. 2015, arXiv:1503.02531).
+    """Loss ``alpha T² KL + (1 - alpha) CE`` of each trained token (Hinton et al. 2015, arXiv:1503.02531).
 
-    No rank has the logits of another: the two models' are split alike.
+    Student and teacher split the vocabulary in the same way; logits are never gathered.
 
     Attributes:
-        settings: of the loss.
-        teacher: in evaluation mode, without gradients.
+        settings: settings of the loss.
+        teacher: teacher model, in evaluation mode and without gradients.
         group: the ranks that split both vocabularies.
-        vocab_size: the student's, as both models are split.
-        num_shared: the first so many ids, which both models know; the divergence is of the distributions over these.
+        vocab_size: vocabulary size of the student, by which both models are split.
+        num_shared: number of leading ids that both models have; the divergence is taken over these ids.
     """
 
     settings: TeacherSettings
@@ -47,15 +47,15 @@ class DistillationObjective(Objective):
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the teacher does."""
+        """True if the teacher's output depends on the length."""
         return self.teacher.depends_on_length
 
     def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
-        """The arguments without labels: the student returns logits."""
+        """The model's arguments without labels, so that the student returns logits."""
         return super().inputs(batch) | {"labels": None}
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
-        """Sums over labels that count. The divergence is reported without ``T²``."""
+        """Sums over trained labels. The divergence is reported without ``T²``."""
         settings, labels = self.settings, batch.labels.t().contiguous()
         with torch.no_grad():
             taught: Tensor = self.teacher(**self.inputs(batch))
@@ -76,23 +76,23 @@ class DistillationObjective(Objective):
 
     @property
     def of_evaluation(self) -> Objective:
-        """The cross entropy of the student."""
+        """Evaluate by the cross entropy of the student."""
         return CrossEntropy()
 
     def reported(self, means: Sequence[float], bits_per_nat: float) -> dict[str, float]:
-        """Both parts of the loss, and the cross entropy in bits per byte."""
+        """Report both terms of the loss, and the cross entropy in bits per byte."""
         return super().reported(means, bits_per_nat) | {"bits_per_byte": means[1] * bits_per_nat}
 
 
 class Teacher(Examples):
-    """A pretrained model learns from the predictions of another one.
+    """Train a pretrained model on the predictions of a teacher.
 
     Args:
-        source: the student, which is not built yet.
+        source: source of the student, which is not built yet.
 
     Raises:
-        ConfigError: a teacher that is no causal model, of another tokenizer or of shorter sequences.
-        CheckpointError: files that are missing or damaged.
+        ConfigError: the teacher is no causal model, has another tokenizer or reads only shorter sequences.
+        CheckpointError: a file is missing or damaged.
         DataError: the teacher's folder has no tokenizer.
     """
 
@@ -110,7 +110,7 @@ class Teacher(Examples):
             kind = self.teacher.architecture.model_type
             what = kind if described.classification is None else f"{kind} {described.classification.task}"
             raise ConfigError(f"the teacher {path} is a {what} model, no causal one")
-        # Models of one family have one tokenizer, and often not as many rows beyond its ids.
+        # Models of one family share a tokenizer, but often pad their vocabularies to different sizes.
         self.num_shared = min(described.vocab_size, source.folder.description.vocab_size)
         _check_same_tokens(source.tokenizer, PaddedTokenizer.load(path), settings.base, path)
         if source.tokenizer.vocab_size > self.num_shared:
@@ -127,7 +127,7 @@ class Teacher(Examples):
         self.identity = {"teacher_sha256": digest_of(self.teacher)}
 
     def objective(self, data: TaskData, groups: Groups, device: torch.device) -> Objective:
-        """The divergence from the teacher, which is loaded now, in its own dtype."""
+        """Load the teacher in its own dtype, and return the objective."""
         sequence_parallel = self.settings.parallel.sequence_parallel and groups.tp.size() > 1
         vocab_size = self.source.folder.description.vocab_size
         teacher = load_pretrained(
@@ -143,7 +143,7 @@ class Teacher(Examples):
 
 
 def _check_same_tokens(own: Tokenizer, of_teacher: Tokenizer, base: str, path: Path) -> None:
-    """Raise ConfigError for an id that is one token to the student and another to its teacher."""
+    """Raise ConfigError if an id stands for different tokens in the student and the teacher."""
     student, teacher = own.tokens, of_teacher.tokens
     for token in sorted(student.keys() | teacher.keys()):
         if student.get(token) != teacher.get(token):

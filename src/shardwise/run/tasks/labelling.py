@@ -1,4 +1,4 @@
-"""The objective of a run that trains a classifier, and its measures on held-out texts, found entities among them."""
+"""The objective of a classifier, and its metrics on held-out texts, including the F1 of entities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,19 +14,20 @@ _INSIDE = ("B", "I", "E", "S")
 
 
 def mark_entities(names: Sequence[str]) -> bool:
-    """Whether labels are of a scheme that marks entities: ``O``, or ``B-``, ``I-``, ``E-`` or ``S-`` and a kind."""
+    """True if the labels mark entities: ``O``, or ``B-``, ``I-``, ``E-`` or ``S-`` and a kind."""
     marks = [name.partition("-") for name in names if name != "O"]
     return bool(marks) and all(prefix in _INSIDE and kind for prefix, _, kind in marks)
 
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """Kind, first word and the word after the last, of each entity.
+    """Return kind, first word and end (exclusive) of each entity.
 
-    One begins at ``B-`` and ``S-``, and at an ``I-`` or ``E-`` that goes on with none of its kind; it ends after ``E-``
-    and ``S-``, and before what does not go on with it. So counts ``conlleval`` of CoNLL 2000, and ``seqeval``.
+    An entity starts at ``B-`` and ``S-``, and at an ``I-`` or ``E-`` that continues no entity of its kind. It ends
+    after ``E-`` and ``S-``, and before a tag that does not continue it. The rules are those of ``conlleval`` of CoNLL
+    2000 and of ``seqeval``.
 
     Args:
-        tags: the labels of a text's words, in order.
+        tags: labels of a text's words, in order.
     """
     found: set[tuple[str, int, int]] = set()
     kind, begin, last = "", 0, "O"
@@ -43,11 +44,11 @@ def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
 
 @dataclass
 class Labelling(Objective):
-    """The loss of ``transformers``, of texts or of words; accuracy, if there is a right label.
+    """The loss of ``transformers`` for texts or words, and the accuracy, except for a regression.
 
     Attributes:
-        head: the model's, which says what labels are.
-        label_names: of each label.
+        head: classification head of the model.
+        label_names: names of the labels.
     """
 
     head: Classification
@@ -58,18 +59,18 @@ class Labelling(Objective):
 
     @property
     def is_regression(self) -> bool:
-        """Whether labels are numbers, which are never just right or wrong."""
+        """True if labels are numbers, for which accuracy is not defined."""
         return self.head.problem_type == "regression"
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]  # depends on the head
-        """The accuracy, but of a regression."""
+        """The accuracy, except for a regression."""
         return () if self.is_regression else ("accuracy",)
 
     def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
-        """Ids and, of a model that sees all of a row, token types and mask; logits come back."""
+        """Ids and, for a bidirectional model, token types and mask; the model returns logits."""
         if batch.attention_mask is None:
-            # Padding is on the right, and no token sees those behind it.
+            # Padding is on the right, and a causal model does not attend to later tokens.
             return {"input_ids": batch.tokens, "lengths": batch.lengths}
         return {
             "input_ids": batch.tokens,
@@ -90,12 +91,12 @@ class Labelling(Objective):
         return loss, right.sum(dtype=torch.float64).view(1)
 
     def _counted(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The texts, or tokens, that are no filling, and their labels; in training tokens without a label too."""
+        """The texts or tokens that are not padding, and their labels; in training also tokens without a label."""
         labels = batch.labels
         if self.head.is_of_tokens:
             logits, labels = logits.flatten(0, 1), labels.reshape(-1, 1)
         if torch.is_grad_enabled():
-            # There are no texts that only fill up.
+            # Training batches have no padding texts.
             counts = None
         elif labels.is_floating_point():
             counts = ~labels.isnan().any(dim=1)
@@ -107,20 +108,22 @@ class Labelling(Objective):
 
     @property
     def of_evaluation(self) -> Objective:
-        """Counts for accuracy and F1."""
+        """Evaluate by counts for accuracy and F1."""
         return HeldOutLabels(self.head, self.label_names)
 
 
 class HeldOutLabels(Labelling):
-    """Of held-out texts, or their words: the mean loss, the accuracy, and the mean of the labels' F1 (macro).
+    """Metrics on held-out texts or words: mean loss, accuracy, and F1 averaged over labels (macro).
 
-    With several labels a text is right if all of them are. Labels that no text has, and that were never chosen, have no
-    F1. Where labels of words mark entities, it is the F1 of these, whose kind, first and last word must be right.
+    With several labels, a text is correct if all of its labels are. A label that no text has and that was never
+    predicted has no F1. If word labels mark entities, F1 is that of the entities; kind, first and last word must be
+    correct.
     """
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]  # depends on the head
-        """Texts, those that are right, and for each label how often it was found, wrongly found, and missed."""
+        """Counts of texts and of correct texts, and for each label true positives, false positives and false
+        negatives."""
         if self.is_regression:
             return ("texts",)
         counts = (f"{what} {index}" for what in ("found", "wrong", "missed") for index in range(self.head.num_labels))
@@ -128,7 +131,7 @@ class HeldOutLabels(Labelling):
 
     @property
     def titles(self) -> dict[str, str]:
-        """Titles of the metrics whose names do not say enough."""
+        """Titles of the metrics whose names are not clear enough."""
         return {"held_out_f1": "entity F1" if self._marks_entities else "macro F1"}
 
     @property
@@ -154,7 +157,7 @@ class HeldOutLabels(Labelling):
         return [(first & second).sum(dim=0) for first, second in ((mine, truth), (mine, ~truth), (~mine, truth))]
 
     def _count_entities(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """``[3]``: entities that were found, wrongly found, and missed."""
+        """``[3]``: true positives, false positives and false negatives of entities."""
         counts = torch.zeros(3, dtype=torch.float64)
         for row, numbers in zip(logits.argmax(dim=-1).tolist(), labels.tolist(), strict=True):
             places = [place for place, number in enumerate(numbers) if number != IGNORED_LABEL]
@@ -167,7 +170,7 @@ class HeldOutLabels(Labelling):
         return self.scores(sums)
 
     def scores(self, sums: Sequence[float]) -> dict[str, float]:
-        """The metrics, from the sums of the loss and of ``names`` over all texts."""
+        """Compute the metrics from the sums of the loss and of ``names`` over all texts."""
         loss, texts, *others = sums
         values = {"held_out_loss": loss / texts}
         if not others:
@@ -189,7 +192,7 @@ class HeldOutLabels(Labelling):
 
 
 def chosen(head: Classification, logits: Tensor) -> Tensor:
-    """``[b, n]`` to bools: the likeliest label; where several may be right, those of more than even odds."""
+    """Predicted labels as ``[b, n]`` bools: the most likely one, or for several labels those with probability > 0.5."""
     if head.problem_type == "multi_label_classification":
         return logits > 0
     best = logits.argmax(dim=-1, keepdim=True)
@@ -197,7 +200,7 @@ def chosen(head: Classification, logits: Tensor) -> Tensor:
 
 
 def _truth(head: Classification, labels: Tensor) -> Tensor:
-    """``[b, n]`` bools: which labels are right."""
+    """``[b, n]`` bools: the correct labels."""
     if head.problem_type == "multi_label_classification":
         return labels > 0.5
     return torch.nn.functional.one_hot(labels, head.num_labels).bool()

@@ -1,4 +1,4 @@
-"""Texts or words with labels as data, and the head of a model that gives such labels."""
+"""Labelled texts or words as training data, and the classification head for their labels."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -40,17 +40,17 @@ _JOINED = (
 
 
 class LabelledTexts(Method):
-    """A pretrained model, with its head or a new one, learns to label texts or words.
+    """Train a pretrained model, with its head or a new one, to label texts or words.
 
     Args:
-        source: the model, which is not built yet.
+        source: source of the model, which is not built yet.
 
     Attributes:
-        task: what has labels, texts or their words.
-        pad_id: the token that fills up short texts.
+        task: whether texts or words have labels.
+        pad_id: id of the padding token.
 
     Raises:
-        ConfigError: no padding token.
+        ConfigError: the model has no padding token.
     """
 
     has_plan = False
@@ -91,11 +91,11 @@ class LabelledTexts(Method):
         )
 
     def read_texts(self, paths: Sequence[str]) -> tuple[str, list[LabelledText]]:
-        """The name of the data, and its texts. Raises as ``read_labelled``."""
+        """Read the name of the data and its texts. Raises as ``read_labelled``."""
         return read_labelled(paths, self.settings.corpus.text_key, of_words=self.task == "token-classification")
 
     def encoded(self, texts: Sequence[LabelledText], labels: Labels) -> EncodedTexts:
-        """Rows of texts. Raises as ``encode_labelled``."""
+        """Encode texts as rows. Raises as ``encode_labelled``."""
         return encode_labelled(
             texts,
             tokenizer=self.source.tokenizer,
@@ -107,7 +107,7 @@ class LabelledTexts(Method):
         )
 
     def _head(self, labels: Labels) -> Classification:
-        """The head that the model is to have, with the dropout of the settings where its class has any."""
+        """The head to train, with the dropout of the settings if the head's class has dropout."""
         folder, dropout = self.source.folder, self.settings.model.dropout
         head = head_of(folder, self.task, labels, self.pad_id)
         drops = folder.architecture.classifier_of(self.task).dropout is not None
@@ -129,18 +129,18 @@ def pad_id_of(
     *,
     task: HeadTask,
 ) -> int:
-    """The token that fills up short texts: the one called ``name``, or that of ``config.json`` or the tokenizer's.
+    """Return the padding token: the one called ``name``, or that of ``config.json`` or of the tokenizer.
 
     Args:
-        values: of ``config.json``.
-        path: the model's folder.
-        model: what is in it.
-        tokenizer: of the model.
-        name: of the token; None if it was not given.
-        task: of the head. One of words does not look at what fills up, and any token does; ``name`` is None.
+        values: fields of ``config.json``.
+        path: folder of the model.
+        model: description of the model.
+        tokenizer: tokenizer of the model.
+        name: name of the token; None if not given.
+        task: task of the head. A head for words ignores padding, so that any token serves; ``name`` is then None.
 
     Raises:
-        ConfigError: there is none, or it is no token of the model's, or the model's head goes by another one.
+        ConfigError: no padding token is known, the model lacks it, or the model's head uses another one.
     """
     given = Fields(values, str(path / CONFIG_NAME)).optional(int, "pad_token_id")
     if task == "token-classification":
@@ -167,12 +167,12 @@ def pad_id_of(
 
 
 def problem_of(head: Classification, texts: Sequence[LabelledText]) -> ProblemType:
-    """The kind of problem that a head solves; that of the labels, if it does not say. See ``usual_problem``."""
+    """The problem type of a head, or of the labels if the head has none. See ``usual_problem``."""
     return head.problem_type or usual_problem(texts, head.num_labels)
 
 
 def choose_labels(folder: PretrainedFolder, texts: Sequence[LabelledText], settings: LabelSettings) -> Labels:
-    """The labels of the folder's head, where it has one; else those of the texts.
+    """Return the labels of the folder's head if it has one, else those of the texts.
 
     Raises:
         ConfigError: ``settings`` contradict the folder.
@@ -207,7 +207,7 @@ def choose_labels(folder: PretrainedFolder, texts: Sequence[LabelledText], setti
         )
     if settings.label_names:
         return _named(settings.label_names, problem)
-    # A head without names takes those of the data, if they are as many.
+    # A head without label names takes those of the data if their number matches.
     if is_unnamed and problem != "regression":
         named = any(isinstance(each, str) for text in texts for each in _as_list(text.label))
         return labels_of(texts, num_labels=len(names), problem=problem) if named else Labels(names, problem)
@@ -225,14 +225,14 @@ def _as_list(label: Any) -> list[Any]:
 
 
 def head_of(folder: PretrainedFolder, task: HeadTask, labels: Labels, pad_id: int) -> Classification:
-    """The classification head for such labels: the folder's, if it has one for the task."""
+    """The classification head for ``labels``: that of the folder, if it has one for the task."""
     own = folder.description.classification
     kind = folder.architecture.classifier_of(task)
     dropout = kind.read(Fields(folder.config.values)).dropout
     if task == "token-classification":
         return own if own is not None and own.task == task else kind.head(len(labels), dropout=dropout)
     if own is not None and own.task == task:
-        # Where transformers would look at the first batch of labels, the file states the problem.
+        # Write the problem type, which transformers would otherwise infer from the first batch of labels.
         own = dataclasses.replace(own, pad_token_id=pad_id) if kind.pads else own
         return own.with_problem(own.problem_type or labels.problem)
     return kind.head(len(labels), problem_type=labels.problem, pad_token_id=pad_id, dropout=dropout)

@@ -1,4 +1,4 @@
-"""The card of a trained model, as the Hugging Face hub reads it: what it was trained from, on what, and how."""
+"""The Hugging Face model card of a trained model: base model, data and settings."""
 
 import dataclasses
 import json
@@ -18,10 +18,10 @@ from shardwise.storage.huggingface.tensor_folder import BASE_README_NAME, README
 
 _LARGEST_README = 16 << 20
 _COMMANDS = ("train", "finetune", "dpo", "distill")
-# A hub's cache keeps a model's files under such a folder.
+# Folder of a model in the hub's cache.
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 _LICENCE = re.compile(r"^(license(?:_name|_link)?):[ \t]*(\S.*)$", re.MULTILINE)
-# The user of a model does not need the places of files and the cost of a step.
+# Settings that do not matter to the model's users, such as paths and speed.
 _LEFT_OUT = ("base", "out", "data", "held_out", "resume", "lora_from")
 
 
@@ -36,17 +36,17 @@ def model_card(
     is_adapter: bool = False,
     task: str = "text-generation",
 ) -> str:
-    """The text of ``README.md``.
+    """Return the text of ``README.md``.
 
     Args:
-        settings: of the run, a dataclass whose fields have defaults.
-        out: the run's folder, whose ``metrics.jsonl`` has the losses.
-        model_name: what was trained, for people.
-        layout: number of ranks of each kind.
-        data: what people call what was trained on.
-        base: folder of the model that the run started from, if it did.
-        is_adapter: adapters were trained, and are not merged.
-        task: as the hub calls it.
+        settings: settings of the run, a dataclass whose fields have defaults.
+        out: folder of the run; its ``metrics.jsonl`` has the losses.
+        model_name: display name of the model.
+        layout: number of ranks of each kind of parallelism.
+        data: display name of the training data.
+        base: folder of the base model, if any.
+        is_adapter: True if adapters were trained and are not merged.
+        task: name of the task on the hub.
     """
     name = None if base is None else base_name(base)
     fields: dict[str, Any] = {} if name is None else {"base_model": name}
@@ -56,7 +56,7 @@ def model_card(
     fields["pipeline_tag"] = task
     kind = "adapter" if is_adapter else "finetune"
     tags = ["shardwise", *(["lora"] if is_adapter else []), *([f"base_model:{kind}:{name}"] if name else [])]
-    # JSON is YAML; a licence stands as it was read.
+    # JSON is valid YAML; the licence is copied unchanged.
     front = [f"{key}: {value if key in licence else json.dumps(value)}" for key, value in fields.items()]
     front.append(f"tags: {json.dumps(tags)}")
     title = Path(out).resolve().name
@@ -79,7 +79,7 @@ def model_card(
 
 
 def of_merged(card: str) -> str:
-    """The card of the model into which the adapters of a card are merged."""
+    """Convert the card of adapters to that of the model with the adapters merged."""
     merged = card.replace('library_name: "peft"', 'library_name: "transformers"', 1)
     merged = merged.replace("base_model:adapter:", "base_model:finetune:", 1)
     return re.sub(
@@ -92,13 +92,13 @@ def of_merged(card: str) -> str:
 
 
 def base_name(base: Path) -> str:
-    """The name of a model on the hub, if its folder tells, or else its folder's name."""
+    """The name of a model on the hub if its path shows it, else the name of its folder."""
     match = _CACHED.search(f"{base.resolve().as_posix()}/")
     return f"{match[1]}/{match[2]}" if match else base.resolve().name
 
 
 def _licence_of(base: Path) -> dict[str, str]:
-    """The fields of the licence in the front matter of a readme, unchanged."""
+    """The licence fields in the front matter of a readme, unchanged."""
     path = base / README_NAME
     if not path.is_file() or path.stat().st_size > _LARGEST_README:
         return {}
@@ -123,7 +123,7 @@ def _results(out: Path) -> dict[str, str]:
 
 
 def _changed(settings: Any, usual: Any = None, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The settings that differ from ``usual``, or else from the defaults of their class."""
+    """The settings that differ from ``usual``, or by default from the defaults of their class."""
     for field in dataclasses.fields(settings):
         value, name = getattr(settings, field.name), prefix + field.name.replace("_", "-")
         if usual is not None:

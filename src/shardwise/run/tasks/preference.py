@@ -1,8 +1,8 @@
-"""Direct preference optimization: from pairs of answers to a model that prefers the better ones.
+"""Direct preference optimization: train a model to prefer the better answer of each pair.
 
-Preferences from ``--data`` to pairs: split, encoded, fitted to the sequence length.
+Preferences from ``--data`` are split, encoded and fitted to the sequence length.
 
-The reference of a run on preferences: what the model that it begins with says of every answer, kept on disk.
+The log-probability of every answer under the reference model, which is the initial model, is stored on disk.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,18 +53,18 @@ _Values = dict[str, NDArray[np.float64]]
 
 
 def set_reference_(session: Session, model: Mapping[str, str]) -> None:
-    """Give all pairs of a run their reference: what an earlier start of it computed, or else the model as it is now.
+    """Set the reference of all pairs of a run: stored by an earlier start of the run, or computed by the current model.
 
     Every rank calls, before the first step and before a checkpoint is loaded.
 
     Args:
-        session: the run; its pairs are modified.
-        model: what says which model it begins with.
+        session: session of the run; its pairs are modified.
+        model: identity of the initial model.
 
     Raises:
-        CheckpointError: the run's folder has log-probabilities of another model or of other pairs, or damaged ones.
-        DivergenceError: the model gives an answer no finite log-probability.
-        UnwritableError: they cannot be kept.
+        CheckpointError: the run's folder has log-probabilities of another model or of other pairs, or they are damaged.
+        DivergenceError: the log-probability of an answer is not finite.
+        UnwritableError: the log-probabilities cannot be stored.
     """
     train, held_out = session.loader.rows, session.data.held_out.rows
     assert isinstance(train, PairRows)
@@ -100,7 +100,7 @@ def set_reference_(session: Session, model: Mapping[str, str]) -> None:
 
 
 def log_probs(trainer: Trainer, dataset: PairRows) -> NDArray[np.float64]:
-    """Log-probability of both answers of each pair, by the trainer's model in its present state; every rank calls.
+    """Compute the log-probability of both answers of each pair under the trainer's current model; every rank calls.
 
     Returns:
         ``[pairs, 2]``, the same on every rank.
@@ -108,7 +108,7 @@ def log_probs(trainer: Trainer, dataset: PairRows) -> NDArray[np.float64]:
     micro = trainer.settings.micro_batch_size(trainer.dp_group.size())
     together = trainer.dp_group.size() * micro
     values = np.empty((len(dataset), 2))
-    # Pairs that need few places are not filled up to those of the longest, if there are batches enough.
+    # Group pairs by length to reduce padding, if there are enough batches.
     for part in dataset.by_width(min(_WIDTHS, max(1, len(dataset) // (_BATCHES_OF_A_WIDTH * together)))):
         values[part] = _log_probs(trainer, HeldOut(dataset, part), micro)
     return values
@@ -123,7 +123,7 @@ def _log_probs(trainer: Trainer, pairs: HeldOut, micro: int) -> NDArray[np.float
     trainer.measure(pairs, add)
     num_ranks = trainer.dp_group.size()
     num_batches = -(-len(pairs) // (num_ranks * micro))
-    # Of each batch of all ranks, this rank's part; zeros where others are.
+    # Each rank fills its part of the batches; the all-reduce adds the zeros of the other ranks.
     every = torch.zeros(num_batches, num_ranks, micro, 2, dtype=torch.float64, device=trainer.device)
     if own:
         every[:, trainer.dp_group.rank()] = torch.stack(own)
@@ -145,7 +145,7 @@ def _check_finite(name: str, values: NDArray[np.float64]) -> None:
 
 
 def _read(path: Path, identity: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> _Values | None:
-    """The values that an earlier start of the run kept; None if there are none."""
+    """The values stored by an earlier start of the run; None if there are none."""
     if not path.exists():
         return None
     hint = "remove it to compute them again, or choose another --out"
@@ -178,7 +178,7 @@ def prepare_pairs(
     sequence_length: int,
     held_out_fraction: float,
 ) -> TaskData:
-    """Split and encode, or take from the cache what an earlier run left; arguments and errors: ``prepare_samples``."""
+    """Split and encode pairs, or load them from the cache; arguments and errors as for ``prepare_samples``."""
     too_long = settings.too_long
     assert too_long != "split"
     beginning = encoder.tokenizer.beginning
@@ -189,7 +189,7 @@ def prepare_pairs(
 
 
 def _notes_on_prompts(encoder: PreferenceEncoder, examples: Sequence[Preference]) -> list[str]:
-    """A note, if a prompt of the first pairs does not end where a token does."""
+    """A note if one of the first prompts does not end at a token boundary."""
     for example in examples[:LOOKED_AT]:
         try:
             chosen, _ = encoder.encode_all(example)
@@ -206,10 +206,10 @@ def _notes_on_prompts(encoder: PreferenceEncoder, examples: Sequence[Preference]
 
 @dataclass(frozen=True)
 class PreferenceObjective(Objective):
-    """The mean loss of pairs, and their rewards: ``beta`` times how much likelier an answer has become.
+    """Mean loss of pairs, and rewards: ``beta`` times the log-probability ratio of an answer to the reference.
 
     Attributes:
-        settings: of the loss.
+        settings: settings of the loss.
     """
 
     settings: PreferenceSettings
@@ -219,9 +219,9 @@ class PreferenceObjective(Objective):
     unit = "loss of a pair"
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
-        """Sums over pairs; a pair without labels is filling and counts for nothing. See ``Objective``."""
+        """Sums over pairs; a pair without labels is padding and is ignored. See ``Objective``."""
         assert batch.reference is not None
-        # Small differences are taken of whole answers, which are sums of many numbers.
+        # Computed in fp64: the small differences are between sums over many tokens.
         ratios = -output.sum(-1, dtype=torch.float64) - batch.reference
         chosen, rejected = ratios.view(-1, 2).unbind(1)
         num_chosen, num_rejected = (batch.labels != IGNORE_INDEX).sum(-1).view(-1, 2).unbind(1)
@@ -241,12 +241,12 @@ class PreferenceObjective(Objective):
         return loss.sum(), numbers.masked_fill(is_filling, 0.0).sum(1)
 
     def held_out(self, sums: Sequence[float], held_out: HeldOut) -> dict[str, float]:
-        """The same means of held-out pairs."""
+        """The same means over held-out pairs."""
         means = self.reported([each / len(held_out) for each in sums], 0.0)
         return {f"held_out_{name}": value for name, value in means.items()}
 
     def outcome(self, held_out: dict[str, float]) -> str:
-        """The loss, and how often the better answer has the higher reward."""
+        """The loss, and the share of pairs whose better answer has the higher reward."""
         return (
             f"held-out pairs: loss {held_out['held_out_loss']:.3f}, the chosen answer has the higher reward in "
             f"{held_out['held_out_rewards/accuracies']:.1%} of them"
@@ -254,13 +254,13 @@ class PreferenceObjective(Objective):
 
 
 class Preferences(Method):
-    """A pretrained model learns which of two answers is the better one.
+    """Train a pretrained model on preferences between two answers.
 
-    The reference is the model that the run begins with: its log-probabilities of all answers are computed before the
-    first step, and kept in the run's folder.
+    The reference is the initial model: its log-probabilities of all answers are computed before the first step and
+    stored in the run's folder.
 
     Args:
-        source: the model, which is not built yet.
+        source: source of the model, which is not built yet.
     """
 
     rows_per_sample = 2
@@ -271,12 +271,12 @@ class Preferences(Method):
         self.source, self.settings = source, source.settings
 
     def encoder(self) -> PreferenceEncoder:
-        """Turns pairs into tokens. Raises DataError if the folder's chat template is none."""
+        """Encoder of pairs. Raises DataError if the folder's chat template is invalid."""
         template = ChatTemplate.load(self.source.folder.path)
         return PreferenceEncoder(self.source.tokenizer, template, parse_special=self.settings.special_tokens)
 
     def to_show(self) -> list[Preference]:
-        """The pairs of the data, in its order. Raises as ``read_records`` and ``preference_of``."""
+        """The pairs in the order of the data. Raises as ``read_records`` and ``preference_of``."""
         return self._pairs(self.settings.data)[1]
 
     def _pairs(self, paths: Sequence[str]) -> tuple[str, list[Preference]]:
@@ -301,5 +301,5 @@ class Preferences(Method):
         return PreferenceObjective(self.settings.preference)
 
     def before(self, session: Session) -> None:
-        """Find the log-probabilities of the reference; every rank calls. Raises as ``set_reference_``."""
+        """Set the reference log-probabilities; every rank calls. Raises as ``set_reference_``."""
         set_reference_(session, self.source.digests())

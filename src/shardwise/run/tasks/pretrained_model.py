@@ -1,4 +1,4 @@
-"""The model of a Hugging Face folder, or adapters for it, as a source of runs."""
+"""A Hugging Face model, or adapters for it, as the source of a run."""
 
 import dataclasses
 import hashlib
@@ -49,22 +49,22 @@ class FolderTokenizer(PaddedTokenizer):
 
 
 class PretrainedModel:
-    """The model of a Hugging Face folder, whose weights are trained, or adapters for it.
+    """Source that trains the weights of a Hugging Face model, or adapters for it.
 
     Args:
         settings: of the run.
 
     Attributes:
-        settings: of the run, with the sequence length.
-        folder: of the model, open for reading; no tensor is read yet.
-        tokenizer: of the folder.
+        settings: settings of the run, with the sequence length.
+        folder: folder of the model, opened without reading tensors.
+        tokenizer: tokenizer of the model.
         identity, trains_weights: see ``Source``.
 
     Raises:
-        ConfigError: a model of another kind, an unknown architecture, a tokenizer that does not fit the model, samples
-            longer than its longest sequence, or ``out`` is no place for this run.
-        CheckpointError: files that are missing or damaged.
-        DataError: no tokenizer, or one that cannot be read.
+        ConfigError: the model is of another kind, the architecture is unknown, the tokenizer does not fit the model,
+            the sequence length is above the model's maximum, or ``out`` cannot be used for this run.
+        CheckpointError: a file is missing or damaged.
+        DataError: the tokenizer is missing or cannot be read.
     """
 
     def __init__(self, settings: FinetuneSettings) -> None:
@@ -105,7 +105,7 @@ class PretrainedModel:
         self.settings = dataclasses.replace(settings, model=model)
 
     def digests(self) -> dict[str, str]:
-        """Hex digests that tell the model with its adapters from others."""
+        """Hex digests that identify the model and its adapters."""
         lora = self.settings.lora
         return {
             **self.identity,
@@ -114,7 +114,7 @@ class PretrainedModel:
         }
 
     def describe(self, data: TaskData) -> ModelDescription:
-        """The folder's model with the dropout of the settings, and with the head of the data."""
+        """Describe the folder's model with the dropout of the settings and the head for the data."""
         description, dropout = self.folder.description, self.settings.model.dropout
         if dropout is not None:
             description = dataclasses.replace(description, hidden_dropout=dropout, attention_dropout=dropout)
@@ -123,12 +123,12 @@ class PretrainedModel:
     def build(
         self, settings: RunSettings, data: TaskData, *, groups: Groups, device: torch.device
     ) -> TransformerModel | ModelChunks:
-        """The folder's model on this rank, with adapters if asked; every rank calls."""
+        """Build the folder's model on this rank, with adapters if the settings ask for them; every rank calls."""
         fields, lora, architecture = config_fields(settings, groups), self.settings.lora, self.folder.architecture
         fields["sequence_parallel"] &= groups.tp.size() > 1
         if (dropout := self.settings.model.dropout) is not None:
             fields |= {"hidden_dropout": dropout, "attention_dropout": dropout}
-        # A new head starts from it.
+        # The seed initializes a new head.
         torch.default_generator.manual_seed(settings.training.seed)
         loaded = load_pretrained(
             self.folder.path,
@@ -149,7 +149,7 @@ class PretrainedModel:
         return model
 
     def _adapters(self, head: Classification | None) -> LoraConfig:
-        """New adapters; a head is trained whole."""
+        """The configuration of new adapters; a classification head is trained whole."""
         config, folder = self.settings.lora.config(), self.folder
         if head is None:
             return config
@@ -161,7 +161,7 @@ class PretrainedModel:
 
 
 def _base_quantization(lora: LoraSettings) -> BaseQuantization | None:
-    """How the base's linear layers are quantised, except those that are trained whole."""
+    """Quantization of the base model's linear layers, except those that are trained whole."""
     if lora.base_quantization == "none":
         return None
     config = lora.config() if lora.lora_from is None else read_adapter_config(lora.lora_from)
@@ -169,7 +169,7 @@ def _base_quantization(lora: LoraSettings) -> BaseQuantization | None:
 
 
 def digest_of(folder: PretrainedFolder) -> str:
-    """Hex digest of a model's config, and of the beginnings and ends of its files of weights."""
+    """Hex digest of a model's config and of the first and last bytes of its weight files."""
     digest = hashlib.sha256((folder.path / CONFIG_NAME).read_bytes())
     for path in sorted({tensor.file for tensor in folder.tensors.tensors.values()}):
         size = path.stat().st_size
@@ -182,7 +182,7 @@ def digest_of(folder: PretrainedFolder) -> str:
 
 
 def _adapters_digest(folder: str | None) -> str:
-    """Of the adapters in a folder; of none if None."""
+    """Hex digest of the adapters in a folder; None stands for no adapters."""
     digest = hashlib.sha256()
     for path in [] if folder is None else sorted(Path(folder).glob("adapter_*")):
         digest.update(path.read_bytes())
@@ -190,7 +190,7 @@ def _adapters_digest(folder: str | None) -> str:
 
 
 def _check_out(out: Path, base: Path) -> None:
-    """Refuse to write into a folder with a model that no run wrote."""
+    """Raise ConfigError if ``out`` has a model that was not written by a run."""
     if out.exists() and out.resolve() == base.resolve():
         raise ConfigError(f"--out {out} is the model's own folder; choose another")
     if (out / "settings.json").exists():

@@ -1,4 +1,4 @@
-"""The files that a run with a pretrained model leaves: the fine-tuned model, or its adapters."""
+"""Write the final files of a run with a pretrained model: the fine-tuned model or its adapters."""
 
 import json
 import os
@@ -26,17 +26,17 @@ from shardwise.storage.huggingface.tensor_folder import README_NAME
 def leave_adapters(session: Session) -> None:
     """Write the run's adapters into its folder; every rank calls.
 
-    With a head that gives labels, the ``config.json`` of the model with it is there too. ``adapter_config.json`` comes
-    last of the adapters' files: where it is, they are whole.
+    With a classification head, the model's ``config.json`` is written too. ``adapter_config.json`` is written last: if
+    it exists, the adapters are complete.
 
     Raises:
-        CheckpointError, ConfigError: they cannot be written (no permission, disk full).
+        CheckpointError, ConfigError: a file cannot be written (no permission, disk full).
     """
     model, out, source, control = session.trainer.model, session.out, _source_of(session), session.ranks.control
     assert isinstance(model, TransformerModel)
-    # Next to a model of an earlier run they would be taken for that one's.
+    # Next to the model of an earlier run, the adapters would be read as adapters of that model.
     agree(lambda: _remove(out, _MODEL_FILES) if session.ranks.is_first else None, group=control)
-    # Absolute, so that they find it from any folder.
+    # An absolute path is valid from any working directory.
     base = os.path.abspath(source.settings.base)
     save_adapter(model, out, source.folder.architecture, base_model=base)
 
@@ -60,10 +60,10 @@ def leave_adapters(session: Session) -> None:
 def leave_model(session: Session) -> None:
     """Write the fine-tuned model, or the one with its adapters merged, into the run's folder; every rank calls.
 
-    ``config.json`` comes last: where it is, the model is whole.
+    ``config.json`` is written last: if it exists, the model is complete.
 
     Raises:
-        CheckpointError, ConfigError: it cannot be written (no permission, disk full).
+        CheckpointError, ConfigError: a file cannot be written (no permission, disk full).
     """
     model, out, source, control = session.trainer.model, session.out, _source_of(session), session.ranks.control
     if source.settings.lora.is_on:
@@ -110,7 +110,7 @@ def _card(session: Session) -> str:
         data=session.data.name,
         base=_source_of(session).folder.path,
         is_adapter=settings.lora.is_on and not settings.lora.lora_merge,
-        # By the hub's name.
+        # The hub's name of the base model.
         task="text-classification" if task == "sequence-classification" else task,
     )
 
@@ -119,13 +119,13 @@ def _write(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
-# Readers look for the first one first, so that a folder that is half emptied counts as one without a model.
+# Readers look for the first file first, so that a partially emptied folder counts as a folder without a model.
 _MODEL_FILES = (CONFIG_NAME, "model*.safetensors", "model*.safetensors.index.json")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model*.safetensors")
 
 
 def _remove(out: Path, patterns: Sequence[str]) -> None:
-    """Remove what an earlier run left in ``out``."""
+    """Remove the files of an earlier run from ``out``."""
     try:
         for stale in [path for pattern in patterns for path in out.glob(pattern)]:
             stale.unlink(missing_ok=True)
@@ -134,7 +134,7 @@ def _remove(out: Path, patterns: Sequence[str]) -> None:
 
 
 def _move_into_place(partial: Path, out: Path) -> None:
-    """Replace an earlier export, or adapters, by the one in ``partial``."""
+    """Replace an earlier export or adapters by the files in ``partial``."""
     _remove(out, (*_ADAPTER_FILES, *_MODEL_FILES))
     try:
         for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_NAME):

@@ -1,6 +1,6 @@
-"""Chats, instructions and texts as data: from records to examples, and from these to rows by what all kinds share.
+"""Chats, instructions and texts as training data: convert records to examples and examples to rows.
 
-Examples are split, encoded or found in the cache, fitted to the sequence length, and what is left out is noted.
+Examples are split, encoded or loaded from the cache, and fitted to the sequence length. Notes report omitted examples.
 """
 
 import hashlib
@@ -45,31 +45,31 @@ from shardwise.run.tasks.texts import STDLIB, encode_texts, read_data
 _CACHE_FORMAT = 1
 _REASONS_SHOWN = 3
 LOOKED_AT = 8
-"""Examples that are looked at before the others are encoded."""
+"""Number of examples that are checked before the others are encoded."""
 
-# The form of tokens that begin and end turns, in every family that has such tokens.
+# The format of tokens that start and end turns.
 _TOKEN_NAMES = re.compile(r"<[|\uff5c][^|\uff5c<>\s]{1,60}[|\uff5c]>|</?[a-z_]{1,40}>|\[/?[A-Z_]{2,40}\]")
 
 
 class _Documents(NamedTuple):
-    """Plain texts to train on, and others to measure on; a part of the former if None."""
+    """Plain texts for training, and held-out texts; if None, a part of the former is held out."""
 
     corpus: Corpus
     held_out: Corpus | None
 
 
 class Examples(Method):
-    """A pretrained model learns chats, prompts with completions, or texts.
+    """Train a pretrained model on chats, prompts with completions, or texts.
 
     Args:
-        source: the model, which is not built yet.
+        source: source of the model, which is not built yet.
     """
 
     def __init__(self, source: PretrainedModel) -> None:
         self.source, self.settings = source, source.settings
 
     def encoder(self) -> ExampleEncoder:
-        """Turns examples into tokens. Raises DataError if the folder's chat template is none."""
+        """Encoder of examples. Raises DataError if the folder's chat template is invalid."""
         settings = self.settings
         return ExampleEncoder(
             self.source.tokenizer,
@@ -89,7 +89,7 @@ class Examples(Method):
         return read_records(paths, has_text=partial(has_text, text_key=self.settings.corpus.text_key))
 
     def _read(self) -> _Documents | tuple[str, list[Example], list[Example] | None]:
-        """The documents, if all of the data is plain text; else its name, examples and those to measure on."""
+        """The documents if all data is plain text; else the name, the training examples and the held-out examples."""
         settings, key = self.settings, self.settings.corpus.text_key
         measured = settings.samples.held_out
         if STDLIB in (*settings.data, *measured):
@@ -97,7 +97,7 @@ class Examples(Method):
             return _Documents(read_data(settings.data, settings.corpus), held_out)
         name, records = self._records(settings.data)
         for record in records:
-            # Some data sets have the text that their preferences are made of next to them.
+            # Some preference data sets also have the text that their preferences were made from.
             if is_preference(record) and is_plain_text(record) and key not in record.value:
                 raise DataError(f"{record.where}: a preference ('chosen' and 'rejected'); use shardwise dpo")
         others = self._records(measured)[1] if measured else None
@@ -123,7 +123,7 @@ class Examples(Method):
             settings.samples,
             sequence_length=settings.sequence_length,
             held_out_fraction=settings.corpus.held_out_fraction,
-            # Exact sums over a sequence are of equal parts.
+            # Exact runs sum over equal parts of a sequence.
             multiple_of=settings.parallel.exact_parts if settings.parallel.exact else 1,
         )
 
@@ -145,7 +145,7 @@ class Examples(Method):
 
 
 def _as_examples(corpus: Corpus) -> list[Example]:
-    """Each document as an example."""
+    """Convert each document to an example."""
     return [Example(f"text {number}", None, each) for number, each in enumerate(corpus.documents, 1)]
 
 
@@ -160,17 +160,17 @@ def prepare_samples(
     held_out_fraction: float,
     multiple_of: int = 1,
 ) -> TaskData:
-    """Split and encode, or take from the cache what an earlier run left.
+    """Split and encode examples, or load them from the cache of an earlier run.
 
     Args:
-        name: what people call the examples.
-        examples: to train on.
-        held_out: to measure on; a part of ``examples`` if None.
-        encoder: of the model.
-        settings: how samples become rows.
-        sequence_length: most tokens in a row.
-        held_out_fraction: share of the examples to measure on, if there are no others.
-        multiple_of: rows of a batch have a multiple of so many places.
+        name: display name of the examples.
+        examples: examples for training.
+        held_out: examples for evaluation; if None, a part of ``examples``.
+        encoder: encoder of the model.
+        settings: settings for packing and truncation.
+        sequence_length: maximum tokens per row.
+        held_out_fraction: fraction of ``examples`` to hold out if ``held_out`` is None.
+        multiple_of: the length of a batch's rows is a multiple of this.
 
     Raises:
         DataError: the examples cannot be split, or nothing can be learned from any; a chat template or tokenizer of
@@ -195,14 +195,14 @@ def prepare_rows(
     identity: Mapping[str, Any],
     notes: Sequence[str] = (),
 ) -> TaskData:
-    """Split, encode and fit examples; see ``prepare_samples``.
+    """Split, encode and fit examples to the sequence length; see ``prepare_samples``.
 
     Args:
-        name, examples, held_out, encoder, held_out_fraction: see there.
-        rows_of: fits samples to the sequence length.
-        noun: an example's, for people.
-        identity: how examples become rows, without the chat template.
-        notes: what is known of the examples.
+        name, examples, held_out, encoder, held_out_fraction: as for ``prepare_samples``.
+        rows_of: callback that fits samples to the sequence length.
+        noun: noun for an example in messages.
+        identity: settings by which examples become rows, without the chat template.
+        notes: notes on the examples.
     """
     found = check_template(encoder, examples)
     parts, fitted = divided(examples, held_out, held_out_fraction), [*notes]
@@ -235,7 +235,7 @@ def _bits_per_nat(rows: SampleRows | PairRows) -> float:
 
 
 def check_template(encoder: ExampleEncoder, examples: Sequence[Example]) -> list[str]:
-    """A note, if no token of the tokenizer ends the turns of the assistant: a model learns to stop by such a token.
+    """Return a note if no special token ends the assistant's turns; a model needs such a token to learn to stop.
 
     Raises:
         DataError: a name does that looks like a token and is none, so that the template, or the tokenizer, belongs to
@@ -266,13 +266,13 @@ def check_template(encoder: ExampleEncoder, examples: Sequence[Example]) -> list
 
 
 _Left = dict[str, tuple[int, int]]
-"""Why examples were left out: for each reason how many, and the index of the first."""
+"""Reasons for omitting examples: for each reason the number of examples and the index of the first."""
 
 
 def _encode(
     examples: Sequence[Example], encoder: ExampleEncoder, name: str, cache: Path | None
 ) -> tuple[TokenSamples, _Left]:
-    """The samples of examples, and what was left out."""
+    """Encode examples as samples; also return the reasons for omitted examples."""
     if cache is None:
         return encode_examples(examples, encoder, name)
     template = encoder.template
@@ -302,7 +302,7 @@ _ARRAYS: Mapping[str, type] = {"tokens": np.uint32, "learned": np.bool_, "starts
 
 
 def _read_cached(path: Path, key: str, name: str, eos_id: int) -> tuple[TokenSamples, _Left] | None:
-    """The samples that an earlier run wrote; None if there are none, or they are damaged."""
+    """The samples in the cache; None if they are missing or damaged."""
     try:
         with safetensors.safe_open(path, "numpy") as file:
             header = file.metadata()
@@ -318,10 +318,10 @@ def _read_cached(path: Path, key: str, name: str, eos_id: int) -> tuple[TokenSam
 
 
 def encode_examples(examples: Sequence[Example], encoder: ExampleEncoder, name: str) -> tuple[TokenSamples, _Left]:
-    """The samples of examples, and what was left out.
+    """Encode examples as samples; also return the reasons for omitted examples.
 
     Raises:
-        DataError: all of it.
+        DataError: all examples were omitted.
     """
     encoded: list[Encoded] = []
     left_out = _Left()
@@ -340,7 +340,7 @@ def encode_examples(examples: Sequence[Example], encoder: ExampleEncoder, name: 
 
 
 def _reasons(examples: Sequence[Example], left_out: _Left) -> str:
-    """Why examples were left out, the most frequent reason first."""
+    """Format the reasons for omitting examples, the most frequent first."""
     ordered = sorted(left_out.items(), key=lambda item: -item[1][0])
     shown = [f"{count} since {reason} (first: {examples[first].where})" for reason, (count, first) in ordered]
     more = len(shown) - _REASONS_SHOWN
@@ -348,7 +348,7 @@ def _reasons(examples: Sequence[Example], left_out: _Left) -> str:
 
 
 def left_out_notes(examples: Sequence[Example], left_out: _Left, what: str) -> list[str]:
-    """How many examples were left out, and why, for people; nothing if none was."""
+    """Notes on the number of omitted examples and the reasons; empty if none was omitted."""
     if not left_out:
         return []
     total = sum(count for count, _ in left_out.values())

@@ -1,7 +1,7 @@
-"""A task: where a run's model comes from, what it learns, and what is left at the end.
+"""The task of a run: the source of its model, its training method, and its final files.
 
-A ``Source``, a ``Method`` and a function of the session are chosen apart, by ``shardwise.run.tasks.task_of`` from the
-settings. ``Session`` is the task set up on one rank, ``Outcome`` its result.
+``shardwise.run.tasks.task_of`` chooses a ``Source``, a ``Method`` and a function of the session independently from the
+settings. ``Session`` is the task set up on one rank; ``Outcome`` is its result.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from shardwise.training.trainer import Trainer
 
 
 class Source(Protocol):
-    """Where a run's model comes from.
+    """Source of a run's model.
 
     Attributes:
-        identity: the model that the run starts from, as checkpoints record it; nothing for a new one.
-        trains_weights: all weights of the model are trained, not adapters.
+        identity: identity of the initial model in checkpoints; empty for a new model.
+        trains_weights: True if all weights are trained, False if adapters are.
     """
 
     identity: Mapping[str, Any]
     trains_weights: bool
 
     def describe(self, data: TaskData) -> ModelDescription:
-        """The model that learns from such data."""
+        """Describe the model to train on ``data``."""
 
     def build(
         self, settings: RunSettings, data: TaskData, *, groups: Groups, device: torch.device
     ) -> TransformerModel | ModelChunks:
-        """The model, or this rank's stage of it, on ``device``; every rank calls."""
+        """Build the model, or this rank's stage of it, on ``device``; every rank calls."""
 
 
 class Method:
-    """The data of a run, and the objective of its steps.
+    """The data of a run and the objective of its steps.
 
     Attributes:
-        identity: of what it learns from besides its data, as checkpoints record it.
-        rows_per_sample: sequences in a sample of a batch.
-        has_plan: ``shardwise plan`` knows what the run needs if it trains all weights.
+        identity: identity in checkpoints of further inputs of training, such as a teacher.
+        rows_per_sample: number of sequences per sample of a batch.
+        has_plan: True if ``shardwise plan`` covers a run that trains all weights.
     """
 
     identity: Mapping[str, Any] = {}
@@ -63,25 +63,25 @@ class Method:
     has_plan = True
 
     def read(self, ranks: Ranks) -> TaskData:
-        """The data; every rank calls. Raises as ``share``."""
+        """Read the data; every rank calls. Raises as ``share``."""
         return share(self.prepare, ranks)
 
     def prepare(self) -> TaskData:
-        """Read the data, or take from the cache what an earlier run left."""
+        """Prepare the data, or load it from the cache of an earlier run."""
         raise NotImplementedError
 
     def objective(self, data: TaskData, groups: Groups, device: torch.device) -> Objective | None:
-        """The objective of a step; the cross entropy of each token if None. Every rank calls.
+        """Return the objective of a step, or None for the cross entropy of each token. Every rank calls.
 
         Args:
-            data: of the run.
+            data: data of the run.
             groups: the model's process groups.
-            device: where the model is.
+            device: device of the model.
         """
         return None
 
     def before(self, session: Session) -> None:
-        """Do what comes before the first step; every rank calls."""
+        """Hook before the first step; every rank calls."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +89,18 @@ class Session:
     """One rank's view of a run.
 
     Attributes:
-        task: the run.
-        settings: of the run.
-        ranks: who this process is.
-        topology: the groups.
-        data: rows to train and to measure on.
-        loader: training batches.
+        task: task of the run.
+        settings: settings of the run.
+        ranks: this process's place among the ranks.
+        topology: process groups of the run.
+        data: rows for training and evaluation.
+        loader: loader of the training batches.
         trainer: model and optimizer.
-        ways: how each pass of the layers goes together with its collective, with ``parallel.tp_comm_overlap``.
-        transport: how the tensor-parallel ranks' tensors travel.
-        num_parameters: of the whole model, tied weights counted once.
-        utilisation: what the steps are measured against.
-        shortage: what is said when a rank runs out of memory.
+        ways: how each pass of the layers overlaps with its collective, with ``parallel.tp_comm_overlap``.
+        transport: transport of tensors between the tensor-parallel ranks.
+        num_parameters: number of parameters of the whole model, tied weights counted once.
+        utilisation: reference for the hardware utilisation of the steps.
+        shortage: source of the message when a rank runs out of memory.
     """
 
     task: Task
@@ -129,18 +129,18 @@ class Session:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run; the same on every rank.
+    """Result of a run; the same on every rank, except for ``notes``.
 
     Attributes:
-        first_loss: of the first step that this process did, in nats per token; None if there was none to do.
-        last_loss: of the last step; None if there was none to do.
-        held_out: what was measured on held-out data at the end, by name.
-        seconds: spent in training steps.
-        collectives_per_step: collectives that a rank launches in a step.
-        bytes_per_step: bytes that a rank contributes to them.
-        checkpoint: the last one.
+        first_loss: loss of this process's first step, in nats per token; None without a step.
+        last_loss: loss of the last step; None without a step.
+        held_out: final metrics on held-out data, by name.
+        seconds: time spent in training steps.
+        collectives_per_step: number of collectives that a rank launches in a step.
+        bytes_per_step: bytes that a rank contributes to these collectives.
+        checkpoint: the last checkpoint.
         references: bits per byte of general-purpose compressors on the same held-out text, by name.
-        notes: what could not be done, one line each; each rank has its own.
+        notes: failures that did not end the run, one line each; each rank has its own.
     """
 
     first_loss: float | None
@@ -155,12 +155,12 @@ class Outcome:
 
     @property
     def held_out_bits_per_byte(self) -> float:
-        """Of the held-out text, where that is what is measured."""
+        """Bits per byte on the held-out text, if this was measured."""
         return self.held_out["held_out_bits_per_byte"]
 
 
 def summary(session: Session, outcome: Outcome) -> str:
-    """The result of a run, and its folder."""
+    """Format the result of a run and its folder."""
     references = f" ({compared(outcome)})" if outcome.references else ""
     lines = [session.trainer.objective.of_evaluation.outcome(outcome.held_out) + references]
     if outcome.first_loss is not None and outcome.last_loss is not None:
@@ -170,24 +170,24 @@ def summary(session: Session, outcome: Outcome) -> str:
 
 
 def compared(outcome: Outcome) -> str:
-    """The bits per byte of other compressors for the held-out text."""
+    """Format the bits per byte of general-purpose compressors on the held-out text."""
     return ", ".join(f"{name} {value:.3f}" for name, value in outcome.references.items())
 
 
 def leave_nothing(session: Session) -> None:
-    """The checkpoints of a run are all that it leaves."""
+    """Write nothing; the run has no files other than its checkpoints."""
 
 
 @dataclass
 class Task:
-    """A run, put together from its parts.
+    """The parts of a run.
 
     Attributes:
-        settings: of the run.
-        source: where its model comes from.
-        method: what it learns.
-        leave: writes what is left once the last step is saved; every rank calls.
-        report: gives what is printed at the end.
+        settings: settings of the run.
+        source: source of the model.
+        method: data and objective.
+        leave: callback that writes the final files after the last step is saved; every rank calls.
+        report: callback that returns the text printed at the end.
     """
 
     settings: RunSettings
@@ -198,11 +198,14 @@ class Task:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The models that the run starts from and learns from, as checkpoints record them."""
+        """Identity in checkpoints of the initial model and of further inputs of training."""
         return {**self.source.identity, **self.method.identity}
 
     def read(self, ranks: Ranks) -> TaskData:
-        """The data, whose size tells the number of steps of a run by epochs; every rank calls. Raises as ``share``."""
+        """Read the data and, for a run in epochs, set the number of steps by its size; every rank calls.
+
+        Raises as ``share``.
+        """
         data, settings = self.method.read(ranks), self.settings
         if isinstance(settings, FinetuneSettings) and (epochs := settings.samples.epochs) is not None:
             steps = max(1, math.ceil(epochs * len(data.train) / settings.training.global_batch_size))

@@ -1,4 +1,4 @@
-"""The data of a run as rows: what every task trains and measures on, its split, its cache, and its sharing by ranks."""
+"""The data of a run as rows: training and held-out rows, their split and cache, and their sharing by ranks."""
 
 import hashlib
 import os
@@ -21,20 +21,21 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class TaskData:
-    """Rows that a run trains and measures on.
+    """Rows for training and evaluation.
 
     Attributes:
-        name: what people call the data.
-        sha256: hex digest of all of it.
-        tokenizer: of the rows.
-        train: rows to train on.
-        held_out: rows to measure on.
-        notes: what the user should know, one line each.
-        identity: how the data became rows, as checkpoints record it.
-        held_out_bytes: the held-out text for compressors to be compared with; nothing where they have none in common.
-        bits_per_nat: bits per byte of the training text that a loss of one nat per token is; 0 if no text is predicted.
-        labels: of texts or words with labels.
-        head: the head of a model that gives these labels.
+        name: display name of the data.
+        sha256: hex digest of all data.
+        tokenizer: tokenizer of the rows.
+        train: rows for training.
+        held_out: rows for evaluation.
+        notes: notes for the user, one line each.
+        identity: settings, recorded in checkpoints, by which the data became rows.
+        held_out_bytes: held-out text for the comparison with compressors; empty if they are not comparable.
+        bits_per_nat: factor from a loss in nats per token to bits per byte of the training text; 0 if no text is
+            predicted.
+        labels: labels of texts or words, if they have any.
+        head: classification head for these labels.
     """
 
     name: str
@@ -51,10 +52,10 @@ class TaskData:
 
 
 def share(prepare: Callable[[], TaskData], ranks: Ranks) -> TaskData:
-    """``prepare()`` on every rank; the first of each machine does the work and the others find it in the cache.
+    """Call ``prepare`` on every rank: first on one rank of each machine, which fills the cache for the others.
 
     Raises:
-        ShardwiseError: what went wrong on any rank, on every rank.
+        ShardwiseError: the error of any rank, on every rank.
         DesyncError: the ranks read different data.
     """
     with ranks.phase("reading the text"):
@@ -69,12 +70,12 @@ def share(prepare: Callable[[], TaskData], ranks: Ranks) -> TaskData:
 
 
 def cache_folder() -> Path:
-    """Where tokenizers and token streams are kept between runs.
+    """Folder that caches tokenizers and token streams between runs.
 
     ``$SHARDWISE_CACHE``, or ``shardwise`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``.
 
     Raises:
-        UnwritableError: this user has no home folder.
+        UnwritableError: the user has no home folder.
     """
     own = os.environ.get("SHARDWISE_CACHE")
     if own:
@@ -86,10 +87,10 @@ def cache_folder() -> Path:
 
 
 def with_cache(make: Callable[[Path | None], _T]) -> tuple[_T, tuple[str, ...]]:
-    """``make(folder)`` of the cache, or ``make(None)`` where it cannot be written; and notes if so."""
+    """Call ``make`` with the cache folder, or with None and a note if the folder is not writable."""
     try:
         folder = cache_folder()
-        # Before the work is done, and its result cannot be kept.
+        # Fail before the work is done, not when its result cannot be cached.
         check_folder(folder, flag="SHARDWISE_CACHE")
         return make(folder), ()
     except UnwritableError as error:
@@ -101,27 +102,28 @@ class Item(Protocol):
 
     @property
     def sha256(self) -> str:
-        """Hex digest of what it says, wherever it lies."""
+        """Hex digest of the content, independent of its location."""
 
 
 _I = TypeVar("_I", bound=Item)
 
 
 def sha256_of(items: Sequence[Item]) -> str:
-    """Hex digest of all items and their order."""
+    """Hex digest of all items in order."""
     return hashlib.sha256("".join(item.sha256 for item in items).encode()).hexdigest()
 
 
 def divided(items: Sequence[_I], held_out: Sequence[_I] | None, fraction: float) -> tuple[list[_I], list[_I]]:
-    """Items to train on, and to measure on.
+    """Split items into a training part and a held-out part.
 
     Args:
-        items: to train on.
-        held_out: to measure on; a part of ``items`` if None: whole ones, equal ones on one side, in any order.
-        fraction: how much of the items that part is.
+        items: items for training.
+        held_out: items for evaluation; if None, a part of ``items``, chosen independently of their order, with equal
+            items in the same part.
+        fraction: fraction of the items in that part.
 
     Raises:
-        DataError: there are no two different items.
+        DataError: all items are equal.
     """
     if held_out is not None:
         return list(items), list(held_out)

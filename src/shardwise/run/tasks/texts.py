@@ -1,4 +1,4 @@
-"""A new model, and the plain text that it learns: the corpus that ``--data`` names, its split, tokenizer and tokens."""
+"""A new model and its plain training text: the corpus of ``--data``, its split, tokenizer and tokens."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ STDLIB = "stdlib"
 
 
 class NewModel:
-    """A model that starts from initial values, as a source of runs.
+    """Source that initializes a new model.
 
     Args:
         settings: of the run.
@@ -37,7 +37,7 @@ class NewModel:
         self._settings = settings.model
 
     def describe(self, data: TaskData) -> ModelDescription:
-        """The model that the settings ask for."""
+        """Describe the model of the settings."""
         return describe(self._settings, data.tokenizer.vocab_size)
 
     def build(
@@ -48,7 +48,7 @@ class NewModel:
 
 
 class NewTexts(Method):
-    """A new model learns text, by a tokenizer that is trained on it.
+    """Train a new model on text, with a tokenizer trained on the same text.
 
     Args:
         settings: of the run.
@@ -63,11 +63,11 @@ class NewTexts(Method):
 
 
 def prepare_texts(settings: Settings) -> TaskData:
-    """Read, split, train the tokenizer and encode, or take from the cache what an earlier run left.
+    """Read and split the text, train the tokenizer and encode; results of an earlier run come from the cache.
 
     Raises:
         DataError: the data cannot be read.
-        ConfigError: the vocabulary is larger than the text has use for.
+        ConfigError: the text is too small for a vocabulary of this size.
     """
     corpus = read_data(settings.data, settings.corpus)
     train, _ = corpus.split(held_out_fraction=settings.corpus.held_out_fraction)
@@ -91,11 +91,11 @@ def prepare_texts(settings: Settings) -> TaskData:
 
 
 def read_data(data: Sequence[str], settings: CorpusSettings | None = None) -> Corpus:
-    """The documents that ``--data`` names.
+    """Read the documents of ``--data``.
 
     Raises:
         DataError: the data cannot be read.
-        ConfigError: "stdlib" next to something else.
+        ConfigError: "stdlib" is combined with other data.
     """
     if STDLIB not in data:
         return read_corpus(data, text_key=(settings or CorpusSettings()).text_key)
@@ -113,18 +113,18 @@ def encode_texts(
     parse_special: bool = False,
     held_out: Corpus | None = None,
 ) -> TaskData:
-    """Split and encode, or take from the cache what an earlier run left.
+    """Split and encode a corpus, or load the tokens from the cache of an earlier run.
 
     Args:
-        corpus: all of the text.
-        tokenizer: encodes it.
-        settings: how it is split.
-        sequence_length: tokens in a row.
-        parse_special: whether the names of special tokens in it are these tokens.
-        held_out: the text to measure on; a part of ``corpus`` if None.
+        corpus: the text.
+        tokenizer: tokenizer that encodes the text.
+        settings: settings of the split.
+        sequence_length: tokens per row.
+        parse_special: parse the names of special tokens in the text as special tokens.
+        held_out: text for evaluation; if None, a part of ``corpus``.
 
     Raises:
-        DataError: the text is too short to be split, or for one row.
+        DataError: the text is too short for the split or for one row.
     """
     train = corpus
     if held_out is None:
