@@ -1,4 +1,4 @@
-"""A whole run on one rank: resume, train, measure, save, sample."""
+"""A whole run on one rank: resume, train, evaluate, save, sample."""
 
 import json
 import math
@@ -34,14 +34,14 @@ from shardwise.storage.checkpoint.saving import SaveProgress
 
 
 def run(settings: RunSettings, make_task: Callable[[Any], Task] = task_of) -> Outcome:
-    """A whole run; every rank calls, and ends with the same error if one cannot go on.
+    """Execute a whole run; every rank calls. If one rank fails, every rank raises the same error.
 
     Args:
-        settings: of the run.
-        make_task: makes the task from the settings.
+        settings: settings of the run.
+        make_task: factory of the task.
 
     Returns:
-        The result.
+        The result of the run.
     """
     overlaps = settings.parallel.tp > 1 and not settings.parallel.fsdp
     with (
@@ -67,10 +67,10 @@ def train(session: Session) -> Outcome:
 
     Raises:
         DivergenceError: the loss, the gradient or the weights are not finite; the message names the last checkpoint
-            whose weights are.
-        OutOfMemoryError: on the rank that needs more than there is.
-        Interrupted: a signal asked one of the ranks to end; the step is done and saved.
-        ShardwiseError: what else went wrong, on every rank.
+            with finite weights.
+        OutOfMemoryError: memory is exhausted; only on the rank concerned.
+        Interrupted: one of the ranks received a signal; the step was completed and saved.
+        ShardwiseError: any other failure, on every rank.
     """
     if session.ranks.device.type == "cpu":
         keep_freed_memory()
@@ -85,13 +85,13 @@ def train(session: Session) -> Outcome:
 
 @dataclass
 class _Training:
-    """The steps of a run, and when it measures, saves and ends.
+    """The training loop of a run, with its evaluations, saves and end.
 
     Attributes:
-        session: the run.
-        first_step: that is not done yet.
-        saves: its checkpoints.
-        signals: what came while a step was at work.
+        session: session of the run.
+        first_step: the first step that is not done yet.
+        saves: writer of the checkpoints.
+        signals: signals received during a step.
     """
 
     session: Session
@@ -108,7 +108,7 @@ class _Training:
     _peak_memory: float = 0.0
 
     def run(self) -> Outcome:
-        """All steps that are left."""
+        """Run all remaining steps."""
         session, settings = self.session, self.session.settings.training
         session.trainer.rank_reports, session.trainer.before_update = self._rank_reports, self._before_update
         self._saved_at = time.monotonic()
@@ -128,7 +128,7 @@ class _Training:
             if self._held_out is None:  # All steps were done before.
                 self._held_out = self._evaluate(settings.steps)
         except DivergenceError as error:
-            # Every rank has found it, so that they can still publish what they have begun to write.
+            # Every rank has the same error, so that they can still publish the checkpoint in progress.
             self.saves.complete_if_possible()
             raise DivergenceError(f"{error}; {self._after_divergence()}") from error
         finally:
@@ -152,7 +152,7 @@ class _Training:
         with (
             session.ranks.phase(f"at step {step}", limited=True),
             self._counting,
-            # Ranks that disagree do so in their first step.
+            # Ranks that disagree are detected in the first step.
             validated_calls(session.topology.groups() if is_first else ()),
         ):
             if is_first:
@@ -179,16 +179,16 @@ class _Training:
             self._held_out = self._evaluate(done)
             values |= self._held_out
         if metrics is not None:
-            # JSON has neither infinity nor NaN, which a step that overflows may have.
+            # JSON has no infinity or NaN, which the metrics of an overflowed step may have.
             metrics.write(step, {name: value for name, value in values.items() if math.isfinite(value)})
         progress.update(reported, values)
         if last:
             self._save(done, signum)
 
     def _before_update(self, step: int, rank_reports: Sequence[float]) -> None:
-        """Save and end where it is time, now that loss and gradient have shown that the weights are good.
+        """Save and stop if due; finite loss and gradient have shown that the weights are finite.
 
-        The state that is saved is the one after ``step`` steps: the loss and the gradient of one more came from it.
+        The saved state is the one after ``step`` steps, from which the loss and the gradient of the next step came.
         """
         self._counting.close()
         signum, due, progress = int(rank_reports[0]), bool(rank_reports[1]), SaveProgress(int(rank_reports[2]))
@@ -201,9 +201,9 @@ class _Training:
             self._end(signum)
 
     def _save(self, done: int, signum: int) -> None:
-        """Save; then end if there was a signal, or one came meanwhile, which is not made to wait for another step."""
+        """Save, then stop if a signal came, including one during the save."""
         settings = self.session.settings.training
-        # Little or nothing would be done while a thread writes.
+        # The run ends: a background thread would gain nothing.
         at_once = not settings.asynchronous_saves or bool(signum) or done == settings.steps
         with self._outside_the_step(), self.session.ranks.phase(f"saving step {done}"):
             self.saves.save(done, at_once=at_once)
@@ -213,7 +213,7 @@ class _Training:
 
     @contextmanager
     def _outside_the_step(self) -> Iterator[None]:
-        """The block takes the time that it needs, which is not counted in the step."""
+        """Exclude the block from the time of the step and from its time limit."""
         begun = time.perf_counter()
         with self.signals.unhurried():
             yield
@@ -226,8 +226,8 @@ class _Training:
         raise Interrupted(signum, agreed=True)
 
     def _rank_reports(self) -> tuple[float, float, float, float]:
-        """The signal that came to this rank (0 if none did), on the first one whether its clock says to save, how far
-        this rank's writing is, and the most memory that it has had.
+        """This rank's contribution to the step's all-reduce: its signal (0 for none), whether a timed save is due
+        (first rank only), the progress of its write, and its peak memory.
         """
         ranks, minutes = self.session.ranks, self.session.settings.training.save_minutes
         due = ranks.is_first and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
@@ -235,7 +235,7 @@ class _Training:
         return float(self.signals.signum), float(due), float(self.saves.progress), memory
 
     def _agreed(self) -> int:
-        """The signal that came to any of the ranks, by a separate collective; 0 if none did."""
+        """The signal that any rank received, by a separate collective; 0 for none."""
         ranks = self.session.ranks
         signum = torch.tensor(self._rank_reports()[:1], dtype=torch.float32, device=ranks.device)
         return int(all_reduce(signum, group=ranks.world, op=dist.ReduceOp.MAX, may_overwrite=True))
@@ -250,7 +250,7 @@ class _Training:
 
     def _after_divergence(self) -> str:
         if not self._losses and self.first_step == 0:
-            # No weight was touched, so that no learning rate is to blame.
+            # No weight was updated, so that the learning rate is not the cause.
             return (
                 "no step was made before; what the run begins with is broken (weights, a teacher's too), or too large "
                 f"for --training.dtype; {REPORT.format('good weights fail in float32 too')}"
@@ -266,7 +266,7 @@ def _is_due(done: int, every: int) -> bool:
 
 
 def _leave_settings(session: Session) -> None:
-    """Put settings and tokenizer into the run's folder, now that what is there is known to be this run's."""
+    """Write settings and tokenizer into the folder, after the check that its content belongs to this run."""
     try:
         session.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Everything that a run needs, set up on every rank."""
+"""Set up a run on every rank."""
 
 import math
 from collections.abc import Callable
@@ -33,12 +33,12 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
     """Set up a run; every rank calls.
 
     Args:
-        settings: of the run.
-        ranks: who this process is.
-        make_task: makes the task from the settings.
+        settings: settings of the run.
+        ranks: this process's place among the ranks.
+        make_task: factory of the task.
 
     Raises:
-        ConfigError: the settings do not fit the ranks, or the model that the run starts from.
+        ConfigError: the settings do not fit the number of ranks or the initial model.
         DataError: the text is too short for the settings.
     """
     task = agree(lambda: make_task(settings), group=ranks.control)
@@ -57,7 +57,7 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
     described = task.source.describe(data)
     is_planned = task.source.trains_weights and task.method.has_plan
     shortage = Shortage.of(settings, described, ranks, is_planned=is_planned)
-    # Of all ranks, and not only of those that share layers, so that the banner speaks for all.
+    # Over all ranks, not only those that share layers, because the banner reports on all of them.
     params_dtype = PRECISIONS[settings.training.dtype].params_dtype
     agree_on_kernels(torch.empty(0, dtype=params_dtype, device=ranks.device), group=ranks.control)
     with shortage.explained():
@@ -122,7 +122,7 @@ def _utilisation(task: Task, ranks: Ranks, model: ModelDescription) -> Utilisati
 
 
 def count_parameters(model: nn.Module, topology: Topology) -> int:
-    """Parameters of the whole model, over all ranks and stages that share it; every rank calls."""
+    """Count the parameters of the whole model over all ranks and stages; every rank calls."""
     replicas = replicas_of(model)
     own = sum(
         math.prod(layout.global_shape)

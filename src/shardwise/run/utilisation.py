@@ -1,6 +1,6 @@
-"""Utilisation of the hardware: the peak of its devices, the model's operations, the memory at its highest.
+"""Hardware utilisation: peak FLOP/s of the devices, FLOPs of the model, peak memory.
 
-A trace of some steps of a run, by PyTorch's profiler.
+Also traces of single steps by PyTorch's profiler.
 """
 
 import contextlib
@@ -44,11 +44,11 @@ _WIDTH, _MOST_PRODUCTS, _LONGEST_SECONDS = 512, 5, 0.1
 
 @dataclass(frozen=True)
 class Peak:
-    """The most operations that a device does in a second.
+    """Peak FLOP/s of a device.
 
     Attributes:
-        flops: a second; None if nobody knows.
-        source: where the number is from, for people.
+        flops: FLOP/s; None if unknown.
+        source: source of the number, as text for the user.
     """
 
     flops: float | None
@@ -56,7 +56,7 @@ class Peak:
 
 
 def peak_of(device: torch.device, dtype: torch.dtype, given: float | None = None) -> Peak:
-    """The peak of a rank's device for products of ``dtype``: ``given`` in TFLOP/s, or known, or measured."""
+    """Peak of a rank's device for matrix products in ``dtype``: ``given`` (TFLOP/s), from data sheets, or measured."""
     if given is not None:
         return Peak(given * 1e12, "as given")
     if device.type == "cpu":
@@ -77,7 +77,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _measured(dtype: torch.dtype) -> float:
-    """The fastest of a few products, on the threads that the run has, while the other ranks do the same."""
+    """Measure the fastest of a few products on the run's threads, while the other ranks do the same."""
     a = torch.ones(_WIDTH, _WIDTH, dtype=dtype)
     out = torch.empty_like(a)
     shortest, begun = float("inf"), time.perf_counter()
@@ -93,12 +93,12 @@ def _measured(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """What the steps of a run are measured against.
+    """The reference for the utilisation of a run's steps.
 
     Attributes:
-        flops_per_step: operations that the model needs, over all ranks.
-        peak: operations that all ranks' devices do in a second at most; None if nobody knows.
-        source: of the peak.
+        flops_per_step: FLOPs of the model per step, over all ranks.
+        peak: peak FLOP/s of all ranks' devices; None if unknown.
+        source: source of the peak.
     """
 
     flops_per_step: int
@@ -106,25 +106,25 @@ class Utilisation:
     source: str
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """Model FLOPs utilisation of a step that took ``seconds``; nothing where the peak is not known."""
+        """Model FLOPs utilisation of a step that took ``seconds``; empty if the peak is unknown."""
         return {} if not self.peak or seconds <= 0 else {"mfu": self.flops_per_step / seconds / self.peak}
 
     def line(self) -> str:
-        """What a run says of it before its first step."""
+        """The line of the banner about utilisation."""
         peak = "" if self.peak is None else f"{self.peak / 1e12:,.2f} TFLOP/s of all ranks, "
         return f"peak   {peak}{self.source}"
 
 
 def peak_memory(device: torch.device) -> tuple[str, int]:
-    """The most bytes that this rank has had so far, and what was counted.
+    """Return the name and the value of this rank's peak memory in bytes.
 
     Returns:
-        ``"peak_allocated_bytes"`` on CUDA, what tensors took; ``"peak_resident_bytes"`` on a CPU, all of the process.
+        ``"peak_allocated_bytes"`` on CUDA, for tensors; ``"peak_resident_bytes"`` on a CPU, for the process.
     """
     if device.type == "cuda":
         return "peak_allocated_bytes", torch.cuda.max_memory_allocated(device)
     try:
-        # Not of getrusage, which counts what the process was before it became this program.
+        # Not from getrusage, which includes the process before exec.
         status = Path("/proc/self/status").read_text()
         return "peak_resident_bytes", 1024 * int(status.split("VmHWM:")[1].split()[0])
     except (OSError, IndexError):
@@ -132,22 +132,22 @@ def peak_memory(device: torch.device) -> tuple[str, int]:
         return "peak_resident_bytes", unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-# Tables, of which a token reads a row.
+# Embedding tables: a token reads only one row.
 _LOOKED_UP = ("embedding.position_embeddings.weight", "embedding.word_embeddings.weight")
 
 
 def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trains_weights: bool = True) -> int:
-    """Of forward and backward, a multiplication and an addition being two.
+    """FLOPs per token of forward and backward, where a multiply-add counts as two.
 
-    ``6 N + 12 l a d s``: ``N`` elements of the weight matrices that each token is multiplied by (embeddings are looked
-    up, but for one that is the output layer too), ``l`` layers of ``a`` heads of width ``d``, ``s`` tokens. Attention
-    counts as if each token saw all others. Recomputation does not count: a model that needs it is no larger.
+    ``6 N + 12 l a d s``: ``N`` elements of weight matrices (without embeddings, except one tied to the output layer),
+    ``l`` layers of ``a`` heads of width ``d``, and ``s`` tokens. Attention counts as if each token attended to all
+    others. Recomputation does not count.
 
     Args:
         model: a ``"gpt"``.
         sequence_length: ``s``.
-        trains_weights: False where weights are frozen, as beneath adapters, whose own operations are left out: then
-            ``4 N + 12 l a d s``.
+        trains_weights: False if the weights are frozen, as with adapters, whose own FLOPs are ignored. The formula is
+            then ``4 N + 12 l a d s``.
 
     Source: Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
     """
@@ -168,17 +168,17 @@ _LOGGER = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def profiled(settings: ProfileSettings, folder: Path, ranks: Ranks) -> Iterator[Callable[[], None]]:
-    """Trace the steps that ``settings`` ask for, into ``folder/profile/rank-N.json``.
+    """Trace the steps given by ``settings`` into ``folder/profile/rank-N.json``.
 
-    What cannot be written ends no run: it is said, and the run goes on.
+    If a trace cannot be written, a message is printed and the run continues.
 
     Args:
-        settings: which steps.
-        folder: of the run.
-        ranks: who this process is.
+        settings: settings of the trace.
+        folder: folder of the run.
+        ranks: this process's place among the ranks.
 
     Yields:
-        A function to be called at the end of each step.
+        A callback for the end of each step.
     """
     if not settings.enabled:
         yield lambda: None

@@ -15,7 +15,7 @@ from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
 
 def banner(session: Session) -> str:
-    """What is about to be trained, on what and how, in a few lines."""
+    """Describe the model, data and settings of a run in a few lines."""
     data, settings, topology = session.data, session.settings, session.topology
     tp, pp, dp = topology.size("tp"), topology.size("pp"), topology.size("dp")
     schedule = settings.parallel.pipeline_schedule
@@ -47,7 +47,7 @@ def banner(session: Session) -> str:
 
 
 def _idle(settings: RunSettings, tp: int) -> str:
-    """Settings that do nothing here, which scripts for several layouts may have all the same."""
+    """A note on settings without effect at this layout, which scripts for several layouts may set."""
     if settings.parallel.sequence_parallel and tp == 1:
         return "\nnote   --sequence-parallel does nothing with one tensor-parallel rank"
     return ""
@@ -81,7 +81,7 @@ def _or(numbers: Sequence[int]) -> str:
 
 
 def _device(session: Session) -> str:
-    """Why the run takes the CPU, where it might have taken a GPU; what runs beside what, on GPUs."""
+    """A note why the run uses the CPU instead of a GPU; on GPUs, which kernels overlap."""
     settings, ranks, topology = session.settings, session.ranks, session.topology
     if ranks.device.type == "cpu":
         return f"\ndevice cpu: {ranks.why_device}" if settings.device == "auto" and ranks.why_device else ""
@@ -105,7 +105,7 @@ def _device(session: Session) -> str:
 
 
 def _ways(session: Session) -> str:
-    """How each pass of the linear layers goes together with its collective, and why not faster."""
+    """How each pass of the linear layers overlaps with its collective, and why not faster."""
     passes: dict[Way, list[str]] = {}
     for pass_, way in session.ways:
         passes.setdefault(way, []).append(pass_)
@@ -118,7 +118,7 @@ def _size(number: int) -> str:
 
 
 def speed(session: Session) -> str:
-    """The lines of the banner that say which fast paths the run takes, and why not the others that it has work for."""
+    """The lines of the banner about the fast paths that the run takes, and why it does not take the others."""
     settings, trainer = session.settings, session.trainer
     config, tp = trainer.model.config, session.topology.size("tp")
     tokens = settings.micro_batch_size(session.topology.size("dp")) * settings.sequence_length
@@ -141,7 +141,7 @@ def speed(session: Session) -> str:
 
 
 def tf32(device_type: str, dtype: str) -> list[dispatch.Choice]:
-    """Whether CUDA's tensor cores multiply fp32 matrices; nothing where there are none."""
+    """Whether CUDA's tensor cores multiply fp32 matrices; empty without tensor cores."""
     if device_type != "cuda" or PRECISIONS[dtype].params_dtype != torch.float32:
         return []
     uses_tf32 = PRECISIONS[dtype].uses_tf32

@@ -1,4 +1,4 @@
-"""Text generation with a split model: key-value cache, sampling from split logits, the loop."""
+"""Text generation with a split model: key-value cache, sampling from split logits, generation loop."""
 
 from shardwise.models.generation.cache import (
     PreallocatedCache as PreallocatedCache,

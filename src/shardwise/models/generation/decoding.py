@@ -1,4 +1,4 @@
-"""One token's pass through a model on CUDA, the same operations at the same addresses for every token.
+"""Decode one token on CUDA with the same kernels at the same addresses for every token.
 
 The token's id, its position and the length of the cache lie in buffers on the GPU, and the host reads none of them. So
 the pass can be recorded once as a CUDA graph, and launched as one: at one sequence a time
@@ -15,7 +15,7 @@ from shardwise.models.transformer.attention import SelfAttention
 
 
 class CacheAtPosition:
-    """A cache whose layers write at a position on the device, and return all that they can hold.
+    """A cache whose layers write at a position on the device and return the whole buffer.
 
     A ``models.transformer.attention.KeyValueCache`` that attention reads by ``kernels.decode_attention``.
 
@@ -36,11 +36,11 @@ class CacheAtPosition:
 
 
 class DecodeStep:
-    """Reads one token after those in a cache.
+    """Forward pass for one token after those in a cache.
 
     Args:
-        model: in evaluation mode whenever it is called; ``why_not`` says nothing against it.
-        cache: of the model; it has room for the token.
+        model: the model, in evaluation mode at each call; ``why_not`` returns None for it.
+        cache: cache of the model, with room for the token.
     """
 
     def __init__(self, model: GPT, cache: PreallocatedCache) -> None:
@@ -49,7 +49,7 @@ class DecodeStep:
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
         self._at_position = CacheAtPosition(cache, self._position)
-        # A fused exchange is followed by the host, step by step.
+        # The host takes part in each step of a fused exchange, which a CUDA graph cannot record.
         fused = getattr(model.decoder, "fused", False)
         self._is_recorded = not fused and dispatch.CUDA_GRAPHS.why_not(_call(self._token)) is None
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -57,7 +57,7 @@ class DecodeStep:
 
     @staticmethod
     def why_not(model: GPT) -> str | None:
-        """Why a token of this model is read as any other input is; None if ``DecodeStep`` reads it."""
+        """Return the reason why ``DecodeStep`` does not support a model; None if it does."""
         weight = model.embedding.word_embeddings.weight
         if (why_not := dispatch.DECODE_TRITON.why_not(_call(weight))) is not None:
             return why_not
@@ -71,10 +71,10 @@ class DecodeStep:
         return None
 
     def __call__(self, token: Tensor) -> Tensor:
-        """Read a token, ``[1]`` of int64.
+        """Run the model on a token, ``[1]`` int64.
 
         Returns:
-            The logits of the one after it, ``[1, v/t]``, or ``[1, v]`` of a model without ``parallel_output``. The next
+            The logits of the next token, ``[1, v/t]``, or ``[1, v]`` for a model without ``parallel_output``. The next
             call may overwrite them.
         """
         self._token.copy_(token.view(1, 1))
@@ -89,8 +89,8 @@ class DecodeStep:
 
     def _replay(self) -> Tensor:
         if self._graph is None:
-            # First calls compile and allocate before the recording, on a separate stream, as PyTorch asks. Each run
-            # writes the same keys to the same place.
+            # Warm up on a separate stream before the recording, as PyTorch requires. Each run writes the same keys to
+            # the same position.
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):

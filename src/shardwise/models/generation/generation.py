@@ -1,4 +1,4 @@
-"""Text from a model, one token at a time: of one prompt, or of several at once."""
+"""Autoregressive text generation for one prompt or a batch of prompts."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -33,25 +33,25 @@ def generate(
     Every rank of the model's tensor-parallel group calls it with the same arguments and gets the same tokens; the same
     seed gives the same tokens at every size of the group, up to rounding of the logits.
 
-    The model reads at most its ``max_sequence_length`` tokens. Of a longer prompt it reads the last ones. When the
-    context is full, its older half is dropped and the rest is read anew from position 0, so that text of any length
-    can be generated; a token then follows from at least the ``max_sequence_length // 2`` tokens before it. With
-    LongRoPE the context is read anew, too, when it outgrows ``original_max_position_embeddings``: from there on each
-    of its tokens has other rotary frequencies.
+    The context has at most ``max_sequence_length`` tokens; a longer prompt loses its start. When the context is full,
+    its older half is dropped and the rest is recomputed from position 0. Text of any length can therefore be generated,
+    and each token depends on at least the previous ``max_sequence_length // 2`` tokens. With LongRoPE the context is
+    also recomputed when it exceeds ``original_max_position_embeddings``, because the rotary frequencies of all of its
+    tokens change.
 
-    The model is in evaluation mode meanwhile. PyTorch's default random generators are not used.
+    The model is in evaluation mode during the call. PyTorch's default random generators are not used.
 
     Args:
         model: the model; sequence parallelism is allowed, but saves nothing here and costs time.
         prompt_ids: token ids. If empty, the model starts from ``eos_id`` (the first, if there are several), as from the
             end of the text before.
-        max_new_tokens: most tokens to generate.
-        sampling: how a token is chosen.
-        seed: seed of the choices, from 0 to 2**63 - 1.
+        max_new_tokens: maximum number of tokens to generate.
+        sampling: sampling parameters.
+        seed: random seed, from 0 to 2**63 - 1.
         eos_id: the token that ends the text, or several that do.
         on_token: called with each token as soon as it is chosen, on every rank. What it raises ends the generation on
             its rank.
-        prefix: keys and values of the text before, of the same model; those of this text are left in it.
+        prefix: cache of the previous text, of the same model; updated to this text.
 
     Returns:
         The new tokens, without the prompt and without the one that ended the text.
@@ -94,7 +94,7 @@ def generate(
                 chosen = choose_next_token(
                     logits, sampling, vocab_size=vocab_size, group=model.tp_group, generator=generator
                 )
-                # The one time that the host waits for the device; the token's way back to the model is on the device.
+                # The only synchronization with the device; the token itself returns to the model on the device.
                 token = int(chosen)
                 if token < 0:
                     checked_choice(chosen)
@@ -126,16 +126,15 @@ def generate_batch(
     seed: int = 0,
     eos_id: int | Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Continue prompts of any lengths at once: each as ``generate`` does alone, up to rounding of the logits.
+    """Continue a batch of prompts of any lengths, each as ``generate`` does alone, up to rounding of the logits.
 
-    Shorter prompts are padded on the left, behind a mask. Those whose text would outgrow the model's
-    ``max_sequence_length`` are generated one by one, and so are all of a model whose rotary frequencies depend on the
-    length of its text: each text is rotated by its own length.
+    Shorter prompts are padded on the left and masked. Prompts whose text would exceed ``max_sequence_length`` are
+    generated one by one. So are all prompts if the rotary frequencies of the model depend on the text length.
 
     Args:
         model, max_new_tokens, sampling, eos_id: see ``generate``.
-        prompts: token ids of each.
-        seed: of the choices of each.
+        prompts: token ids of each prompt.
+        seed: random seed of each prompt.
 
     Returns:
         The new tokens of each prompt, in order.
@@ -205,10 +204,10 @@ def _generate_together(
 
 
 def sequence_log_probs(model: GPT, input_ids: Tensor) -> Tensor:
-    """The log-probability of each token after the ones before it, from one pass over whole sequences.
+    """Return the log-probability of each token given the previous ones, from one forward pass over whole sequences.
 
     Args:
-        model: put in evaluation mode meanwhile.
+        model: the model; in evaluation mode during the call.
         input_ids: ``[b, s]``, at least 2 tokens each.
 
     Returns:
@@ -229,7 +228,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        # inference_mode is not used, since a buffer that is first made under it cannot be used in training afterwards.
+        # Not inference_mode: a buffer created under it cannot be used in training later.
         with torch.no_grad():
             yield
     finally:
@@ -238,7 +237,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _next_logits(model: GPT, unread: Tensor, cache: PreallocatedCache, step: DecodeStep | None) -> Tensor:
-    """``[1, v/t]``: read the tokens ``[1, s]`` after those in the cache; the logits of the one after them."""
+    """Run the model on tokens ``[1, s]`` after those in the cache; return the logits ``[1, v/t]`` of the next token."""
     if step is not None and cache.length > 0 and unread.size(1) == 1:
         logits = step(unread.squeeze(0))
     else:
@@ -270,7 +269,7 @@ def _ids_of(eos_id: int | Sequence[int] | None) -> tuple[int, ...]:
 def _check_arguments(
     prompt_ids: Sequence[int], max_new_tokens: int, seed: int, eos_ids: Sequence[int], vocab_size: int
 ) -> None:
-    """Raise what ``generate`` does of arguments out of range."""
+    """Raise the errors of ``generate`` for arguments out of range."""
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must not be negative")
     if not 0 <= seed < 2**63:

@@ -1,4 +1,4 @@
-r"""The choice of the next token from logits that are split over the ranks.
+r"""Sampling of the next token from logits that are split over the ranks.
 
 Every rank holds ``x``, the logits of its part of the vocabulary. Sampling from ``softmax(x / T)`` is an argmax in
 disguise (the Gumbel-max trick): with ``u`` uniform on (0, 1), one number for each id,
@@ -31,12 +31,12 @@ from shardwise.core.sharding import balanced_range, balanced_sizes
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: temperature first, then top-k, then top-p of what is left.
+    """Sampling parameters, applied in the order temperature, top-k, top-p.
 
     Attributes:
-        temperature: logits are divided by it; under 1 favours likely tokens. 0 always takes the likeliest.
-        top_k: choose among this many likeliest tokens; 0 is off.
-        top_p: choose among the fewest likeliest tokens whose probabilities reach this sum, over 0 and at most 1; 1 is
+        temperature: divisor of the logits; below 1 favours likely tokens, 0 always takes the most likely one.
+        top_k: sample from this many most likely tokens; 0 is off.
+        top_p: sample from the smallest set of most likely tokens whose probabilities reach this sum, in (0, 1]; 1 is
             off.
 
     Raises:
@@ -57,11 +57,11 @@ class Sampling:
 
 
 GREEDY = Sampling(temperature=0.0)
-"""Always the likeliest token."""
+"""Greedy decoding."""
 
 
 def vocab_parallel_argmax(scores: Tensor, *, vocab_size: int, group: ProcessGroup) -> Tensor:
-    """The id of the highest score over all ranks; of equal scores the lowest id, at every number of ranks.
+    """Return the id of the highest score over all ranks; ties go to the lowest id, at every number of ranks.
 
     Layout V -> I: one all-gather of 16 bytes per row and rank.
 
@@ -124,9 +124,9 @@ def choose_next_token(
     group: ProcessGroup,
     generator: torch.Generator | Sequence[torch.Generator],
 ) -> Tensor:
-    """``sample_next_token`` without a look at the choice: -1 where the logits are infinite or not numbers.
+    """``sample_next_token`` without synchronization: the id is -1 if the logits are infinite or NaN.
 
-    Of several generators each row has its own, as if it were alone.
+    With several generators, each row uses its own, as if it were alone.
     """
     if sampling.temperature == 0 or sampling.top_k == 1:
         return _argmax(logits, vocab_size, group)
@@ -146,10 +146,10 @@ def choose_next_token(
 
 
 def checked_choice(ids: Tensor) -> Tensor:
-    """``ids``, unchanged; waits for their device.
+    """Synchronize with the device, check ``ids``, and return them unchanged.
 
     Raises:
-        DivergenceError: one is -1.
+        DivergenceError: an id is -1.
     """
     if bool((ids < 0).any()):
         raise DivergenceError(
@@ -174,13 +174,13 @@ def _check_shard(scores: Tensor, vocab_size: int, group: ProcessGroup) -> int:
 
 
 def _without_nan(scores: Tensor) -> Tensor:
-    """In double precision, and NaN as infinity: it wins on whichever rank it is, so that all ranks refuse it alike."""
+    """Convert to fp64 and NaN to infinity, which wins on every rank, so that all ranks raise the same error."""
     scores = scores.double()
     return torch.where(scores.isnan(), torch.inf, scores)
 
 
 def _pick_highest(values: Tensor, ids: Tensor) -> Tensor:
-    """The id of each row's highest value, -1 if that is not finite; of equals the first, so ``ids`` are in order."""
+    """The id of each row's highest value, -1 if it is not finite; ties go to the first, so ``ids`` must be sorted."""
     index = values.argmax(dim=-1, keepdim=True)
     chosen = ids.gather(1, index).masked_fill(~values.gather(1, index).isfinite(), -1)
     return chosen.squeeze(1).long()
@@ -189,7 +189,7 @@ def _pick_highest(values: Tensor, ids: Tensor) -> Tensor:
 def _gather_candidates(
     logits: Tensor, start: int, top_k: int, vocab_size: int, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` highest logits of all ranks and their ids, both ``[b, k]`` in double precision, in order of ids."""
+    """The ``top_k`` highest logits over all ranks and their ids, both ``[b, k]`` in fp64, sorted by id."""
     ids = torch.arange(start, start + logits.size(1), device=logits.device).double().expand_as(logits)
     candidates = _top_k_in_order(torch.stack((logits, ids), dim=-1), top_k)
     sizes = [min(top_k, size) for size in balanced_sizes(vocab_size, group.size())]
@@ -207,7 +207,7 @@ def _top_k_in_order(candidates: Tensor, k: int) -> Tensor:
     above = values > threshold
     equal = values == threshold
     kept = above | (equal & (equal.cumsum(1) <= k - above.sum(1, keepdim=True)))
-    # Not candidates[kept], whose size a GPU would have to tell the host first. What is not kept goes to one more place.
+    # Not candidates[kept], whose size requires a synchronization. Dropped candidates go to one extra slot.
     place = torch.where(kept, kept.cumsum(1) - 1, k).unsqueeze(-1).expand_as(candidates)
     result = candidates.new_empty(candidates.size(0), k + 1, 2)
     return result.scatter_(1, place, candidates)[:, :k]

@@ -1,4 +1,4 @@
-"""The layouts that fit into the memory of a rank, best first; and the advice for a run that is out of memory."""
+"""Find the layouts that fit into the memory of a rank, and advise a run that is out of memory."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from shardwise.training.bounds import (
     launcher_number,
 )
 
-# From what costs nothing to what costs a forward.
+# In increasing order of cost, up to a forward.
 _RECOMPUTATIONS = (
     Recomputation(),
     Recomputation("selective", modules=("layernorm", "mlp_act")),
     Recomputation("full"),
 )
 _SIGNS = ("DefaultCPUAllocator", "out of memory", "bad_alloc", "ALLOC_FAILED")
-# The rest is for memory that a plan leaves out, and for fragmentation.
+# Reserve the rest for memory outside of the plan and for fragmentation.
 _USABLE = 0.9
 
 
@@ -54,20 +54,20 @@ def fit_run(
     ranks_per_host: Annotated[int, LOCAL_RANKS] = DEFAULT_RANKS_PER_HOST,
     **settings: Any,
 ) -> list[Choice]:
-    """The layouts of a run that fit, best first.
+    """Return the layouts of a run that fit into memory, best first.
 
     Args:
-        memory: of a rank, such as "80GiB" or "16GB".
+        memory: memory of a rank, such as "80GiB" or "16GB".
         model_dir: see ``plan_run``.
-        ranks: how many, or several numbers to choose from.
+        ranks: number of ranks, or several numbers to choose from.
         ranks_per_host: the largest tp, since ranks that split layers exchange the most.
         settings: see ``plan_run``.
 
     Returns:
-        Layouts, each with its plan.
+        The layouts with their plans.
 
     Raises:
-        ConfigError: there is none, and as ``plan_run`` does.
+        ConfigError: no layout fits; or as for ``plan_run``.
         CheckpointError: see ``plan_run``.
     """
     world_sizes = (ranks,) if isinstance(ranks, int) else tuple(ranks)
@@ -115,7 +115,7 @@ class Choice:
     """A layout that fits.
 
     Attributes:
-        plan: of the layout.
+        plan: plan of the layout.
     """
 
     plan: Plan
@@ -143,12 +143,12 @@ def fitting(
     ranks_per_host: int = 8,
     like: Mesh | None = None,
 ) -> list[Choice]:
-    """The layouts whose worst rank needs at most ``limit`` bytes, best first.
+    """Return the layouts whose worst rank needs at most ``limit`` bytes, best first.
 
     Args:
-        workload: what is trained.
-        limit: bytes of a rank.
-        world_sizes: numbers of ranks.
+        workload: model and training.
+        limit: maximum bytes per rank.
+        world_sizes: numbers of ranks to try.
         micro_batch_size: as given; if None the largest of those that halve a data-parallel rank's samples (with
             pipeline stages: 1) that fits.
         ranks_per_host: the largest tp, whose ranks exchange the most.
@@ -258,10 +258,10 @@ class Shortage:
     """The message of a rank that runs out of memory.
 
     Attributes:
-        settings, model: of the run, and the model that it trains.
-        is_planned: there is a plan of such a run; of adapters, say, there is none.
-        ranks: this process.
-        available: bytes that the run may take on this rank, from before the model was made; 0 if unknown.
+        settings, model: settings and model of the run.
+        is_planned: True if ``shardwise plan`` covers this kind of run.
+        ranks: this process's place among the ranks.
+        available: bytes that the run may use on this rank, measured before the model was built; 0 if unknown.
     """
 
     settings: RunSettings
@@ -272,18 +272,18 @@ class Shortage:
 
     @classmethod
     def of(cls, settings: RunSettings, model: ModelDescription, ranks: Ranks, *, is_planned: bool) -> Shortage:
-        """Of this rank, before its model is made."""
+        """Measure this rank's memory before its model is built."""
         return cls(settings, model, is_planned, ranks, available_memory(ranks.device))
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Within, an error for lack of memory becomes an OutOfMemoryError with the needs of the run."""
+        """Convert an out-of-memory error in the block to an OutOfMemoryError with the run's requirements."""
         try:
             yield
         except (MemoryError, RuntimeError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
-            # The frames that failed still hold tensors, and there is work to do.
+            # Clear the failed frames, which still hold tensors, to free memory for the plan.
             traceback.clear_frames(error.__traceback__)
             raise OutOfMemoryError(self._message(error), self._details()) from error
 
@@ -348,7 +348,7 @@ def changes(before: Mesh, after: Mesh) -> list[str]:
     if before.shards_fully != after.shards_fully:
         flags.append("--fsdp" if after.shards_fully else "--parallel.no-fsdp")
     recomputation = after.recomputation
-    # Settings are of another class than what a plan tries.
+    # Compare as text: the settings and the layouts of plans have different classes.
     if str(before.recomputation) != str(recomputation):
         is_selective = recomputation.granularity == "selective"
         modules = f" --recompute.modules {' '.join(recomputation.modules)}" if is_selective else ""
@@ -359,9 +359,10 @@ def changes(before: Mesh, after: Mesh) -> list[str]:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that this rank may take from now on.
+    """Return the number of bytes that this rank may use from now on.
 
-    All of the GPU's; on a CPU the rest of the process's limit (``ulimit -v``), or its share of the machine's memory.
+    On a GPU, its whole memory. On a CPU, the rest of the limit of the process (``ulimit -v``), or its share of the
+    machine's memory.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]

@@ -1,6 +1,6 @@
-"""Signals that ask a process to end: between two steps it ends at once, in a step when that is done and saved.
+"""Handle signals that end a process: at once between steps, or after a running step is completed and saved.
 
-Signals are the process's, and so is the one object here that says what they do at the moment.
+Signals belong to the process. Therefore one object of this module holds how they are handled at the moment.
 
 A rank that waits in a collective is inside C++ code, where Python's signal handlers do not run. So a thread watches for
 the signal too, and ends the process if the main thread has not done so itself within ``GRACE_SECONDS``.
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 ENDING_SIGNALS = tuple(
     signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if name in signal.Signals.__members__
 )
-"""The signals that ask a process to end, as far as this system has them."""
+"""Signals that end a process, as far as this system has them."""
 
 SAME_REQUEST_SECONDS = 1.0
-"""Within this time a further signal is the first one come twice: from the terminal and from torchrun, or two shells."""
+"""A further signal within this time is a duplicate, for example from both the terminal and torchrun."""
 
 GRACE_SECONDS = 2.0
-"""Seconds that a rank may take to end after a request to do so."""
+"""Maximum time in seconds for a rank to end after a signal."""
 
 LONGEST_LEAVING_SECONDS = 20.0
-"""How long a rank whose step was done and saved on a signal may take to end."""
+"""Maximum time for a rank to end after its step was completed and saved on a signal."""
 
 _POLL_SECONDS = 0.5
 _AGAIN_SECONDS = 0.05
@@ -46,13 +46,13 @@ _STEPS = 3
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked this process to end; a KeyboardInterrupt, so that code which tidies up after Ctrl-C does here too.
+    """A signal ends this process. A KeyboardInterrupt, so that cleanup code for Ctrl-C also runs.
 
     Attributes:
         signal: the signal.
         exit_code: 128 plus its number, as shells report it.
-        agreed: every rank ends alike, after its step.
-        note: a hint for the message.
+        agreed: True if every rank ends after the same step.
+        note: hint for the message.
     """
 
     def __init__(self, signum: int, *, agreed: bool = False) -> None:
@@ -64,11 +64,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Postponed:
-    """Signals wait for the end of the step.
+    """State of signals that wait for the end of the step.
 
     Attributes:
-        signum: of the first signal that came to this process; 0 if none did.
-        agreed: every rank knows that the run ends.
+        signum: number of the first signal that this process received; 0 for none.
+        agreed: True once every rank knows that the run ends.
     """
 
     def __init__(self) -> None:
@@ -80,23 +80,23 @@ class Postponed:
         self._abandoned = False
 
     def step_took(self, seconds: float) -> None:
-        """Record how long a step was: one that has begun is given a few times as long."""
+        """Record the duration of a step, from which the time limit of later steps follows."""
         self._slowest_step = max(self._slowest_step, seconds)
 
     def receive(self, signum: int) -> bool:
-        """Record a signal; True if it is to end the process at once."""
+        """Record a signal; return True if it must end the process at once."""
         if self.signum == 0 and not self._abandoned:
             self.signum, self._since = signum, time.monotonic()
             return False
         return self._abandoned or time.monotonic() - self._since >= SAME_REQUEST_SECONDS
 
     def abandon(self) -> None:
-        """Wait no longer: the next signal ends the process at once."""
+        """Stop postponing: the next signal ends the process at once."""
         self._abandoned = True
 
     @contextlib.contextmanager
     def unhurried(self) -> Iterator[None]:
-        """Within, the process takes its time: a checkpoint is written, or held-out text measured."""
+        """Suspend the time limit during the block, for a checkpoint or an evaluation."""
         self._hurried = False
         try:
             yield
@@ -104,7 +104,8 @@ class Postponed:
             self._hurried = True
 
     def overdue(self) -> bool:
-        """True when the step has had its time since the first signal: 25 seconds, or three times the slowest step.
+        """True if the step has exceeded its time limit since the first signal: 25 seconds or three times the slowest
+        step.
 
         Most schedulers kill 30 seconds after SIGTERM.
         """
@@ -115,14 +116,14 @@ class Postponed:
 
 @contextlib.contextmanager
 def handling_signals(handle: Callable[[int, FrameType | None], object]) -> Iterator[dict[signal.Signals, Any]]:
-    """Within, ``handle`` handles the ending signals; yields the handlers before.
+    """Install ``handle`` for the ending signals during the block; yield the previous handlers.
 
     Signals that are ignored (``nohup``) stay so. Nothing changes outside the main thread, where Python handles none.
     """
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         before = {each: signal.getsignal(each) for each in ENDING_SIGNALS}
-        # None stands for a handler that was not set from Python, which cannot be put back.
+        # None means a handler that was not set from Python; it cannot be restored.
         before = {each: handler for each, handler in before.items() if handler not in (signal.SIG_IGN, None)}
     for each in before:
         signal.signal(each, handle)
@@ -137,15 +138,15 @@ _current: Postponed | None = None
 
 
 def current() -> Postponed | None:
-    """The object that makes signals wait now; None if they end the process at once. For any thread."""
+    """Return the object that postpones signals; None if they end the process at once. Thread-safe."""
     return _current
 
 
 @contextlib.contextmanager
 def signals_postponed() -> Iterator[Postponed]:
-    """Within, the first SIGINT, SIGTERM or SIGHUP is recorded, for the end of the step; a further one acts as before.
+    """Postpone the first SIGINT, SIGTERM or SIGHUP to the end of the step; a second signal takes effect as before.
 
-    Signals that are ignored (``nohup``) stay so. One that came and was not acted upon takes effect at the end.
+    Ignored signals (``nohup``) stay ignored. A pending signal takes effect at the end of the block.
     """
     global _current
     postponed = Postponed()
@@ -178,7 +179,7 @@ def request_stop(reports: Path, signum: int) -> None:
 
 
 def write_complete(path: Path, text: str) -> None:
-    """Write a file, complete or not at all."""
+    """Write a file atomically."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
@@ -193,7 +194,7 @@ def _requested_stop(reports: Path | None) -> int:
 
 @contextlib.contextmanager
 def signals_raise(*, once: bool) -> Iterator[None]:
-    """Within, SIGINT, SIGTERM and SIGHUP raise Interrupted; one that is ignored (``nohup``) stays so.
+    """Raise Interrupted on SIGINT, SIGTERM and SIGHUP during the block; ignored signals (``nohup``) stay ignored.
 
     Args:
         once: True ignores a second signal, for a rank, which its guard ends; False lets it end the process.
@@ -209,7 +210,7 @@ def signals_raise(*, once: bool) -> Iterator[None]:
         if not isinstance(lost.exc_value, Interrupted):
             others(lost)
             return
-        # It came in a callback, such as a weak reference's, and Python raises nothing out of callbacks.
+        # The signal came during a callback, such as a weak reference's, from which Python propagates no exception.
         for each in before:
             signal.signal(each, handle)
         again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), lost.exc_value.signal))
@@ -237,7 +238,7 @@ def start_guard(launcher_pid: int | None, reports: Path | None = None) -> None:
     """
     receive, send = os.pipe()
     os.set_blocking(send, False)
-    # The interpreter writes each signal's number here at once, whatever the main thread is doing.
+    # The interpreter writes each signal's number here at once, even if the main thread is blocked.
     signal.set_wakeup_fd(send, warn_on_full_buffer=False)
     guard = _Guard(receive, launcher_pid, reports)
     threading.Thread(target=guard.watch, name="shardwise-guard", daemon=True).start()
@@ -293,7 +294,7 @@ class _Guard:
 
 
 def resume_hint(checkpoint: Path | None) -> str:
-    """The hint after a run that ended early; ``checkpoint`` is its newest, None if there is none."""
+    """The hint after a run that ended early; ``checkpoint`` is the newest one, or None."""
     if checkpoint is None:
         return "no checkpoint was saved; run the same command again to start anew"
     return f"the last checkpoint is {checkpoint}; run the same command with --resume auto to go on from it"
