@@ -1,1 +1,1 @@
-"""Training: settings, data preparation, the loop, what is measured and what is drawn."""
+"""Training: settings, trainer, objective, gradients, optimizers and the pipeline."""

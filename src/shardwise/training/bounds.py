@@ -1,14 +1,14 @@
-"""Checks of settings: their kind, and the range of a number, both declared by the type.
+"""Validation of settings against the type and range in their annotations.
 
 ::
 
     num_layers: Annotated[int, Range(1, 10_000)] = 4
     dropout: Annotated[float, Range(0, 1, high_included=False)] = 0.0
 
-Values come from flags, TOML files and the JSON of checkpoints, so nothing is taken for granted: neither the kind, nor
-that a number is finite. PyTorch is not imported here, so that a wrong setting is refused at once.
+Values come from flags, TOML files and the JSON of checkpoints. Therefore the type is always checked, and that numbers
+are finite. PyTorch is not imported here, so that an invalid setting is reported at once.
 
-Settings from plain values, such as those of a TOML or JSON file, over their defaults.
+Settings are also built here from plain values, such as those of a TOML or JSON file, which override the defaults.
 """
 
 import contextlib
@@ -45,13 +45,13 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a s
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from ``low`` to ``high``; neither infinities nor NaN.
+    """The finite numbers from ``low`` to ``high``.
 
     Attributes:
-        low: the least.
-        high: the largest.
-        low_included: whether ``low`` itself is one of them.
-        high_included: whether ``high`` itself is one of them.
+        low: lower bound.
+        high: upper bound.
+        low_included: True if ``low`` itself is in the range.
+        high_included: True if ``high`` itself is in the range.
     """
 
     low: float
@@ -73,64 +73,64 @@ class Range:
 
 
 STEPS = Range(0, 10**9)
-"""Of a number of steps, or between two things; the number of samples drawn then stays within 64 bits."""
+"""Range of a number of steps or of an interval in steps; sample numbers then fit into 64 bits."""
 
 RANKS = Range(1, 65_536)
-"""Of ranks along an axis."""
+"""Range of the number of ranks along an axis."""
 
 LOCAL_RANKS = Range(1, 1_024)
-"""Of ranks that one machine starts."""
+"""Range of the number of ranks that one machine starts."""
 
 DEFAULT_RANKS_PER_HOST = 8
-"""Ranks of one machine in a plan, if not told otherwise."""
+"""Default number of ranks per machine in a plan."""
 
 SHARE = Range(0, 1)
-"""Of a share of something."""
+"""Range of a fraction."""
 
 PROBABILITY = Range(0, 1, high_included=False)
-"""Of the probability of dropping an element: not all of them."""
+"""Range of the dropout probability, which must be below 1."""
 
 TIMEOUT = Range(1, 86_400)
-"""Of the seconds that a rank waits for another."""
+"""Range of the time limit for another rank, in seconds."""
 
 DEFAULT_TIMEOUT = 300.0
-"""Seconds that a rank waits for another in a step, if not told otherwise."""
+"""Default time limit for another rank in a step, in seconds."""
 
 SEED = Range(0, 2**63 - 1)
-"""Of a seed."""
+"""Range of a seed."""
 
 TEMPERATURE = Range(0, 1e6)
-"""Of the temperature of sampling; 0 takes the likeliest token."""
+"""Range of the sampling temperature; 0 takes the most likely token."""
 
 TOP_P = Range(0, 1, low_included=False)
-"""Of the sum of probabilities in top-p sampling."""
+"""Range of the sum of probabilities in top-p sampling."""
 
 FILE_GB = Range(1e-9, 1e9)
-"""Of the largest file of weights, in 1e9 bytes."""
+"""Range of the maximum size of a weight file, in 1e9 bytes."""
 
 DEFAULT_FILE_GB = 5.0
-"""The largest file of weights, in 1e9 bytes, if not told otherwise."""
+"""Default maximum size of a weight file, in 1e9 bytes."""
 
 BATCH = Range(1, 10**6)
-"""Of samples, texts or windows that a model reads at once or in a step."""
+"""Range of a batch size in samples, texts or windows."""
 
 DEFAULT_BATCH = 8
-"""Texts or windows that a model reads at once, if not told otherwise."""
+"""Default batch size in texts or windows."""
 
 SEQUENCE = Range(2, 1 << 24)
-"""Of tokens in a sample."""
+"""Range of the number of tokens in a sample."""
 
 DEFAULT_SEQUENCE = 512
-"""Tokens of a sample of a model that takes as many, if not told otherwise."""
+"""Default number of tokens in a sample, if the model allows it."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A path. The user's home folder stands for a leading ``~``: in ``--out=~/run`` and in files shells leave it.
+    """A path. A leading ``~``, which shells do not expand in ``--out=~/run`` and in files, is the user's home folder.
 
     Attributes:
-        prefix: what stands before the setting's name in messages.
-        lacking: what is said of an empty one.
+        prefix: text before the setting's name in messages.
+        lacking: message about an empty path.
     """
 
     prefix: str = "--"
@@ -138,10 +138,10 @@ class Folder:
 
 
 class Checked:
-    """A frozen dataclass of settings that ``check_values`` checks when it is made.
+    """Base of frozen dataclasses of settings, which ``check_values`` checks on construction.
 
     Args:
-        prefix: what stands before a field's name in messages, such as ``model.`` or ``--``; as in the parent's if None.
+        prefix: text before a field's name in messages, such as ``model.`` or ``--``; that of the parent class if None.
     """
 
     _prefix: ClassVar[str] = ""
@@ -159,7 +159,7 @@ class Checked:
         """Raise ConfigError for values that contradict each other."""
 
     def changed(self, *names: str) -> list[tuple[str, Any]]:
-        """Fields that are not at their default, of ``names`` or of all: each as messages name it, and its value."""
+        """Return the display name and value of each field, of ``names`` or of all, that differs from its default."""
         values = {name: getattr(self, name) for name in names or annotations_of(cast(Any, type(self)))}
         changed = {name: value for name, value in values.items() if value != getattr(type(self), name)}
         return [(f"{self._prefix}{name.replace('_', '-')}", value) for name, value in changed.items()]
@@ -169,13 +169,13 @@ def check_values(settings: Any, prefix: str = "") -> None:
     """Check each field of a dataclass against its type, each number against its ``Range``, and resolve each ``Folder``.
 
     Args:
-        settings: an instance, as its ``__post_init__`` finds it; its folders are modified. Fields that are dataclasses
-            themselves have checked their own values.
+        settings: an instance, in its ``__post_init__``; its folders are modified. Fields that are dataclasses have
+            already checked their own values.
         prefix: as for ``Checked``.
 
     Raises:
-        ConfigError: a value of another kind or out of range, or an empty path; the message names the setting, the value
-            and the range.
+        ConfigError: a value has the wrong type or is out of range, or a path is empty; the message names the setting,
+            the value and the range.
     """
     cls: Any = type(settings)
     for name, (annotation, marks) in annotations_of(cls).items():
@@ -189,7 +189,7 @@ def check_values(settings: Any, prefix: str = "") -> None:
 
 
 def range_of(marks: Iterable[object]) -> Range | None:
-    """The range among what ``Annotated`` says of a setting."""
+    """The range in the ``Annotated`` metadata of a setting."""
     return next((mark for mark in marks if isinstance(mark, Range)), None)
 
 
@@ -206,10 +206,10 @@ def refuse(message: str, *cases: tuple[object, str]) -> None:
 
 
 def check_value(name: str, value: Any, annotation: Any, limits: Range | None = None) -> None:
-    """Check a value against the type of its setting, and against a range if one is given.
+    """Check a value against the type of its setting and against an optional range.
 
     Raises:
-        ConfigError: it is of another kind or out of range; the message begins with ``name``.
+        ConfigError: the value has the wrong type or is out of range; the message starts with ``name``.
     """
     problem = _problem(value, annotation, limits)
     if problem is not None:
@@ -217,9 +217,9 @@ def check_value(name: str, value: Any, annotation: Any, limits: Range | None = N
 
 
 def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function that checks those of its arguments that have a ``Range`` or a ``Literal`` before it does anything.
+    """Decorate a function to check its arguments with a ``Range`` or a ``Literal`` first.
 
-    It raises ConfigError as ``check_value`` does; the message begins with the argument's name.
+    The function raises ConfigError as ``check_value`` does; the message starts with the argument's name.
     """
     signature = inspect.signature(function)
 
@@ -237,14 +237,14 @@ def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @functools.cache
 def annotations_of(cls: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """The type of each field of a dataclass, and the marks of ``Annotated``."""
+    """The type of each field of a dataclass, and its ``Annotated`` metadata."""
     hints = get_type_hints(cls, include_extras=True)
     split = {name: get_args(hint) if get_origin(hint) is Annotated else (hint,) for name, hint in hints.items()}
     return {field.name: (split[field.name][0], split[field.name][1:]) for field in dataclasses.fields(cls)}
 
 
 def kind_of(annotation: Any) -> Any:
-    """The type of a setting's values other than None."""
+    """The type of a setting without None."""
     if get_origin(annotation) not in (types.UnionType, Union):
         return annotation
     (kind,) = (argument for argument in get_args(annotation) if argument is not type(None))
@@ -252,14 +252,14 @@ def kind_of(annotation: Any) -> Any:
 
 
 def _problem(value: Any, annotation: Any, limits: Range | None) -> str | None:
-    """The requirement that ``value`` breaks; None if it is valid."""
+    """The requirement that ``value`` violates; None if it is valid."""
     kind = kind_of(annotation)
     if kind is not annotation and value is None:
         return None
     annotation = kind
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        # Of the same type too, as True is 1. A value may be unhashable.
+        # Compare the type too, because True == 1. A value may be unhashable.
         fits = any(type(value) is type(choice) and value == choice for choice in arguments)
         return None if fits else f"one of {', '.join(map(repr, arguments))}"
     if origin is tuple and get_origin(arguments[0]) is Literal:
@@ -280,21 +280,21 @@ def _problem(value: Any, annotation: Any, limits: Range | None) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    """``value`` for a message, cut if it is long."""
+    """``value`` as text for a message, truncated if it is long."""
     # Python refuses to write out an integer of thousands of digits.
     if isinstance(value, int) and value.bit_length() > 4 * _LONGEST_SHOWN:
         return f"an integer of {value.bit_length()} bits"
-    # As a file has it, which has no tuples.
+    # Show a tuple as a list, as in a file.
     value = list(value) if isinstance(value, tuple) else value
     text = str(value) if isinstance(value, int | float) else repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def launcher_number(variable: str, *, least: int = 0) -> int | None:
-    """The number in an environment variable that a launcher sets; None if it is not set.
+    """Read a number from an environment variable of the launcher; None if the variable is not set.
 
     Raises:
-        ConfigError: it is no number, or less than ``least``.
+        ConfigError: the value is not a number, or is less than ``least``.
     """
     text = os.environ.get(variable)
     if text is not None and (not re.fullmatch(r"\d{1,9}", text) or int(text) < least):
@@ -306,15 +306,15 @@ _T = TypeVar("_T")
 
 
 def with_values(cls: type[_T], values: Mapping[str, Any], defaults: _T | None = None) -> _T:
-    """A settings dataclass with ``values`` over its defaults, also in the dataclasses within it.
+    """Build a settings dataclass whose defaults, including those of nested dataclasses, are overridden by ``values``.
 
     Args:
         cls: the dataclass.
-        values: by the fields' names; those of a dataclass in it as a mapping, those of a tuple as a list if need be.
-        defaults: an instance with the default values; those of the class if None.
+        values: values by field name; a mapping for a nested dataclass, a tuple or list for a tuple.
+        defaults: an instance with the defaults; those of the class if None.
 
     Raises:
-        ConfigError: what the dataclasses refuse when they are made.
+        ConfigError: a dataclass rejects a value.
     """
     arguments = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     any_class: Any = cls
@@ -330,31 +330,32 @@ def with_values(cls: type[_T], values: Mapping[str, Any], defaults: _T | None = 
 
 
 def checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values of a file by the fields' names, each of its setting's type.
+    """Check the types of a file's values, and return the values by field name.
 
-    Ranges, and whether settings contradict each other, are for the dataclass to check: a flag may mend it.
+    Ranges and contradictions are checked by the dataclass, because a flag may still override a value.
 
     Args:
         cls: the settings' dataclass; its fields may be dataclasses too.
         values: from TOML or JSON; hyphens in names are taken for underscores.
-        where: what stands before names in messages, such as ``run.toml: ``.
+        where: text before names in messages, such as ``run.toml: ``.
 
     Raises:
-        ConfigError: an unknown name, or a value of the wrong type.
+        ConfigError: a name is unknown, or a value has the wrong type.
     """
     return _checked(values, where, "", _types_of(cls))
 
 
 def from_keywords(cls: type[_T], values: Mapping[str, Any]) -> _T:
-    """The settings of a run from keyword arguments, over their defaults.
+    """Build the settings of a run from keyword arguments, which override the defaults.
 
     Args:
         cls: the settings' dataclass, with a field ``data`` of paths.
-        values: by the fields' names; those of a table as a mapping, or by themselves where their flags have no prefix.
-            Paths may be path objects, and one path may stand for a list of one in ``data``.
+        values: values by field name; a mapping for a table, or single values if the table's flags have no prefix.
+            Paths may be path objects, and ``data`` may be a single path.
 
     Raises:
-        ConfigError: an unknown name, a value of the wrong type or out of range, or settings that contradict each other.
+        ConfigError: a name is unknown, a value has the wrong type or is out of range, or settings contradict each
+            other.
     """
     given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
     data = given.get("data")
@@ -396,7 +397,7 @@ def _checked(values: Mapping[str, Any], where: str, prefix: str, known: dict[str
             value = tuple(value)
         check_value(where + name, value, known[name])
         if kind is float and value is not None:
-            # A number that is too large for a float is refused as out of range.
+            # A number too large for a float is reported as out of range.
             with contextlib.suppress(OverflowError):
                 value = float(value)
         found[last] = value
@@ -404,10 +405,10 @@ def _checked(values: Mapping[str, Any], where: str, prefix: str, known: dict[str
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` was most likely meant to be, or None.
+    """Return the known name closest to ``name``, or None.
 
-    ``tp`` finds ``parallel.tp``: a name whose last part is the same comes first, then one whose initials they are
-    (``optimizer.lr``). The last part of a name with a group is compared with those of the group.
+    A name with the same last part comes first (``parallel.tp`` for ``tp``), then a name with these initials
+    (``optimizer.lr``). If ``name`` has a group, its last part is compared with the names of that group.
     """
     known = list(known)
     group, _, last = name.rpartition(".")

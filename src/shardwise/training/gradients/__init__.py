@@ -1,4 +1,4 @@
-"""Gradients of a step: one protocol, in buffers, in trees or fully sharded over the data-parallel ranks."""
+"""Gradients of a step: one protocol with implementations by buffers, by trees and by full sharding."""
 
 from shardwise.training.gradients.gradient_buffers import GradientBuffers as GradientBuffers
 from shardwise.training.gradients.gradient_trees import GradientTrees as GradientTrees

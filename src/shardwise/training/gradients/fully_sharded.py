@@ -1,11 +1,11 @@
-"""A model whose parameters and gradients are split over data-parallel ranks, by PyTorch's ``fully_shard``.
+"""Shard parameters and gradients over the data-parallel ranks with PyTorch's ``fully_shard``.
 
-Each transformer layer is a unit, and so is an embedding that is not tied to the output layer: its parameters are
-all-gathered before its forward and again before its backward, and its gradients are reduce-scattered after that. All
-other parameters are gathered from the beginning of a forward to the end of its backward.
+Each transformer layer is a unit, and so is an embedding that is not tied to the output layer. The parameters of a unit
+are all-gathered before its forward and before its backward, and its gradients are reduce-scattered after its backward.
+All other parameters are gathered from the start of a forward to the end of its backward.
 
-PyTorch cuts the first dimension of each tensor-parallel shard into runs of ``ceil(n / ranks)`` rows: the last ranks may
-hold fewer, or none.
+PyTorch cuts the first dim of each tensor-parallel shard into runs of ``ceil(n / ranks)`` rows. The last ranks may hold
+fewer rows, or none.
 
 Source: Zhao et al. 2023 (arXiv:2304.11277); Liang et al. 2024 (arXiv:2410.06511), section 2.1.
 """
@@ -33,23 +33,23 @@ from shardwise.training.gradients.parameter_buffers import Division
 class FullyShardedModel(Gradients):
     """Shards a model over the data-parallel ranks, and sums its gradients over them.
 
-    Outside of its forward and its backward each parameter of the model is a ``DTensor`` of the shape that tensor
-    parallelism gives it, of which this rank holds some rows; so is its ``grad``, the sum over the ranks. Attributes of
-    a parameter stay.
+    Outside of forward and backward, each parameter is a ``DTensor`` with the shape of the tensor-parallel shard, of
+    which this rank holds some rows. Its ``grad``, the sum over the ranks, is a ``DTensor`` too. Attributes of a
+    parameter are preserved.
 
-    All backward passes of a step but the last run inside ``no_sync()``: the gradients of whole layers then accumulate,
-    and only parameters travel.
+    All backward passes of a step except the last run inside ``no_sync()``: there the gradients of whole layers
+    accumulate, and only parameters are communicated.
 
     Args:
         chunks: the model, or a pipeline stage's chunks of it; their parameters are replaced.
         group: the ranks that see different samples; more than one.
-        dtype: of stored 16-bit parameters and of sums of gradients; forward and backward stay in 16 bits. Each
-            parameter's own if None.
+        dtype: dtype of stored 16-bit parameters and of gradient sums; forward and backward stay in 16 bits. None keeps
+            each parameter's dtype.
 
     Attributes:
-        shards: for each trained parameter this rank's rows, in the same memory.
-        replaced: the same by the parameters before sharding, which have no values any more.
-        divisions: by the parameters before sharding, the elements of each rank.
+        shards: this rank's rows of each trained parameter, in the same memory.
+        replaced: the same, keyed by the parameters before sharding, whose values are freed.
+        divisions: elements of each rank, keyed by the parameters before sharding.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class FullyShardedModel(Gradients):
             if param.requires_grad:
                 self.shards[new] = self.replaced[param] = Parameter(local_rows(new).detach())
                 self.divisions[param] = Division(self._group, intervals_of_rows(new))
-            # An optimizer or another holder of the old parameter keeps no memory.
+            # Free the memory of the old parameter even if an optimizer still refers to it.
             param.data = torch.empty(0, dtype=param.dtype, device=device)
-        # The loss is divided by the whole batch's number of tokens, so that gradients are summed.
+        # Sum the gradients: the loss is already divided by the number of tokens of the whole batch.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         if device.type == "cpu":
-            # The classes that PyTorch asks for are not public; what they must have is.
+            # PyTorch's base classes are not public, but their required methods are.
             sharded.set_custom_all_gather(cast(Any, _AllGather()))
             sharded.set_custom_reduce_scatter(cast(Any, _ReduceScatter()))
         return sharded
@@ -111,7 +111,7 @@ class FullyShardedModel(Gradients):
                 root.set_requires_gradient_sync(True)
 
     def finish(self) -> None:
-        """Gradients are complete when the last backward ends: there is nothing to wait for."""
+        """Do nothing: gradients are complete when the last backward ends."""
 
     def zero_(self) -> None:
         for param in self._params:
@@ -119,15 +119,15 @@ class FullyShardedModel(Gradients):
 
 
 def whole_parts(model: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a model whose parameters are gathered together, one after the other; the model if it is whole.
+    """Yield the parts of a model whose parameters are gathered together; the model itself if it is not sharded.
 
-    Each has its parameters whole and plain until the next one is asked for; values written into frozen ones are kept.
+    The parameters of a part are unsharded until the next part is requested. Writes to frozen parameters persist.
     Collective over the data-parallel ranks.
     """
     units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
     if not units:
         yield model
-    # A unit after those that it contains.
+    # Nested units come first.
     for unit in reversed(units):
         assert isinstance(unit, nn.Module)
         shards = {name: param for name, param in unit.named_parameters() if is_sharded(param)}
@@ -143,13 +143,13 @@ def whole_parts(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _reshard_without_backward(module: Any, inputs: Any, output: Any) -> None:
-    # With a backward to come, its end frees what the model holds whole.
+    # If a backward follows, its end reshards the model.
     if not torch.is_grad_enabled():
         module.reshard()
 
 
 class _Collective:
-    """Our collectives for PyTorch between CPU ranks: they use shared memory, and name the ranks they wait for."""
+    """Our collectives for FSDP on CPU ranks; they use shared memory and report the ranks that they wait for."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -1,12 +1,12 @@
-"""Gradients in contiguous buffers, reduced over data-parallel ranks bucket by bucket while the backward goes on.
+"""Gradients in contiguous buffers, reduced over data-parallel ranks bucket by bucket during the backward.
 
-The gradients of a model lie in one flat buffer per dtype, in reverse order of the parameters, which is about the order
-in which a backward makes them. A buffer is cut into buckets. As soon as the last gradient of a bucket is there, its
-all-reduce starts, and runs while the gradients of the next are computed; ``finish`` waits for what is left. Nothing is
-copied together before, or apart afterwards: ``param.main_grad`` is a view of the buffer.
+The gradients of a model lie in one flat buffer per dtype, in reverse order of the parameters, which is roughly the
+order in which a backward computes them. A buffer is cut into buckets. The all-reduce of a bucket starts as soon as its
+last gradient is complete and overlaps with the computation of the next gradients; ``finish`` waits for the remaining
+buckets. No copies are needed, because ``param.main_grad`` is a view of the buffer.
 
-Buckets start in one order on every rank, each after the one before. A rank that did not use a parameter contributes
-zeros to its bucket at ``finish`` and makes the same calls as the others; buckets behind it start late on that rank.
+Every rank starts the buckets in the same order. A rank that did not use a parameter contributes zeros to its bucket at
+``finish`` and makes the same calls as the other ranks; later buckets start late on that rank.
 
 Source: Li et al. 2020 (arXiv:2006.15704), section 3.2.
 """
@@ -40,10 +40,10 @@ class _Slot:
     name: str
     view: Tensor
     bucket: Bucket
-    # Its gradient comes when a layer computes a deferred one, or at an unknown time.
+    # The gradient may arrive from a layer's deferred computation, or at an unknown time.
     comes_from_layer: bool
     comes_late: bool
-    # param.grad is the view, or was until it was replaced.
+    # True if param.grad was set to the view.
     is_attached: bool = False
 
 
@@ -54,22 +54,23 @@ class GradientBuffers(Gradients):
     its ``grad`` is that view too, from the first backward on, and optimizers find it there; in another dtype each
     micro-batch's gradient is added to ``main_grad``, and ``grad`` is None.
 
-    All backward passes of a step but the last run inside ``no_sync()``; then comes ``finish()``, once. ``zero_()``
-    forgets gradients; so does ``param.grad = None`` (as in ``optimizer.zero_grad()``) where it is a view and no layer
-    adds to ``main_grad``. A parameter that no rank used in a step has a gradient of zeros.
+    All backward passes of a step except the last run inside ``no_sync()``; then ``finish()`` is called once.
+    ``zero_()`` clears gradients. So does ``param.grad = None`` (as in ``optimizer.zero_grad()``) if ``grad`` is a view
+    and no layer adds to ``main_grad``. A parameter that no rank used in a step has a gradient of zeros.
 
     Args:
-        model: the module whose trained parameters it is, or a pipeline stage's chunks.
+        model: the module with the trained parameters, or a pipeline stage's chunks.
         group: the ranks that see different samples.
-        bucket_size: the most elements of a bucket, unless one parameter has more; None for one bucket per dtype.
-        dtype: of the buffers; each parameter's own if None.
-        average: the mean over the ranks instead of the sum: gradients are divided by their number before they travel.
-        overlap: reduce buckets during the backward; otherwise all at ``finish``.
+        bucket_size: maximum elements per bucket, unless one parameter has more; None for one bucket per dtype.
+        dtype: dtype of the buffers; each parameter's own if None.
+        average: average over the ranks instead of summing: gradients are divided by the number of ranks before the
+            reduction.
+        overlap: reduce buckets during the backward instead of all at ``finish``.
         late: parameters whose gradients are complete only when ``finish`` (or ``start``) is called.
-        scatter: each rank gets its own interval of each bucket (``Bucket.own``) and nothing useful in the others, which
+        scatter: reduce-scatter: each rank gets the sum only in its own interval of each bucket (``Bucket.own``), which
             halves the traffic.
-        whole: with ``scatter``, parameters whose gradients every rank gets whole, in separate buckets; such as those
-            that are then summed over other groups.
+        whole: with ``scatter``, parameters whose gradients are all-reduced, in separate buckets; for example those that
+            are then summed over other groups.
 
     Attributes:
         buffers: the flat tensors.
@@ -109,10 +110,10 @@ class GradientBuffers(Gradients):
         layers: list[Any] = [layer for chunk in modules for layer in chunk.modules()]
         delaying = [layer for layer in layers if getattr(layer, "delays_weight_gradients", False)]
         delayed: set[Parameter] = {layer.weight for layer in delaying}
-        # Layers with the weight of another layer, which is known once a gradient waits.
+        # Layers that share the weight of another layer, which is known once a gradient is deferred.
         self._borrowing = [layer for layer in delaying if layer.weight is None]
         late, whole = set(late), set(whole) if scatter else set()
-        # By the place of its last parameter in the order of all.
+        # Order buckets by the position of their last parameter.
         placed: dict[int, Bucket] = {}
         for places, params in trained_by_dtype(modules, apart=whole):
             names = {param: name for name, param in params}
@@ -134,7 +135,7 @@ class GradientBuffers(Gradients):
             tensor: Any = param
             tensor.main_grad = slot.view
             if not slot.comes_from_layer:
-                # Where a layer adds to main_grad, hooks run only if there is this attribute.
+                # A layer that adds to main_grad calls the hooks only if this attribute exists.
                 tensor.grad_added_to_main_grad = False
             self._handles.append(param.register_post_accumulate_grad_hook(weak_hook(self._arrived, False)))
         for layer in delaying:
@@ -149,19 +150,19 @@ class GradientBuffers(Gradients):
             self._synchronises = before
 
     def start(self) -> None:
-        """Start the reduction of every bucket that is not under way, complete or not."""
+        """Start the reduction of every bucket that has not started, complete or not."""
         while self._num_started < len(self.buckets):
             self._start_next()
 
     def finish(self) -> None:
-        """Reduce the rest, and wait; gradients (with ``scatter``, this rank's) are then complete sums or means."""
+        """Reduce the remaining buckets and wait; gradients (with ``scatter``, this rank's) are then complete."""
         self.start()
         self._wait()
         for param, slot in self._slots.items():
             self._attach(param, slot)
 
     def zero_(self) -> None:
-        """Forget all gradients: buffers are zero, and each ``grad`` is None."""
+        """Clear all gradients: buffers are zero, and each ``grad`` is None."""
         self._wait()
         for buffer in self.buffers:
             buffer.zero_()
@@ -190,10 +191,10 @@ class GradientBuffers(Gradients):
 
     @torch.no_grad()
     def _arrived(self, param: Parameter, from_layer: bool) -> None:
-        """Take a gradient of ``param`` that a backward, or a layer's deferred computation, has made."""
+        """Record that a gradient of ``param`` was computed by a backward or by a layer's deferred computation."""
         slot = self._slots.get(param)
         if slot is None:
-            # Of a copy of the layer.
+            # The gradient belongs to a copy of the layer.
             return
         bucket = slot.bucket
         if bucket.pending is not None:
@@ -215,12 +216,12 @@ class GradientBuffers(Gradients):
             self._start_next()
 
     def _take_in(self, param: Parameter, slot: _Slot) -> None:
-        """Add what autograd left in ``grad`` to the view."""
+        """Add the ``grad`` of autograd to the view."""
         grad = param.grad
         if grad is slot.view:
             return
         if slot.is_attached:
-            # Who took the view away wants what is in it forgotten.
+            # Code that removed the view from ``grad`` wants the gradient cleared.
             if getattr(param, "grad_added_to_main_grad", False):
                 raise ConfigError(
                     f"a layer has added the gradient of {slot.name} to main_grad, which still held the step before; "

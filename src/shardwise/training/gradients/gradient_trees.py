@@ -1,4 +1,4 @@
-"""Gradients whose bits do not depend on how many data-parallel ranks share the samples.
+"""Gradients whose bits do not depend on the number of data-parallel ranks.
 
 A step's micro-batches, of one size at every layout, are the leaves of one binary tree. A rank has a run of them, which
 is a subtree, and sums it as its gradients come, with a partial sum for each level; the roots of the ranks' subtrees are
@@ -50,13 +50,13 @@ class ExactTotal(Total):
 class GradientTrees(Gradients):
     """The gradients of a model, summed by a tree over a step's micro-batches and the data-parallel ranks.
 
-    After each backward a parameter's ``grad`` is taken away. ``finish()``, once a step, leaves the sum in ``grad``, or
-    in ``main_grad`` where it is of another dtype than the parameter.
+    After each backward, ``grad`` is moved into the tree. ``finish()``, called once per step, writes the sum to
+    ``grad``, or to ``main_grad`` if the sum has another dtype than the parameter.
 
     Args:
-        model: the module whose trained parameters it is, or a pipeline stage's chunks.
+        model: the module with the trained parameters, or a pipeline stage's chunks.
         group: the ranks that see different samples; it sums over parts (``core.communication.trees.sum_in_parts``).
-        dtype: of the sums; each parameter's own if None.
+        dtype: dtype of the sums; each parameter's own if None.
         scatter, whole: as of ``GradientBuffers``; ``main_grad`` is a view of the bucket.
 
     Attributes:
@@ -96,11 +96,11 @@ class GradientTrees(Gradients):
             for module in chunk.modules():
                 if getattr(module, "delays_weight_gradients", False):
                     layer: Any = module
-                    # A layer without a weight is an output layer that is given the embedding's.
+                    # A layer without a weight is an output layer that receives the embedding's weight.
                     layer.register_weight_gradient_hook(partial(self._take, use=int(layer.weight is None)))
         for param in self._names:
             tensor: Any = param
-            # Models hand the output layer's part of a tied weight's gradient here.
+            # Models pass the output layer's part of a tied weight's gradient to this hook.
             tensor.take_output_gradient = partial(self._add, use=1)
         whole = set(whole)
         for _, params in trained_by_dtype(modules, apart=whole) if scatter else ():
@@ -121,7 +121,7 @@ class GradientTrees(Gradients):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sum over the ranks; gradients are then those of all ranks' micro-batches."""
+        """Sum the gradients over the ranks."""
         counts = {(self._names[param], use): each.count for (param, use), each in self._sums.items()}
         if len(set(counts.values())) > 1:
             most = max(counts.values())
@@ -191,7 +191,7 @@ class GradientTrees(Gradients):
 
 
 class _Sum:
-    """A tree whose leaves are sums of ``run`` terms that follow one another; the sums take the terms' memory."""
+    """A tree whose leaves are sums of ``run`` consecutive terms; the sums reuse the terms' memory."""
 
     __slots__ = ("_leaf", "_run", "_tree", "count")
 

@@ -48,11 +48,12 @@ class Total:
 
 
 class Gradients:
-    """Gradients that stay where autograd puts them: those of one data-parallel rank.
+    """Gradients in ``param.grad``, for one data-parallel rank; base class of the other implementations.
 
     Attributes:
-        total: the class of a step's sums.
-        seeds_micro_batches: dropout's numbers depend on a micro-batch's place in the global batch, not on its rank.
+        total: class that sums losses over a step.
+        seeds_micro_batches: True if dropout masks depend on a micro-batch's position in the global batch, not on its
+            rank.
     """
 
     total: type[Total] = Total
@@ -61,7 +62,7 @@ class Gradients:
 
     @staticmethod
     def sum_of_losses(losses: Tensor, dtype: torch.dtype | None, /) -> Tensor:
-        """The sum of the losses of one micro-batch, in the given dtype."""
+        """Sum the losses of one micro-batch in the given dtype."""
         return losses.sum(dtype=dtype)
 
     @staticmethod
@@ -72,20 +73,20 @@ class Gradients:
         return gradients
 
     def begin(self, num_micro_batches: int) -> None:
-        """Forget the gradients of the step before; this rank has so many micro-batches, and each other rank too."""
+        """Clear the previous step's gradients, and set the number of micro-batches, which is the same on every rank."""
         self.zero_()
 
     def zero_(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         for param in self._trained:
             param.grad = None
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside it backward passes accumulate without communication."""
+        """Accumulate gradients without communication inside the context."""
         return contextlib.nullcontext()
 
     def finish(self) -> None:
-        """Complete the sums over the ranks, once a step."""
+        """Complete the sums over the ranks; called once per step."""
 
 
 # Parameters and each rank's interval of a bucket start at multiples of this many elements, 64 bytes of fp32: vectorised
@@ -112,7 +113,7 @@ def place(sizes: Sequence[int], *, bucket_size: int | None, world_size: int) -> 
 
     Args:
         sizes: numbers of elements, of at least one parameter.
-        bucket_size: the most elements of a bucket, padding included, unless one parameter has more; None: one bucket.
+        bucket_size: maximum elements per bucket, padding included, unless one parameter has more; None: one bucket.
         world_size: ranks between which a bucket may be split.
 
     >>> place([5, 30, 40], bucket_size=64, world_size=3)
@@ -153,9 +154,9 @@ class Bucket:
         data: ``[n]``, a view of the buffer; the number of data-parallel ranks divides ``n``.
         params: parameters whose gradients lie in it.
         starts: the first element in ``data`` of each of them.
-        is_scattered: the sum goes to each element's owner only; otherwise to every rank.
+        is_scattered: True for a reduce-scatter, False for an all-reduce.
         arrived: parameters whose gradients are complete.
-        pending: the reduction, while it is under way.
+        pending: the reduction in progress, if any.
     """
 
     data: Tensor
@@ -171,19 +172,19 @@ class Bucket:
         return self.data.narrow(0, self.starts[index], param.numel()).view(param.shape)
 
     def own(self, flat: Tensor, group: ProcessGroup) -> Tensor:
-        """This rank's interval of a tensor that is laid out as ``data``; all ranks have equally many elements."""
+        """This rank's interval of a tensor with the layout of ``data``; all intervals have the same length."""
         size = self.data.numel() // group.size()
         return flat.narrow(0, group.rank() * size, size)
 
     def intervals(self, index: int, num_ranks: int) -> tuple[Interval, ...]:
-        """The elements of ``params[index]`` that each rank owns, in row-major order; often none."""
+        """The interval of ``params[index]`` that each rank owns, in row-major order; often empty."""
         start, count = self.starts[index], self.params[index].numel()
         size = self.data.numel() // num_ranks
         edges = [min(max(rank * size - start, 0), count) for rank in range(num_ranks + 1)]
         return tuple(pairwise(edges))
 
     def wait(self, group: ProcessGroup) -> None:
-        """Wait for the reduction, if one is under way, and forget which gradients have arrived."""
+        """Wait for the reduction in progress, if any, and clear ``arrived``."""
         if self.pending is not None:
             reduced, self.pending = self.pending.wait(), None
             target = self.own(self.data, group) if self.is_scattered else self.data
@@ -200,7 +201,7 @@ def make_buckets(
     num_ranks: int,
     is_scattered: bool,
 ) -> tuple[Tensor, list[Bucket]]:
-    """A buffer of zeros for the gradients of parameters of one dtype and device, and its buckets (see ``place``)."""
+    """Allocate a zeroed gradient buffer for parameters of one dtype and device, and its buckets (see ``place``)."""
     params = list(params)
     first = params[0]
     placement = place([param.numel() for param in params], bucket_size=bucket_size, world_size=num_ranks)
@@ -220,7 +221,7 @@ def make_buckets(
 def trained_by_dtype(
     modules: Sequence[nn.Module], apart: Collection[Parameter] = ()
 ) -> list[tuple[list[int], list[tuple[str, Parameter]]]]:
-    """Trained parameters of each dtype and device, last first, with their places among all.
+    """Group trained parameters by dtype and device, last first, with their indices.
 
     Parameters in ``apart`` are in separate groups.
     """
@@ -240,10 +241,10 @@ def trained_by_dtype(
 def all_reduced(
     tensors: Iterable[Tensor], *, group: ProcessGroup, most_elements: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each tensor with its sum over the ranks.
+    """Yield each tensor with its sum over the ranks.
 
-    Consecutive tensors of one dtype travel together, in runs of about ``most_elements``: few enough collectives, and a
-    bounded copy.
+    Consecutive tensors of one dtype are reduced together, about ``most_elements`` at a time. This limits both the
+    number of collectives and the size of the copy.
     """
     runs: list[list[Tensor]] = []
     elements = 0
@@ -260,9 +261,9 @@ def all_reduced(
 
 
 def weak_hook(method: Callable[..., None], *more: Any) -> Callable[..., None]:
-    """A hook that calls a method with its own first argument, if any, and ``more``.
+    """Return a hook that calls a method with the hook's first argument, if any, and ``more``.
 
-    It does not keep the method's object alive: a model may outlive it.
+    The hook has only a weak reference to the method's object, which a model may outlive.
     """
     reference = weakref.WeakMethod(method)
 

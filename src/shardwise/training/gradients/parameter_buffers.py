@@ -1,10 +1,9 @@
 """Parameters in flat memory: each data-parallel rank updates an interval and gathers the rest.
 
 Parameters lie as their gradients do, bucket by bucket. When every rank has updated its interval of each bucket, the
-buckets are gathered in place, in about the order in which the forward uses them. The first module with a parameter in a
-bucket waits for it and starts the next one: one gather is in flight while the forward computes. There is only one,
-since a GPU with one queue starts kernels in the order of their launches, and the forward would begin behind the last
-gather.
+buckets are gathered in place, roughly in the order in which the forward uses them. The first module with a parameter in
+a bucket waits for it and starts the next one, so that one gather overlaps with the forward. More gathers in flight
+would not help: a GPU with one queue starts kernels in launch order, and the forward would start after the last gather.
 
 Buckets start in the same order on every rank, and all have started before the first gradient is reduced in the group.
 
@@ -89,7 +88,7 @@ class ParameterBuffers:
         self._handles: list[RemovableHandle] = []
         self._called: set[nn.Module] = set()
         self._begun: set[nn.Module] = set()
-        # Buckets that are waited for when a forward begins.
+        # Buckets to wait for at the start of a forward.
         self._early: set[int] = set()
         of_param: dict[Parameter, int] = {}
         rank, num_ranks = self.group.rank(), self.group.size()
@@ -132,7 +131,7 @@ class ParameterBuffers:
         gradients.before_reducing = weak_hook(self.start)
 
     def gather_(self) -> None:
-        """Start to gather the updated parameters; every rank calls. A later bucket starts when the one before ends."""
+        """Start to gather the updated parameters; every rank calls. A bucket starts when the previous one ends."""
         self.wait()
         for root in list(self._begun):
             self._end_forward(root)
@@ -140,7 +139,7 @@ class ParameterBuffers:
         self._start(1)
 
     def start(self) -> None:
-        """Start all remaining buckets; every rank calls it before other calls in the group."""
+        """Start all remaining buckets; every rank calls this before other collectives in the group."""
         self._start(len(self._buckets))
 
     def wait(self) -> None:
@@ -149,7 +148,7 @@ class ParameterBuffers:
         self._wait_for(reversed(range(len(self._buckets))))
 
     def remove_(self) -> None:
-        """Leave the parameters where they are, complete, and without hooks; every rank calls."""
+        """Complete the parameters and remove the hooks; every rank calls. The parameters stay in the buffers."""
         self.wait()
         for handle in self._handles:
             handle.remove()
@@ -187,7 +186,7 @@ class ParameterBuffers:
         self._wait_for(sorted(self._early, reverse=True))
 
     def _end_forward(self, root: nn.Module) -> None:
-        """Note modules whose parameters the forward of ``root`` has read, if at all, without a call."""
+        """Record modules that the forward of ``root`` did not call; it may have read their parameters directly."""
         uncalled = self._inside[root] - self._called
         self._early.update(number for module in uncalled for number in self._buckets_of[module])
         self._called -= self._inside[root]
