@@ -1,8 +1,8 @@
-"""Safetensors files: slices of their tensors read without the rest, and tensors written one by one.
+"""Read slices of tensors from safetensors files, and write tensors to them one by one.
 
-A slice is read with ``pread`` and not through the safetensors library, which maps the file: some columns of a mapped
-matrix make nearly every page resident, so that each rank would read and hold all of it. And the library writes a file
-from all of its tensors at once, which would all be in memory on the CPU.
+Slices are read with ``pread`` and not with the safetensors library, which maps the file into memory. Reading a few
+columns of a mapped matrix makes nearly every page resident, so that each rank would read and hold the whole matrix. The
+library also writes all tensors of a file at once, which requires all of them in CPU memory.
 """
 
 import contextlib
@@ -75,10 +75,10 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of the file at ``path``, by name, after checking that all of their bytes are there.
+    """Read the header of the file at ``path`` and return its tensors by name, after checking the file's size.
 
     Raises:
-        CheckpointError: the file cannot be read, is truncated, or is not of the format.
+        CheckpointError: the file cannot be read, is truncated, or is not a safetensors file.
     """
     try:
         with open_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
@@ -102,7 +102,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_box(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """A box of a tensor, on the CPU; no other byte is read.
+    """Read a box of a tensor to the CPU, without reading any other byte.
 
     Args:
         stored: the tensor.
@@ -110,7 +110,7 @@ def read_box(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int])
         sizes: number of indices, in each dimension.
 
     Raises:
-        CheckpointError: PyTorch does not have its dtype, or the file cannot be read, or became shorter.
+        CheckpointError: PyTorch lacks the tensor's dtype, the file cannot be read, or the file became shorter.
     """
     if stored.dtype not in DTYPES:
         raise CheckpointError(
@@ -140,7 +140,7 @@ def _damaged(what: str) -> CheckpointError:
 
 
 def _contiguous(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First element and number of elements of each contiguous part of a box, in the box's order."""
+    """Return the first element and the number of elements of each contiguous part of a box, in the box's order."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     # From the last dimension that is cut on, the elements are contiguous.
     cut = max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)
@@ -200,14 +200,14 @@ def _check_filled(path: Path, tensors: Iterable[StoredTensor], begin: int, file_
 
 
 class TensorFile:
-    """A new safetensors file, which is complete and on the disk once its last tensor was written.
+    """Writes a new safetensors file, which is complete and on disk once its last tensor is written.
 
     Args:
-        path: the file's path; it must not exist.
-        tensors: dtype and shape of each tensor that it will hold, at least one.
+        path: path of the file, which must not exist.
+        tensors: dtype and shape of each tensor in the file; at least one tensor.
 
     Raises:
-        CheckpointError: it cannot be written, or the format lacks a dtype.
+        CheckpointError: the file cannot be written, or the format lacks a dtype.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
@@ -227,7 +227,7 @@ class TensorFile:
         text += b" " * (-len(text) % 8)
         self._begin = 8 + len(text)
         with write_errors(path):
-            # The file is unbuffered, so that a failed write is known at once.
+            # The file is unbuffered, so that a failed write raises at once.
             self._file = path.open("xb", buffering=0)
             try:
                 self._write_all(memoryview(len(text).to_bytes(8, "little") + text))
@@ -236,10 +236,10 @@ class TensorFile:
                 raise
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one of the tensors, on any device.
+        """Write one of the tensors, which may be on any device.
 
         Raises:
-            CheckpointError: it cannot be written (the disk is full).
+            CheckpointError: the tensor cannot be written, for example because the disk is full.
         """
         plain = tensor.detach().cpu().contiguous()
         with write_errors(self.path):
@@ -255,14 +255,14 @@ class TensorFile:
             data = data[self._file.write(data) :]
 
     def close(self) -> None:
-        """Close it, even if it is not complete."""
+        """Close the file, even if it is incomplete."""
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 @contextlib.contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that names ``path``, and the file in it that could not be written."""
+    """Convert an OSError into a CheckpointError that names ``path`` and the file in it that could not be written."""
     try:
         yield
     except OSError as error:
@@ -271,6 +271,6 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 def some_tensors(names: Sequence[str]) -> str:
-    """The first tensor's name and how many more there are, for a message."""
+    """Format the first tensor's name and the number of further tensors, for a message."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"tensor {names[0]!r}{more}"

@@ -1,7 +1,7 @@
-"""Process groups: those of all axes of a rank grid (``Topology``), and those that a model takes (``Groups``).
+"""Process groups of all axes of a rank grid (``Topology``), and the process groups of a model (``Groups``).
 
-A ``Topology`` is frozen once built. Several may live in one process; the door's ``parallel_state`` holds the ambient
-one.
+A ``Topology`` is immutable once built. A process may have several topologies; ``parallel_state`` of the Megatron API
+holds the ambient one.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Topology:
 
         Args:
             sizes: sizes of the axes.
-            timeout: time limit of a collective; that of the default group (``init_process_group(timeout=)``) if None.
+            timeout: timeout of a collective; None means the default group's timeout (``init_process_group(timeout=)``).
             embedding_ranks: from a pipeline group's ranks, those that hold a tied word embedding.
             position_embedding_ranks: the same for the position embedding.
             validate: check now that all ranks ask for the same sizes, and before each collective of these groups that
@@ -138,14 +138,14 @@ class Topology:
         return topology
 
     def __contains__(self, name: str) -> bool:
-        """True if this rank is in a group of that name (a middle stage is in no embedding group)."""
+        """True if this rank belongs to a group with this name. A middle stage, for example, has no embedding group."""
         return name in self._groups
 
     def group(self, name: str) -> ProcessGroup:
-        """This rank's group of that name.
+        """Return this rank's group with the given name.
 
         Raises:
-            TopologyError: there is none, or the topology was destroyed.
+            TopologyError: this rank has no such group, or the topology was destroyed.
         """
         try:
             return self._groups[name]
@@ -154,20 +154,20 @@ class Topology:
             raise TopologyError(f"rank {self.rank_in_world} is in no group {name!r}; {where}") from None
 
     def groups(self) -> list[ProcessGroup]:
-        """All groups that this rank is in, each once."""
+        """Return all distinct groups of this rank."""
         return list({id(group): group for group in self._groups.values()}.values())
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """Global ranks of this rank's group of that name, in group order."""
+        """Return the global ranks of the named group of this rank, in group order."""
         self.group(name)
         return self._ranks[name]
 
     def size(self, name: str) -> int:
-        """Number of ranks in this rank's group of that name."""
+        """Return the size of the named group of this rank."""
         return len(self.ranks(name))
 
     def rank(self, name: str) -> int:
-        """This rank's place in its group of that name."""
+        """Return this rank's index in its named group."""
         return self.ranks(name).index(self.rank_in_world)
 
     @cached_property
@@ -184,7 +184,7 @@ class Topology:
         return DeviceMesh.from_group(groups, device_of(groups[0]).type, mesh=grid, mesh_dim_names=tuple(names))
 
     def destroy(self) -> None:
-        """Destroy the groups, so that no descriptor stays open. Every rank should call it; twice is allowed."""
+        """Destroy the groups and close their descriptors. Every rank should call this; a second call is a no-op."""
         if self.__dict__.pop("mesh", None) is not None:
             _make_dtensor_forget()
         groups = list(self._groups.values())
@@ -194,7 +194,7 @@ class Topology:
 
 
 def _default_timeout() -> datetime.timedelta | None:
-    """The default group's time limit, which ``new_group`` does not take over; None if it has none."""
+    """Return the default group's timeout, which ``new_group`` does not inherit; None if it has none."""
     world: Any = dist.group.WORLD
     limits = [
         getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
@@ -206,7 +206,7 @@ def _default_timeout() -> datetime.timedelta | None:
 def _new_group(
     name: str, ranks: tuple[int, ...], own_rank: int, timeout: datetime.timedelta | None
 ) -> ProcessGroup | None:
-    """The process group of ``ranks``; None if this rank is not in it."""
+    """Create the process group of ``ranks``; return None if this rank is not in it."""
     try:
         with _unbound() if len(ranks) == 1 else contextlib.nullcontext() as device:
             group: Any = dist.new_group(list(ranks), timeout=timeout, group_desc=f"shardwise.{name}")
@@ -223,9 +223,10 @@ def _new_group(
 
 @contextlib.contextmanager
 def _unbound() -> Iterator[torch.device | None]:
-    """Within the block a new group makes no communicator; its first collective does. Yields the default group's device.
+    """Defer the communicator of each group created in the block to its first collective.
 
-    ``new_group`` would split the communicator of a bound default group at once, which is collective over the world.
+    Yields the default group's device. By default ``new_group`` splits the communicator of a bound default group at
+    once, which is collective over the world.
     """
     world: Any = dist.group.WORLD
     device: torch.device | None = world.bound_device_id
@@ -237,7 +238,7 @@ def _unbound() -> Iterator[torch.device | None]:
 
 
 def _make_dtensor_forget() -> None:
-    """Empty DTensor's cache of results by mesh: an equal, later mesh would be given groups that are gone."""
+    """Clear DTensor's caches, which would return destroyed groups for a later mesh that compares equal."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -247,7 +248,7 @@ def _make_dtensor_forget() -> None:
 def _destroy(groups: Iterable[ProcessGroup | None]) -> None:
     for group in {id(group): group for group in groups if group is not None}.values():
         close_channel(group)
-        # A group that torch.distributed no longer knows went with the default group.
+        # A group that torch.distributed no longer knows was destroyed together with the default group.
         if dist.is_initialized():
             with contextlib.suppress(ValueError):
                 dist.destroy_process_group(group)
@@ -255,9 +256,9 @@ def _destroy(groups: Iterable[ProcessGroup | None]) -> None:
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's process groups, one for each kind of parallelism that a model takes part in.
+    """This rank's process groups, one for each kind of parallelism of a model.
 
-    None means that there is no such axis; a group of one rank means the same.
+    None means that the model does not use this kind of parallelism. A group of one rank means the same.
 
     Attributes:
         tp: tensor parallel: the ranks that split each layer.
@@ -282,18 +283,20 @@ class Groups:
                 raise ConfigError(f"Groups.{spec.name} is {group!r}, which is not a process group{hint}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Groups:
-        """Returns the object itself, since a process group cannot be copied."""
+        """Return the object itself, because a process group cannot be copied."""
         return self
 
     @classmethod
     def of(cls, topology: Topology) -> Groups:
-        """This rank's groups of a topology."""
+        """Create the groups from a topology."""
         named = {name: topology.group(name) for name in ("tp", "pp", "dp", "embd") if name in topology}
         return cls(**named)
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> Groups:
-        """The dimensions ``tp``, ``pp`` and ``dp`` of a mesh; tied weights over several stages also need ``embd``.
+        """Create the groups from the dimensions ``tp``, ``pp`` and ``dp`` of a mesh.
+
+        Tied weights over several stages also need ``embd``.
 
         Raises:
             TopologyError: the mesh has no dimension ``tp``.
@@ -323,11 +326,11 @@ _T = TypeVar("_T")
 
 
 def model_groups(groups: Groups) -> list[ProcessGroup]:
-    """The groups whose ranks share a model, without groups of one rank; there is at least one."""
+    """Return the groups whose ranks share a model, without groups of one rank; the result has at least one group."""
     found = [group for group in (groups.tp, groups.pp) if group is not None]
     return [group for group in found if group.size() > 1] or found[:1]
 
 
 def gather_from_stages(value: _T, what: str, groups: Groups) -> list[_T]:
-    """Every stage's ``value``, in order; only this rank's if there is one stage."""
+    """Gather every stage's ``value``, in stage order; with one stage, return only this rank's value."""
     return [value] if groups.num_stages == 1 or groups.pp is None else gather_objects(value, what, group=groups.pp)

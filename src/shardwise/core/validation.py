@@ -1,8 +1,8 @@
-"""Checks of values; each costs a look at the data, so each can be turned off.
+"""Checks of tensor values; each check reads the data, so it can be disabled.
 
-A look at a GPU's data makes the host wait for everything that was launched. So on CUDA ids are not looked at where they
-are used: inside ``DeferredChecks``, as in every step of training, their outcome is read with the step's other numbers,
-and an error is that of a CPU; elsewhere it is asserted on the device.
+Reading data from a GPU synchronizes the host with the device. Ids on CUDA are therefore not read where they are used.
+Inside ``DeferredChecks``, which every training step uses, the host reads the outcome together with the step's other
+numbers and raises the same error as on a CPU. Elsewhere the check is an assertion on the device.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _of_thread = threading.local()
 
 
 def validation_applies() -> bool:
-    """True if values can be looked at now: not while compiling, nor while a CUDA graph is captured."""
+    """True if values can be read now: not during compilation, and not while a CUDA graph is captured."""
     if torch.compiler.is_compiling():
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 class DeferredChecks:
-    """Inside its ``with`` block ``check_ids`` keeps its checks, and their outcome is a tensor.
+    """Defers the checks of ``check_ids`` in its ``with`` block, and returns their outcome as a tensor.
 
-    For a loop that reads other numbers of the device anyway::
+    Use it in a loop that reads other numbers from the device anyway::
 
         with DeferredChecks() as checks:
             loss = model(tokens, labels=labels).mean()
@@ -39,7 +39,7 @@ class DeferredChecks:
             checks.run()                       # raises the error of the first that failed
         optimizer.step()
 
-    Ids that are out of range are looked up as id 0 inside the block. It concerns the thread that enters it.
+    Inside the block, ids that are out of range are replaced by id 0. The block affects only the thread that enters it.
     """
 
     def __init__(self) -> None:
@@ -55,24 +55,24 @@ class DeferredChecks:
         _of_thread.checks = self._before
 
     def add(self, failed: Tensor, check: Callable[[], None]) -> None:
-        """Keep a check that raises, and whether it would: a bool scalar on the device."""
+        """Record a check that raises, and a bool scalar on the device that is True if the check fails."""
         self._flags.append(failed)
         self._checks.append(check)
 
     def failed(self, device: torch.device) -> Tensor:
-        """1.0 if any check has failed, else 0.0: an fp32 scalar on ``device``."""
+        """Return 1.0 if any check has failed, otherwise 0.0, as an fp32 scalar on ``device``."""
         if not self._flags:
             return torch.zeros((), device=device)
         return torch.stack(self._flags).any().float()
 
     def run(self) -> None:
-        """Look now, in the order of the checks."""
+        """Run the recorded checks in order; this synchronizes with the device."""
         for check in self._checks:
             check()
 
 
 def deferred_checks() -> DeferredChecks | None:
-    """The block that this thread is in, if any."""
+    """Return the active ``DeferredChecks`` of this thread, if any."""
     found: DeferredChecks | None = getattr(_of_thread, "checks", None)
     return found
 
@@ -86,18 +86,18 @@ def check_ids(
     may_wait: bool = False,
     of: str | None = None,
 ) -> None:
-    """Raise VocabularyError for ids that are no integers or, where ``validation_applies``, outside the vocabulary.
+    """Raise VocabularyError for ids that are not integers or, if ``validation_applies``, outside the vocabulary.
 
-    Inside ``DeferredChecks`` the latter waits. Elsewhere ids on CUDA are asserted on the device
-    (``torch._assert_async``), as those of PyTorch's own embedding are: the program ends at a later operation.
+    Inside ``DeferredChecks`` the range check is deferred. Elsewhere ids on CUDA are asserted on the device
+    (``torch._assert_async``), as in PyTorch's own embedding, so that a failure ends the program at a later operation.
 
     Args:
         ids: integer tensor of any shape.
         vocab_size: ids run from 0 to ``vocab_size - 1``.
-        what: name of the ids, for the message.
-        ignore_index: one more id that is allowed.
-        may_wait: look on CUDA too.
-        of: name of the set that they are ids of, for the message; the vocabulary if None.
+        what: name of the ids, for the error message.
+        ignore_index: one additional valid id.
+        may_wait: check immediately on CUDA as well, which synchronizes.
+        of: name of the set of valid ids, for the error message; None means the vocabulary.
     """
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise VocabularyError(f"{what} of shape {list(ids.shape)} is of {ids.dtype}; ids are of an integer dtype")
@@ -125,7 +125,7 @@ def _raise_first(ids: Tensor, wrong: Tensor, what: str, message: str) -> None:
 
 
 def safe_to_look_up(ids: Tensor, vocab_size: int) -> Tensor:
-    """The ids; inside ``DeferredChecks`` with 0 instead of those that are out of range."""
+    """Return the ids; inside ``DeferredChecks``, ids that are out of range are replaced by 0."""
     if torch.compiler.is_compiling() or deferred_checks() is None:
         return ids
     return ids.masked_fill((ids < 0) | (ids >= vocab_size), 0)

@@ -1,7 +1,7 @@
-"""The arithmetic of a group's layers, chosen once, when a layer is made.
+"""The arithmetic of a group's layers, which is selected once, when a layer is constructed.
 
-Layers take their products, norms and activations from ``arithmetic_of(group)``, and do not ask for their kind. A group
-has the plain arithmetic, unless ``shardwise.exact`` gave it the exact one.
+Layers get their products, norms and activations from ``arithmetic_of(group)``, whatever its class. A group uses plain
+arithmetic unless ``shardwise.exact`` enabled exact arithmetic for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from shardwise.nn.norm import HeadsRMSNorm, add_and_norm
 
 
 class Norm:
-    """Norms and biases of one layer: parameters that every rank holds whole.
+    """Applies the norms and biases of one layer, whose parameters are replicated on every rank.
 
     Args:
         group: the ranks that share the sequence or the heads.
@@ -59,7 +59,7 @@ class Norm:
 
 
 class Activation:
-    """Functions that compute element by element.
+    """Applies elementwise functions.
 
     Attributes:
         at_any_size: kernels give an element the same bits at every size of the tensor.
@@ -98,12 +98,12 @@ class Arithmetic:
     leaves_out_tokens = True
 
     def products(self, layout: ParamLayout, split: Literal["output", "input"], *, group: ProcessGroup) -> Products:
-        """The products of a linear layer.
+        """Return the products of a linear layer.
 
         Args:
-            layout: of its weight.
-            split: which features the ranks share.
-            group: these ranks.
+            layout: layout of the layer's weight.
+            split: the features that are split over the ranks, output or input.
+            group: the ranks that share the layer.
 
         Raises:
             ConfigError: this arithmetic has no products for such a layout.
@@ -141,5 +141,5 @@ _PLAIN = Arithmetic()
 
 
 def arithmetic_of(group: ProcessGroup) -> Arithmetic:
-    """The arithmetic of the group's layers."""
+    """Return the arithmetic of the group's layers."""
     return cast(Arithmetic, context_of(group).arithmetic or _PLAIN)

@@ -1,4 +1,4 @@
-"""The linear layer whose output features are split over the ranks."""
+"""Column-parallel linear layer: the output features are split over the ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +21,9 @@ from shardwise.nn.parallel_linear import ParallelLinear, as_linear
 class ColumnLinear(ParallelLinear):
     """Linear layer ``y = x A^T + b`` whose output features are split over the ranks.
 
-    Made from one state of the default generator it holds this rank's rows of ``torch.nn.Linear(in_features,
-    out_features, bias)``. With ``sequence_parallel`` each rank is given its shard of the sequence, and gathers it.
+    From the same state of the default generator, the layer holds this rank's rows of ``torch.nn.Linear(in_features,
+    out_features, bias)``. With ``sequence_parallel`` the input is this rank's shard of the sequence, which the layer
+    gathers.
 
     Args:
         in_features: width of the input, ``i``.
@@ -35,8 +36,8 @@ class ColumnLinear(ParallelLinear):
         intervals: instead of ``sizes`` and ``sections``: for each rank the intervals of output features that it
             holds, in the order of its output. Several ranks may hold the same interval, and their weight gradients are
             then partial sums; such an output is not gathered.
-        own_weight: make a weight; without, it is passed to ``forward``.
-        output_dtype: of the output, whose sums are not rounded to a narrower one; that of the input if None.
+        own_weight: create a weight. If False, the caller passes the weight to ``forward``.
+        output_dtype: dtype of the output, whose sums are not rounded to a narrower dtype; None means the input's dtype.
         options: ``sequence_parallel``, ``parallelism``, ``device``, ``dtype`` and others of ``ParallelLinear``.
 
     Attributes:
@@ -52,7 +53,7 @@ class ColumnLinear(ParallelLinear):
     """
 
     _usual_parallelism = (LinearParallelism.COLUMN, LinearParallelism.COLUMN_SEQUENCE)
-    skip_bias_add = False  # Where it is True the caller adds the bias.
+    skip_bias_add = False  # If True, the caller adds the bias.
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class ColumnLinear(ParallelLinear):
         return V(dim=-1, sizes=tuple(self._output_sizes))
 
     def own_weight_(self, weight: Tensor) -> None:
-        """Give a layer that was made without a weight this one, ``[o/t, i]``, in place."""
+        """Set the weight, ``[o/t, i]``, of a layer that was constructed without a weight, in place."""
         self._check_shape(weight)
         self.param_layouts = {"weight": self._weight_layout, **self.param_layouts}
         self.param_replicas = {"weight": Replicas(), **self.param_replicas}
@@ -120,14 +121,14 @@ class ColumnLinear(ParallelLinear):
             input_: ``[s, b, i]``, the same on every rank, or this rank's shard ``[s/t, b, i]`` with sequence
                 parallelism; not modified.
             weight: ``[o/t, i]``, instead of the layer's own.
-            sequence: read with sequence parallelism; None if all ranks hold as many positions.
+            sequence: used with sequence parallelism; None if all ranks hold the same number of positions.
 
         Returns:
             ``[s, b, o/t]``.
 
         Raises:
-            ShardingError: the input is not of the layer's width.
-            WeightError: there is no weight, or a passed one is not of this layer's shape.
+            ShardingError: the input does not have the layer's width.
+            WeightError: there is no weight, or the passed weight does not have this layer's shape.
         """
         if input_.shape[-1:] != (self.in_features,):
             raise self._wrong_width(input_, self.in_features)
@@ -144,7 +145,7 @@ class ColumnLinear(ParallelLinear):
             )
 
     def gather(self, output: Tensor) -> Tensor:
-        """The whole output ``[s, b, o]`` of this rank's part ``[s, b, o/t]``, the same on every rank.
+        """Gather the whole output ``[s, b, o]`` from every rank's part ``[s, b, o/t]``.
 
         Layout V -> I: forward all-gather, backward split.
 

@@ -1,8 +1,9 @@
-"""Dropout of a tensor that the ranks share, with a mask that can be the same at every number of ranks.
+"""Dropout of a sharded or replicated tensor, with a mask that can be the same at every number of ranks.
 
-By the streams' rule (``shardwise.core.random``) a shard's mask is drawn from the rank's own stream ("per_rank", as
-Megatron does), or is this rank's slice of the whole tensor's mask ("global"). Every rank draws the whole mask then, a
-bounded block at a time: more random numbers, for a run that does not depend on its layout.
+The rule of the random streams (``shardwise.core.random``) determines a shard's mask. With "per_rank", as in Megatron,
+each rank draws its mask from its own stream. With "global" the mask is this rank's slice of the whole tensor's mask.
+Every rank then draws the whole mask, one bounded block at a time. This needs more random numbers, but makes a run
+independent of its layout.
 """
 
 import math
@@ -36,16 +37,17 @@ def sharded_dropout(
         input_: this rank's shard, or the whole tensor, the same on every rank, if ``dim`` is None; not modified.
         p: from 0 to 1.
         dim: the dimension that the ranks split.
-        group: the ranks that share the tensor; may be None where ``dim`` is.
-        sizes: every rank's size along ``dim``; all the same as this rank's if None.
-        training: return the input itself if False.
-        layer_number: the layer, which by the "global" rule draws from a separate stream; None for the shared stream.
+        group: the ranks that share the tensor; may be None if ``dim`` is None.
+        sizes: every rank's size along ``dim``. None means that all ranks have this rank's size.
+        training: if False, return the input itself.
+        layer_number: number of the layer, which has a separate stream under the "global" rule; None for the shared
+            stream.
 
     Returns:
-        Of the shape and dtype of ``input_``. A whole tensor is treated alike on every rank.
+        A tensor with the shape and dtype of ``input_``. A whole tensor gets the same mask on every rank.
 
     Raises:
-        ConfigError: ``p`` is no probability.
+        ConfigError: ``p`` is not a probability.
         ShardingError: no such dimension, or ``sizes`` does not fit ``input_``.
         TopologyError: the random streams were not seeded.
     """
@@ -73,12 +75,12 @@ def global_keep_mask(
     device: torch.device | None = None,
     layer_number: int | None = None,
 ) -> Tensor:
-    """This rank's slice of the whole tensor's mask, from the stream that all ranks share.
+    """Draw the whole tensor's mask from the stream that all ranks share, and return this rank's slice.
 
     Args:
-        shape: of this rank's shard.
+        shape: shape of this rank's shard.
         p: probability of dropping an element.
-        device: device of the random numbers; another device draws other numbers.
+        device: device of the random numbers, which differ between types of devices.
         dim, group, sizes, layer_number: as for ``sharded_dropout``.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The embedding whose vocabulary is split over the ranks."""
+"""Vocabulary-parallel embedding: the rows of the weight are split over the ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +21,8 @@ from shardwise.nn.module import ShardedModule
 class VocabEmbedding(ShardedModule):
     """Embedding whose rows, the vocabulary, are split over the ranks by the balanced rule.
 
-    Made from one state of the default generator it holds this rank's rows of ``torch.nn.Embedding(num_embeddings,
-    embedding_dim)``.
+    From the same state of the default generator, the layer holds this rank's rows of
+    ``torch.nn.Embedding(num_embeddings, embedding_dim)``.
 
     Args:
         num_embeddings: size of the vocabulary, of any size, ``v``.
@@ -75,7 +75,7 @@ class VocabEmbedding(ShardedModule):
         return hidden_layout(sequence_parallel=self.sequence_parallel)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Look ids up.
+        """Look up the embeddings of ids.
 
         Args:
             input_: ``[b, s]`` ids of the whole vocabulary, the same on every rank; not modified.

@@ -1,7 +1,7 @@
-"""The linear map inside a tensor-parallel region, with its communication, as one autograd function.
+"""Tensor-parallel linear function: the matrix product and its communication as one autograd function.
 
-Fusing the move with the matrix product saves a copy (the product is reduced where it lies), an autograd node, and lets
-the backward's communication run while the weight gradient is computed.
+Fusing the move with the matrix product saves a copy, because the product is reduced in place, and an autograd node. It
+also overlaps the backward's communication with the computation of the weight gradient.
 """
 
 from collections.abc import Sequence
@@ -70,9 +70,9 @@ _OVERLAPPED = (LinearParallelism.COLUMN_SEQUENCE, LinearParallelism.ROW_SEQUENCE
 class TensorParallelLinear(Function):
     """``input @ weight.T + bias`` with the communication of ``parallelism``.
 
-    With COLUMN_SEQUENCE only this rank's shard of the input is kept for the backward, which gathers it again
-    (Korthikanti et al. 2022, section 4.2.2). Where what is kept is recomputed just before the backward, it is the
-    gathered input, so that recomputation costs no collective. A frozen weight keeps no input at all.
+    With COLUMN_SEQUENCE the forward saves only this rank's shard of the input, and the backward gathers it again
+    (Korthikanti et al. 2022, section 4.2.2). If saved tensors are recomputed just before the backward, the forward
+    saves the gathered input instead, so that the backward needs no second gather. A frozen weight saves no input.
     """
 
     @staticmethod
@@ -106,7 +106,7 @@ class TensorParallelLinear(Function):
             sizes = uneven_sizes(input_.size(0), group.size())
         ctx.sizes = sizes
         ctx.save_for_backward(kept, weight)
-        # PyTorch refuses in-place writes to a view that is made in here.
+        # PyTorch does not allow in-place writes to a view that an autograd function returns.
         return output.detach()
 
     @staticmethod
@@ -131,7 +131,7 @@ class TensorParallelLinear(Function):
             grad_weight = weight_gradient.placeholder()
         gathered_input: Pending | None = None
         if ctx.gathers_again and needs_weight_grad:
-            # The gather is in flight during the product for the input gradient.
+            # The gather overlaps with the product for the input gradient.
             buffer = context_of(group).buffers
             gathered_input = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=buffer)
 
@@ -146,7 +146,7 @@ class TensorParallelLinear(Function):
             elif parallelism is LinearParallelism.COLUMN_SEQUENCE:
                 pending = reduce_scatter_async(grad_input, group=group, dim=0, sizes=sizes)
 
-        # The input gradient's reduction is in flight meanwhile.
+        # The computation of the weight gradient overlaps with the reduction of the input gradient.
         if needs_weight_grad:
             if gathered_input is not None:
                 input_ = gathered_input.wait()

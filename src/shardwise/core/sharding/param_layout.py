@@ -21,9 +21,10 @@ from shardwise.core.sharding.balanced import Interval, checked_dim, checked_size
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """Where each rank's part of one parameter lies in the whole one.
+    """The rows or columns of one parameter that each rank holds.
 
-    Layers (initialisation), the optimizer (gradients of each rank) and checkpoints (places of bytes) all read it.
+    Layers read the layout for initialisation, the optimizer for each rank's gradients, and checkpoints for the offsets
+    of the ranks' parts.
 
     Attributes:
         global_shape: shape of the whole parameter.
@@ -122,7 +123,7 @@ class ParamLayout:
         return tuple(shape)
 
     def take(self, whole: Tensor, rank: int) -> Tensor:
-        """The part of ``whole`` (shape ``global_shape``) that ``rank`` holds; a view if it is one interval."""
+        """Return the part of ``whole`` (shape ``global_shape``) that ``rank`` holds; a view if it is one interval."""
         if tuple(whole.shape) != self.global_shape:
             raise ShardingError(f"expected a tensor of shape {list(self.global_shape)}, got {list(whole.shape)}")
         if self.dim is None:
@@ -131,15 +132,15 @@ class ParamLayout:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def assemble(self, shards: Sequence[Tensor]) -> Tensor:
-        """The whole parameter from every rank's part, in rank order; a new tensor.
+        """Assemble the whole parameter from every rank's part, in rank order, in a new tensor.
 
         Raises:
-            ShardingError: a part is not of the shape that this layout gives its rank.
+            ShardingError: a part does not have the shape that this layout assigns to its rank.
         """
         if len(shards) != self.world_size:
             raise ShardingError(f"expected {self.world_size} shards, one per rank, got {len(shards)}")
         whole = shards[0].new_empty(self.global_shape)
-        # Where several ranks hold the same part, the first one's values are kept.
+        # If several ranks hold the same part, the first rank's values win.
         for rank in reversed(range(self.world_size)):
             self.place_(whole, rank, shards[rank])
         return whole
@@ -148,7 +149,7 @@ class ParamLayout:
         """Copy the part that ``rank`` holds to its place in ``whole`` (shape ``global_shape``).
 
         Raises:
-            ShardingError: the part is not of the shape that this layout gives the rank.
+            ShardingError: the part does not have the shape that this layout assigns to the rank.
         """
         if tuple(shard.shape) != self.local_shape(rank):
             raise ShardingError(
@@ -165,15 +166,16 @@ class ParamLayout:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The ranks that hold the same values of a parameter, and the ranks that its gradient is summed over.
+    """The axes over which a parameter is replicated, and the axes over which its gradient is reduced.
 
-    A module keeps it next to the ``ParamLayout``. Axes are named as in ``core.topology.Groups``: ``"tp"``, ``"dp"``,
-    and ``"embd"`` for the first and the last pipeline stage.
+    A module stores its replicas next to the ``ParamLayout``. Axes are named as in ``core.topology.Groups``: ``"tp"``,
+    ``"dp"``, and ``"embd"`` for the first and the last pipeline stage.
 
     Attributes:
-        same_over: the axes whose ranks hold the same values; over ``"tp"``, those that the layout gives several ranks.
-        summed_over: the axes over which each rank's gradient is a partial sum, besides the data-parallel ones.
-        is_copy: an earlier stage holds the parameter too, and counts it.
+        same_over: the axes whose ranks hold the same values. Over ``"tp"`` this concerns only the values that the
+            layout assigns to several ranks.
+        summed_over: the axes over which each rank's gradient is a partial sum, besides the data-parallel axes.
+        is_copy: an earlier stage also holds the parameter, and counts it.
     """
 
     same_over: tuple[str, ...] = ("tp", "dp")
@@ -196,10 +198,10 @@ class Segment(NamedTuple):
 
 
 def segments(layout: ParamLayout, rank: int) -> list[Segment]:
-    """The part of ``rank`` along the split dimension, cut wherever any rank's part begins or ends.
+    """Divide the part of ``rank`` along the split dimension wherever any rank's part begins or ends.
 
-    Two segments of any ranks are therefore the same interval or disjoint, so that comparing their first indices is
-    enough to write each interval once.
+    Two segments of any ranks are therefore either identical or disjoint. Comparing their first indices is enough to
+    write each interval once.
 
     Args:
         layout: layout with a split dimension.
@@ -226,7 +228,7 @@ def segments(layout: ParamLayout, rank: int) -> list[Segment]:
 
 @cache
 def holders(layout: ParamLayout) -> dict[Interval, tuple[int, ...]]:
-    """For each interval of ``segments``, of all ranks, in ascending order: the ranks that hold it, in ascending order.
+    """Map each interval of all ranks' ``segments``, in ascending order, to the ranks that hold it, also ascending.
 
     Args:
         layout: layout with a split dimension.
@@ -248,7 +250,7 @@ def has_copies(layout: ParamLayout) -> bool:
 
 
 def _merge_adjacent(runs: Sequence[Interval]) -> list[Interval]:
-    """Adjacent intervals joined: a tensor that one rank holds is then one segment, at any stride."""
+    """Join adjacent intervals, so that a tensor that one rank holds is one segment at any stride."""
     merged: list[Interval] = []
     for start, stop in runs:
         if merged and merged[-1][1] == start:
