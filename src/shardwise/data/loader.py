@@ -1,7 +1,7 @@
-"""Which samples make up which batch: a pure function of the seed and the step, the same at every layout.
+"""Data loading: the samples of a batch are a pure function of seed and step, the same at every layout.
 
-Nothing is remembered between batches, so a run resumes at any step, and on any number of ranks, with the samples that
-it would have seen.
+The loader has no state. A run therefore resumes at any step, on any number of ranks, with the same samples as an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shardwise.data.batch import Batch, Row, stack
 
 
 class Rows(Protocol):
-    """Samples to make batches of, each a row or several rows that stay together.
+    """Samples for batches; a sample is one row, or several rows that stay together.
 
     Attributes:
-        lengths: ``[rows]``: tokens of each, filling left out.
-        labels: ``[rows]``: how many there are in each of what a loss is the mean over.
-        num_bytes: size in UTF-8 of the text behind all labels; 0 if they are no text.
+        lengths: ``[rows]``: number of tokens of each sample, without padding.
+        labels: ``[rows]``: number of labels of each sample, over which a loss is averaged.
+        num_bytes: size in UTF-8 of the text of all labels; 0 if the labels are not text.
     """
 
     lengths: NDArray[np.int64]
@@ -36,7 +36,7 @@ class Rows(Protocol):
         """Number of rows."""
 
     def width(self, indices: NDArray[np.int64]) -> int:
-        """Places that all of these rows have in a batch."""
+        """The padded length of a batch of these rows."""
 
     def row(self, index: int, length: int | None = None) -> Row:
         """One row in new arrays, filled up to ``length`` places; if None to the usual number of its kind.
@@ -45,7 +45,7 @@ class Rows(Protocol):
         """
 
     def padding(self, length: int) -> Row:
-        """A row in which no label counts."""
+        """A row whose labels are all ignored."""
 
     def in_epoch(self, seed: int, epoch: int) -> Rows:
         """The rows of an epoch: the same in all, unless a text is cut anew in each."""
@@ -172,11 +172,11 @@ class DataLoader:
         self.schedule = BatchSchedule(len(rows), global_batch_size, seed)
 
     def num_labels(self, step: int) -> int:
-        """Labels that count in a step, over all data-parallel ranks."""
+        """Number of labels in a step that are not ignored, over all data-parallel ranks."""
         return int(self.rows.labels[self.schedule.global_batch(step)].sum())
 
     def num_tokens(self, step: int) -> int:
-        """Tokens in a step, over all data-parallel ranks, filling left out."""
+        """Number of tokens in a step, over all data-parallel ranks, without padding."""
         return int(self.rows.lengths[self.schedule.global_batch(step)].sum())
 
     def batch(
@@ -223,7 +223,7 @@ class DataLoader:
 
 
 class HeldOut:
-    """Rows to measure on, all of one length; every label counts once.
+    """Held-out rows of one length; every label counts once.
 
     Args:
         rows: gives the rows.

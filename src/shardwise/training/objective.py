@@ -1,4 +1,4 @@
-"""Objectives: from a model's output for a micro-batch to sums, which are added up over micro-batches and ranks."""
+"""Objectives map a model's output for a micro-batch to sums, which are added over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardwise.training.gradients.gradients import Gradients
 
 
 class Objective:
-    """The loss of a run, and what it reports besides.
+    """The loss of a run and its other metrics.
 
     Attributes:
-        names: of the other sums, as metrics name their means.
-        curves: names of the metrics that are drawn, of a training batch and of held-out data.
-        unit: of both.
+        names: names of the other sums; the metrics use them for the means.
+        curves: names of the plotted metrics, of a training batch and of held-out data.
+        unit: unit of both plotted metrics.
     """
 
     names: tuple[str, ...] = ()
@@ -37,12 +37,12 @@ class Objective:
         return model_inputs(batch)
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
-        """The loss of a micro-batch, and what else is reported.
+        """Return the loss and the other sums of a micro-batch.
 
         Args:
-            output: of the model, of its last stage.
-            batch: what it was given, on its device.
-            dtype: in which losses are summed; their own if None.
+            output: output of the model's last stage.
+            batch: input of the model, on its device.
+            dtype: dtype in which losses are summed; their own if None.
 
         Returns:
             A scalar to call the backward on, summed over what is averaged; and ``[len(names)]``, fp64, without
@@ -75,7 +75,7 @@ class Objective:
 
 @dataclass
 class CrossEntropy(Objective):
-    """Of each token that counts.
+    """The cross entropy of each token that is not ignored.
 
     Attributes:
         sum_of_losses: sums the losses of a micro-batch, in the dtype given (``Gradients.sum_of_losses``).
@@ -84,7 +84,7 @@ class CrossEntropy(Objective):
     sum_of_losses: Callable[[Tensor, torch.dtype | None], Tensor] = Gradients.sum_of_losses
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
-        """The sum of the losses that the model gives; see ``Objective``."""
+        """Sum the token losses that the model returns; see ``Objective``."""
         return self.sum_of_losses(output, dtype), None
 
     def reported(self, means: Sequence[float], bits_per_nat: float) -> dict[str, float]:

@@ -212,7 +212,7 @@ def _import(
 ) -> Path:
     """Write the checkpoint, with ``identity`` as the identity of the tokenizer."""
     model = load_pretrained(source.path, groups=Groups(tp=ranks.world), dtype=dtype, device="cpu")
-    # The class named in config.json implies the heads that the files contain.
+    # The class in ``architectures`` covers the heads that were found in the files.
     config = dict(source.config.values) | {
         "architectures": [source.architecture.class_name(source.description)],
         "torch_dtype": str(dtype).removeprefix("torch."),
