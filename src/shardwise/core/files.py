@@ -1,12 +1,12 @@
 """Files that several processes use: complete or absent, checked before they are read, and folders locked for one run.
 
-Python's reader of JSON takes NaN and Infinity, keeps the last of two equal keys in silence, and follows brackets until
-its stack ends. ``read_json`` reads an object, nested at most ``MAX_DEPTH`` deep, with finite numbers and each key once,
-from a regular file of a bounded size.
+Python's JSON parser accepts NaN and Infinity, silently keeps the last of two equal keys, and recurses until the stack
+overflows. ``read_json`` accepts only an object with finite numbers and unique keys, nested at most ``MAX_DEPTH`` deep,
+in a regular file of bounded size.
 
-A folder is locked by a file there that a living process holds locked. The kernel releases the lock when the process
-ends, also when it is killed. The file names the holder. Where a file system has no locks, that name decides: a process
-of this machine can be looked up, one of another host cannot.
+A process locks a folder by holding a lock on a file in it. The kernel releases the lock when the process ends, even if
+it is killed. The file contains the holder's name. If the file system does not support locks, this name is used instead:
+a holder on this machine can be looked up, a holder on another host cannot.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KINDS = {
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Create or replace a file, complete or not at all, also when several processes do it at once.
+    """Create or replace a file atomically, even if several processes write it at once.
 
     Args:
         path: the file; its folder is made if missing.
@@ -68,10 +68,10 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str]) -> Iterator[int]:
-    """A descriptor of a regular file, to read from within the block.
+    """Open a regular file for reading and yield its descriptor.
 
-    Opening a named pipe would wait for a writer that never comes, and a device has no end; so the kind is checked
-    first, and again when the file is open.
+    Opening a named pipe could block forever, and reading a device may never end. The file's type is therefore checked
+    before the file is opened, and again afterwards.
 
     Raises:
         OSError: there is no such file, it cannot be read, or it is no regular file.
@@ -90,7 +90,7 @@ def open_regular(path: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def read_regular(path: str | os.PathLike[str], *, limit: int) -> bytes:
-    """The content of a regular file of at most ``limit`` bytes.
+    """Read a regular file of at most ``limit`` bytes.
 
     Raises:
         OSError: see ``open_regular``; or the file is larger.
@@ -131,7 +131,7 @@ _TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 
 
 def read_json(path: str | os.PathLike[str], *, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The object in the JSON file at ``path``.
+    """Read the JSON object in the file at ``path``.
 
     Args:
         path: the path of a regular file.
@@ -145,7 +145,7 @@ def read_json(path: str | os.PathLike[str], *, limit: int = MAX_CONFIG_BYTES) ->
 
 
 def parse_json(content: bytes) -> dict[str, Any]:
-    """The object of a JSON text in UTF-8.
+    """Parse a JSON object from UTF-8 text.
 
     Raises:
         ValueError: it is no JSON or no object, has a number that is not finite or a key twice, or is nested deeper than
@@ -212,7 +212,7 @@ _LONGEST = 4096
 class FolderLock:
     """A lock of a folder for this process, until ``release`` or the end of a ``with`` block.
 
-    A child that is forked while the lock is held keeps it as long as it lives; one that is started does not.
+    A child process that is forked while the lock is held keeps the lock until it ends. A spawned process does not.
 
     Args:
         folder: made if missing, with the folders above it; those that are still empty are removed at the release.
