@@ -40,6 +40,7 @@ from train_step import MODELS
 from workers import Workers, WorkerSpec
 
 from shardwise.core.errors import ConfigError, ParityError
+from shardwise.run.exact_surroundings import fix_order_of_mkl
 
 NUM_PARITY_STEPS = 3
 RATIOS = (("exact", "plain"), ("exact", "plain_whole"))
@@ -128,6 +129,8 @@ def benchmark(sizes: LlamaSizes, workers: Workers, *, num_rounds: int, num_steps
 
 def start_workers(folder: Path) -> Workers:
     """Start the process that is alone, and the ranks, which meet through a file in ``folder``."""
+    # As an exact run does at its start. On Intel the plain steps then have MKL's reproducible kernels too.
+    fix_order_of_mkl()
     store = str(folder / "store")
     ranks = [WorkerSpec(name, 1, ExactRunner, (store, rank)) for rank, name in enumerate(PLACES["tp 2"])]
     return Workers([WorkerSpec("alone", NUM_RANKS, ExactRunner, (None, 0)), *ranks])
