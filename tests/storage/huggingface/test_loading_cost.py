@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -111,7 +112,8 @@ def peak_of(call: Callable[[], object]) -> int:
     # A large block has memory of its own, which goes back when it is freed: what lies between blocks of the common heap
     # would be counted or not as chance has it.
     libc.mallopt(_M_MMAP_THRESHOLD, 1 << 17)
-    # What was freed before goes back to the system, so that it is not used again unseen.
+    # What was freed before goes back to the system, so that it is not used again unseen or freed during the call.
+    gc.collect()
     libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
@@ -139,8 +141,15 @@ def test_peak_memory_at_four_ranks(group: dist.ProcessGroup, tmp_path: Path) -> 
         # Buffers, imports and connections of a first time are not of loading.
         load_pretrained(tmp_path / "large", groups=groups)
         dist.barrier(group)
-        peak = peak_of(lambda groups=groups: loaded.append(load_pretrained(tmp_path / "large", groups=groups)))
-        shard = own_bytes(loaded[-1])
+        peaks = []
+        # Short of memory, the system takes back pages of libraries during a call, which lowers its peak: the higher of
+        # two counts.
+        for _ in range(2):
+            loaded.clear()
+            peaks.append(
+                peak_of(lambda groups=groups: loaded.append(load_pretrained(tmp_path / "large", groups=groups)))
+            )
+        peak, shard = max(peaks), own_bytes(loaded[-1])
         loaded.clear()
         allowed = 1.3 * (shard + largest) + (2 << 20)
         assert shard < peak < allowed, f"tp {tp}, pp {pp}: {peak / 1e6:.1f} MB, shard {shard / 1e6:.1f} MB"
