@@ -1,7 +1,7 @@
-"""Layers whose parameters are split over a group, in the manner of ``torch.nn``: a tensor in, a tensor out.
+"""Layers whose parameters are split over a group. As in ``torch.nn``, a layer maps a tensor to a tensor.
 
-Each layer keeps ``param_layouts``: where this rank's part of each parameter lies in the whole one. Weights start with
-the values of the dense layer at every number of ranks (``shardwise.core.initialization``).
+Each layer's ``param_layouts`` give the position of this rank's part in each whole parameter. At every number of ranks,
+the initial weights are those of the dense layer (``shardwise.core.initialization``).
 """
 
 from shardwise.nn.arithmetic import Arithmetic as Arithmetic, arithmetic_of as arithmetic_of

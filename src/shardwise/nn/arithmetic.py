@@ -1,7 +1,7 @@
 """The arithmetic of a group's layers, which is selected once, when a layer is constructed.
 
-Layers get their products, norms and activations from ``arithmetic_of(group)``, whatever its class. A group uses plain
-arithmetic unless ``shardwise.exact`` enabled exact arithmetic for it.
+Layers get their products, norms and activations from ``arithmetic_of(group)``. A group uses plain arithmetic unless
+``shardwise.exact`` enabled exact arithmetic for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +23,11 @@ class Norm:
 
     Args:
         group: the ranks that share the sequence or the heads.
-        sequence_parallel: each rank holds its shard of the sequence, ``[s/t, b, h]`` instead of ``[s, b, h]``.
+        sequence_parallel: whether each rank holds its shard of the sequence, ``[s/t, b, h]`` instead of ``[s, b, h]``.
 
     Attributes:
-        partial_gradients: gradients of parameters that ranks apply to different tokens or heads are partial sums.
+        partial_gradients: whether a parameter that ranks apply to different tokens or heads has a gradient that is a
+            partial sum.
     """
 
     partial_gradients = True
@@ -35,26 +36,26 @@ class Norm:
         self.group, self.sequence_parallel = group, sequence_parallel
 
     def __call__(self, norm: nn.Module, input_: Tensor) -> Tensor:
-        """``norm(input_)``."""
+        """Return ``norm(input_)``."""
         output: Tensor = norm(input_)
         return output
 
     def add_and_norm(self, norm: nn.Module, residual: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        """``residual + added``, and its norm."""
+        """Return ``residual + added`` and its norm."""
         return add_and_norm(norm, residual, added)
 
     def heads(self, query_norm: nn.Module, key_norm: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """The norms of queries ``[s, b, heads/t, d]`` and keys ``[s, b, groups/t, d]``."""
+        """Normalize queries ``[s, b, heads/t, d]`` and keys ``[s, b, groups/t, d]``."""
         if not isinstance(query_norm, HeadsRMSNorm) or not isinstance(key_norm, HeadsRMSNorm):
             return query_norm(query), key_norm(key)
         squares = torch.stack((query_norm.squares(query), key_norm.squares(key)))
-        # The sum is identical on all ranks, and each uses it for its own heads: the gradient is a partial sum there.
+        # The sum is identical on all ranks, but each rank uses it for its own heads, so its gradient is a partial sum.
         squares = moves.copy(moves.reduce(squares, group=self.group), group=self.group)
         return query_norm(query, squares[0]), key_norm(key, squares[1])
 
     def add_bias(self, output: Tensor, bias: Tensor) -> Tensor:
-        """``output + bias``."""
-        # Under autocast the output has another dtype than the bias; a whole linear would add in the output's.
+        """Return ``output + bias``."""
+        # Under autocast the dtypes differ. A dense linear layer would add the bias in the output's dtype.
         return output + bias.to(output.dtype)
 
 
@@ -62,9 +63,9 @@ class Activation:
     """Applies elementwise functions.
 
     Attributes:
-        at_any_size: kernels give an element the same bits at every size of the tensor.
-        rotates_while_splitting: heads may be split and rotated in one pass.
-        reads_a_cache: one query may be answered by the kernel for decoding.
+        at_any_size: whether kernels compute the same bits for an element at every size of the tensor.
+        rotates_while_splitting: whether heads may be split and rotated in one pass.
+        reads_a_cache: whether the decoding kernel may compute the attention of a single query.
     """
 
     at_any_size = False
@@ -72,11 +73,11 @@ class Activation:
     reads_a_cache = True
 
     def __call__(self, function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
-        """``function(input_)``."""
+        """Return ``function(input_)``."""
         return function(input_)
 
     def counted_heads(self, local: int, whole: int) -> int:
-        """The number of heads, of this rank's and of all, that decides the size of attention's blocks."""
+        """Return the number of heads that determines attention's block size, ``local`` (this rank's) or ``whole``."""
         return local
 
 
@@ -85,10 +86,10 @@ class Arithmetic:
 
     Attributes:
         norm: class of a layer's norms and biases.
-        activation: see its class.
-        sequence_first: embeddings look ids up in the order of the sequence, ``[s, b]``.
-        fuses_loss: output layer and loss may be computed in one.
-        leaves_out_tokens: the output layer may leave tokens out that the loss does not count.
+        activation: see ``Activation``.
+        sequence_first: whether embeddings look up ids in the order ``[s, b]``.
+        fuses_loss: whether the output layer and the loss may be fused.
+        leaves_out_tokens: whether the output layer may skip tokens that the loss ignores.
     """
 
     norm: type[Norm] = Norm
@@ -113,28 +114,28 @@ class Arithmetic:
     def parts_of_vocabulary(
         self, ranges: Sequence[Interval], *, group: ProcessGroup
     ) -> tuple[list[Interval], Sequence[Interval], int]:
-        """The parts of a vocabulary whose statistics the loss sums.
+        """Return the parts of a vocabulary whose statistics the loss sums.
 
         Args:
             ranges: every rank's ids.
             group: the ranks that split the vocabulary.
 
         Returns:
-            This rank's parts, as columns of its logits; the ids of every part of all ranks; and the number of columns
-            that decides the choice of kernels.
+            This rank's parts, as columns of its logits; the ids of all parts of all ranks; and the number of columns
+            that determines the choice of kernels.
 
         Raises:
-            ConfigError: the bounds of the ranks' ids are not among the cuts into parts.
+            ConfigError: a boundary between two ranks' ids is not a boundary between parts.
         """
         first, last = ranges[group.rank()]
         return [(0, last - first)], ranges, last - first
 
     def sums_in_order(self, ids: Tensor) -> bool:
-        """True if the gradient of an embedding of these ids must be summed in a fixed order."""
+        """Return whether the gradient of an embedding of these ids must be summed in a fixed order."""
         return False
 
     def refuse(self, message: str) -> None:
-        """Raise a ConfigError of this message if there is only a plain way to compute something."""
+        """Raise ConfigError with this message if the arithmetic is exact; for operations that have no exact version."""
 
 
 _PLAIN = Arithmetic()

@@ -21,23 +21,24 @@ from shardwise.nn.parallel_linear import ParallelLinear, as_linear
 class ColumnLinear(ParallelLinear):
     """Linear layer ``y = x A^T + b`` whose output features are split over the ranks.
 
-    From the same state of the default generator, the layer holds this rank's rows of ``torch.nn.Linear(in_features,
-    out_features, bias)``. With ``sequence_parallel`` the input is this rank's shard of the sequence, which the layer
-    gathers.
+    Given the same state of the default generator, the layer's initial weight is this rank's rows of
+    ``torch.nn.Linear(in_features, out_features, bias)``. With ``sequence_parallel`` the input is this rank's shard of
+    the sequence, and the layer gathers it.
 
     Args:
         in_features: width of the input, ``i``.
         out_features: width of the whole output, ``o``.
         bias: whether there is a bias.
         group: the ranks that share the layer.
-        init: fills the whole weight in place, and the bias starts at 0; both as in ``torch.nn.Linear`` if None.
+        init: function that fills the whole weight in place; the bias then starts at 0. None means the initial values
+            of ``torch.nn.Linear`` for both.
         sizes: output features of each rank, within one section; balanced if None.
         sections: number of equal parts of the output, each split separately: 2 for a gate and an up projection.
-        intervals: instead of ``sizes`` and ``sections``: for each rank the intervals of output features that it
-            holds, in the order of its output. Several ranks may hold the same interval, and their weight gradients are
-            then partial sums; such an output is not gathered.
-        own_weight: create a weight. If False, the caller passes the weight to ``forward``.
-        output_dtype: dtype of the output, whose sums are not rounded to a narrower dtype; None means the input's dtype.
+        intervals: alternative to ``sizes`` and ``sections``: each rank's intervals of output features, in the order of
+            its output. If several ranks hold the same interval, their weight gradients are partial sums. ``gather``
+            does not support such a layer.
+        own_weight: whether to create a weight. If False, the caller passes the weight to ``forward``.
+        output_dtype: dtype of the output, without rounding to a narrower dtype before; None means the input's dtype.
         options: ``sequence_parallel``, ``parallelism``, ``device``, ``dtype`` and others of ``ParallelLinear``.
 
     Attributes:
@@ -46,8 +47,8 @@ class ColumnLinear(ParallelLinear):
 
     Raises:
         ShardingError: ``sizes`` do not sum to a section.
-        ConfigError: ``intervals`` with what they exclude; an ``output_dtype`` that is no floating-point dtype, or in a
-            group that sums over parts.
+        ConfigError: ``intervals`` together with ``sizes`` or ``sections``; ``output_dtype`` is not a floating-point
+            dtype, or the group uses exact arithmetic.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """
@@ -97,7 +98,7 @@ class ColumnLinear(ParallelLinear):
 
     @property
     def input_layout(self) -> Layout:
-        """I, V(dim=0) with sequence parallelism, R if the layer leaves its input's gradient a partial sum."""
+        """I; V(dim=0) with sequence parallelism; R if the layer does not reduce its input's gradient."""
         return self.parallelism.outside or (I if self.group.size() == 1 else R)
 
     @property
@@ -120,7 +121,7 @@ class ColumnLinear(ParallelLinear):
         Args:
             input_: ``[s, b, i]``, the same on every rank, or this rank's shard ``[s/t, b, i]`` with sequence
                 parallelism; not modified.
-            weight: ``[o/t, i]``, instead of the layer's own.
+            weight: ``[o/t, i]``, replaces the layer's weight.
             sequence: used with sequence parallelism; None if all ranks hold the same number of positions.
 
         Returns:
@@ -159,6 +160,6 @@ class ColumnLinear(ParallelLinear):
         gathered = moves.gather(output, dim=-1, group=self.group, sizes=self._output_sizes)
         if self.sections == 1:
             return gathered
-        # Each rank's part holds its piece of every section; the whole has the sections one after the other.
+        # Each rank's part holds its piece of every section. In the whole output the sections follow one another.
         parts = [part.chunk(self.sections, dim=-1) for part in gathered.split(self._output_sizes, dim=-1)]
         return torch.cat([part[section] for section in range(self.sections) for part in parts], dim=-1)

@@ -105,7 +105,7 @@ def global_keep_mask(
             )
         total, first = sum(sizes), sum(sizes[:rank])
         outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
-    # The whole is [outer, total * inner] in memory's order, and this rank's part the same columns of each row.
+    # In memory the whole tensor is [outer, total * inner], and this rank's part is the same columns of each row.
     row, start, width = total * inner, first * inner, size * inner
     keep = torch.empty(outer, width, dtype=torch.bool, device=device)
     with streams().fork(streams().global_stream(layer_number)), torch.no_grad():
@@ -117,7 +117,7 @@ def global_keep_mask(
 
 
 def _copy_columns_(keep: Tensor, block: Tensor, low: int, row: int, start: int, width: int) -> None:
-    """Copy to ``keep`` what ``block``, the elements from ``low`` on of a matrix with rows of ``row``, has of it."""
+    """Fill the part of ``keep`` that ``block`` covers: a run from ``low`` on of the flat matrix of ``row`` columns."""
     high = low + block.numel()
     first_whole, last_whole = -(-low // row), high // row
     if first_whole < last_whole:

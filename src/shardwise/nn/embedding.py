@@ -21,21 +21,21 @@ from shardwise.nn.module import ShardedModule
 class VocabEmbedding(ShardedModule):
     """Embedding whose rows, the vocabulary, are split over the ranks by the balanced rule.
 
-    From the same state of the default generator, the layer holds this rank's rows of
+    Given the same state of the default generator, the layer's initial weight is this rank's rows of
     ``torch.nn.Embedding(num_embeddings, embedding_dim)``.
 
     Args:
-        num_embeddings: size of the vocabulary, of any size, ``v``.
+        num_embeddings: size of the vocabulary, ``v``; need not be divisible by the number of ranks.
         embedding_dim: width of an embedding, ``h``.
         group: the ranks that share the layer.
-        sequence_parallel: return this rank's shard of the sequence, with the sequence in front.
-        init: fills the whole weight in place; as in ``torch.nn.Embedding`` if None.
-        deterministic: sum the weight's gradient in a fixed order.
+        sequence_parallel: whether to return this rank's shard of the sequence, with the sequence as dimension 0.
+        init: function that fills the whole weight in place; as in ``torch.nn.Embedding`` if None.
+        deterministic: whether to sum the weight's gradient in a fixed order.
         options: ``device``, ``dtype``, ``initialize`` and ``init_on_cpu`` of ``ShardedModule``.
 
     Attributes:
         weight: ``[v/t, h]``.
-        vocab_start_index, vocab_end_index: ids on this rank, the end excluded.
+        vocab_start_index, vocab_end_index: half-open interval of the ids on this rank.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """
@@ -81,8 +81,8 @@ class VocabEmbedding(ShardedModule):
             input_: ``[b, s]`` ids of the whole vocabulary, the same on every rank; not modified.
 
         Returns:
-            ``[b, s, h]``, the same on every rank; with sequence parallelism ``[s/t, b, h]``, by the balanced rule where
-            the ranks do not divide the sequence.
+            ``[b, s, h]``, the same on every rank; with sequence parallelism ``[s/t, b, h]``, this rank's shard of the
+            sequence by the balanced rule.
 
         Raises:
             VocabularyError: an id outside the vocabulary.
@@ -118,18 +118,18 @@ class VocabEmbedding(ShardedModule):
 
 
 def look_up(ids: Tensor, weight: Tensor, *, deterministic: bool) -> Tensor:
-    """The rows of ``weight``; with ``deterministic`` its gradient is summed in a fixed order."""
+    """Return the rows of ``weight`` for ``ids``. If ``deterministic``, its gradient is summed in a fixed order."""
     if deterministic:
-        # The gradient of indexing sorts by id before it sums; that of an embedding adds as threads come.
+        # The backward of indexing sorts by id before it sums. That of F.embedding sums in the order of the threads.
         return weight[ids]
     return F.embedding(ids, weight)
 
 
 def look_up_own(ids: Tensor, start: int, stop: int, look_up: Callable[[Tensor], Tensor]) -> Tensor:
-    """``look_up`` of the ids from ``start`` to ``stop``, which this rank holds; -0.0 for others."""
+    """Apply ``look_up`` to this rank's ids, from ``start`` to ``stop``. The embedding of any other id is -0.0."""
     local = ids - start
     elsewhere = (local < 0) | (local >= stop - start)
     output = look_up(local.masked_fill_(elsewhere, 0))
-    # Nothing saved the lookup's output, so it may be masked in place.
-    # Not 0.0, to which -0.0 cannot be added without becoming 0.0.
+    # Autograd did not save the lookup's output, so it may be masked in place.
+    # Not 0.0: 0.0 + -0.0 is 0.0, so a sum over ranks would lose the sign of a -0.0.
     return output.masked_fill_(elsewhere.unsqueeze(-1), -0.0)

@@ -1,11 +1,11 @@
 """Linear layers for inference: no gradient, the norm inside, and in fused mode one exchange per half block.
 
 A half block is a norm, a column-parallel layer, and a row-parallel layer whose output is added to the residual. With
-sequence parallelism it gathers and reduce-scatters. In **fused mode** the row-parallel layer does in one exchange what
-lies between two products: reduce-scatter, residual, the next layer's norm, all-gather. The result lies in the group's
-symmetric memory, where the next column-parallel layer finds it (``skip_norm_and_all_gather``). By plain collectives the
-exchange is one all-reduce: each rank has first added its shard of the residual to its own rows of its partial sum, so
-that the sum is the new residual, whole on every rank, and the norm is local.
+sequence parallelism it all-gathers and reduce-scatters. In **fused mode** the row-parallel layer combines all steps
+between two products into one exchange: reduce-scatter, residual, the next layer's norm, all-gather. The result is in
+the group's symmetric memory, where the next column-parallel layer reads it (``skip_norm_and_all_gather``). With plain
+collectives the exchange is one all-reduce: each rank first adds its shard of the residual to its rows of its partial
+sum. The sum is then the whole new residual, the same on every rank, and the norm is local.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def sharing(module: nn.Module, kind: type[M], **attributes: Any) -> M:
-    """A module of ``kind``, not initialised, with the parameters, buffers and children of ``module``, none copied.
+    """Return a module of class ``kind`` that shares the parameters, buffers and children of ``module``.
 
-    ``attributes`` are those that differ. ``module`` is not modified.
+    ``__init__`` is not called. ``attributes`` override those of ``module``, which is not modified.
     """
     view = kind.__new__(kind)
-    # The containers of parameters, children and hooks are the new module's own; what they hold is not.
+    # The new module has separate containers of parameters, children and hooks; their entries are shared.
     vars(view).update(
         (name, value.copy() if isinstance(value, dict | set) else value) for name, value in vars(module).items()
     )
@@ -50,7 +50,7 @@ def sharing(module: nn.Module, kind: type[M], **attributes: Any) -> M:
 
 
 def _check_input(input_: Tensor, weight: Tensor) -> None:
-    """Raise before any communication for what would fail in the middle of it."""
+    """Raise before any communication if the input would make a later step fail."""
     if input_.dim() < 2:
         raise ShardingError(f"the input has shape {list(input_.shape)}; give it a sequence and features, [s, ..., i]")
     if input_.dtype != weight.dtype and not torch.is_autocast_enabled(input_.device.type):
@@ -65,8 +65,8 @@ class InferenceColumnLinear(ColumnLinear):
     """``ColumnLinear`` without gradient.
 
     Attributes:
-        skip_norm_and_all_gather: the row-parallel layer before this one is in fused mode: take the whole normed input
-            that it left in symmetric memory. ``input_`` is then what it returned. Nothing changes on one rank.
+        skip_norm_and_all_gather: whether to take the whole normed input that the previous row-parallel layer, in fused
+            mode, left in symmetric memory. ``input_`` is then the output of that layer. No effect on one rank.
     """
 
     skip_norm_and_all_gather = False
@@ -86,7 +86,7 @@ class InferenceColumnLinear(ColumnLinear):
         _check_input(input_, weight)
         if self.group.size() == 1 or not (self._gathers or self.skip_norm_and_all_gather):
             return products.linear(self._normed(input_), weight, bias)
-        # A subclass that overrides a step knows Megatron's arguments only.
+        # A subclass that overrides a step accepts only Megatron's arguments.
         given = {} if sequence is None else {"sequence": sequence}
         buffer = self._maybe_allocate_symmetric_buffer(input_, **given)
         whole: Tensor | None = None
@@ -97,7 +97,7 @@ class InferenceColumnLinear(ColumnLinear):
         return products.linear(whole, weight, bias)
 
     def _maybe_allocate_symmetric_buffer(self, x: Tensor, *, sequence: SequenceView | None = None) -> dict[str, Any]:
-        """Symmetric memory for the whole input: ``{"tensor": [s, b, i], "handle": ...}``, None if it is too small."""
+        """Return memory for the whole input, ``{"tensor": [s, b, i], "handle": ...}``; values are None if too small."""
         shape = list(x.shape)
         if self._gathers:
             shape[0] = (sequence or SequenceView.of(x, self.group)).length
@@ -106,7 +106,7 @@ class InferenceColumnLinear(ColumnLinear):
     def _all_gather(
         self, x: Tensor, symm_mem_buffer: dict[str, Any], *, sequence: SequenceView | None = None
     ) -> Tensor:
-        """The whole input ``[s, b, i]`` of this rank's shard; without sequence parallelism it is whole already."""
+        """Gather the whole input ``[s, b, i]`` from the ranks' shards; no-op without sequence parallelism."""
         if not self._gathers:
             return x
         sizes = None if sequence is None else sequence.sizes_to_gather(x)
@@ -117,7 +117,7 @@ class InferenceColumnLinear(ColumnLinear):
         return self.parallelism is LinearParallelism.COLUMN_SEQUENCE
 
     def _left_by_row_layer(self, input_: Tensor) -> Tensor | None:
-        """The whole normed input that the row-parallel layer before this one left; None if it had no memory for it."""
+        """Return the whole normed input from the previous row-parallel layer; None if it had no memory for it."""
         left = symmetric_buffer_of(self.group, input_.device).take()
         if left is None:
             raise ConfigError(
@@ -140,27 +140,27 @@ class InferenceColumnLinear(ColumnLinear):
         return whole
 
     def _check_norm(self, weight: Tensor) -> None:
-        """Raise ConfigError where the row-parallel layer before this one has applied another norm than this one's."""
+        """Raise ConfigError if the previous row-parallel layer applied a norm with a weight other than this layer's."""
 
 
 class InferenceNormColumnLinear(InferenceColumnLinear):
-    """A norm over the input's features and ``InferenceColumnLinear``.
+    """A norm over the input's features, followed by ``InferenceColumnLinear``.
 
     Args:
-        in_features, out_features, bias: as ``ColumnLinear``.
+        in_features, out_features, bias: as for ``ColumnLinear``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        eps: added to the variance.
-        zero_centered: the norm's weight is kept minus 1.
-        options: as ``ColumnLinear``.
+        eps: constant added to the variance.
+        zero_centered: whether the norm's weight is stored minus 1.
+        options: as for ``ColumnLinear``.
 
     Attributes:
-        weight, bias: as ``ColumnLinear``.
+        weight, bias: as for ``ColumnLinear``.
         layer_norm_weight: ``[i]``, whole on every rank.
         layer_norm_bias: ``[i]``, or None for RMSNorm.
-        eps, normalization, zero_centered: as given.
+        eps, normalization, zero_centered: the arguments.
 
     Raises:
-        ConfigError: no such norm.
+        ConfigError: ``normalization`` is neither of the two.
     """
 
     layer_norm_weight: Tensor
@@ -183,14 +183,14 @@ class InferenceNormColumnLinear(InferenceColumnLinear):
 
     @classmethod
     def of(cls, norm: nn.Module, linear: nn.Module) -> InferenceNormColumnLinear:
-        """The layer that computes ``linear(norm(x))``, on their parameters.
+        """Return a layer that computes ``linear(norm(x))`` and shares their parameters.
 
         Raises:
-            ConfigError: a norm that is not in ``nn.norm.NORMS``, or a layer of another class than ``ColumnLinear``.
+            ConfigError: ``norm`` is not in ``nn.norm.NORMS``, or ``linear`` is not a plain ``ColumnLinear``.
         """
         function = NormFunction.of(norm)
         view = sharing(_plain(linear, ColumnLinear), cls)
-        # Attributes, not parameters of this layer: they are the norm's.
+        # Plain attributes, because these parameters belong to the norm.
         vars(view).update(
             layer_norm_weight=function.weight,
             layer_norm_bias=function.bias,
@@ -212,7 +212,7 @@ class InferenceNormColumnLinear(InferenceColumnLinear):
 
     @property
     def norm(self) -> NormFunction:
-        """The norm, for the row-parallel layer before this one."""
+        """The norm, for the previous row-parallel layer to apply."""
         return NormFunction(
             self.layer_norm_weight, self.layer_norm_bias, self.eps, self.normalization, self.zero_centered
         )
@@ -232,11 +232,11 @@ class InferenceNormColumnLinear(InferenceColumnLinear):
 
 
 class InferenceRowLinear(RowLinear):
-    """``RowLinear`` without gradient, which may add the residual and apply the next layer's norm in its one exchange.
+    """``RowLinear`` without gradient. In fused mode its one exchange also adds the residual and applies a norm.
 
     Attributes:
-        next_norm: the norm of the column-parallel layer after this one, which makes this layer's mode fused; or None.
-        residual: what the next call in fused mode adds, which forgets it; for callers that cannot pass it.
+        next_norm: norm of the next column-parallel layer, which puts this layer in fused mode; or None.
+        residual: residual of the next call in fused mode only, for callers that cannot pass it to ``forward``.
     """
 
     next_norm: NormFunction | None = None
@@ -244,10 +244,10 @@ class InferenceRowLinear(RowLinear):
 
     @classmethod
     def of(cls, linear: nn.Module, **attributes: Any) -> InferenceRowLinear:
-        """The layer that computes ``linear``, on its parameters; ``attributes`` are those that differ.
+        """Return a layer that shares the parameters of ``linear``; ``attributes`` override those of ``linear``.
 
         Raises:
-            ConfigError: a layer of another class than ``RowLinear``, such as one with adapters.
+            ConfigError: ``linear`` is not a plain ``RowLinear``; it has adapters, for example.
         """
         return sharing(_plain(linear, RowLinear), cls, **attributes)
 
@@ -256,15 +256,15 @@ class InferenceRowLinear(RowLinear):
 
         Args:
             input_: ``[s, b, i/t]``, this rank's features; not modified.
-            residual: like the output, and added to it; not modified.
+            residual: added to the output, and of its shape; not modified.
 
         Returns:
             ``[s, b, o]``, the same on every rank; ``[s/t, b, o]`` with sequence parallelism, by the balanced rule. In
-            fused mode it is the new residual, whose norm, whole, lies in the group's symmetric memory.
+            fused mode the output is the new residual, and its whole norm is in the group's symmetric memory.
 
         Raises:
-            ShardingError: the input or the residual is not of the shape that the layer takes.
-            ConfigError: of another dtype, or no residual in fused mode.
+            ShardingError: the input or the residual does not have the shape that the layer needs.
+            ConfigError: their dtype differs from that of the layer, or fused mode has no residual.
         """
         return self._infer(input_, residual, self.bias)
 
@@ -310,7 +310,7 @@ class InferenceRowLinear(RowLinear):
         return self.parallelism is LinearParallelism.ROW_SEQUENCE
 
     def _matmul_reduce_scatter(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The product and the one exchange: the sum over the ranks; in fused mode the new residual, bias included."""
+        """Compute the product and sum it over the ranks; in fused mode, return the new residual, bias included."""
         if self.next_norm is None:
             return self._apply_linear(x, None)
         if self.parallelism is LinearParallelism.LOCAL and self.group.size() > 1:
@@ -335,10 +335,10 @@ class InferenceRowLinear(RowLinear):
         return output
 
     def _reduce_and_norm(self, x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
-        """The new residual; the norm of the whole one goes into ``out``."""
+        """Return the new residual; write the norm of the whole residual into ``out``."""
         assert self.next_norm is not None
         partial = products.linear(x, self.weight).to(residual.dtype)
-        # Each row is some rank's own, so residual and bias are in the sum once.
+        # Each row belongs to exactly one rank, so the sum contains residual and bias once.
         start, stop = balanced_range(x.size(0), self.group.size(), self.group.rank())
         own = partial[start:stop]
         own += residual if self._scatters else residual[start:stop]
@@ -349,7 +349,7 @@ class InferenceRowLinear(RowLinear):
         return whole[start:stop] if self._scatters else whole
 
     def _all_run_fused(self, memory: GlobalSymmetricMemoryBuffer, out: Tensor) -> bool:
-        """True if the kernel runs on every rank; asked once, together."""
+        """Return whether the kernel runs on every rank. Collective in the first call for a dtype and width."""
         if not memory.is_symmetric or out.numel() == 0 or torch.is_autocast_enabled(out.device.type):
             return False
         key = out.dtype, self.out_features
@@ -358,7 +358,7 @@ class InferenceRowLinear(RowLinear):
         return memory.fused[key]
 
     def _reduce_and_norm_in_symmetric_memory(self, x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
-        """The same by one kernel: ``out``, into which the product goes, is reached by all ranks."""
+        """Run ``_reduce_and_norm`` as one kernel. All ranks can access ``out``, which first holds the product."""
         assert self.next_norm is not None
         memory, norm = symmetric_buffer_of(self.group, x.device), self.next_norm
         torch.mm(x.reshape(-1, self.local_features), self.weight.t(), out=out.view(-1, self.out_features))
@@ -374,12 +374,12 @@ class InferenceRowLinear(RowLinear):
 
     @property
     def exchange(self) -> str:
-        """How the ranks come from partial sums to what the next layer takes, for people."""
+        """Description of the communication between this layer's product and the next layer's input."""
         if self.group.size() == 1:
             return "none"
         if self.next_norm is None:
             return self.parallelism.value
-        # Asked for without making the memory, which is collective.
+        # Allocating the memory would be collective, so only look it up.
         memory = context_of(self.group).symmetric_buffers.get(self.weight.device)
         if memory is None:
             return "fused, chosen in the first call"

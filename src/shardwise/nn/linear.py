@@ -1,7 +1,7 @@
 """Tensor-parallel linear function: the matrix product and its communication as one autograd function.
 
-Fusing the move with the matrix product saves a copy, because the product is reduced in place, and an autograd node. It
-also overlaps the backward's communication with the computation of the weight gradient.
+Fusing the move with the product saves an autograd node and, because the product is reduced in place, a copy. It also
+overlaps the backward's communication with the computation of the weight gradient.
 """
 
 from collections.abc import Sequence
@@ -38,15 +38,15 @@ from shardwise.nn.weight_gradient import WeightGradient
 class LinearParallelism(Enum):
     """The communication of a tensor-parallel linear.
 
-    ================== ========================== ====================================================
+    ================== ========================== ==============================================================
     member             forward                    backward
-    ================== ========================== ====================================================
+    ================== ========================== ==============================================================
     LOCAL              nothing                    nothing
     COLUMN             nothing (I -> V)           all-reduce of the input gradient
-    COLUMN_SEQUENCE    all-gather of the input    the same again, reduce-scatter of the input gradient
+    COLUMN_SEQUENCE    all-gather of the input    all-gather of the input, reduce-scatter of the input gradient
     ROW                all-reduce of the output   nothing
     ROW_SEQUENCE       reduce-scatter of output   all-gather of the output gradient
-    ================== ========================== ====================================================
+    ================== ========================== ==============================================================
     """
 
     LOCAL = "local"
@@ -57,7 +57,7 @@ class LinearParallelism(Enum):
 
     @property
     def outside(self) -> Layout | None:
-        """Layout of hidden states ``[s, b, h]`` before column and after row layers; None for LOCAL."""
+        """Layout of a column layer's input and a row layer's output, ``[s, b, h]``; None for LOCAL."""
         if self is LinearParallelism.LOCAL:
             return None
         return hidden_layout(sequence_parallel=self in _OVERLAPPED)
@@ -72,7 +72,8 @@ class TensorParallelLinear(Function):
 
     With COLUMN_SEQUENCE the forward saves only this rank's shard of the input, and the backward gathers it again
     (Korthikanti et al. 2022, section 4.2.2). If saved tensors are recomputed just before the backward, the forward
-    saves the gathered input instead, so that the backward needs no second gather. A frozen weight saves no input.
+    saves the gathered input instead, so that the backward needs no second gather. For a frozen weight no input is
+    saved.
     """
 
     @staticmethod
@@ -92,7 +93,7 @@ class TensorParallelLinear(Function):
         ctx.products, ctx.overlaps = products, overlaps
         kept = input_ if ctx.needs_input_grad[1] else None
         gathers = parallelism is LinearParallelism.COLUMN_SEQUENCE
-        # A deferred gradient gathers when it is computed.
+        # The computation of a deferred gradient gathers the input.
         defers = weight_gradient is not None and weight_gradient.may_wait
         keeps_gathered = gathers and kept is not None and is_kept_briefly() and not defers
         arguments = (parallelism, group, sizes, products, overlaps)
@@ -151,7 +152,7 @@ class TensorParallelLinear(Function):
             if gathered_input is not None:
                 input_ = gathered_input.wait()
             if weight_gradient is not None and weight_gradient.fuse:
-                # In the dtype of `main_grad`: where it is wider, the sum over micro-batches loses nothing to rounding.
+                # In the dtype of `main_grad`, which may be wider, so that micro-batches are summed without rounding.
                 add_product_(main_grad_of(weight_gradient.weight), _flat(grad_output), _flat(input_))
                 grad_weight = weight_gradient.placeholder()
             else:
@@ -180,19 +181,19 @@ def tensor_parallel_linear(
     products: Products = _USUAL,
     overlaps: bool = False,
 ) -> Tensor:
-    """``input_ @ weight.T + bias`` on one rank's shard of the weight, with the communication of ``parallelism``.
+    """Compute ``input_ @ weight.T + bias`` for this rank's shard of the weight, with the communication of a layer.
 
     Args:
         input_: ``[s, b, i]`` (``[s/t, b, i]`` with COLUMN_SEQUENCE); not modified.
         weight: ``[o, i]``, this rank's shard.
-        bias: ``[o]`` or None; with ROW it would be added once per rank, so it must be None there.
+        bias: ``[o]`` or None; must be None with ROW and ROW_SEQUENCE, where every rank would add it.
         parallelism: the communication.
         group: the ranks that share the layer; may be None with LOCAL.
-        sequence: read with COLUMN_SEQUENCE; None if all ranks hold as many positions.
-        weight_gradient: takes the weight's gradient; autograd does if None.
-        products: makes the products.
-        overlaps: make the products of COLUMN_SEQUENCE and ROW_SEQUENCE while rows travel, if ``products`` are the usual
-            ones.
+        sequence: used with COLUMN_SEQUENCE; None if all ranks hold the same number of positions.
+        weight_gradient: destination of the weight's gradient; autograd's usual one if None.
+        products: implementation of the products.
+        overlaps: whether to overlap products and communication of COLUMN_SEQUENCE and ROW_SEQUENCE, if ``products`` are
+            the default.
 
     Returns:
         ``[s, b, o]`` (``[s/t, b, o]`` with ROW_SEQUENCE, by the balanced rule).
@@ -213,7 +214,7 @@ def tensor_parallel_linear(
     overlaps = overlaps and products.is_usual and parallelism in _OVERLAPPED
     local = parallelism is LinearParallelism.LOCAL
     if (local and weight_gradient is None and products.is_usual) or not torch.is_grad_enabled():
-        # Nothing special happens in a backward: autograd's own linear is all that is needed, and quicker.
+        # Autograd's own linear has the right backward here, and is faster.
         if overlaps and torch.is_autocast_enabled(input_.device.type):
             input_, weight, bias = autocast(input_, weight, bias)
         return _multiply(input_, weight, bias, parallelism, group, sizes, products, overlaps)[0]
@@ -225,8 +226,8 @@ def tensor_parallel_linear(
     output: Tensor = TensorParallelLinear.apply(input_, weight, bias, *arguments)
     if fused is parallelism:
         return output
-    # Recomputation ends with the last tensor that is saved. The product saves, and the move after it does not: as two
-    # nodes, the move is not repeated for a row layer at the end of a recomputed function.
+    # Recomputation stops after the last saved tensor. The product saves tensors and the move saves none, so as two
+    # nodes they let the recomputation of a function that ends with a row layer skip the move.
     return reduce_product(output, parallelism, group)
 
 
@@ -246,7 +247,7 @@ def _quantized(
 
 
 def reduce_product(output: Tensor, parallelism: LinearParallelism, group: ProcessGroup | None) -> Tensor:
-    """The sum of the ranks' products for ROW and ROW_SEQUENCE, as a separate move; nothing for the others."""
+    """Sum the ranks' products, as a separate move, for ROW and ROW_SEQUENCE; no-op for the others."""
     if group is not None and parallelism is LinearParallelism.ROW:
         return moves.reduce(output, group=group)
     if group is not None and parallelism is LinearParallelism.ROW_SEQUENCE:
@@ -266,11 +267,11 @@ def _multiply(
     *,
     keeps_gathered: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The forward, not recorded by autograd, and with ``keeps_gathered`` the rows of all ranks that it multiplied."""
+    """Compute the forward without autograd; if ``keeps_gathered``, also return the gathered rows of all ranks."""
     if group is None or parallelism is LinearParallelism.LOCAL:
         return products.linear(input_, weight, bias), input_
     if parallelism is LinearParallelism.COLUMN_SEQUENCE:
-        # Rows that are dropped after the product lie in memory that all layers use in turn.
+        # If the gathered rows are dropped after the product, they go into a buffer that all layers share.
         buffer = None if keeps_gathered else context_of(group).buffers
         if overlaps:
             return gather_matmul(

@@ -19,12 +19,12 @@ from shardwise.core.sharding import ParamLayout, ParamShard, Replicas, ShardedOf
 class GroupModule(nn.Module):
     """A module that holds process groups.
 
-    ``copy.deepcopy`` (for moving averages, or a reference model) copies parameters and buffers. The groups are the
-    same, since a group cannot be copied; and parameters keep attributes that a program gave them, which PyTorch's copy
-    of a parameter loses. Gradients are not copied.
+    ``copy.deepcopy`` (for moving averages, or a reference model) copies parameters and buffers. The copy shares the
+    groups, because a group cannot be copied. Parameters keep attributes that a program set on them, which PyTorch's
+    copy of a parameter loses. Gradients are not copied.
 
-    ``pickle`` and ``torch.save`` of the module itself raise a ShardingError, as a group is of one process: save its
-    ``state_dict()``, or a checkpoint.
+    ``pickle`` and ``torch.save`` of the module raise ShardingError, because a group belongs to one process. Save
+    ``state_dict()`` or a checkpoint instead.
     """
 
     def __copy__(self) -> Self:
@@ -52,23 +52,23 @@ class GroupModule(nn.Module):
 
 
 def parameter_device(group: ProcessGroup, *, on_cpu: bool = False) -> torch.device:
-    """Device of the parameters of a layer that ``group`` shares: PyTorch's default device, or the GPU of a GPU group.
+    """Return the device for the parameters of a layer of ``group``: PyTorch's default, or the GPU of a GPU group.
 
-    With ``on_cpu`` the default device for every group.
+    With ``on_cpu`` it is PyTorch's default device for every group.
     """
-    # Such a group may not be able to talk about anything that lies on the CPU.
+    # A GPU group may not be able to communicate CPU tensors.
     return torch.get_default_device() if on_cpu else default_device(group)
 
 
 def viewless(output: Tensor) -> Tensor:
-    """The output of a model in the same memory, which has no other reader, and not as a view.
+    """Return a model's output as a tensor that is not a view, in the same memory, which must have no other user.
 
-    PyTorch refuses in-place operations on some views, and under ``fully_shard`` they lose what gathers the parameters
-    for the backward; it warns of every view there.
+    PyTorch forbids in-place operations on some views. Under ``fully_shard`` such an operation also removes the hook
+    that gathers the parameters for the backward, and PyTorch warns about every view.
     """
     if torch.compiler.is_compiling() or not output._is_view():
         return output
-    # As PyTorch's own matrix product returns its rows: recorded by autograd, and without a base.
+    # PyTorch's own matrix product returns its rows like this: recorded by autograd, but without a base.
     unviewed: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
     return unviewed
 
@@ -78,19 +78,19 @@ class ShardedModule(GroupModule):
 
     Args:
         group: the ranks that share the layer.
-        device: where parameters are made; ``parameter_device`` if None.
-        dtype: of the parameters; PyTorch's default if None.
-        initialize: give parameters their initial values when they are made.
-        init_on_cpu: draw initial values on the CPU, so that they do not depend on the device.
+        device: device of the parameters; ``parameter_device`` if None.
+        dtype: dtype of the parameters; PyTorch's default if None.
+        initialize: whether to initialize the parameters in the constructor.
+        init_on_cpu: whether to draw initial values on the CPU, so that they do not depend on the device.
 
     Attributes:
         group: the ranks that share the layer.
-        param_layouts: for each of the layer's parameters, the place of this rank's part in the whole one.
-        param_replicas: for each of them, the ranks that hold the same, and those over which its gradient is summed.
-        initializes, init_on_cpu: as ``initialize`` and ``init_on_cpu``.
+        param_layouts: position of this rank's part in each whole parameter, by the parameter's name.
+        param_replicas: by name, the ranks that hold the same values, and the ranks over which the gradient is summed.
+        initializes, init_on_cpu: the arguments ``initialize`` and ``init_on_cpu``.
     """
 
-    # Of a vocabulary, whose padding may differ between a checkpoint and this layer.
+    # True for a vocabulary, whose padding in a checkpoint may differ from this layer's.
     _allow_shape_mismatch = False
 
     def __init__(
@@ -118,7 +118,7 @@ class ShardedModule(GroupModule):
     def _make_parameter(
         self, name: str, layout: ParamLayout | None, init_method: InitMethod, *, partial_gradient: bool = False
     ) -> None:
-        """Make parameter ``name``, or none without a layout; a partial gradient is a part of a sum over the ranks."""
+        """Create parameter ``name``, or none if ``layout`` is None; the ranks sum its gradient if it is partial."""
         if layout is None:
             self.register_parameter(name, None)
             return
@@ -132,18 +132,17 @@ class ShardedModule(GroupModule):
             self._initialize(name)
 
     def _made(self, name: str) -> None:
-        """For subclasses: parameter ``name`` was made, or made again, and has no values yet."""
+        """Hook for subclasses, called when parameter ``name`` was created or replaced and has no values yet."""
 
     def _initialize(self, name: str) -> None:
         param, layout = getattr(self, name), self.param_layouts[name]
         initialize_shard_(param, layout, self.group.rank(), self._init_methods[name], on_cpu=self.init_on_cpu)
 
     def reset_parameters(self) -> None:
-        """Give the parameters their initial values, as when the layer was made.
+        """Set the parameters to their initial values.
 
-        Parameters on the meta device are first allocated where the layer makes its parameters (``to_empty`` chooses
-        another device). The values are those that a layer made there would have had, if the generator is in the same
-        state.
+        Parameters on the meta device are first allocated on the layer's device (use ``to_empty`` for another one). The
+        values are those of a new layer on that device, given the same state of the generator.
         """
         for name in self.param_layouts:
             param = getattr(self, name)
@@ -152,7 +151,7 @@ class ShardedModule(GroupModule):
             if param.is_meta:
                 empty = torch.empty(param.shape, dtype=param.dtype, device=self._device())
                 setattr(self, name, Parameter(empty, requires_grad=param.requires_grad))
-            # `to_empty` may make new parameters too.
+            # `to_empty` may have replaced the parameter, too.
             self._made(name)
             self._initialize(name)
 
@@ -162,15 +161,15 @@ class ShardedModule(GroupModule):
         sharded_offsets: Sequence[ShardedOffset] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, ParamShard]:
-        """This rank's part of each parameter, with its place in the whole.
+        """Return this rank's part of each parameter, with its position in the whole parameter.
 
         Args:
-            prefix: put before each name, such as ``"decoder.layers.0.mlp.linear_fc1."``.
+            prefix: prefix of each name, such as ``"decoder.layers.0.mlp.linear_fc1."``.
             sharded_offsets: ``(axis, index, count)`` of leading axes that stack this layer with others of one name.
-            metadata: handed on to modules within; ``dp_cp_group`` as in ``sharded_state.sharded_state_dict``.
+            metadata: passed to submodules; ``dp_cp_group`` as in ``sharded_state.sharded_state_dict``.
 
         Raises:
-            ShardingError: ``sharded_offsets`` do not fit together.
+            ShardingError: ``sharded_offsets`` contradict each other.
         """
         flags = self._allow_shape_mismatch, is_copy_by(metadata)
         rank, offsets, replicas = self.group.rank(), tuple(sharded_offsets), self.param_replicas

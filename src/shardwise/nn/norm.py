@@ -1,4 +1,4 @@
-"""The norms of a transformer: PyTorch's own modules, RMSNorm with our functions."""
+"""The norms of a transformer: PyTorch's modules, with ``kernels.norms`` for RMSNorm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Normalization = Literal["LayerNorm", "RMSNorm"]
 
 
 class ZeroCenteredLayerNorm(nn.LayerNorm):
-    """LayerNorm that keeps its weight minus 1."""
+    """LayerNorm that stores its weight minus 1."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -35,7 +35,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class ZeroCenteredRMSNorm(RMSNorm):
-    """RMSNorm that keeps its weight minus 1."""
+    """RMSNorm that stores its weight minus 1."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -47,15 +47,15 @@ class ZeroCenteredRMSNorm(RMSNorm):
 class HeadsRMSNorm(nn.Module):
     """RMSNorm over all heads of a token together, where each rank of a group holds some heads.
 
-    The mean square is that of all heads, so a rank's squares are summed over the group. Every rank holds the weight
-    whole and uses the part of its heads: gradients are partial sums.
+    The mean square is over all heads, so the ranks sum their squares over the group. Every rank holds the whole weight
+    and uses the part of its heads, so gradients are partial sums.
 
     Args:
-        width: of all heads together.
-        heads: this rank's, as an interval of all heads.
-        num_counted: the number of them, the last ones, that no rank before this one holds too.
+        width: width of all heads together.
+        heads: this rank's heads, as an interval of all heads.
+        num_counted: number of this rank's heads, at the end of its interval, that no earlier rank holds.
         head_dim: width of a head.
-        eps, zero_centered: added to the mean square; keep the weight minus 1.
+        eps, zero_centered: constant added to the mean square; whether the weight is stored minus 1.
 
     Attributes:
         weight: ``[width]``.
@@ -82,19 +82,19 @@ class HeadsRMSNorm(nn.Module):
         nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
 
     def squares(self, input_: Tensor) -> Tensor:
-        """The sum of the squares of ``[s, b, heads, d]`` that this rank contributes, ``[s, b]``, in fp32 or fp64."""
+        """Return this rank's part ``[s, b]`` of the sum of squares of all ``[s, b, heads, d]``, in fp32 or fp64."""
         return self.squares_of(input_[:, :, input_.size(2) - self.num_counted :])
 
     def squares_of(self, heads: Tensor) -> Tensor:
-        """The sum of the squares of ``[s, b, heads, d]``, ``[s, b]``, in fp32 or fp64."""
+        """Sum the squares of ``[s, b, heads, d]`` to ``[s, b]``, in fp32 or fp64."""
         return _wide(heads).square().sum(dim=(2, 3))
 
     def forward(self, input_: Tensor, squares: Tensor) -> Tensor:
-        """``[s, b, heads, d]`` to the same, where ``squares``, ``[s, b]``, are those of all heads."""
+        """Normalize ``[s, b, heads, d]`` by ``squares``, ``[s, b]``, the sum of squares over all heads."""
         return self.norm_some(input_, squares, self.weight, self.heads)
 
     def norm_some(self, input_: Tensor, squares: Tensor, weight: Tensor, heads: Interval) -> Tensor:
-        """``forward`` of some of all heads, by ``weight``, ``[width]``."""
+        """Apply ``forward`` to the interval ``heads`` with the given ``weight``, ``[width]``."""
         start, stop = (self.head_dim * head for head in heads)
         weight = weight[start:stop].view(-1, self.head_dim)
         scale = torch.rsqrt(squares / self.weight.size(0) + self.eps)[:, :, None, None]
@@ -116,14 +116,14 @@ NORMS: dict[tuple[Normalization, bool], type[nn.LayerNorm] | type[RMSNorm]] = {
 
 @dataclass(frozen=True, eq=False)
 class NormFunction:
-    """A norm as a function of its parameters, for a layer that norms what another layer takes.
+    """A norm as a function of its parameters, for a layer that applies the norm of another layer.
 
     Attributes:
         weight: ``[n]``.
         bias: ``[n]``; None for RMSNorm.
-        eps: added to the variance.
+        eps: constant added to the variance.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        zero_centered: ``weight`` is the whole weight minus 1.
+        zero_centered: whether ``weight`` is stored minus 1.
     """
 
     weight: Tensor
@@ -134,10 +134,10 @@ class NormFunction:
 
     @classmethod
     def of(cls, norm: nn.Module) -> NormFunction:
-        """The function of one of the norms in ``NORMS``, with its own parameters.
+        """Return the function of a norm module, with the module's own parameters.
 
         Raises:
-            ConfigError: another module.
+            ConfigError: the class of ``norm`` is not in ``NORMS``.
         """
         for (normalization, zero_centered), kind in NORMS.items():
             if type(norm) is kind:
@@ -146,23 +146,23 @@ class NormFunction:
 
     @property
     def whole_weight(self) -> Tensor:
-        """``[n]``, the factor of normed values."""
+        """The factor of the normalized values, ``[n]``."""
         return self.weight + 1 if self.zero_centered else self.weight
 
     def __call__(self, input_: Tensor) -> Tensor:
-        """``[..., n]`` to the same."""
+        """Normalize ``[..., n]`` over the last dimension."""
         if self.normalization == "RMSNorm":
             return rms_norm(input_, self.whole_weight, self.eps)
         return F.layer_norm(input_, self.weight.shape, self.whole_weight, self.bias, self.eps)
 
 
 def add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-    """``residual + added``, and its norm: in one pass for an RMSNorm where there is a kernel for both.
+    """Return ``residual + added`` and its norm. An RMSNorm uses one fused kernel for both if there is one.
 
     Args:
-        norm: any norm. One of ``NORMS`` is not called as a module then, unless it has hooks.
+        norm: any norm. An RMSNorm of ``NORMS`` is not called as a module, unless it has hooks.
         residual: ``[..., n]``.
-        added: like ``residual``.
+        added: ``[..., n]``.
     """
     if type(norm) in (RMSNorm, ZeroCenteredRMSNorm) and not _has_hooks(norm):
         function = NormFunction.of(norm)

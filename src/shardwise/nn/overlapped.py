@@ -1,4 +1,4 @@
-"""Products of sequence-parallel linear layers during their gathers and sums (``core.communication.overlap``)."""
+"""Products of sequence-parallel linear layers, overlapped with their communication (``core.communication.overlap``)."""
 
 from collections.abc import Sequence
 
@@ -25,16 +25,16 @@ def gather_matmul(
     buffer: GlobalMemoryBuffer | None = None,
     needs_whole: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """``gathered @ weight.T + bias`` of the ranks' rows ``[s/t, ..., i]``, and ``gathered``; not recorded by autograd.
+    """Gather the rows ``[s/t, ..., i]`` of all ranks and compute ``gathered @ weight.T + bias``, without autograd.
 
     Args:
-        pass_: the layer's kind, and its forward or backward.
+        pass_: kind of the layer, and whether this is its forward or backward.
         shard: this rank's rows.
         weight, bias: ``[o, i]``, and ``[o]`` or None.
         group: the ranks that share the sequence.
-        sizes: every rank's number of rows; all the same as this rank's if None.
-        buffer: memory of the rows of all ranks, until the next gather into it; new memory if None.
-        needs_whole: return these rows too.
+        sizes: every rank's number of rows. None means that all ranks have this rank's number.
+        buffer: memory for the gathered rows, until the next gather into it; new memory if None.
+        needs_whole: whether to return the gathered rows, too.
     """
     way = choose_way(pass_, group=group, device=shard.device, even=sizes is None, has_bias=bias is not None)
     if way.name == "symmetric memory":
@@ -57,9 +57,9 @@ def gather_matmul(
 
 
 def matmul_scatter(pass_: Pass, rows: Tensor, weight: Tensor, *, group: ProcessGroup) -> Pending:
-    """Start ``rows @ weight.T`` of ``[s, ..., i]`` and ``[o, i]``, summed over the ranks and scattered by rows.
+    """Start ``rows @ weight.T`` for ``[s, ..., i]`` and ``[o, i]``, and reduce-scatter it by rows, without autograd.
 
-    Rows are scattered by the balanced rule. Not recorded by autograd.
+    Rows are scattered by the balanced rule.
     """
     even = uneven_sizes(rows.size(0), group.size()) is None
     if choose_way(pass_, group=group, device=rows.device, even=even).name == "symmetric memory":

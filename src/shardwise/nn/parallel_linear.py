@@ -1,4 +1,4 @@
-"""The base of the linear layers: their communication, and where their weight gradients go."""
+"""The base of the linear layers: their communication and the destination of their weight gradients."""
 
 import functools
 import math
@@ -29,32 +29,32 @@ class ParallelLinear(DelayedGradients, ShardedModule):
     """Base of ``ColumnLinear`` and ``RowLinear``, with the options that both have.
 
     Args:
-        in_features, out_features, group, sections: as the layer's own.
-        sequence_parallel: outside the layer each rank holds its shard of the sequence.
-        parallelism: what the layer communicates, where it is not the usual: LOCAL leaves to the caller the sum of a row
-            layer's output, and of the gradient of a column layer's input.
-        overlap: with ``sequence_parallel`` multiply the ranks' rows while others travel
+        in_features, out_features, group, sections: arguments of the subclass.
+        sequence_parallel: whether each rank holds its shard of the sequence outside the layer.
+        parallelism: communication of the layer, instead of the default. With LOCAL the caller must sum a row layer's
+            output, and the gradient of a column layer's input.
+        overlap: with ``sequence_parallel``, whether to overlap products and communication
             (``core.communication.overlap``).
-        align_rows: where a gradient is recorded on CUDA, let rows of the output begin at multiples of 16 bytes: for
-            outputs as wide as a vocabulary, which may be odd.
-        fuse_weight_gradient: add the weight's gradient to ``weight.main_grad`` instead of ``weight.grad``.
-        delay_weight_gradient: leave the weight's gradient out of the backward, for ``backward_dw``.
-        weight_gradient_queue: where weight gradients wait, before those two.
-        options: of ``ShardedModule``: ``device``, ``dtype``, ``initialize``, ``init_on_cpu``.
+        align_rows: whether rows of the output begin at multiples of 16 bytes, if a gradient is recorded on CUDA: for
+            outputs as wide as a vocabulary, whose size may be odd.
+        fuse_weight_gradient: whether to add the weight's gradient to ``weight.main_grad`` instead of ``weight.grad``.
+        delay_weight_gradient: whether ``backward_dw`` computes the weight's gradient, instead of the backward.
+        weight_gradient_queue: queue that weight gradients enter first while it has room.
+        options: ``device``, ``dtype``, ``initialize`` and ``init_on_cpu`` of ``ShardedModule``.
 
     Attributes:
-        in_features, out_features: of the whole layer.
-        local_features: those of this rank, of the dimension that is split.
-        parallelism: what the layer communicates.
+        in_features, out_features: features of the whole layer.
+        local_features: this rank's number of features along the split dimension.
+        parallelism: communication of the layer.
     """
 
     weight: Parameter | None
     bias: Parameter | None
     local_features: int
-    # The factors' dtype if None.
+    # None means the dtype of the input and the weight.
     output_dtype: torch.dtype | None = None
     _products: Products
-    # On several ranks: without sequence parallelism, and with it.
+    # The defaults on several ranks, without and with sequence parallelism.
     _usual_parallelism: tuple[LinearParallelism, LinearParallelism]
 
     def __init__(
@@ -103,7 +103,7 @@ class ParallelLinear(DelayedGradients, ShardedModule):
 
     @property
     def is_one_product(self) -> bool:
-        """True if the layer computes one product with its weight, and adds its bias."""
+        """True if the layer computes only one product with its weight and adds its bias."""
         return not isinstance(self.weight, QuantizedTensor)
 
     def _wrong_width(self, input_: Tensor, width: int) -> ShardingError:
@@ -120,7 +120,7 @@ class ParallelLinear(DelayedGradients, ShardedModule):
         sequence: SequenceView | None = None,
         parallelism: LinearParallelism | None = None,
     ) -> Tensor:
-        """``input_ @ weight.T + bias`` with the layer's communication, unless another is given."""
+        """Compute ``input_ @ weight.T + bias`` with the given communication, or the layer's if None."""
         weight_gradient: WeightGradient | None = None
         if (self.fuse_weight_gradient or self._queues) and weight.requires_grad:
             weight_gradient = WeightGradient(weight, fuse=self.fuse_weight_gradient, queues=self._queues)

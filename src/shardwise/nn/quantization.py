@@ -1,10 +1,10 @@
-"""Frozen weights in 8 or 4 bits, split over ranks without a change of their values, and the product with one.
+"""Frozen weights in 8 or 4 bits, whose values do not depend on the number of ranks, and the product with them.
 
-A number is stored as a code of ``torchao``'s quantisers. A weight is divided into blocks of consecutive columns of a
-row, whole rows for int8, and the largest magnitude of a block gives its scale, in fp32. Both are of the whole weight: a
-rank that holds some columns of a block has the block's scale, so that codes do not depend on the number of ranks.
+Numbers are stored as codes of ``torchao``'s quantisers. A weight is divided into blocks of consecutive columns of a
+row, or whole rows for int8. The largest magnitude in a block determines its scale, in fp32. Blocks and scales are those
+of the whole weight: a rank that holds only some columns of a block uses the scale of the whole block.
 
-The product decodes the matrix block by block; the whole is never there.
+The product decodes the weight a block of rows at a time, and never holds the whole decoded weight.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from shardwise.core.sharding import ParamLayout
 
 Quantization = Literal["int8", "nf4"]
 
-# So many elements are compared with the sixteen levels at once.
+# Number of elements that are compared with the sixteen levels at once.
 _COMPARED = 1 << 20
 
 
 @dataclass(frozen=True)
 class Format:
-    """How weights of a kind are stored.
+    """Storage format of a quantised weight.
 
     Attributes:
-        block: columns that share a scale; None for whole rows.
-        per_byte: codes in a byte.
+        block: number of columns that share a scale; None for whole rows.
+        per_byte: number of codes in a byte.
     """
 
     block: int | None
@@ -48,20 +48,20 @@ class Format:
 
 
 QUANTIZATIONS: dict[str, Format] = {"int8": Format(None, 1), "nf4": Format(64, 2)}
-"""int8: a scale for each row. nf4: 16 levels, by the quantiles of a normal distribution, a scale for 64 columns.
+"""int8: one scale per row. nf4: 16 levels at quantiles of a normal distribution, one scale per 64 columns.
 
 Source: Dettmers et al. 2023 (arXiv:2305.14314), section 3, for nf4.
 """
 
 
 def check_available(kind: Quantization) -> None:
-    """Raise ConfigError, with the reason, if weights cannot be quantised on this machine."""
+    """Raise ConfigError, with the reason, if ``kind`` is not available on this machine."""
     _torchao(kind)
 
 
 @functools.cache
 def _torchao(kind: str) -> Any:
-    # It warns of extensions for GPUs that it cannot load here, and PyTorch of how it registers things.
+    # On import, torchao warns about GPU extensions that it cannot load, and PyTorch about torchao's pytree classes.
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -70,7 +70,7 @@ def _torchao(kind: str) -> Any:
         import torchao.quantization
         from torchao.quantization import quant_primitives
 
-        # Another version may lack these.
+        # Other versions may lack these.
         needed = (quant_primitives.choose_qparams_affine_with_min_max, quant_primitives.quantize_affine)
         assert all(needed)
         _ = torchao.quantization.NF4Tensor.quantize_tensor_nearest
@@ -90,19 +90,18 @@ def _torchao(kind: str) -> Any:
 
 
 def encode(kind: Quantization, values: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes of values, and the scales.
+    """Encode values ``[rows, columns]``; return the codes and the scales.
 
-    Of values ``[rows, columns]``, where ``largest``, ``[rows, columns]`` or for whole rows ``[rows, 1]``, is the
-    largest magnitude of each one's block: ``[rows, columns]`` int8, or uint8 of 0 to 15, and scales of ``largest``'s
-    shape.
+    ``largest`` is the largest magnitude in each value's block, ``[rows, columns]``, or ``[rows, 1]`` for whole rows.
+    The codes are ``[rows, columns]``, int8 or uint8 from 0 to 15; the scales have the shape of ``largest``.
 
     Raises:
-        ConfigError: ``torchao`` is not there.
+        ConfigError: ``torchao`` is not available.
     """
     library = _torchao(kind)
     if kind == "int8":
         primitives, block = library.quant_primitives, (1, max(1, values.size(1)))
-        # As its own quantiser, in the weight's dtype, but that does not know fp64.
+        # In the weight's dtype, as in torchao's own quantiser, which does not support fp64.
         values = values.float() if values.dtype == torch.float64 else values
         extremes = largest[:, 0].to(values.dtype)
         scales, zeros = primitives.choose_qparams_affine_with_min_max(
@@ -117,7 +116,7 @@ def encode(kind: Quantization, values: Tensor, largest: Tensor) -> tuple[Tensor,
         if not values.numel():
             return values.to(torch.int8), scales[:, None]
         return primitives.quantize_affine(values, block, scales, zeros, torch.int8), scales[:, None]
-    # A block of zeros has no largest magnitude to divide by.
+    # Do not divide by the largest magnitude of a block of zeros.
     relative = (values.float() / largest.clamp(min=torch.finfo(torch.float32).tiny)).flatten()
     nearest = library.NF4Tensor.quantize_tensor_nearest
     parts = [nearest(part, levels_on(values.device)).to(torch.uint8) for part in relative.split(_COMPARED)]
@@ -125,7 +124,7 @@ def encode(kind: Quantization, values: Tensor, largest: Tensor) -> tuple[Tensor,
 
 
 def levels_on(device: torch.device) -> Tensor:
-    """The sixteen levels of nf4, ``torchao``'s, in fp32."""
+    """Return ``torchao``'s sixteen levels of nf4, in fp32."""
     return _levels().to(device)
 
 
@@ -137,7 +136,7 @@ def _levels() -> Tensor:
 
 
 def pack(kind: Quantization, codes: Tensor) -> Tensor:
-    """Codes ``[rows, columns]`` as they are stored: of nf4 two in a byte, the first in its upper half."""
+    """Pack codes ``[rows, columns]`` for storage: two nf4 codes per byte, the first in the upper four bits."""
     if kind == "int8":
         return codes
     if codes.size(1) % 2:
@@ -146,7 +145,7 @@ def pack(kind: Quantization, codes: Tensor) -> Tensor:
 
 
 def decode(kind: Quantization, stored: Tensor, scales: Tensor, columns: int) -> Tensor:
-    """The values ``[rows, columns]`` in fp32 of stored codes and of scales, one for each of them or for each row."""
+    """Decode stored codes to values ``[rows, columns]`` in fp32; there is one scale per value or per row."""
     if kind == "int8":
         return stored.float() * scales
     codes = torch.stack((stored >> 4, stored & 15), dim=2).flatten(1)[:, :columns]
@@ -154,21 +153,21 @@ def decode(kind: Quantization, stored: Tensor, scales: Tensor, columns: int) -> 
 
 
 _aten = torch.ops.aten
-# Elements that are made at once of their codes.
+# Number of elements that are decoded at once.
 _AT_ONCE = 1 << 22
 
 
 class QuantizedTensor(Tensor):
     """A rank's part of a weight, ``[rows, columns]``, stored as codes and scales.
 
-    It has the shape, the dtype and the device of the weight that it is made of. An operation on it is one on the values
-    that the codes stand for, all at once (``quantized_linear`` takes them block by block); it is not written to.
+    It has the shape, dtype and device of the original weight. An operation on it decodes all values first
+    (``quantized_linear`` decodes block by block). In-place operations raise ConfigError.
 
     Attributes:
         kind: "int8" or "nf4".
         codes: ``[rows, columns]`` int8, or ``[rows, ceil(columns / 2)]`` uint8.
         scales: ``[rows, blocks]`` fp32.
-        blocks: ``[columns]``, the block of each column among those of this rank; None if there is one.
+        blocks: ``[columns]``, index of each column's block in ``scales``; None if a block is a whole row.
     """
 
     __slots__ = ("blocks", "codes", "kind", "scales")
@@ -196,7 +195,7 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def empty(cls, kind: Quantization, layout: ParamLayout, rank: int, like: Tensor) -> Self:
-        """One without values, for the part that ``rank`` holds of a matrix; dtype and device are those of ``like``."""
+        """Create one without values for the part of a matrix on ``rank``, with the dtype and device of ``like``."""
         rows, columns = layout.local_shape(rank)
         form, device = QUANTIZATIONS[kind], like.device
         blocks = _blocks(kind, layout, rank)
@@ -207,7 +206,7 @@ class QuantizedTensor(Tensor):
                 rows, -(-columns // form.per_byte), dtype=torch.int8 if kind == "int8" else torch.uint8, device=device
             ),
             torch.empty(rows, number, device=device),
-            # The blocks of columns are known before any value is.
+            # The columns' blocks do not depend on values.
             blocks if blocks is None or like.is_meta else blocks.to(device),
             torch.Size((rows, columns)),
             like.dtype,
@@ -215,19 +214,19 @@ class QuantizedTensor(Tensor):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are stored."""
+        """Number of bytes of storage."""
         parts = (self.codes, self.scales, *(() if self.blocks is None else (self.blocks,)))
         return sum(part.numel() * part.itemsize for part in parts)
 
     def dequantize(self, rows: slice = slice(None)) -> Tensor:
-        """The values that the codes of some rows stand for, in the weight's dtype."""
+        """Decode some rows, to the weight's dtype."""
         scales = self.scales[rows]
         if self.blocks is not None:
             scales = scales[:, self.blocks]
         return decode(self.kind, self.codes[rows], scales, self.size(1)).to(self.dtype)
 
     def row_blocks(self) -> Iterator[slice]:
-        """All rows, in slices that are made of their codes one after the other."""
+        """Return slices that cover all rows, each of a size that is decoded at once."""
         step = max(1, _AT_ONCE // max(1, self.size(1)))
         return (slice(start, min(start + step, self.size(0))) for start in range(0, self.size(0), step))
 
@@ -239,7 +238,7 @@ class QuantizedTensor(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]  # as in Python, without PyTorch's argument
         return f"QuantizedTensor({self.kind}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
-    # By these a module that moves exchanges parameters, codes and all.
+    # With these, moving a module swaps its parameters, codes included.
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = ["codes", "scales", *([] if self.blocks is None else ["blocks"])]
         return names, (self.kind, self.shape, self.dtype)
@@ -290,7 +289,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def _blocks(kind: Quantization, layout: ParamLayout, rank: int) -> Tensor | None:
-    """The block of each of a rank's columns, counted from the first that it has; None if a block is a row."""
+    """Return the block of each of a rank's columns, counted from the rank's first block; None if a block is a row."""
     size = QUANTIZATIONS[kind].block
     if size is None:
         return None
@@ -299,7 +298,7 @@ def _blocks(kind: Quantization, layout: ParamLayout, rank: int) -> Tensor | None
 
 
 def _columns(layout: ParamLayout, rank: int) -> Tensor:
-    """The columns of the whole weight that a rank holds."""
+    """Return the indices of a rank's columns in the whole weight."""
     if layout.dim != 1:
         return torch.arange(layout.global_shape[1])
     return torch.cat([torch.arange(0), *(torch.arange(*run) for run in layout.intervals[rank])])
@@ -307,13 +306,13 @@ def _columns(layout: ParamLayout, rank: int) -> Tensor:
 
 @torch.no_grad()
 def quantize_shard(kind: Quantization, values: Tensor, layout: ParamLayout, group: ProcessGroup) -> QuantizedTensor:
-    """Quantise a weight that is split over ranks, as one rank would.
+    """Quantise this rank's part ``values`` of a weight to the codes that one rank would compute.
 
-    ``values`` are this rank's part. Where the ranks hold columns, one all-reduce takes the largest magnitudes of whole
-    blocks; every rank calls then.
+    If the weight is split by columns, the call is collective: one all-reduce computes the largest magnitudes of whole
+    blocks.
 
     Raises:
-        ConfigError: ``torchao`` is not there.
+        ConfigError: ``torchao`` is not available.
     """
     made = QuantizedTensor.empty(kind, layout, group.rank(), values)
     size, width = QUANTIZATIONS[kind].block, layout.global_shape[1]
@@ -338,9 +337,9 @@ def quantize_shard(kind: Quantization, values: Tensor, layout: ParamLayout, grou
 
 
 def quantized_linear(input_: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
-    """``input_ @ weight.T + bias`` of ``[..., i]``, ``[o, i]`` and ``[o]``, where the weight gets no gradient.
+    """Compute ``input_ @ weight.T + bias`` of ``[..., i]``, ``[o, i]`` and ``[o]``, without a gradient of the weight.
 
-    The backward decodes the weight again; neither it nor the input is kept.
+    The backward decodes the weight again. Neither the decoded weight nor the input is saved.
     """
     output: Tensor = _QuantizedLinear.apply(input_, weight.detach())
     return output if bias is None else output + bias.to(output.dtype)
@@ -363,7 +362,7 @@ class _QuantizedLinear(Function):
         flat = grad_output.reshape(-1, weight.size(0)) if weight.size(0) else None
         total = None
         blocks = list(weight.row_blocks())
-        # The sum over blocks of rows must not be rounded between them.
+        # Accumulate over blocks of rows in at least fp32.
         wide = torch.promote_types(ctx.dtype, torch.float32) if len(blocks) > 1 else ctx.dtype
         for rows in blocks:
             assert flat is not None

@@ -1,12 +1,12 @@
-"""Recomputation: what a function would keep for its backward is dropped, and computed again when backward needs it.
+"""Recomputation: drop the tensors that a function saves for its backward, and compute them again in the backward.
 
 Built on PyTorch's non-reentrant checkpoint, so that ``torch.autograd.grad``, keyword arguments, nesting and outputs of
-any kind work. What is ours: the random streams are part of the state that the recomputation starts from, and layers can
-ask where they are (``is_checkpointing``, ``is_recomputing``).
+any kind work. This file adds two things: the recomputation restores the random streams, and layers can query the
+current phase (``is_checkpointing``, ``is_recomputing``).
 
-Recomputation ends as soon as all that was saved is there again. A layer whose last act is a collective therefore does
-it in a second autograd function, after the one that saves: then the recomputation never gets to it. What a layer
-saves must be of the same shapes in both phases.
+Recomputation stops as soon as all saved tensors exist again. A layer that ends with a collective therefore runs it in a
+second autograd function, after the one that saves tensors, so that the recomputation never reaches it. The tensors that
+a layer saves must have the same shapes in both phases.
 
 Source: Chen et al. 2016 (arXiv:1604.06174); Korthikanti et al. 2022 (arXiv:2205.05198), section 5.
 """
@@ -30,7 +30,7 @@ from shardwise.core.random import RandomState, streams
 
 
 class _Phases(threading.local):
-    """For each checkpointed function that a thread is inside of, outermost first: whether it is being recomputed."""
+    """For each checkpointed function that the thread is in, outermost first, whether it is being recomputed."""
 
     def __init__(self) -> None:
         self.recomputing: list[bool] = []
@@ -40,23 +40,23 @@ _PHASES = _Phases()
 
 
 def is_checkpointing() -> bool:
-    """True inside the first forward of the thread's innermost checkpointed function; False under ``torch.compile``."""
+    """Return whether the thread's innermost checkpointed function is in its first forward; False when compiling."""
     return is_kept_briefly() and not _PHASES.recomputing[-1]
 
 
 def is_recomputing() -> bool:
-    """True inside the recomputation of the thread's innermost checkpointed function; False under ``torch.compile``."""
+    """Return whether the thread's innermost checkpointed function is being recomputed; False when compiling."""
     return is_kept_briefly() and _PHASES.recomputing[-1]
 
 
 def is_kept_briefly() -> bool:
-    """True inside either: tensors saved now are dropped and saved again before the backward, or used at once."""
-    # Under torch.compile the compiler decides what is computed twice; a constant keeps the graph whole.
+    """Return whether either is True: tensors saved now are dropped and saved again later, or used immediately."""
+    # Under torch.compile the compiler decides what to recompute. A constant avoids a graph break.
     return not torch.compiler.is_compiling() and bool(_PHASES.recomputing)
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """The random state of the first forward, for as long as the block lasts. Entered once for each backward."""
+    """Context that restores the random state of the first forward. Entered once for each backward."""
 
     def __init__(self) -> None:
         self._streams = streams()
@@ -86,16 +86,16 @@ def _contexts() -> tuple[_FirstForward, _Recomputation]:
 
 
 def recomputed(function: Callable[..., Any], *args: Any, early_stop: bool = True, **kwargs: Any) -> Any:
-    """Call ``function`` now and keep its arguments only; call it again when backward wants what it would have saved.
+    """Call ``function`` and save only its arguments; call it again when the backward needs its saved tensors.
 
-    The second call draws the random numbers of the first, from the default generators and from every ambient stream;
-    afterwards they are as they were before it, whether it ends or raises. Without gradients it is a plain call.
+    The second call draws the same random numbers as the first, from the default generators and every ambient stream.
+    Their states are restored after it, even if it raises. Without gradients it is a plain call.
 
     Args:
-        function: must compute the same both times.
-        args: its positional arguments, tensors or not.
-        early_stop: end the second call as soon as all that was saved is there again.
-        kwargs: its keyword arguments.
+        function: function that computes the same in both calls.
+        args: positional arguments, tensors or not.
+        early_stop: whether to stop the second call as soon as all saved tensors exist again.
+        kwargs: keyword arguments.
 
     Returns:
         The result of ``function``.
@@ -119,7 +119,7 @@ def _recomputed(
 
 
 class _Trigger(torch.autograd.Function):
-    """Saves something, so that asking its node for it starts the recomputation."""
+    """Saves a tensor, so that reading the saved tensor of its node starts the recomputation."""
 
     @staticmethod
     def forward(ctx: Any, nothing: Tensor) -> Tensor:
@@ -132,14 +132,14 @@ class _Trigger(torch.autograd.Function):
 
 
 def keep_arguments(ctx: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """``function(*args)`` in the forward of an autograd function, which keeps no more than the arguments.
+    """Call ``function(*args)`` in the forward of an autograd function, and save only the arguments.
 
-    For functions that are one node of autograd's graph (``go_back``), as those of programs are; ``recomputed`` is not,
-    and takes keywords, containers of tensors and ``torch.autograd.grad`` too.
+    For recomputed functions that are one node of autograd's graph (``go_back``), as in Megatron. ``recomputed`` is not
+    one node, and also supports keyword arguments, containers of tensors and ``torch.autograd.grad``.
     """
     first, ctx.again = _contexts()
     ctx.function, ctx.inputs, ctx.outputs = function, None, None
-    # Autograd saves tensors alone.
+    # Autograd can save only tensors.
     ctx.places = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
     ctx.args = [None if i in ctx.places else arg for i, arg in enumerate(args)]
     ctx.save_for_backward(*(args[i] for i in ctx.places))
@@ -159,12 +159,12 @@ def run_again(ctx: Any) -> Any:
 
 
 def go_back(ctx: Any, grad_outputs: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-    """The gradients of the arguments of ``keep_arguments``; those of other leaves are added to their ``grad``.
+    """Return the gradients of the arguments of ``keep_arguments``; add those of other leaves to their ``grad``.
 
     Raises:
-        ContradictionError: inside ``torch.autograd.grad``, which does not want that.
+        ContradictionError: called within ``torch.autograd.grad``, which must not change ``grad``.
     """
-    # PyTorch's own checkpoint asks this too.
+    # PyTorch's own checkpoint makes this check, too.
     if not torch.autograd._is_checkpoint_valid():
         raise ContradictionError(
             "a backward that recomputes a function as one node adds to .grad, which torch.autograd.grad() and "
@@ -185,12 +185,12 @@ def _run_by_reading(node: Any) -> None:
 
 
 class _Outputs:
-    """The outputs of one checkpointed call, from when they are there until they are there again."""
+    """The outputs of one checkpointed call, from the end of its forward to the end of its recomputation."""
 
     def __init__(self, owner: OutputRecomputation) -> None:
         self.storages: list[torch.UntypedStorage] = []
         self.require_grad = False
-        # The node in autograd's graph, and what makes it run the function again: either refills or returns the outputs.
+        # The node in autograd's graph, and a function that runs the recomputation and refills or returns the outputs.
         self.node: Any = None
         self.again: Callable[[], Any] | None = None
         self.first: RandomState | None = None
@@ -224,7 +224,7 @@ class _Outputs:
         if outputs is not None:
             with torch.no_grad():
                 self.refill_(outputs)
-        # They stay filled as long as the graph wants them; holding on here would keep them as long as its last result.
+        # The graph keeps the outputs as long as it needs them. References from here would keep them longer.
         self.storages, self.node, self.again = [], None, None
         owner = self.owner()
         if owner is not None:
@@ -232,7 +232,7 @@ class _Outputs:
 
 
 class OutputRecomputation:
-    """Recompute a function *and* free its outputs: what the next operations saved of them is recomputed in place.
+    """Recompute a function *and* free its outputs: the recomputation refills the storages that later operations saved.
 
     ::
 
@@ -241,19 +241,19 @@ class OutputRecomputation:
         y = linear(hidden)
         recomputation.discard_(y)   # hidden's storage is free from here to y's gradient
 
-    An object may be used again once its outputs are discarded. Under ``torch.compile`` no storage is freed here: the
-    compiler decides what is kept of a function that may be recomputed.
+    An object may be reused once its outputs are discarded. Under ``torch.compile`` no storage is freed here: the
+    compiler decides which tensors of the function to keep.
     """
 
     def __init__(self) -> None:
         self._outputs: _Outputs | None = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``function(*args)`` and keep its arguments only.
+        """Call ``function(*args)`` and save only its arguments.
 
         Args:
-            function: must compute the same both times, and return no argument or part of one.
-            args: its arguments, tensors or not.
+            function: function that computes the same in both calls, and returns no argument or view of one.
+            args: arguments, tensors or not.
 
         Returns:
             The result of ``function``.
@@ -264,12 +264,12 @@ class OutputRecomputation:
         if torch.compiler.is_compiling():
             return recomputed(function, *args)
         held = _Outputs(self)
-        # Weak, or the graph would keep the function, the function the outputs, and they their node in the graph.
+        # A strong reference would be a cycle: the graph keeps the function, the function ``held``, and ``held`` a node.
         reference = weakref.ref(held)
 
         def run(*given: Any) -> Any:
             outputs = function(*given)
-            # Both times, since both calls must save the same.
+            # In both calls, because both must save the same tensors.
             node = _Trigger.apply(torch.empty(0, requires_grad=True)).grad_fn
             owner = reference()
             if owner is not None and is_recomputing():
@@ -280,7 +280,7 @@ class OutputRecomputation:
                 owner.node, owner.again = node, node and partial(_run_by_reading, node)
             return outputs
 
-        # Not stopped early: the outputs are wanted as well as what was saved.
+        # No early stop, because the outputs are needed as well as the saved tensors.
         contexts = _contexts()
         held.first = contexts[1].first
         outputs = _recomputed(run, args, contexts, early_stop=False)
@@ -288,7 +288,7 @@ class OutputRecomputation:
         return outputs
 
     def run_in_function(self, ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
-        """``run`` in the forward of an autograd function, whose backward is ``go_back``.
+        """Like ``run``, but in the forward of an autograd function, whose backward is ``go_back``.
 
         Raises:
             ConfigError: an output shares its memory with an argument.
@@ -297,12 +297,12 @@ class OutputRecomputation:
         held = _Outputs(self)
         held.node, held.again, held.first = ctx, partial(run_again, ctx), ctx.again.first
         self._begin(held, outputs, args)
-        # Autograd has not seen them yet.
+        # The outputs do not require gradients yet, because autograd sets that after the forward.
         held.require_grad = any(ctx.needs_input_grad)
         return outputs
 
     def _begin(self, held: _Outputs, outputs: Any, args: tuple[Any, ...]) -> None:
-        """A call has ended; ``held`` has its outputs."""
+        """Store the outputs of a call in ``held``."""
         held.hold(outputs)
         if held.share_memory_with(args):
             raise ConfigError(
@@ -312,19 +312,19 @@ class OutputRecomputation:
         self._outputs = held
 
     def _end(self, held: _Outputs) -> None:
-        """The outputs of ``held`` are there again."""
+        """Hook for subclasses, called after the outputs of ``held`` were recomputed."""
 
     def discard_(self, hook_tensor: Tensor) -> None:
-        """Free the outputs' storages until the gradient of ``hook_tensor`` is computed, which recomputes them.
+        """Free the outputs' storages, and recompute the outputs when the gradient of ``hook_tensor`` is computed.
 
         Args:
-            hook_tensor: a result of the outputs, whose gradient is computed before anything saved of them is used. From
-                here on the forward must not use the outputs any more.
+            hook_tensor: a tensor computed from the outputs. The backward must compute its gradient before it uses any
+                saved output, and the forward must not use the outputs after this call.
 
         Raises:
-            ConfigError: there is nothing to discard, or it was discarded already; ``hook_tensor`` has no gradient but
-                the outputs have one, or shares its memory with an output; it has one, but the function ran without
-                gradients. Nothing is freed then.
+            ConfigError: there are no outputs, or they were discarded already; ``hook_tensor`` shares its memory with an
+                output; ``hook_tensor`` requires no gradient but an output does, or it requires one but the function ran
+                without gradients. Nothing is freed in these cases.
         """
         if torch.compiler.is_compiling():
             return
@@ -345,9 +345,9 @@ class OutputRecomputation:
             )
         self._outputs = None
         if is_recomputing():
-            # An outer function is being recomputed, and backward is about to use the outputs.
+            # An outer function is being recomputed, and the backward uses the outputs next.
             return
         held.discard_()
-        # Inside an outer checkpointed function nothing is saved of them now; its recomputation makes new ones.
+        # An outer checkpointed function saves nothing in its first forward, and its recomputation makes new outputs.
         if hook_tensor.requires_grad and not is_checkpointing():
             hook_tensor.register_hook(held.recompute)

@@ -1,4 +1,4 @@
-"""Parameters that several ranks hold: which these are in a model, and layers that every rank holds whole."""
+"""Replicated parameters: queries over the parameters of a model, and layers that every rank holds whole."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,10 +17,10 @@ from shardwise.nn.module import ShardedModule
 
 
 def named_param_layouts(module: nn.Module, world_size: int) -> Iterator[tuple[str, Parameter, ParamLayout]]:
-    """Name, parameter and layout of every parameter of ``module``; a tied parameter comes once, under its first name.
+    """Yield name, parameter and layout of each parameter of ``module``; a tied parameter once, under its first name.
 
     Args:
-        module: any module; a parameter that no sharded layer owns is one that every rank holds whole.
+        module: any module; a parameter without a stated layout is replicated.
         world_size: size of the tensor-parallel group.
     """
     seen: set[int] = set()
@@ -35,7 +35,7 @@ def named_param_layouts(module: nn.Module, world_size: int) -> Iterator[tuple[st
 
 
 def replicas_of(module: nn.Module) -> dict[Parameter, Replicas]:
-    """The replicas of every parameter, in the order of ``module.parameters()``; of a tied one by its first name."""
+    """Map each parameter to its replicas, in the order of ``module.parameters()``; a tied one by its first name."""
     found: dict[Parameter, Replicas] = {}
     for owner in module.modules():
         stated: dict[str, Replicas] = getattr(owner, "param_replicas", {})
@@ -45,19 +45,19 @@ def replicas_of(module: nn.Module) -> dict[Parameter, Replicas]:
 
 
 def set_replicas_(module: nn.Module, replicas: Replicas, *names: str) -> None:
-    """State the replicas of a module's own parameters: of those in ``names``, or of all."""
+    """Set the replicas of the named parameters of a module, without submodules; of all if there are no names."""
     owner: Any = module
     names = names or tuple(name for name, _ in owner.named_parameters(recurse=False))
     owner.param_replicas = getattr(owner, "param_replicas", {}) | dict.fromkeys(names, replicas)
 
 
 class ReplicatedEmbedding(ShardedModule):
-    """A table that every rank holds whole, such as that of learned positions.
+    """An embedding that every rank holds whole, such as the table of learned positions.
 
     Args:
         num_embeddings, embedding_dim: number and width of rows.
-        what: name of the row numbers, for errors.
-        init: fills the weight in place.
+        what: name of an id, for error messages.
+        init: function that fills the weight in place.
         group, options: as for ``ShardedModule``.
 
     Attributes:
@@ -81,17 +81,17 @@ class ReplicatedEmbedding(ShardedModule):
         self._make_parameter("weight", ParamLayout.replicated((num_embeddings, embedding_dim), group.size()), init)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Row numbers of any shape to ``[..., h]``.
+        """Look up ids of shape ``[...]``; returns ``[..., h]``.
 
         Raises:
-            VocabularyError: a number that is no row.
+            VocabularyError: an id is out of range.
         """
         num_embeddings = self.weight.size(0)
         check_ids_alike(input_, num_embeddings, what=self.what, group=self.group)
         return F.embedding(safe_to_look_up(input_, num_embeddings), self.weight)
 
     def first(self, count: int, start: int = 0) -> Tensor:
-        """``count`` rows from ``start``, ``[count, h]``: a view, without a look at any number."""
+        """Return a view of ``count`` rows from ``start``, ``[count, h]``, without a check of ids."""
         return self.weight[start : start + count]
 
 
@@ -100,9 +100,10 @@ class ReplicatedLinear(ShardedModule):
 
     Args:
         in_features, out_features: widths of input and output, ``i`` and ``o``.
-        init: fills the weight in place; the bias starts at 0.
-        bias: there is one.
-        sequence_shards: each rank applies the layer to its part of the sequence, so that gradients are partial sums.
+        init: function that fills the weight in place; the bias starts at 0.
+        bias: whether there is a bias.
+        sequence_shards: whether each rank applies the layer to its part of the sequence; gradients are then partial
+            sums.
         options: as for ``ShardedModule``.
 
     Attributes:
@@ -131,5 +132,5 @@ class ReplicatedLinear(ShardedModule):
         self._make_parameter("bias", layout, torch.nn.init.zeros_, partial_gradient=sequence_shards)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """``[..., i]`` to ``[..., o]``."""
+        """Map ``[..., i]`` to ``[..., o]``."""
         return F.linear(input_, self.weight, self.bias)

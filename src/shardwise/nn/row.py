@@ -1,4 +1,4 @@
-"""The linear layer whose input features are split over the ranks."""
+"""Row-parallel linear layer: the input features are split over the ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,15 +20,15 @@ from shardwise.nn.parallel_linear import ParallelLinear
 class RowLinear(ParallelLinear):
     """Linear layer ``y = x A^T + b`` whose input features are split over the ranks.
 
-    Made from one state of the default generator it holds this rank's columns of ``torch.nn.Linear(in_features,
-    out_features, bias)``, and its bias whole. With ``sequence_parallel`` each rank keeps its shard of the output's
-    sequence.
+    Given the same state of the default generator, the layer's initial weight is this rank's columns of
+    ``torch.nn.Linear(in_features, out_features, bias)``, and its bias the whole bias. With ``sequence_parallel`` each
+    rank keeps its shard of the output's sequence.
 
     Args:
         in_features: width of the whole input, ``i``.
         out_features: width of the output, ``o``.
         bias: whether there is a bias; every rank holds it whole.
-        group, init, options: as ``ColumnLinear``.
+        group, init, options: as for ``ColumnLinear``.
         sizes: input features of each rank, within one section; balanced if None.
         sections: number of equal parts of the input, each split separately.
 
@@ -75,7 +75,7 @@ class RowLinear(ParallelLinear):
 
     @property
     def output_layout(self) -> Layout:
-        """I, V(dim=0) with sequence parallelism, P if the layer leaves its output a partial sum."""
+        """I; V(dim=0) with sequence parallelism; P if the layer does not reduce its output."""
         return self.parallelism.outside or (I if self.group.size() == 1 else P)
 
     def forward(self, input_: Tensor) -> Tensor:
@@ -88,9 +88,9 @@ class RowLinear(ParallelLinear):
             ``[s, b, o]``, the same on every rank; ``[s/t, b, o]`` with sequence parallelism, by the balanced rule.
 
         Raises:
-            ShardingError: the input is not of the width that the layer takes.
+            ShardingError: the input does not have this rank's number of features.
         """
-        # On one rank the bias goes with the product; on several it must be added once, after the sum.
+        # On one rank the product adds the bias. On several it must be added once, after the sum.
         adds_later = self.bias is not None and (self.group.size() > 1 or not self._products.adds_bias)
         output = self._apply_linear(input_, None if adds_later else self.bias)
         return self._norm.add_bias(output, self.bias) if adds_later and self.bias is not None else output
@@ -101,19 +101,19 @@ class RowLinear(ParallelLinear):
         return self._multiply(input_, self.weight, bias)
 
     def scatter(self, input_: Tensor) -> Tensor:
-        """This rank's features ``[s, b, i/t]`` of a whole input ``[s, b, i]``.
+        """Return this rank's features ``[s, b, i/t]`` of a whole input ``[s, b, i]``.
 
         Layout I -> V: forward split, backward all-gather.
 
         Raises:
-            ShardingError: the input is not of the layer's width.
+            ShardingError: the input does not have the layer's width.
         """
         if input_.size(-1) != self.in_features:
             raise ShardingError(
                 f"the input has {input_.size(-1)} features, the layer {self.in_features}; it takes the whole input"
             )
         if self.sections > 1:
-            # Brings each rank's intervals side by side, so that its part is one interval.
+            # Reorder the features so that each rank's intervals are adjacent.
             runs = [run for rank_runs in self.param_layouts["weight"].intervals for run in rank_runs]
             input_ = torch.cat([input_[..., start:stop] for start, stop in runs], dim=-1)
         return moves.scatter(input_, dim=-1, group=self.group, sizes=self._input_sizes)

@@ -1,4 +1,4 @@
-"""Weight gradients of linear layers that autograd does not keep: added to ``main_grad``, or delayed in a queue."""
+"""Weight gradients of linear layers outside autograd: added to ``main_grad``, or delayed in a queue."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _USUAL = Products()
 
 
 class WeightGradientQueue:
-    """Inputs and output gradients of one layer whose weight gradients are computed later.
+    """Queue of one layer's inputs and output gradients, for weight gradients that are computed later.
 
-    The first inputs are those of the output gradients, in the same order; the inputs after them were announced by
-    forwards whose backward has not come yet.
+    The first inputs belong to the output gradients, in the same order. Later inputs were announced by forwards whose
+    backward has not run yet.
 
     Args:
-        limit: the most that may wait; 0 is no limit.
+        limit: maximum number of waiting gradients; 0 means no limit.
         inputs: list for the inputs, ``[s, b, i]`` or this rank's shards; None if the caller keeps them.
         grad_outputs: list for the output gradients, ``[s, b, o]``.
-        from_forward: an input is there from its forward on; else it comes with its output gradient.
+        from_forward: whether the forward adds the input; otherwise the backward adds it with the output gradient.
 
     Attributes:
-        weight: the layer's one weight, its own or the one that it is always called with; None until a gradient waits.
+        weight: the layer's weight, or the weight that the caller always passes; None until a gradient waits.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class WeightGradientQueue:
         self.weight: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> WeightGradientQueue:
-        """For the copy of a layer, whose gradients are its own: nothing waits."""
+        """Return an empty queue, for a copied layer, which must not share gradients with the original."""
         inputs: list[Tensor] | None = None if self.inputs is None else []
         copied = WeightGradientQueue(limit=self.limit, inputs=inputs, from_forward=self.from_forward)
         if self.inputs is not None:
@@ -60,14 +60,14 @@ class WeightGradientQueue:
         return copied
 
     def announce(self, input_: Tensor) -> bool:
-        """Keep the input of a forward whose gradient is to wait, with ``from_forward``; whether it is kept."""
+        """With ``from_forward``, add the input of a forward whose gradient will wait; return whether it was added."""
         if not self.from_forward or self.inputs is None or (self.limit and len(self.inputs) >= self.limit):
             return False
         self.inputs.append(input_)
         return True
 
     def add(self, weight: Tensor, input_: Tensor, grad_output: Tensor, announced: Tensor | None = None) -> bool:
-        """Let one gradient of ``weight`` wait, whose input may be announced; False if as many wait as may."""
+        """Add a gradient of ``weight``, whose input may be announced; return False if the queue is full."""
         inputs, num_waiting = self.inputs, len(self.grad_outputs)
         if inputs is not None:
             for place in range(num_waiting, len(inputs)):
@@ -83,7 +83,7 @@ class WeightGradientQueue:
         return True
 
     def take(self, *, fuse: bool, gather_group: ProcessGroup | None, products: Products = _USUAL) -> Callable[[], None]:
-        """Empty the queue; the function that is returned computes what waited (``compute_weight_gradients_``)."""
+        """Empty the queue, and return a function that computes its gradients (``compute_weight_gradients_``)."""
         weight, inputs, grad_outputs = self.weight, self.inputs, self.grad_outputs
         if weight is None or inputs is None:
             return lambda: None
@@ -99,9 +99,9 @@ class WeightGradient:
     """Destination of the weight gradient of one call of a linear layer.
 
     Args:
-        weight: the parameter, as the caller knows it; its ``main_grad`` is added to.
-        fuse: add the gradient to ``weight.main_grad`` instead of returning it.
-        queues: where it waits: in the first that has room.
+        weight: the caller's parameter, which has ``main_grad``.
+        fuse: whether to add the gradient to ``weight.main_grad`` instead of returning it.
+        queues: queues for a delayed gradient, which enters the first one that has room.
     """
 
     __slots__ = ("_announced", "_queues", "fuse", "weight")
@@ -113,17 +113,17 @@ class WeightGradient:
         self._announced: Tensor | None = None
 
     def announce(self, input_: Tensor) -> None:
-        """Announce an input to the queues; a recomputed forward's comes with the backward."""
+        """Announce an input to the queues. In recomputed code the backward adds it instead."""
         if not is_kept_briefly() and any(queue.announce(input_) for queue in self._queues):
             self._announced = input_
 
     @property
     def may_wait(self) -> bool:
-        """Whether there is a queue."""
+        """True if there is a queue."""
         return bool(self._queues)
 
     def defer(self, input_: Tensor, grad_output: Tensor) -> bool:
-        """Let the gradient wait; False if it must be computed now."""
+        """Queue the gradient; return False if it must be computed now."""
         announced, self._announced = self._announced, None
         return any(queue.add(self.weight, input_, grad_output, announced) for queue in self._queues)
 
@@ -132,28 +132,28 @@ class WeightGradient:
 
 
 class DelayedGradients:
-    """A layer whose weight gradients may wait for ``backward_dw``."""
+    """Mixin for layers whose weight gradients may wait for ``backward_dw``."""
 
     weight: Tensor | None
     _delayed: WeightGradientQueue | None = None
     _weight_gradient_hooks: dict[int, Callable[[Tensor], None]] | None = None
 
     def _compute_delayed(self) -> Callable[[], None]:
-        """Empty the queue; a function that computes what waited."""
+        """Empty the queue, and return a function that computes its gradients."""
         raise NotImplementedError
 
     @property
     def delays_weight_gradients(self) -> bool:
-        """Whether weight gradients wait for ``backward_dw``."""
+        """True if weight gradients wait for ``backward_dw``."""
         return self._delayed is not None
 
     @property
     def delayed_weight(self) -> Tensor | None:
-        """The weight whose gradients wait for ``backward_dw``: its own, or what it is called with, once known."""
+        """The weight whose gradients wait for ``backward_dw``: the layer's, or the caller's once it is known."""
         return self.weight if self.weight is not None or self._delayed is None else self._delayed.weight
 
     def take_weight_gradients(self) -> Callable[[], None]:
-        """A function that computes what waits for ``backward_dw`` at this moment; here it no longer waits."""
+        """Empty the queue of ``backward_dw``, and return a function that computes its gradients and calls the hooks."""
         if self._delayed is None:
             return lambda: None
         compute = self._compute_delayed()
@@ -167,7 +167,7 @@ class DelayedGradients:
         return compute_and_tell
 
     def register_weight_gradient_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
-        """Call ``hook(weight)`` whenever weight gradients that waited for ``backward_dw`` have been computed."""
+        """Call ``hook(weight)`` after each computation of weight gradients that waited for ``backward_dw``."""
         if self._weight_gradient_hooks is None:
             self._weight_gradient_hooks = OrderedDict()
         handle = RemovableHandle(self._weight_gradient_hooks)
@@ -175,11 +175,11 @@ class DelayedGradients:
         return handle
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that the backward passes left, with ``delay_weight_gradient``.
+        """Compute the weight gradients that ``delay_weight_gradient`` left out of the backward.
 
         They are added to ``weight.grad``, or to ``weight.main_grad`` with ``fuse_weight_gradient``. Hooks on the weight
-        do not run; those of ``register_weight_gradient_hook`` do. With sequence parallelism a column-parallel layer
-        gathers its inputs: every rank of the group calls.
+        do not run, but hooks of ``register_weight_gradient_hook`` do. Collective for a column-parallel layer with
+        sequence parallelism, which gathers its inputs.
         """
         self.take_weight_gradients()()
 
@@ -196,13 +196,13 @@ def compute_weight_gradients_(
 ) -> None:
     """Add the weight gradients of several calls of a linear layer, in order, and empty both lists.
 
-    They are added to ``weight.main_grad`` with ``fuse``, else to ``weight.grad``. Inputs are ``[s, b, i]``, or shards
-    ``[s/t, b, i]`` over ``gather_group`` by the balanced rule, which are gathered while the gradient before is
-    computed.
+    With ``fuse`` they are added to ``weight.main_grad``, otherwise to ``weight.grad``. Inputs are ``[s, b, i]``, or
+    shards ``[s/t, b, i]`` over ``gather_group`` by the balanced rule. The gather of each shard overlaps with the
+    computation of the previous gradient.
 
     Raises:
-        ShardingError: the lists are not of the same length.
-        ConfigError: ``weight.main_grad`` is needed and missing.
+        ShardingError: the lists have different lengths.
+        ConfigError: ``fuse`` is set and ``weight.main_grad`` is missing.
     """
     if len(inputs) != len(grad_outputs):
         raise ShardingError(

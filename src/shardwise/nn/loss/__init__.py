@@ -1,4 +1,4 @@
-"""Losses and other functions of a vocabulary that is split over the ranks; none gathers the logits."""
+"""Losses and other functions over a vocabulary that is split over the ranks. None of them gathers the logits."""
 
 from shardwise.nn.loss.cross_entropy import (
     preference_loss as preference_loss,

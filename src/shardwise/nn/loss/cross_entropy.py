@@ -5,32 +5,33 @@ Rank ``r`` holds the logits of its part of the vocabulary, and sends three numbe
 
     m_r = max y        s_r = Σ exp(y - m_r)        d_r = z - m_r
 
-where ``z`` is the target's (``d_r = -inf`` where the rank does not hold it): 12 bytes, 24 for fp64 logits. One
-all-gather brings every rank's to every rank, and each then computes
+where ``z`` is the target's ``y`` (``d_r = -inf`` if the rank does not hold the target): 12 bytes, 24 for fp64 logits.
+One all-gather sends these numbers to every rank. Each rank then computes
 
     M = max m_r        S = Σ s_r exp(m_r - M)        nll = log S - max_r (d_r + (m_r - M))
 
-With label smoothing ``a`` a fourth number travels, ``Σ (y - m_r)``. The loss is
+With label smoothing ``a`` each rank sends a fourth number, ``Σ (y - m_r)``. The loss is
 
     (1 - a) nll + a/(K-1) Σ_{i≠target} nll_i + z_loss (M + log S)²
 
 over the true vocabulary of ``K`` ids. The backward needs no communication: with ``w = 1 + 2 z_loss (M + log S)`` and
-``q`` the target distribution, ``∂loss/∂y = w exp(y - M) / S - q``; in the target's column, where two numbers near 1 may
-cancel, it is computed as ``expm1(-nll) + a + (w - 1) exp(-nll)``.
+``q`` the target distribution, ``∂loss/∂y = w exp(y - M) / S - q``. In the target's column two numbers near 1 may
+cancel, so the gradient is computed there as ``expm1(-nll) + a + (w - 1) exp(-nll)``.
 
-Error. No number near ``M``, which may be near 1e4, is added to one near 1. With ``u`` half a unit in the last place of
-fp32 (6e-8; 1e-16 for fp64 logits), of logits taken as they are given:
+Error bound. ``M`` may be near 1e4, but no number near ``M`` is added to a number near 1. Let ``u`` be half a unit in
+the last place of fp32 (6e-8; 1e-16 for fp64 logits), and take the logits as exact:
 
-- each term of ``s_r`` is off by a few ``u`` and by ``u |y - m_r|`` of itself, and so is their sum, of positive terms;
-- ``log S`` is off by what ``S`` is off relative to itself, and by ``u log S``; the target's difference by ``u`` of the
-  spread ``M - z``. So ``|error of nll| ≤ c u (1 + nll)`` with a ``c`` of about 10, however large the logits;
-- an option that computes ``y`` rounds it: softcap and temperature add ``2 u max |y|``;
-- the z-loss is off by ``4 u`` of itself, and by ``u`` of its weight times ``M²``;
+- each term of ``s_r`` has a relative error of a few ``u`` plus ``u |y - m_r|``, and so has their sum, because all terms
+  are positive;
+- ``log S`` has the relative error of ``S`` as absolute error, plus ``u log S``; the target's difference has ``u`` times
+  the spread ``M - z``. So ``|error of nll| ≤ c u (1 + nll)`` with ``c`` about 10, for logits of any size;
+- softcap and temperature round ``y``, which adds ``2 u max |y|``;
+- the z-loss has a relative error of ``4 u``, plus an absolute error of ``u`` times its weight times ``M²``;
 - the gradient is rounded to the logits' dtype once.
 
-``kernels`` makes each of the two passes over the logits: one reads them, the other reads them and writes the gradient.
+``kernels`` computes the two passes over the logits: one reads them, the other reads them and writes the gradient.
 
-Losses of preferences: functions of how much likelier two answers have become than a reference model finds them.
+Preference losses are functions of two answers' log-probabilities relative to a reference model.
 """
 
 import math
@@ -65,7 +66,7 @@ from shardwise.nn.loss.vocabulary import (
 
 
 class SplitCrossEntropy(Function):
-    """The two passes over the logits, and what the ranks tell each other in between; see the module."""
+    """The two passes over the logits, and the communication between them; see the module."""
 
     @staticmethod
     def forward(
@@ -81,7 +82,7 @@ class SplitCrossEntropy(Function):
         group: ProcessGroup,
     ) -> Tensor:
         own_ids = ranges[group.rank()]
-        # What is left are padded columns, which take no probability.
+        # The remaining columns are padding, which has no probability.
         flat = flat_rows(logits)[:, : own_ids[1] - own_ids[0]]
         target_local, ignored = columns_of(target, own_ids, ignore_index)
         columns, parts, width = arithmetic_of(group).parts_of_vocabulary(ranges, group=group)
@@ -109,9 +110,9 @@ class SplitCrossEntropy(Function):
         ctx.save_for_backward(logits, target_local, ignored, *numbers, *rest)
         ctx.num_valid, ctx.columns, ctx.size = flat.size(1), columns, size
         ctx.options = options
-        # The compiler decides what lies where.
+        # Under torch.compile the compiler plans memory.
         ctx.inplace = inplace and not torch.compiler.is_compiling()
-        # As no view, to which nobody could write in place.
+        # Not a view, so that callers may modify the loss in place.
         return combined.loss.view(target.shape).detach()
 
     @staticmethod
@@ -162,22 +163,22 @@ def vocab_parallel_cross_entropy(
         target: ``[...]`` global ids, the same on every rank.
         group: the ranks that split the vocabulary.
         vocab_size: true size of the vocabulary.
-        label_smoothing: probability taken from the target and spread over all other ids.
+        label_smoothing: probability taken from the target and spread evenly over all other ids.
         z_loss: weight of the squared logarithm of the softmax's normalizer.
-        softcap: bound of the logits, ``softcap · tanh(x / softcap)``; none if None.
-        temperature: divides the (capped) logits.
-        padded_vocab_size: size that was split, where padding was added; padded columns take no probability.
-        ignore_index: a target that costs nothing and has no gradient.
+        softcap: bound of the logits, ``softcap · tanh(x / softcap)``; no bound if None.
+        temperature: divisor of the (capped) logits.
+        padded_vocab_size: size that was split, if padding was added; padded columns have no probability.
+        ignore_index: target whose loss and gradient are 0.
         reduction: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored.
-        data_parallel_group: average over the tokens of all its ranks: what its ranks return adds up to the mean over
-            the whole batch, and their gradients, summed, are the mean's. One all-reduce of 8 bytes.
-        inplace_: the caller gives up ``logits``: their memory becomes the gradient's (not under torch.compile, which
-            plans memory itself).
-        validate: check that targets are in the vocabulary, on CUDA without waiting for it (``validation.check_ids``);
-            on a CPU, that they are the same on all ranks (which costs nothing where they are), and warn where a mean
-            has no token.
-        check_finite: look for NaN and inf in the logits, for tokens with every logit -inf and, on CUDA too, for targets
-            that are not the same on all ranks.
+        data_parallel_group: group whose tokens a mean counts. The results of its ranks add up to the mean over the
+            whole batch, and so do their gradients. One all-reduce of 8 bytes.
+        inplace_: whether the gradient may overwrite ``logits``, which the caller must not use again (ignored under
+            torch.compile, which plans memory itself).
+        validate: whether to check that targets are in the vocabulary, on CUDA without a synchronization
+            (``validation.check_ids``). On a CPU, also compare the ranks' targets, which needs communication only if
+            they differ, and warn if a mean has no tokens.
+        check_finite: whether to look for NaN and inf in the logits, for tokens whose logits are all -inf and, also on
+            CUDA, for targets that differ between ranks.
 
     Returns:
         ``[...]``, or a scalar if reduced; fp32 (fp64 for fp64 logits), the same on every rank.
@@ -187,7 +188,7 @@ def vocab_parallel_cross_entropy(
         ShardingError: the shapes of logits and target do not match, or the shard does not fit the vocabulary.
         VocabularyError: a target is outside the vocabulary and not ``ignore_index``.
         DesyncError: the ranks have different targets; on every rank.
-        DivergenceError: logits that are NaN, with ``check_finite``.
+        DivergenceError: with ``check_finite``, logits are NaN or inf, or all logits of a token are -inf.
     """
     return cross_entropy_of_ranges(
         vocab_ranges(logits.size(-1), vocab_size, padded_vocab_size, group),
@@ -213,11 +214,11 @@ def cross_entropy_of_ranges(
     check_finite: bool = False,
     function: Callable[..., Tensor] = SplitCrossEntropy.apply,
 ) -> Tensor:
-    """``vocab_parallel_cross_entropy`` from every rank's range of ids where those are known.
+    """Compute ``vocab_parallel_cross_entropy`` from every rank's range of ids.
 
-    If ``ranges`` is None each rank takes all shards to be as large as its own, and the all-gather has one more row, of
-    the ranks' sizes: see ``vocabulary.without_sizes``, which raises a ShardingError on every rank where they differ. In
-    the forward of another autograd function, ``function`` is the forward of ours.
+    If ``ranges`` is None, each rank assumes that all shards have its own size, and the all-gather sends the sizes in
+    one more row; ``vocabulary.without_sizes`` raises ShardingError on every rank if they differ. ``function`` is the
+    implementation; inside another autograd function's forward, pass the forward of ``SplitCrossEntropy``.
     """
     check_target_shape(logits, target)
     sizes_are_known = ranges is not None
@@ -230,9 +231,9 @@ def cross_entropy_of_ranges(
     checks = LossChecks(logits=check_finite, targets=reduction.validate)
     loss = function(logits, target, ranges, options, reduction.ignore_index, inplace_, checks, sizes_are_known, group)
     if not sizes_are_known:
-        # Not earlier: of ranks whose sizes differ, some would take a target for wrong and never reach the all-gather.
+        # Not earlier: with different sizes, some ranks might reject a target and never reach the all-gather.
         reduction.check_targets(target, vocab_size, group=group)
-    # The warning is about the call of the function that called this one.
+    # The warning names the line that called this function's caller.
     return reduction.apply(loss, target, stacklevel=4)
 
 
@@ -249,7 +250,7 @@ def vocab_parallel_log_probs(
     inplace_: bool = False,
     validate: bool = True,
 ) -> Tensor:
-    """Log-probability of each given id, as a policy gradient needs it.
+    """Return the log-probability of each id in ``ids``, for policy gradients, for example.
 
     Layout V -> I: one all-gather of 12 bytes per token and rank (24 for fp64 logits), none in the backward.
 
@@ -258,12 +259,12 @@ def vocab_parallel_log_probs(
         ids: ``[...]`` global ids, the same on every rank.
         group: the ranks that split the vocabulary.
         vocab_size: true size of the vocabulary.
-        softcap: bound of the logits, ``softcap · tanh(x / softcap)``; none if None.
-        temperature: divides the (capped) logits.
-        padded_vocab_size: size that was split, where padding was added; padded columns take no probability.
-        ignore_index: an id whose result is 0, without gradient.
-        inplace_: the caller gives up ``logits``: their memory becomes the gradient's.
-        validate: check that ids are in the vocabulary and, on a CPU, that they are the same on all ranks.
+        softcap: bound of the logits, ``softcap · tanh(x / softcap)``; no bound if None.
+        temperature: divisor of the (capped) logits.
+        padded_vocab_size: size that was split, if padding was added; padded columns have no probability.
+        ignore_index: id whose result and gradient are 0.
+        inplace_: whether the gradient may overwrite ``logits``, which the caller must not use again.
+        validate: whether to check that ids are in the vocabulary and, on a CPU, that they are the same on all ranks.
 
     Returns:
         ``[...]``, fp32 (fp64 for fp64 logits), the same on every rank.
@@ -301,31 +302,31 @@ def preference_loss(
     num_chosen: Tensor | None = None,
     num_rejected: Tensor | None = None,
 ) -> Tensor:
-    """Loss of each pair of answers, without a reward model.
+    """Compute the loss of each pair of answers, without a reward model.
 
-    With ``d = chosen - rejected``, ``sigmoid`` is ``-(1 - e) log σ(beta d) - e log σ(-beta d)``; ``robust`` the same
-    with ``+`` before its second term, over ``1 - 2 e``; ``hinge`` is ``max(0, 1 - beta d)``; and ``ipo`` is
-    ``(d - 1 / (2 beta))²``, where each of the two is the mean over the tokens of its answer.
+    With ``d = chosen - rejected``, ``sigmoid`` is ``-(1 - e) log σ(beta d) - e log σ(-beta d)``. ``robust`` has ``+``
+    before the second term, and is divided by ``1 - 2 e``. ``hinge`` is ``max(0, 1 - beta d)``. ``ipo`` is
+    ``(d - 1 / (2 beta))²``, where ``chosen`` and ``rejected`` are means over the tokens of the answer.
 
     Args:
-        chosen: ``[n]``, log-probability of each better answer by the model, minus that by the reference.
-        rejected: ``[n]``, the same of the other answers.
-        beta: how closely the model is held to the reference.
-        kind: which loss.
-        label_smoothing: ``e``, the probability that a preference is the wrong way round.
-        num_chosen: ``[n]``, tokens of each better answer; for ``ipo``.
-        num_rejected: ``[n]``, tokens of each other answer; for ``ipo``.
+        chosen: ``[n]``, log-probability of each preferred answer under the model, minus that under the reference.
+        rejected: ``[n]``, the same for the other answers.
+        beta: strength of the constraint to the reference model.
+        kind: kind of the loss.
+        label_smoothing: ``e``, probability that a preference is labelled the wrong way round.
+        num_chosen: ``[n]``, number of tokens of each preferred answer; for ``ipo``.
+        num_rejected: ``[n]``, number of tokens of each other answer; for ``ipo``.
 
     Returns:
         ``[n]``.
 
     Raises:
-        ConfigError: an option out of range, an unknown kind, or ``ipo`` without numbers of tokens.
+        ConfigError: an option is out of range, the kind is unknown, or ``ipo`` has no numbers of tokens.
 
     Source: Rafailov et al. 2023 (arXiv:2305.18290), equation 7; robust: Chowdhury et al. 2024 (arXiv:2403.00409);
         hinge: Zhao et al. 2023 (arXiv:2305.10425); ipo: Azar et al. 2023 (arXiv:2310.12036), equation 17.
     """
-    # Each written so that NaN fails.
+    # Each condition is written so that NaN fails it.
     if not 0.0 < beta < math.inf:
         raise ConfigError(f"beta is {beta}; it must be over 0 and finite")
     if not 0.0 <= label_smoothing < 0.5:

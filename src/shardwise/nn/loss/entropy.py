@@ -1,13 +1,13 @@
-"""Entropy of distributions over a split vocabulary, and the Kullback-Leibler divergence between two.
+"""Entropy of distributions over a split vocabulary, and the Kullback-Leibler divergence between two of them.
 
 For the entropy each rank sends ``m_r = max y``, ``s_r = Σ exp(y - m_r)`` and ``u_r = Σ exp(y - m_r) (y - m_r)``. With
 ``M`` the largest ``m_r``, ``b_r = m_r - M``, ``S = Σ s_r exp(b_r)`` and ``U = Σ (u_r + b_r s_r) exp(b_r)``::
 
     H = log S - U / S                ∂H/∂y = -p (y - M - U / S)
 
-For the divergence, of predicted logits ``x`` (distribution ``p``) and the teacher's ``t`` (``q``) each rank sends both
-maxima, both sums of exponentials, and ``c_r = Σ exp(t - m_t,r) ((t - m_t,r) - (x - m_x,r))``. With ``b = m_r - M`` for
-each of the two and ``C = Σ (c_r + (b_t - b_x) s_t,r) exp(b_t)``::
+For the divergence between predicted logits ``x`` (distribution ``p``) and the teacher's ``t`` (``q``), each rank sends
+both maxima, both sums of exponentials, and ``c_r = Σ exp(t - m_t,r) ((t - m_t,r) - (x - m_x,r))``. With ``b = m_r - M``
+for each of the two and ``C = Σ (c_r + (b_t - b_x) s_t,r) exp(b_t)``::
 
     D = C / S_t - log S_t + log S_x        ∂D/∂x = p - q        ∂D/∂t = q (log q - log p - D)
 """
@@ -32,7 +32,7 @@ class _VocabParallelEntropy(Function):
         flat = flat_rows(logits)[:, :num_valid]
         every = gather_statistics(_statistics(flat, options), group)
         maximum = every[..., 0].amax(dim=0)
-        # An empty or wholly forbidden shard has no maximum, and 0 in both sums.
+        # An empty shard, or one with only -inf, has no finite maximum, and its sums are 0.
         below = (every[..., 0] - maximum).nan_to_num(neginf=0.0)
         share = below.exp()
         sum_exp = (share * every[..., 1]).sum(dim=0)
@@ -54,14 +54,14 @@ class _VocabParallelEntropy(Function):
             shifted = y - finite(maximum[rows]).unsqueeze(1)
             exponentials = shifted.exp()
             gradient = exponentials * (mean[rows].unsqueeze(1) - shifted) * scale[rows].unsqueeze(1)
-            # An id of probability 0 adds nothing to the gradient, however small the logarithm.
+            # The gradient of an id of probability 0 is 0, even if its logarithm is -inf.
             gradient = torch.where(exponentials == 0, 0.0, gradient)
             result[rows, : ctx.num_valid] = (gradient if slope is None else gradient * slope).to(result.dtype)
         return result.view(logits.shape), None, None, None
 
 
 def _statistics(flat: Tensor, options: LossOptions) -> Tensor:
-    """``[n, 3]``: maximum, sum of exponentials, and their sum weighted by the differences to the maximum."""
+    """Return ``[n, 3]``: maximum, sum of exponentials, and their sum weighted by the differences from the maximum."""
     statistics = torch.zeros(flat.size(0), 3, dtype=compute_dtype(flat.dtype), device=flat.device)
     if flat.size(1) == 0:
         statistics[:, 0] = -torch.inf
@@ -87,7 +87,7 @@ def vocab_parallel_entropy(
     temperature: float = 1.0,
     padded_vocab_size: int | None = None,
 ) -> Tensor:
-    """Entropy, in nats, of each token's distribution, ``-Σ p log p``.
+    """Compute the entropy ``-Σ p log p`` of each token's distribution, in nats.
 
     Layout V -> I: one all-gather of 12 bytes per token and rank (24 for fp64 logits), none in the backward.
 
@@ -116,7 +116,7 @@ class _VocabParallelKLDiv(Function):
         flat, flat_teacher = (flat_rows(x)[:, :num_valid] for x in (logits, teacher))
         every = gather_statistics(_kl_statistics(flat, flat_teacher, options), group)
         maximum, of_teacher = every[..., 0].amax(dim=0), every[..., 1].amax(dim=0)
-        # An empty or wholly forbidden shard has no maximum, and 0 in its sums.
+        # An empty shard, or one with only -inf, has no finite maximum, and its sums are 0.
         below = (every[..., 0] - maximum).nan_to_num(neginf=0.0)
         teacher_below = (every[..., 1] - of_teacher).nan_to_num(neginf=0.0)
         sum_exp = (below.exp() * every[..., 2]).sum(dim=0)
@@ -128,7 +128,7 @@ class _VocabParallelKLDiv(Function):
         ctx.save_for_backward(logits, teacher, maximum, of_teacher, sum_exp, teacher_sum, offset, divergence)
         ctx.num_valid = num_valid
         ctx.options = options
-        # The result may be written to in place, and this is kept.
+        # The caller may modify the result in place, and the divergence is saved for the backward.
         return divergence.view(logits.shape[:-1]).clone()
 
     @staticmethod
@@ -168,7 +168,7 @@ class _VocabParallelKLDiv(Function):
 
 
 def _kl_statistics(flat: Tensor, teacher: Tensor, options: LossOptions) -> Tensor:
-    """``[n, 5]``: both maxima, both sums of exponentials, the teacher's first last, and the mixed sum."""
+    """Return ``[n, 5]``: both maxima, both sums of exponentials (the teacher's second), and the mixed sum."""
     dtype = torch.promote_types(compute_dtype(flat.dtype), compute_dtype(teacher.dtype))
     statistics = torch.zeros(flat.size(0), 5, dtype=dtype, device=flat.device)
     if flat.size(1) == 0:
@@ -185,7 +185,7 @@ def _kl_statistics(flat: Tensor, teacher: Tensor, options: LossOptions) -> Tenso
         out[:, 1] = of_teacher
         out[:, 2] = y.exp().sum(dim=1)
         out[:, 3] = q.sum(dim=1)
-        # An id that the teacher forbids costs nothing, predicted or not.
+        # An id that the teacher forbids adds nothing, even if it is predicted.
         out[:, 4] = torch.where(q == 0, 0.0, q * (z - y)).sum(dim=1)
     return statistics
 
@@ -200,22 +200,22 @@ def vocab_parallel_kl_div(
     temperature: float = 1.0,
     padded_vocab_size: int | None = None,
 ) -> Tensor:
-    """Divergence ``Σ q (log q - log p)`` of each token's prediction ``p`` from the teacher's ``q``.
+    """Compute the divergence ``Σ q (log q - log p)`` of each token's prediction ``p`` from the teacher's ``q``.
 
     Layout V -> I: one all-gather of 20 bytes per token and rank (40 if either is fp64), none in the backward. Both
-    arguments have gradients; exchange them for the divergence in the other direction.
+    arguments get gradients. Swap them for the divergence in the other direction.
 
     Args:
         logits, teacher_logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified. -inf forbids an id.
         group, vocab_size, padded_vocab_size: as in ``vocab_parallel_entropy``.
-        softcap, temperature: the same, of both logits.
+        softcap, temperature: as in ``vocab_parallel_entropy``, for both logits.
 
     Returns:
         ``[...]``, fp32 (fp64 if either is fp64), the same on every rank; infinite where the teacher gives probability
-        to an id that is forbidden.
+        to an id that ``logits`` forbid.
 
     Raises:
-        ConfigError: an option out of range.
+        ConfigError: an option is out of range.
         ShardingError: the two shapes differ, or the shard does not fit the vocabulary.
     """
     if logits.shape != teacher_logits.shape:

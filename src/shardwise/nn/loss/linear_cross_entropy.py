@@ -1,34 +1,33 @@
-"""Output layer and cross entropy in one, over a split vocabulary: the logits of all ranks never exist.
+"""Output layer and cross entropy in one function, over a split vocabulary. The logits of all ranks never exist.
 
-Two plans compute the same, with different memory:
+Two plans compute the same result with different memory:
 
-- ``local_logits``: this rank's logits are kept, and their memory becomes the gradient's. Three matrix products.
-- ``chunked``: a slice of the vocabulary at a time. Four matrix products, and little more memory than the gradients and
-  one slice of logits. Without a gradient of the weight it takes two products, as the other plan would, and without any
-  gradient one.
+- ``local_logits`` keeps this rank's logits, and the gradient reuses their memory. Three matrix products.
+- ``chunked`` computes one slice of the vocabulary at a time. Four matrix products, and little more memory than the
+  gradients and one slice of logits. Without a weight gradient either plan takes two products, and without any gradient
+  one.
 
-Communication, in addition to that of hidden states (an all-reduce of their gradient; with sequence parallelism their
-all-gather, and a reduce-scatter of their gradient): one all-gather of 12 bytes per token and rank, 16 with label
-smoothing, twice that for fp64. It is in flight while the hidden gradient is computed from this rank's softmax alone:
-the softmax over the whole vocabulary is that one times a number per token, which is multiplied in afterwards
-(``linear_head`` has the formulas). Where no hidden gradient is wanted there is nothing to hide it behind.
+Communication: one all-gather of 12 bytes per token and rank, 16 with label smoothing, twice that for fp64. The gradient
+of the hidden states needs an all-reduce; with sequence parallelism they need an all-gather, and their gradient a
+reduce-scatter. The all-gather of the loss overlaps with the computation of the hidden gradient from this rank's softmax
+alone. The softmax over the whole vocabulary is that softmax times one number per token, which is multiplied in
+afterwards (``linear_head`` has the formulas). Without a hidden gradient the all-gather overlaps with nothing.
 
-Gradients are exact for every incoming gradient, one number per token: the hidden gradient is computed in the forward up
-to that factor, the weight gradient in the backward.
+Gradients are exact for every incoming gradient, one number per token. The forward computes the hidden gradient up to
+that factor, and the backward the weight gradient.
 
-Error, in addition to that of ``cross_entropy``: logits and their exponentials are rounded to the weight's dtype, as are
-both gradients; the hidden gradient three times. With bf16 that is 2^-9 relative each.
+Error, in addition to that of ``cross_entropy``: logits, their exponentials and both gradients are rounded to the
+weight's dtype, the hidden gradient three times. With bf16 each rounding is 2^-9 relative.
 
-The chunked forward, slice by slice: the logits, their statistics, and the product of their exponentials with the
+The chunked forward computes for each slice the logits, their statistics, and the product of their exponentials with the
 weight, summed under a running maximum as in online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867). The
-statistics travel while the last slice's product is computed; then the hidden gradient is done but for the incoming
+statistics are gathered while the last slice's product is computed. The hidden gradient then lacks only the incoming
 factor of each token.
 
-Its backward, while the hidden gradient's reduction is in flight: the logits of each slice again, their gradient in
-their own memory, and the slice's rows of the weight gradient, each written once. (Slices of tokens would add to the
-whole weight gradient each time, in fp32 if nothing is to be lost: a second tensor of its size.)
-
-Without a weight gradient the backward computes nothing at all, and there are two products.
+The chunked backward overlaps with the reduction of the hidden gradient. It computes for each slice the logits again,
+their gradient in the same memory, and the slice's rows of the weight gradient, each written once. (Slices of tokens
+would add to the whole weight gradient each time, and accumulation in fp32 would need a second tensor of its size.)
+Without a weight gradient the backward computes no product.
 """
 
 from collections.abc import Sequence
@@ -93,7 +92,7 @@ class ChunkedLoss(Function):
                 maximum = own[:, 0]
                 ones, zeros = torch.ones_like(maximum), torch.zeros_like(maximum)
                 if smooth and capped:
-                    # The term that every column loses has the column's slope.
+                    # The smoothing term of each column is multiplied by the column's slope.
                     slopes, nowhere = torch.empty_like(logits), torch.full_like(local, -1)
                     kernels.gradient_(slopes, logits, nowhere, maximum, zeros, zeros, -ones, **head.options.of_kernels)
                     sums = _plus_product(sums, slopes, weight[start:stop])
@@ -102,7 +101,7 @@ class ChunkedLoss(Function):
                 if before is not None and product is not None:
                     product.mul_((before[:, 0] - finite(maximum)).exp().unsqueeze(1))
                 product = _plus_product(product, logits, weight[start:stop])
-            # Frees this slice's logits before the next slice's are made.
+            # Free this slice's logits before the next slice's are allocated.
             del logits
         assert own is not None
         assert gather is not None
@@ -138,7 +137,7 @@ class ChunkedLoss(Function):
         if needs_hidden:
             pending = head.start_reduction(times_rows(grad_hidden, grad_output))
         if saved:
-            # The hidden gradient's reduction is in flight meanwhile.
+            # This overlaps with the reduction of the hidden gradient.
             grad_weight, grad_bias = _weight_gradients(ctx, grad_output, saved)
         if needs_hidden:
             assert pending is not None
@@ -176,7 +175,7 @@ def _weight_gradients(ctx: Any, grad_output: Tensor, saved: list[Any]) -> tuple[
 
 
 def merged_statistics(before: Tensor, later: Tensor, num_before: int, num_later: int) -> Tensor:
-    """The statistics of the ``num_before`` columns of ``before`` and the ``num_later`` of ``later`` together."""
+    """Merge the statistics of ``num_before`` columns and of ``num_later`` further columns."""
     maximum = torch.maximum(before[:, 0], later[:, 0])
     base = finite(maximum)
     down_before, down_later = before[:, 0] - base, later[:, 0] - base
@@ -191,7 +190,7 @@ def merged_statistics(before: Tensor, later: Tensor, num_before: int, num_later:
 
 
 def _slices(hidden: Tensor, num_columns: int, max_bytes: int) -> tuple[Interval, ...]:
-    """The intervals of columns that are computed one after the other, of about equal size."""
+    """Split the columns into intervals of about equal size, which are computed one after the other."""
     of_device = _SLICE_BYTES.get(hidden.device.type, _SLICE_BYTES["cuda"])
     column_bytes = max(hidden.size(0) * hidden.element_size(), 1)
     columns = max(min(max_bytes, of_device) // column_bytes, _MIN_COLUMNS)
@@ -205,7 +204,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, sto
 
 
 def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """``total + left @ right``, in fp32 (fp64 for fp64 factors)."""
+    """Return ``total + left @ right``, in fp32 (fp64 for fp64 factors); may overwrite ``total``."""
     dtype = compute_dtype(left.dtype)
     if total is None:
         total = left.new_zeros(left.size(0), right.size(1), dtype=dtype)
@@ -213,7 +212,7 @@ def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
         return total.addmm_(left, right)
     if left.is_cuda:
         return torch.addmm(total, left, right, out_dtype=dtype, out=total)
-    # On a CPU each slice's product is rounded before it is added: narrow products are several times as fast there.
+    # A CPU rounds each slice's product before it is added, because narrow products are several times as fast.
     return total.add_(left.mm(right))
 
 
@@ -246,10 +245,10 @@ def vocab_parallel_linear_cross_entropy(
     validate: bool = True,
     check_finite: bool = False,
 ) -> Tensor:
-    """Cross entropy of ``hidden @ weight.T + bias`` of each token, without the logits of all ranks.
+    """Compute the cross entropy of each token from logits ``hidden @ weight.T + bias``, without all ranks' logits.
 
     Layout I -> I for ``hidden`` (V -> I with sequence parallelism), V for ``weight`` and ``bias``. Works under
-    ``torch.compile(fullgraph=True)``, but for ``gradient_accumulation_fusion``.
+    ``torch.compile(fullgraph=True)``, except with ``gradient_accumulation_fusion``.
 
     Args:
         hidden: ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism, by the balanced rule), or any shape
@@ -257,27 +256,27 @@ def vocab_parallel_linear_cross_entropy(
         weight: ``[v/t, h]``, this rank's part of the output weight, or of the embedding that is tied to it.
         target: ``[s, b]``, or ``[...]``: global ids of all tokens, the same on every rank.
         bias: ``[v/t]`` or None.
-        group: the ranks that split the vocabulary, and with sequence parallelism the sequence.
+        group: the ranks that split the vocabulary and, with sequence parallelism, the sequence.
         vocab_size: true size of the vocabulary.
-        label_smoothing: as in ``vocab_parallel_cross_entropy``, and so are all options up to the plan that are not
-            explained here.
-        sequence_parallel: ``hidden`` is this rank's shard along the first dimension.
-        gradient_accumulation_fusion: add the weight gradient to ``weight.main_grad`` instead of returning it.
-        plan: ``"local_logits"``, ``"chunked"``, or ``"auto"``: the former if a weight gradient is wanted and the
+        sequence_parallel: whether ``hidden`` is this rank's shard along the first dimension.
+        gradient_accumulation_fusion: whether to add the weight gradient to ``weight.main_grad`` instead of returning
+            it.
+        plan: ``"local_logits"``, ``"chunked"``, or ``"auto"``: the former if a weight gradient is needed and the
             logits fit ``memory_budget``.
-        memory_budget: bytes that this rank's logits may take. ``"chunked"`` makes its slices of it, but none wider
-            than are efficient (8 MiB on a CPU, 64 MiB elsewhere), nor narrower than 256 columns.
-        validate, check_finite: as in ``vocab_parallel_cross_entropy``.
+        memory_budget: maximum bytes of this rank's logits. The slices of ``"chunked"`` stay within it and within an
+            efficient size (8 MiB on a CPU, 64 MiB elsewhere), but have at least 256 columns.
+        label_smoothing and all other options: as in ``vocab_parallel_cross_entropy``.
 
     Returns:
         ``[s, b]``, or a scalar if reduced; fp32 (fp64 for fp64 hidden states), the same on every rank.
 
     Raises:
-        ConfigError: an option out of range, tensors of different dtypes; in the backward, a missing ``main_grad``.
-        ShardingError: shapes that do not match, or a shard that does not fit the vocabulary or the sequence.
+        ConfigError: an option is out of range, or tensors have different dtypes; in the backward, ``main_grad`` is
+            missing.
+        ShardingError: shapes do not match, or the shard does not fit the vocabulary or the sequence.
         VocabularyError: a target is outside the vocabulary and not ``ignore_index``.
         DesyncError: the ranks have different targets; on every rank.
-        DivergenceError: logits that are NaN, with ``check_finite``.
+        DivergenceError: with ``check_finite``, logits are NaN or inf, or all logits of a token are -inf.
     """
     arithmetic_of(group).refuse(
         "exact: output layer and loss in one have no sum over parts; call the output layer and "
@@ -345,6 +344,6 @@ def _check_shapes(
 
 
 def _tokens_of_ranks(target: Tensor, group: ProcessGroup) -> Sequence[int] | None:
-    """How many tokens each rank holds with sequence parallelism; None if all hold as many."""
+    """Return each rank's number of tokens with sequence parallelism; None if all ranks hold the same number."""
     sizes = uneven_sizes(target.size(0), group.size())
     return None if sizes is None else [size * target.shape[1:].numel() for size in sizes]

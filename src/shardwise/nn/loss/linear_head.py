@@ -1,18 +1,20 @@
 """The linear loss that keeps this rank's logits, with three matrix products, and the parts that both plans share.
 
-The logits' memory becomes that of their exponentials ``E = exp(y - m_r)`` in one pass, before the other ranks are
-known. The softmax over the whole vocabulary is then ``ρ E`` with one ``ρ = exp(m_r - M) / S`` for each token, so
-that both gradients are products with ``E`` and numbers per token:
+One pass overwrites the logits with their exponentials ``E = exp(y - m_r)``, before the other ranks' statistics arrive.
+The softmax over the whole vocabulary is then ``ρ E`` with one ``ρ = exp(m_r - M) / S`` for each token, so that both
+gradients are products with ``E`` and numbers per token:
 
-- hidden: ``ρ (E W) + a W[target]``, the product computed while the statistics travel;
-- weight: ``Eᵀ (g ρ hidden)`` for any incoming gradient ``g``, with ``a / ρ`` in the target's place.
+- hidden: ``ρ (E W) + a W[target]``, where the product overlaps with the gather of the statistics;
+- weight: ``Eᵀ (g ρ hidden)`` for any incoming gradient ``g``, with ``a / ρ`` in the target's column of ``E``.
 
-``a`` is the gradient in the target's column, known to all its digits only once the loss is. Where ``ρ`` is so small
-that ``a / ρ`` might overflow, a floor takes its place: the rest of such a row is below the rounding of the result.
+``a`` is the gradient in the target's column, which is known to full precision only with the loss. If ``ρ`` is so small
+that ``a / ρ`` might overflow, a floor replaces ``ρ``: the other columns of such a row are below the rounding of the
+result.
 
-With a softcap ``E`` is multiplied by its slope. Label smoothing takes ``rest`` from every column: without a softcap
-that is the same for all columns, and a sum of the weight's rows, or of the hidden states, does it. With both, and in
-fp16, which has no room for ``a / ρ``, the statistics are waited for and the gradient proper takes the logits' place.
+With a softcap ``E`` is multiplied by its slope. Label smoothing subtracts ``rest`` from every column. Without a softcap
+``rest`` is the same for all columns, so a sum of the weight's rows, or of the hidden states, is enough. With both, and
+in fp16, which cannot represent ``a / ρ``, the loss waits for the statistics and then overwrites the logits with their
+complete gradient.
 """
 
 from collections.abc import Sequence
@@ -48,8 +50,9 @@ class Head:
 
     Attributes:
         ranges: every rank's ids.
-        sequence_parallel, sizes: hidden states are a shard of the tokens; each rank's number of them, None if equal.
-        main_grad_weight: the parameter whose ``main_grad`` the weight gradient is added to; None to return it.
+        sequence_parallel: whether hidden states are a shard of the tokens.
+        sizes: each rank's number of tokens with sequence parallelism; None if equal.
+        main_grad_weight: parameter whose ``main_grad`` receives the weight gradient; None to return the gradient.
         group: the ranks that split the vocabulary.
     """
 
@@ -68,24 +71,24 @@ class Head:
 
     @property
     def num_valid(self) -> int:
-        """How many of this rank's columns are no padding."""
+        """Number of this rank's columns without padding."""
         start, stop = self.own_ids
         return stop - start
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """The hidden states of all tokens, ``[n, h]``."""
+        """Return the hidden states of all tokens, ``[n, h]``."""
         if not self.sequence_parallel:
             return hidden
         return all_gather(hidden, group=self.group, dim=0, sizes=self.sizes)
 
     def start_reduction(self, grad_hidden: Tensor) -> Pending:
-        """Start to sum the hidden gradient over the ranks; each gets the part of its hidden states."""
+        """Start the sum of the hidden gradient over the ranks; each rank gets the part of its hidden states."""
         if self.sequence_parallel:
             return reduce_scatter_async(grad_hidden, group=self.group, dim=0, sizes=self.sizes)
         return all_reduce_async(grad_hidden, group=self.group, may_overwrite=True)
 
     def start_gather(self, own: Tensor, ignored: Tensor) -> Pending:
-        """Start to bring every rank's statistics here: the one collective of the loss. ``own`` is marked in place."""
+        """Start the gather of all ranks' statistics, the loss's one collective; marks ignored tokens in ``own``."""
         self.checks.mark_ignored_(own, ignored, self.group)
         return all_gather_async(own.unsqueeze(0), group=self.group, dim=0)
 
@@ -98,9 +101,9 @@ class Head:
         weight: Tensor,
         bias: Tensor | None,
     ) -> Combined:
-        """The loss and what its gradient needs, from every rank's statistics."""
+        """Compute the loss and the numbers of its gradient from every rank's statistics."""
 
-        # The logits are gone.
+        # Recomputed, because the logits were overwritten or freed.
         def row_of(token: int) -> Tensor:
             return F.linear(hidden[token], weight, bias)[: self.num_valid]
 
@@ -108,7 +111,7 @@ class Head:
         return combine(every, self.ranges, ignored, self.options)
 
     def target_slope(self, own: Tensor) -> Tensor:
-        """``dy/dx`` at the target's logit, from this rank's statistics; any number where it has no target."""
+        """Return ``dy/dx`` at the target's logit, from this rank's statistics; arbitrary if it has no target."""
         slope = torch.ones_like(own[:, 0])
         if self.options.softcap is not None:
             capped = (own[:, 2] + own[:, 0]) * (self.options.temperature / self.options.softcap)
@@ -117,7 +120,7 @@ class Head:
 
 
 def times_rows(matrix: Tensor, factor: Tensor) -> Tensor:
-    """``matrix · factor`` with one factor for each row, multiplied in the factor's dtype and rounded once."""
+    """Multiply each row of ``matrix`` by its factor, in the factor's dtype, and round once."""
     result = torch.empty_like(matrix)
     for rows in row_blocks(matrix):
         result[rows] = matrix[rows] * factor[rows].unsqueeze(1)
@@ -125,7 +128,7 @@ def times_rows(matrix: Tensor, factor: Tensor) -> Tensor:
 
 
 def sum_of_rows(matrix: Tensor, factor: Tensor) -> Tensor:
-    """``Σ matrix[n] · factor[n]`` over the rows, in the factor's dtype."""
+    """Return ``Σ matrix[n] · factor[n]`` over the rows, in the factor's dtype."""
     total = factor.new_zeros(matrix.size(1))
     for rows in row_blocks(matrix):
         total = total + (matrix[rows] * factor[rows].unsqueeze(1)).sum(dim=0)
@@ -141,11 +144,12 @@ def finished_hidden_gradient(
     rest: Tensor | None,
     sum_of_weight: Tensor | None,
 ) -> Tensor:
-    """The hidden gradient from the product that was computed before the whole softmax was known.
+    """Compute the hidden gradient from a product that was computed before the whole softmax was known.
 
-    ``factor · product + at_target · weight[target] - rest · sum_of_weight``, in the weight's dtype. ``product``, ``[n,
-    h]``, is the exponentials times the weight ``[v, h]``; ``target_local`` has columns, -1 for others' targets;
-    ``factor``, ``at_target`` and ``rest`` have a number per token; ``sum_of_weight`` is ``[h]`` or ``[n, h]``.
+    Returns ``factor · product + at_target · weight[target] - rest · sum_of_weight``, in the weight's dtype.
+    ``product``, ``[n, h]``, is the exponentials times the weight ``[v, h]``. ``target_local`` has columns, -1 for
+    targets on other ranks. ``factor``, ``at_target`` and ``rest`` have one number per token. ``sum_of_weight`` is
+    ``[h]`` or ``[n, h]``.
     """
     result = product if product.dtype == weight.dtype else torch.empty_like(product, dtype=weight.dtype)
     columns = target_local.clamp(min=0)
@@ -160,7 +164,7 @@ def finished_hidden_gradient(
     return result
 
 
-# The error of all of a row's exponentials together, as a share of a gradient of 1; each well under one rounding.
+# Bound of the error in the sum of a row's exponentials, relative to a gradient of 1; well under one rounding.
 _FLOOR = {torch.float64: 2.0**-60, torch.float32: 2.0**-30, torch.bfloat16: 2.0**-16}
 
 
@@ -181,7 +185,7 @@ class LocalLogitsLoss(Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         hidden = head.gathered(hidden)
         logits = products.linear_in_aligned_rows(hidden, weight, bias)
-        # The others are padded columns, which take no probability, and whose weights may hold anything.
+        # The other columns are padding, which has no probability. Their weights are arbitrary.
         valid, valid_weight, options = logits[:, : head.num_valid], weight[: head.num_valid], head.options
         if head.num_valid < logits.size(1):
             logits[:, head.num_valid :] = 0.0
@@ -213,7 +217,7 @@ class LocalLogitsLoss(Function):
                 factor = torch.where(owned & (factor.abs() < floor), floor, factor)
                 place = torch.arange(logits.size(0), device=logits.device), target_local.clamp(min=0)
                 replacement = torch.where(owned, (at_target / factor).to(logits.dtype), valid[place])
-                # Not scatter_, which copies the whole matrix on a CPU.
+                # Not scatter_, because on a CPU it copies the whole matrix.
                 valid.index_put_(place, replacement)
         else:
             kernels.gradient_(valid, valid, target_local, own[:, 0], factor, at_target, rest, **head.options.of_kernels)
@@ -236,7 +240,7 @@ class LocalLogitsLoss(Function):
         if needs_hidden:
             pending = head.start_reduction(times_rows(product, grad_output))
 
-        # The hidden gradient's reduction is in flight meanwhile.
+        # The following overlaps with the reduction of the hidden gradient.
         factor = grad_output * factor
         rest = None if rest is None else grad_output * rest
         if needs_weight:

@@ -1,6 +1,6 @@
-"""Options of every form of the loss: how logits enter it, which tokens count, how losses are reduced, what is checked.
+"""Options of every form of the loss: its terms, the reduction over tokens, and checks.
 
-Checks of logits and targets read the statistics that the ranks exchange anyway, so that all ranks raise alike.
+Checks of logits and targets read the statistics that the ranks exchange anyway, so all ranks raise the same error.
 """
 
 import math
@@ -28,10 +28,10 @@ class LossOptions:
         label_smoothing: probability taken from the target and spread evenly over all other ids.
         z_loss: weight of ``logsumexp(y)²``, which keeps logits from drifting (Chowdhery et al. 2022).
         softcap: bound of the logits' magnitude (Gemma 2); no bound if None.
-        temperature: divides the logits.
+        temperature: divisor of the logits.
 
     Raises:
-        ConfigError: an option out of range.
+        ConfigError: an option is out of range.
     """
 
     label_smoothing: float = 0.0
@@ -40,7 +40,7 @@ class LossOptions:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        # Each written so that NaN fails.
+        # Each condition is written so that NaN fails it.
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ConfigError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and under 1")
         if not 0.0 <= self.z_loss < math.inf:
@@ -52,11 +52,11 @@ class LossOptions:
 
     @property
     def of_kernels(self) -> dict[str, Any]:
-        """Options that change the logits, as the kernels take them."""
+        """Options that change the logits, as keyword arguments of the kernels."""
         return {"softcap": self.softcap, "temperature": self.temperature}
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ConfigError if label smoothing has no second id."""
+        """Raise ConfigError if there is label smoothing, but the vocabulary has no second id."""
         if self.label_smoothing > 0 and vocab_size < 2:
             raise ConfigError(
                 f"label_smoothing is {self.label_smoothing} over {vocab_size} ids; it needs at least 2 ids"
@@ -72,14 +72,14 @@ class Reduction:
 
     Attributes:
         kind: ``"none"``, ``"sum"``, or ``"mean"`` over the tokens that are not ignored.
-        ignore_index: a target that costs nothing and is not counted.
-        data_parallel_group: count the tokens of all its ranks, which costs one all-reduce of 8 bytes for a mean. The
-            results of its ranks then add up to the mean over the whole batch, and so do their gradients.
-        validate: check that targets are in the vocabulary (as ``check_ids`` does) and, on a CPU, that they are the same
-            on all ranks (``LossChecks``), and warn where there is no token to average over; the mean is 0 then.
+        ignore_index: target whose loss is 0 and whose token is not counted.
+        data_parallel_group: group whose tokens a mean counts, with one all-reduce of 8 bytes. The results of its ranks
+            add up to the mean over the whole batch, and so do their gradients.
+        validate: whether to check that targets are in the vocabulary (``check_ids``) and, on a CPU, that they are the
+            same on all ranks (``LossChecks``), and to warn if a mean has no tokens and is 0.
 
     Raises:
-        ConfigError: ``kind`` is none of these.
+        ConfigError: ``kind`` is unknown.
     """
 
     kind: str
@@ -92,12 +92,12 @@ class Reduction:
             raise ConfigError(f"reduction is {self.kind!r}; choose one of {', '.join(REDUCTIONS)}")
 
     def check_targets(self, target: Tensor, vocab_size: int, *, group: ProcessGroup) -> None:
-        """Raise VocabularyError for a target outside the vocabulary that is not ignored, if ``validate``."""
+        """With ``validate``, raise VocabularyError for a target outside the vocabulary that is not ignored."""
         if self.validate:
             check_ids_alike(target, vocab_size, what="target", group=group, ignore_index=self.ignore_index)
 
     def apply(self, loss: Tensor, target: Tensor, *, stacklevel: int) -> Tensor:
-        """Reduce the loss of each token, which is 0 where its target is ignored; ``stacklevel`` is of the warning."""
+        """Reduce the loss of each token, which is 0 for ignored targets; ``stacklevel`` is for the warning."""
         if self.kind == "none":
             return loss
         if self.kind == "sum":
@@ -105,7 +105,7 @@ class Reduction:
         count = (target != self.ignore_index).sum().to(torch.float64)
         if self.data_parallel_group is not None:
             count = all_reduce(count, group=self.data_parallel_group)
-        # On a GPU the host would wait for the answer.
+        # On a GPU this would synchronize.
         if self.validate and count.is_cpu and validation_applies() and count.item() == 0:
             warnings.warn(
                 f"all {target.numel()} targets are {self.ignore_index}, which is ignored: the mean loss is 0 and so is "
@@ -117,22 +117,22 @@ class Reduction:
 
 @dataclass(frozen=True)
 class LossChecks:
-    """Checks of logits and targets, decided from the ranks' gathered statistics, which are the same on every rank.
+    """Checks of logits and targets that read the ranks' gathered statistics, which are the same on every rank.
 
-    Another collective is made only if they show an error.
+    Another collective runs only after an error.
 
     Attributes:
-        logits: look for NaN and inf in the logits, and compare the targets. The host waits for a GPU.
-        targets: on a CPU, compare the targets.
+        logits: whether to look for NaN and inf in the logits and compare the targets. Synchronizes with a GPU.
+        targets: whether to compare the targets on a CPU.
     """
 
     logits: bool
     targets: bool
 
     def mark_ignored_(self, own: Tensor, ignored: Tensor, group: ProcessGroup) -> None:
-        """Mark the tokens ``[n]`` that this rank ignores in its ``row_statistics`` ``[n, k]``, if targets are compared.
+        """If targets are compared, mark the ignored tokens ``[n]`` in this rank's ``row_statistics`` ``[n, k]``.
 
-        +inf replaces the target's logit there; loss and gradient are 0 anyway.
+        The mark is +inf instead of the target's logit. Loss and gradient of these tokens are 0 anyway.
         """
         if self._compares_targets(own, group):
             own[:, 2].masked_fill_(ignored, torch.inf)
@@ -146,19 +146,20 @@ class LossChecks:
         interval: Interval,
         group: ProcessGroup,
     ) -> None:
-        """Raise the same error on every rank if there is one. Does nothing where ``validation_applies`` is False.
+        """Raise the same error on every rank if a check fails. No-op if ``validation_applies`` is False.
 
         Args:
             every: ``[t, n, k]``, all ranks' ``row_statistics``, or ``[t p, n, k]`` of their parts; marked.
-            row_of: this rank's logits ``[v]`` of a token; called only after an error.
-            target, ignored: this rank's targets, whose shape is that of positions in messages; those that do not count.
+            row_of: function that returns this rank's logits ``[v]`` of a token; called only after an error.
+            target: this rank's targets; messages give positions in their shape.
+            ignored: ``[n]``, True for ignored targets.
             interval: this rank's ids.
             group: the ranks that split the vocabulary.
 
         Raises:
             DesyncError: the ranks have different targets.
-            DivergenceError: with ``logits``, a logit of a token that counts is NaN or inf, or all of its are -inf (one
-                -inf is a forbidden id).
+            DivergenceError: with ``logits``, a token that is not ignored has a NaN or inf logit, or only -inf logits
+                (a single -inf is a forbidden id).
         """
         compares = self._compares_targets(every, group)
         if not (self.logits or compares) or not validation_applies() or every.numel() == 0:
@@ -176,7 +177,7 @@ class LossChecks:
         wrong = (maximum.isnan() | sum_exp.isnan() | (maximum == torch.inf)) & ~ignored
         forbidden = (maximum == -torch.inf).all(dim=0) & ~ignored
         not_finite = wrong.any() | forbidden.any()
-        # The one look at a GPU, unless something is wrong.
+        # The only synchronization with a GPU, unless there is an error.
         if not (disputed | not_finite):
             return
         if disputed:
@@ -191,9 +192,9 @@ class LossChecks:
 
 
 def _disputed(at_target: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens whose marked statistics ``[t, n]`` of the target contradict each other, and tokens that all ranks ignore.
+    """Return the tokens on which the ranks' marked statistics ``[t, n]`` disagree, and the tokens that all ignore.
 
-    A token fits if all ranks ignore it, or if one rank has its target and none ignores it.
+    The ranks agree on a token if all ignore it, or if one rank has its target and none ignores it.
     """
     ignores = at_target == torch.inf
     ignored = ignores.all(dim=0)
@@ -202,7 +203,7 @@ def _disputed(at_target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_same_targets(target: Tensor, group: ProcessGroup) -> None:
-    """Raise DesyncError on every rank unless all have the same targets. Collective, and the host waits for a GPU."""
+    """Raise DesyncError on every rank unless all have the same targets. Collective, and synchronizes with a GPU."""
     every = all_gather(target.reshape(1, -1).long(), group=group, dim=0)
     differs = every != every[0]
     if not differs.any():
@@ -225,7 +226,7 @@ def _raise_not_finite(
     interval: Interval,
     group: ProcessGroup,
 ) -> None:
-    """Name the first token that is ``wrong``, ``[t p, n]``, or ``forbidden``, ``[n]``; one collective for the id."""
+    """Raise for the first token that is ``wrong``, ``[t p, n]``, or ``forbidden``, ``[n]``; one collective if wrong."""
     if wrong.any():
         token = int(wrong.any(dim=0).nonzero()[0])
         rank = int(wrong[:, token].nonzero()[0]) * group.size() // wrong.size(0)

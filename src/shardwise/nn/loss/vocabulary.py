@@ -1,11 +1,11 @@
 """A split vocabulary: the ids of each rank, the loss from all ranks' statistics, and the largest logits.
 
-A caller may give no size of the vocabulary. Then each rank takes every other's shard to be as large as its own, which
-is wrong where the vocabulary does not divide by the ranks, or is split in another way. So each rank's size travels with
-its statistics, as one more row, and ranks whose sizes differ raise before there is a loss.
+A caller may omit the size of the vocabulary. Each rank then assumes that all shards have its own size, which is wrong
+if the ranks do not divide the vocabulary, or split it in another way. So each rank sends its size with its statistics,
+as one more row, and all ranks raise before the loss is computed if the sizes differ.
 
-For the largest logits every rank sends its largest with their ids, fp32 with int32 and fp64 with int64, and picks from
-all. ``cross_entropy`` has the formula of the loss.
+For the largest logits every rank sends its largest logits with their ids, fp32 with int32 and fp64 with int64, and
+selects from all of them. ``cross_entropy`` has the formula of the loss.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ IGNORE_INDEX = -100
 def vocab_ranges(
     local_size: int, vocab_size: int, padded_vocab_size: int | None, group: ProcessGroup
 ) -> list[Interval]:
-    """Every rank's range of true vocabulary ids, ``(start, stop)``, in rank order.
+    """Return every rank's range of true vocabulary ids, ``(start, stop)``, in rank order.
 
-    ``local_size`` is the number of logits per token on this rank, and ``padded_vocab_size`` the size that was split,
-    where padding was added.
+    ``local_size`` is the number of logits per token on this rank, and ``padded_vocab_size`` the size that was split, if
+    padding was added.
 
     Raises:
         ConfigError: ``vocab_size`` is None.
@@ -70,13 +70,13 @@ def check_target_shape(logits: Tensor, target: Tensor) -> None:
 
 
 def flat_rows(logits: Tensor) -> Tensor:
-    """``[..., v]`` as ``[n, v]``, without autograd; the logits' own memory wherever their strides allow."""
-    # Not -1 for their number: it is ambiguous where a rank holds no part of the vocabulary.
+    """Reshape ``[..., v]`` to ``[n, v]``, without autograd; a view if the strides allow it."""
+    # Not -1 for n, which is ambiguous if a rank holds no part of the vocabulary.
     return logits.detach().reshape(logits.shape[:-1].numel(), logits.size(-1))
 
 
 def columns_of(target: Tensor, interval: Interval, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Targets ``[...]`` as int64 columns ``[n]`` of this rank's logits, -1 for others' ids; and which are ignored."""
+    """Return targets ``[...]`` as int64 columns ``[n]`` of this rank's logits, -1 for others, and the ignored mask."""
     flat = target.reshape(-1).long()
     ignored = flat == ignore_index
     start, stop = interval
@@ -84,32 +84,32 @@ def columns_of(target: Tensor, interval: Interval, ignore_index: int) -> tuple[T
 
 
 def columns_between(target_local: Tensor, start: int, stop: int) -> Tensor:
-    """Targets as columns of those from ``start`` to ``stop``, -1 where they are not among them."""
+    """Convert columns to columns of the slice from ``start`` to ``stop``, -1 if outside it."""
     return (target_local - start).masked_fill((target_local < start) | (target_local >= stop), -1)
 
 
-# A size is sent as two numbers, since fp32 holds no more than 24 bits exactly.
+# A size is sent as two numbers, because fp32 represents only 24 bits exactly.
 _BASE = 1 << 16
 
 
 def equal_ranges(local_size: int, group: ProcessGroup) -> list[Interval]:
-    """Every rank's range of ids, ``(start, stop)``, if each has ``local_size`` of them."""
+    """Return every rank's range of ids, ``(start, stop)``, if each has ``local_size`` ids."""
     return [(local_size * rank, local_size * (rank + 1)) for rank in range(group.size())]
 
 
 def with_size(own: Tensor, local_size: int) -> Tensor:
-    """This rank's statistics ``[n, k]`` and, in one more row, its number of columns: ``[n + 1, k]``."""
-    # Not new_tensor: it copies from the host, which waits for a GPU.
+    """Append this rank's number of columns to its statistics ``[n, k]``, as one more row: ``[n + 1, k]``."""
+    # Not new_tensor, whose copy from the host synchronizes with a GPU.
     row = own.new_full((1, own.size(1)), local_size % _BASE)
     row.select(1, 0).fill_(local_size // _BASE)
     return torch.cat([own, row])
 
 
 def without_sizes(every: Tensor, local_size: int) -> Tensor:
-    """All ranks' statistics ``[t, n, k]`` out of ``[t, n + 1, k]``, where every rank has ``local_size`` columns.
+    """Check that every rank has ``local_size`` columns; return the statistics ``[t, n, k]`` out of ``[t, n + 1, k]``.
 
-    On CUDA and under torch.compile the check is an assertion on the device (``torch._assert_async``): the host does not
-    wait, and the program ends where it fails.
+    On CUDA and under torch.compile the check is an assertion on the device (``torch._assert_async``), without
+    synchronization. If it fails, the program ends.
 
     Raises:
         ShardingError: on every rank, if their numbers of columns differ or are 0.
@@ -139,12 +139,11 @@ class Combined:
     """The loss of each token, and the numbers of its gradient, all ``[n]``.
 
     Attributes:
-        loss: 0 for ignored tokens.
-        maximum: largest ``y`` of all ranks.
-        weight: of ``exp(y - maximum)`` in the gradient, 0 for ignored tokens.
-        at_target: the gradient in the target's column, 0 for ignored tokens.
-        rest: the part of the gradient that is the same in all other columns, with its sign turned; None if there is
-            none.
+        loss: loss of the token, 0 if ignored.
+        maximum: largest ``y`` over all ranks.
+        weight: factor of ``exp(y - maximum)`` in the gradient, 0 if the token is ignored.
+        at_target: gradient in the target's column, 0 if the token is ignored.
+        rest: negative of the constant part of the gradient in all other columns; None without label smoothing.
     """
 
     loss: Tensor
@@ -155,15 +154,15 @@ class Combined:
 
 
 def gather_statistics(own: Tensor, group: ProcessGroup) -> Tensor:
-    """Every rank's ``[n, k]``, or ``[p, n, k]`` of its parts, as ``[t p, n, k]``; the one collective of the loss."""
+    """Gather every rank's ``[n, k]``, or ``[p, n, k]`` of its parts, to ``[t p, n, k]``; the loss's one collective."""
     return all_gather(own if own.dim() == 3 else own.unsqueeze(0), group=group, dim=0)
 
 
 def combine(every: Tensor, ranges: Sequence[Interval], ignored: Tensor, options: LossOptions) -> Combined:
-    """The loss from all ranks' statistics.
+    """Compute the loss from all ranks' statistics.
 
-    ``every`` is each rank's ``row_statistics``, ``[t, n, 3]`` or with label smoothing ``[t, n, 4]``; ``ranges`` are the
-    ranks' ids, and ``ignored``, ``[n]``, the tokens that cost nothing.
+    ``every`` is each rank's ``row_statistics``, ``[t, n, 3]`` or with label smoothing ``[t, n, 4]``. ``ranges`` are the
+    ranks' ids, and ``ignored``, ``[n]``, marks the tokens whose loss is 0.
     """
     vocab_size, smoothing, z_loss = ranges[-1][1], options.label_smoothing, options.z_loss
     maximum = every[..., 0].amax(dim=0)
@@ -173,12 +172,12 @@ def combine(every: Tensor, ranges: Sequence[Interval], ignored: Tensor, options:
     nll = log_sum_exp - (every[..., 2] + below).amax(dim=0)
 
     loss, weight = nll, sum_exp.reciprocal()
-    # Where the target is nearly certain, its probability minus 1 has digits that the probability has lost.
+    # If the target is nearly certain, expm1 keeps digits of its probability minus 1 that a subtraction would lose.
     at_target = torch.expm1(-nll) + smoothing
     rest = None
     if smoothing > 0:
         counts = numbers_without_sync([float(stop - start) for start, stop in ranges], every)
-        # Empty shards have no maximum: nothing of theirs enters the sum.
+        # Empty shards have no finite maximum and add nothing to the sum.
         differences = (every[..., 3] + counts[:, None] * below.nan_to_num(neginf=0.0)).sum(dim=0)
         of_others = smoothing / (vocab_size - 1)
         loss = (1.0 - smoothing - of_others) * nll + of_others * (vocab_size * log_sum_exp - differences)
@@ -197,7 +196,7 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def _gather_candidates(values: Tensor, ids: Tensor, sizes: list[int], group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Every rank's ``[n, c]`` values and ids as ``[n, Σ c]``, in rank order; one collective."""
+    """Gather every rank's ``[n, c]`` values and ids to ``[n, Σ c]``, in rank order; one collective."""
     integers = _INTEGERS[values.dtype]
     packed = torch.stack([values.contiguous().view(integers), ids.to(integers)], dim=2)
     every = all_gather(packed, group=group, dim=1, sizes=sizes)
@@ -210,7 +209,7 @@ class _VocabParallelTopk(Function):
         start, stop = ranges[group.rank()]
         flat = flat_rows(logits)[:, : stop - start]
         own = flat.topk(min(k, stop - start), dim=1)
-        # By id, so that the sort below, which keeps the order of equal values, prefers the smallest.
+        # Sort by id, so that the stable sort below puts the smallest id of equal values first.
         columns = own.indices.sort(dim=1).values
         values = flat.gather(1, columns).to(compute_dtype(logits.dtype))
         sizes = [min(k, last - first) for first, last in ranges]
@@ -244,10 +243,10 @@ def vocab_parallel_topk(
     vocab_size: int,
     padded_vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The ``k`` largest logits of each token, largest first, and their ids; of equal ones the smaller id comes first.
+    """Return the ``k`` largest logits of each token and their ids, largest first, the smaller id first if equal.
 
     Layout V -> I: one all-gather of ``8 k`` bytes per token and rank (16 for fp64 logits), none in the backward. The
-    values have a gradient. Where more logits than fit are equal to the smallest, any of them may be left out.
+    values have a gradient. If several logits are equal to the smallest result, any of them may be left out.
 
     Args:
         logits: ``[..., v/t]``, this rank's part of the vocabulary; not modified.
@@ -275,7 +274,7 @@ def vocab_parallel_argmax(
     vocab_size: int,
     padded_vocab_size: int | None = None,
 ) -> Tensor:
-    """The id of each token's largest logit, the smallest of them if several are equal; NaN counts as the largest.
+    """Return the id of each token's largest logit, the smallest id if several are equal; NaN counts as the largest.
 
     One all-gather of 8 bytes per token and rank (16 for fp64 logits); no gradient.
 
@@ -292,7 +291,7 @@ def vocab_parallel_argmax(
     ranges = vocab_ranges(logits.size(-1), vocab_size, padded_vocab_size, group)
     start, stop = ranges[group.rank()]
     flat = flat_rows(logits)[:, : stop - start]
-    # PyTorch's argmax is the first of several.
+    # PyTorch's argmax returns the first of equal values.
     columns = flat.argmax(dim=1, keepdim=True) if stop > start else flat.new_zeros(flat.shape, dtype=torch.long)
     values = flat.gather(1, columns).to(compute_dtype(logits.dtype))
     sizes = [min(1, last - first) for first, last in ranges]
