@@ -1,12 +1,12 @@
-"""Runs and the work of commands: settings, tasks, saving, plan, comparison, evaluation.
+"""Runs and commands: settings, tasks, saving, plan, comparison, evaluation.
 
-Each command's work is a function here, with keyword arguments::
+Each command is a function with keyword arguments::
 
     from shardwise.run import generate
 
     print(generate("runs/mine", "Once upon", max_new_tokens=40))
 
-PyTorch is imported with the first function that is asked for.
+The first access to a function imports PyTorch.
 """
 
 from importlib import import_module

@@ -14,7 +14,7 @@ from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
 
 def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
-    """The description of the model in the settings, including the initialization of its weights."""
+    """Return the description of the model in the settings, including the initialization of its weights."""
     llama = model.architecture == "llama"
     # The default gives both architectures about the same number of weights.
     usual_ffn_hidden_size = -(-8 * model.hidden_size // 3 // 32) * 32 if llama else 4 * model.hidden_size
@@ -38,21 +38,20 @@ def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
         hidden_dropout=model.dropout,
         attention_dropout=model.dropout,
         # "Small init" of Nguyen and Salazar 2019 (arXiv:1910.05895): about 0.02 at the width of GPT-2, larger for
-        # narrower
-        # models. With 0.02, narrow models learn nothing for a hundred steps.
+        # narrower models. With 0.02, narrow models learn nothing for a hundred steps.
         init_method_std=math.sqrt(2 / (5 * model.hidden_size)),
     )
 
 
 def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
-    """The fields of a model's config that set how it is trained and split, not its architecture."""
+    """Return the fields of a model's config that set how it is trained and split, not its architecture."""
     parallel, pp = settings.parallel, groups.num_stages
     precision = PRECISIONS[settings.training.dtype]
     # One stage has nothing to interleave. An example is the whole model of the parity proof.
     chunks = parallel.virtual_stages if pp > 1 else 1
     return {
         "params_dtype": precision.params_dtype,
-        # A fully sharded weight has no whole gradient to add to; an exact run sums by a tree.
+        # A fully sharded weight has no whole gradient to add to, and an exact run sums gradients by a tree.
         "gradient_accumulation_fusion": precision.has_masters
         and not parallel.exact
         and not parallel.shards_fully(1 if groups.dp is None else groups.dp.size()),
@@ -64,7 +63,7 @@ def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
         "exact_parts": parallel.exact_parts if parallel.exact else None,
         "fuse_output_layer_and_loss": settings.training.loss == "linear_fused",
         "recompute": settings.recompute,
-        # Adapters then start from the same values on every device, as weights always do.
+        # With CPU initialization, adapters start from the same values on every device, as weights always do.
         "use_cpu_initialization": True,
     }
 
@@ -88,7 +87,7 @@ def build_model(settings: RunSettings, vocab_size: int, *, groups: Groups, devic
     config = model_config(description, **config_fields(settings, groups))
     state, chunks = torch.default_generator.get_state(), []
     for vp_stage in chunks_of(config):
-        # Each starts as a part of the one model that begins here.
+        # All chunks start from the same generator state, as parts of one model.
         torch.default_generator.set_state(state)
         arguments = model_arguments(description, config, groups=groups, vp_stage=vp_stage)
         with device:

@@ -1,7 +1,7 @@
-"""Writes the checkpoints of a run, synchronously or in a background thread, and the files next to them.
+"""Write the checkpoints of a run, synchronously or in a background thread, and the files next to them.
 
-These files are a comparison, a picture and a sample; a failure to write them never fails the run. A lock gives one run
-at a time the folder. That run removes the partial files of a killed run.
+These files are a comparison, a picture and a sample; a failure to write them never fails the run. A lock ensures that
+only one run at a time uses the folder. That run removes the partial files of a killed run.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class CheckpointWriter:
         newest: the run's newest checkpoint; None if it has none.
 
     Attributes:
-        newest: the checkpoint that was published last.
+        newest: the last published checkpoint; None if there is none.
     """
 
     def __init__(self, session: Session, newest: Path | None) -> None:
@@ -104,7 +104,7 @@ class CheckpointWriter:
             print(f"note   {pending.note}", flush=True)
 
     def complete_if_possible(self) -> None:
-        """Like ``complete``, for a run that ends with an error which every rank has received."""
+        """Like ``complete``, but ignore errors; for a run that ends with an error that every rank has received."""
         with suppress(ShardwiseError):
             self.complete()
 
@@ -117,7 +117,7 @@ class CheckpointWriter:
 
 _SAMPLE_TOKENS = 200
 _SAMPLING = Sampling(temperature=0.7, top_k=40)
-# The compressors' time grows with the text. Larger texts are not compared.
+# Maximum size of the text to compare, because the compressors' time grows with it.
 _MOST_BYTES = 16 << 20
 
 
@@ -125,8 +125,7 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
     """Write the comparison, the picture and the sample after the last checkpoint; every rank calls.
 
     Each failure becomes a note of the outcome. The sample comes last because all ranks generate it together: a rank
-    that
-    fails alone exits, and the other ranks detect this as they detect any rank that exits.
+    that fails alone exits, and the other ranks detect this as they detect any rank that exits.
 
     Returns:
         ``outcome`` with references and notes added.
@@ -135,7 +134,7 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
     references: dict[str, float] = {}
 
     def attempt(what: str, function: Callable[[], object]) -> None:
-        # A module may even call exit while it is imported. KeyboardInterrupt is the user's and passes.
+        # A module may even call exit while it is imported. KeyboardInterrupt comes from the user and is not caught.
         try:
             function()
         except (Exception, SystemExit) as error:
@@ -162,7 +161,7 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
 
 
 def compressed_bits_per_byte(content: bytes) -> dict[str, float]:
-    """Bits per byte of ``zlib -9`` and ``lzma`` (preset 9) on ``content``; empty for a very large ``content``."""
+    """Return the bits per byte of ``zlib -9`` and ``lzma`` (preset 9) on ``content``; empty if it is very large."""
     if not content or len(content) > _MOST_BYTES:
         return {}
     compressed = {"zlib -9": zlib.compress(content, 9), "lzma": lzma.compress(content, preset=9)}
@@ -170,7 +169,7 @@ def compressed_bits_per_byte(content: bytes) -> dict[str, float]:
 
 
 def _leave_sample(session: Session) -> None:
-    """Write the sample: the beginning of a new text by the model, which has one pipeline stage. Every rank calls."""
+    """Generate the beginning of a new text and write it, for a model with one pipeline stage; every rank calls."""
     tokenizer, model = session.data.tokenizer, session.trainer.model
     assert isinstance(model, GPT)
     with session.ranks.phase("writing a sample"):
@@ -186,7 +185,7 @@ def _leave_sample(session: Session) -> None:
         (session.out / "sample.txt").write_text(tokenizer.decode(new_ids) + "\n", encoding="utf-8")
 
 
-# Temporary names of ``files.write_atomically``, of adapters and of exports.
+# Temporary file names of ``files.write_atomically``, of adapters and of exports.
 _UNFINISHED = re.compile(r"\..+\.tmp|adapter_\w+\.\w+\.new|export\.partial|\.export\.partial\..*")
 
 

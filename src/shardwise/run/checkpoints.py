@@ -28,7 +28,7 @@ from shardwise.training.optimizer.optimizer import optimizer_state, stored_weigh
 from shardwise.training.step_settings import exact_micro_batch_size
 from shardwise.training.trainer import Trainer
 
-# The settings that must not change when a run is resumed: those of the model and of the order of samples.
+# Settings that must not change when a run is resumed, because they determine the model and the order of samples.
 _FIXED_TRAINING = ("global_batch_size", "seed")
 _FIXED_SECTIONS = ("model", "lora", "preference", "distillation")
 _NOT_FINITE = "has values that are not finite"
@@ -36,7 +36,7 @@ _SECTIONS = (*_FIXED_SECTIONS, "training", "optimizer", "parallel")
 
 
 def run_state(session: Session) -> dict[str, ParamShard]:
-    """Weights and optimizer state of this rank, by name. The fp32 copy replaces a weight that has one."""
+    """Return weights and optimizer state of this rank, by name. The fp32 copy replaces a weight that has one."""
     session.trainer.wait_for_weights()
     trainer, group = session.trainer, session.trainer.tp_group
     weights = {
@@ -53,7 +53,7 @@ def run_state(session: Session) -> dict[str, ParamShard]:
 
 
 def begin_save(session: Session, step: int, snapshot: checkpoint.Snapshot | None = None) -> checkpoint.PendingSave:
-    """Start to save the run after ``step`` steps; every rank calls.
+    """Start saving the run after ``step`` steps; every rank calls.
 
     Args:
         session: the run.
@@ -166,7 +166,7 @@ def _restore_scaling_(trainer: Trainer, meta: Mapping[str, Any]) -> None:
 
 
 def _note_on_precision(trainer: Trainer, path: Path, meta: Mapping[str, Any]) -> str:
-    """A note if a run resumes in another dtype, or if its weights were saved with fewer bits than they have."""
+    """Return a note if a run resumes in another dtype, or if its weights were saved in fewer bits than it uses."""
     was, now = meta["settings"].get("training", {}).get("dtype"), trainer.settings.training.dtype
     changed = f"the run was in {was}, and goes on in {now} (--training.dtype)" if was not in (None, now) else ""
     stored = {tensor.dtype for name, tensor in Manifest.read(path).tensors.items() if name.startswith("model.")}
@@ -178,7 +178,7 @@ def _note_on_precision(trainer: Trainer, path: Path, meta: Mapping[str, Any]) ->
 
 
 def find_newest(settings: RunSettings) -> Path | None:
-    """Return the checkpoint to resume from, if any. Also called before the text is read, which takes a while.
+    """Return the checkpoint to resume from, if any. Also called before the data is read, which takes a while.
 
     Raises:
         ConfigError: the folder has checkpoints and ``resume`` is "never".
@@ -257,9 +257,9 @@ def _check_belongs(session: Session, folder: Path) -> int:
 
 
 def _exact_settings(settings: Mapping[str, Any], batch: int) -> dict[str, Any]:
-    """The settings, by flag, that determine the bits of an exact run with ``batch`` samples per step.
+    """Return the settings, by flag, that determine the bits of an exact run with ``batch`` samples per step.
 
-    The other settings are fixed in exact runs.
+    Exact runs fix the other settings.
     """
     parallel, training = settings.get("parallel", {}), settings.get("training", {})
     # Versions without the setting had no exact runs.

@@ -15,11 +15,11 @@ from shardwise.storage.checkpoint.comparing import StoredCheckpoint, TensorDiffe
 from shardwise.storage.checkpoint.folder import checkpoints
 from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest
 
-# Fields of a row that are no results of its step.
+# Fields of a row that are not results of its step.
 _NO_RESULTS = ("step", "tokens_per_second", "mfu", "peak_allocated_bytes", "peak_resident_bytes")
 _TENSORS_SHOWN = 5
 
-# Step, name, and the values in both runs.
+# Step, name, and the value in each run.
 _Difference = tuple[int, str, tuple[Any, Any]]
 
 
@@ -41,7 +41,7 @@ def compare(run_a: str | PathLike[str], run_b: str | PathLike[str]) -> Compariso
 
     Args:
         run_a: ``--out`` of a run, or a checkpoint, which has no metrics.
-        run_b: the same of another run.
+        run_b: ``--out`` or a checkpoint of the other run.
 
     Returns:
         The result of the comparison.
@@ -78,7 +78,7 @@ def results(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare_metrics(runs: tuple[Path, Path]) -> tuple[list[str], int, bool]:
-    """Text lines, the number of common steps, and True if all results are the same."""
+    """Return text lines, the number of common steps, and True if all results are the same."""
     paths = [folder / "metrics.jsonl" for folder in runs]
     files = [_readable(path) for path in paths]
     notes = [f"note: the last line of {path} was cut" for path, file in zip(paths, files, strict=True) if file.is_cut]
@@ -135,7 +135,7 @@ def _difference_lines(differences: Sequence[_Difference]) -> list[str]:
 
 
 def _checkpoint_differences(step: int, one: Path, other: Path) -> list[str]:
-    """Text lines about the differences of two checkpoints of a step; empty if they are equal."""
+    """Describe the differences between two checkpoints of a step in lines; empty if they are equal."""
     stored = StoredCheckpoint(one), StoredCheckpoint(other)
     lines = []
     # Settings include the layout and the folder of the run.
@@ -162,7 +162,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _checkpoints(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a run by step; for a checkpoint, only itself."""
+    """Return the checkpoints of a run by step; for a checkpoint, only itself."""
     if _is_checkpoint(folder):
         return {Manifest.read(folder).step: folder}
     root = folder / "checkpoints"

@@ -1,21 +1,21 @@
 """Trials of the layers that exact runs rely on: linear layers, attention, norms, biases and factors of adapters.
 
-A trial computes the same numbers in two ways, for a number of parts, and yields both as ``Sides``; ``exact_trials`` has
+A trial computes the same values in two ways, for a number of parts, and yields both as ``Sides``. ``exact_trials`` has
 the table of all trials and compares the bits.
 
-Linear layers. An output dimension that is not summed is compared column by column: the whole layer on several threads,
-and the shards of each rank on one. Sums are compared in the order in which they are taken: all parts by one rank, and
-fewer parts by each of several ranks. The summed dimension and the number of rows are always those of the run, because
-libraries choose a kernel by them. The other dimension, and the number of parts at a time, are too, unless that takes
-more than ``MOST_ELEMENTS`` or ``_MOST_MULTIPLICATIONS``. Beyond these limits the trial assumes that a wide matrix is
-multiplied like a wider one whose width has the same remainder by 64.
+Linear layers: an output dimension that is not summed is compared column by column: the whole layer on several threads
+against the shards of each rank on one thread. A summed dimension is compared in the order of its sum: one rank with all
+parts against several ranks with fewer parts each. The trial always uses the run's summed dimension and number of rows,
+because libraries choose kernels by these sizes. It also uses the run's other dimension and number of parts, unless that
+exceeds ``MOST_ELEMENTS`` or ``_MOST_MULTIPLICATIONS``. Beyond these limits it assumes that libraries multiply a wide
+matrix like a wider one if both widths have the same remainder modulo 64.
 
-Attention is tried with the model's own layers, rotation included, forward and backward: all heads, twice, because
-attention that is not deterministic has no exact form; and the heads of a rank, for each number of ranks that the parts
-allow.
+Attention: the trial runs the model's own layers, including rotation, forward and backward. It runs all heads twice,
+because attention that is not deterministic has no exact form, and then the heads of single ranks, for each number of
+ranks that the parts allow.
 
-Rows. The gradients of norms, of biases of row-parallel layers and of the factors of adapters that are not split are
-sums over tokens, part by part of the sequence. All parts on several threads are compared with each rank's on one.
+Rows: the gradients of norms, of biases of row-parallel layers and of unsplit factors of adapters are sums over tokens,
+part by part of the sequence. All parts on several threads are compared with each rank's parts on one thread.
 """
 
 import copy
@@ -45,15 +45,15 @@ from shardwise.nn import RowLinear
 from shardwise.nn.parallel_linear import ParallelLinear
 
 MOST_ELEMENTS = 1 << 24
-"""No tensor of a trial is made wider than this, unless one rank of a step has it anyway."""
+"""Maximum elements of a tensor in a trial, unless a rank of the run has a larger one in every step."""
 
-# A prime.
+# Period of the random numbers: a prime, which divides no width.
 _NUM_RANDOM = 65537
-# Of one product: some tenths of a second on a core.
+# Maximum multiplications of one product, which take some tenths of a second on a core.
 _MOST_MULTIPLICATIONS = 1 << 32
-# The period of what libraries do with widths, and the least width that a trial uses.
+# Libraries treat widths alike if they differ by a multiple of the first number. The second is a trial's minimum width.
 _PERIOD, _LEAST = 64, 256
-# Attention scores, of all samples and heads at a time; of more heads some are tried.
+# Maximum attention scores, over all samples and heads. If there are more, only some of the heads are tried.
 _MOST_SCORES = 1 << 26
 
 _T = TypeVar("_T")
@@ -63,10 +63,10 @@ class Sides(NamedTuple):
     """Two results that must have the same bits.
 
     Attributes:
-        found: one of them.
-        expected: the other.
-        what: the result's name, for the message.
-        differs: what the message says of a difference; the number of elements if None.
+        found: one result.
+        expected: the other result.
+        what: name of the result, for the message.
+        differs: description of a difference, for the message; None reports the number of elements that differ.
     """
 
     found: Tensor
@@ -80,14 +80,14 @@ NOT_DETERMINISTIC = "is not deterministic: a second run has other bits"
 
 @dataclass
 class TrialRun:
-    """The run that is tried: its model and shapes, and numbers to compute with.
+    """Model and shapes of the run to try, and random numbers as input.
 
     Attributes:
-        model: this rank's.
-        dtype: of the numbers.
+        model: this rank's model.
+        dtype: dtype of the random numbers.
         parts: ``exact_parts`` of the run.
-        batch, length: samples of a forward, and tokens of a sample.
-        is_packed: rows hold several samples, kept apart by a mask.
+        batch, length: number of samples of a forward pass, and number of tokens of a sample.
+        is_packed: True if a row holds several samples, separated by a mask.
     """
 
     model: TransformerModel | ModelChunks
@@ -103,21 +103,21 @@ class TrialRun:
         self._some = torch.randn(_NUM_RANDOM, generator=self._generator, device=self.device).to(self.dtype)
 
     def numbers(self, *shape: int) -> Tensor:
-        """Random numbers. They repeat, which is faster than new ones, with a period that divides no width."""
+        """Return random numbers. They repeat, which is faster than new ones, with a period that divides no width."""
         size = math.prod(shape)
         return self._some.repeat(1 + size // _NUM_RANDOM)[:size].view(shape)
 
     def ids(self, most: int, *shape: int) -> Tensor:
-        """Random integers from 0 to ``most - 1``."""
+        """Return random integers from 0 to ``most - 1``."""
         return torch.randint(most, shape, generator=self._generator, device=self.device)
 
     def layers(self, kind: type[_T]) -> list[_T]:
-        """The modules of one kind."""
+        """Return the model's modules of one class."""
         return [module for module in self.model.modules() if isinstance(module, kind)]
 
 
 def on_threads(number: int, function: Callable[[], _T]) -> _T:
-    """The result of ``function`` when ``number`` threads compute."""
+    """Call ``function`` with PyTorch set to ``number`` threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -127,12 +127,12 @@ def on_threads(number: int, function: Callable[[], _T]) -> _T:
 
 
 def on_several_threads(function: Callable[[], _T]) -> _T:
-    """The result on all threads of this rank, and on two at least: another layout's ranks may have more."""
+    """Call ``function`` on all threads of this rank, at least two, because ranks may have more in another layout."""
     return on_threads(max(2, torch.get_num_threads()), function)
 
 
 def powers_of_two(most: int) -> Iterator[int]:
-    """1, 2, 4, ... up to ``most``: the numbers of ranks that there may be."""
+    """Yield 1, 2, 4, ... up to ``most``: the possible numbers of ranks."""
     number = 1
     while number <= most:
         yield number
@@ -140,7 +140,7 @@ def powers_of_two(most: int) -> Iterator[int]:
 
 
 def how_split(ranks: int) -> str:
-    """The words for shards of that many ranks, which are computed on one thread."""
+    """Describe shards over ``ranks`` ranks, each computed on one thread, for messages."""
     return "on one thread" if ranks == 1 else f"on each of {ranks} ranks"
 
 
@@ -150,7 +150,7 @@ def _intervals(tensor: Tensor, intervals: Sequence[tuple[int, int]], dim: int = 
 
 @dataclass(frozen=True, order=True)
 class LinearKind:
-    """A kind of linear layer, whole; or of an adapter's factor, whose few features make it narrow."""
+    """Shape of a whole linear layer, or of an adapter's factor, which is narrow."""
 
     split: Literal["output", "input"]
     size: int
@@ -166,7 +166,7 @@ class LinearKind:
         return f"the {name} of a linear layer, {[rows, columns]} by {shape}, {how_split(ranks)},"
 
     def layout(self, section: int, other: int, ranks: int) -> ParamLayout:
-        """The layout of such a weight whose sections have another length."""
+        """Return the layout of a weight of this kind with other sizes: ``section`` is the length of a section."""
         of_split = section * self.sections
         shape, dim = ((of_split, other), 0) if self.split == "output" else ((other, of_split), 1)
         return ParamLayout.split(shape, dim, ranks, stride=self.sections)
@@ -176,26 +176,26 @@ class LinearKind:
         return ExactProducts(own, self.split, self.size, parts, self.is_narrow)
 
     def shards(self, section: int, other: int, parts: int) -> Iterator[tuple[int, ParamLayout, list[LocalParts]]]:
-        """For each number of ranks whose shards are parts, the layout, and the parts of each rank."""
+        """Yield each number of ranks that divides the layer into whole parts, its layout and the parts of each rank."""
         for ranks in powers_of_two(parts):
             layout = self.layout(section, other, ranks)
             try:
                 owns = [local_parts(layout, rank, parts, what="a linear layer") for rank in range(ranks)]
             except ConfigError:
-                # Parts of more than one size, which so many ranks cannot share; a run at that layout is refused.
+                # Parts of unequal size that so many ranks cannot share. A run in this layout is refused.
                 continue
             yield ranks, layout, owns
 
 
 def _exact_layers(run: TrialRun) -> Iterator[tuple[ParallelLinear, ExactProducts, list[int]]]:
-    """Each linear layer, its products, and the widths of its adapters."""
+    """Yield each linear layer, its products, and the widths of its adapters."""
     for layer in run.model.modules():
         if isinstance(layer, ParallelLinear) and isinstance(layer._products, ExactProducts):
             yield layer, layer._products, list(layer.lora_widths) if isinstance(layer, LoraLinear) else []
 
 
 def linear_kinds(run: TrialRun) -> list[LinearKind]:
-    """The kinds of linear layers of a model, those of adapters' factors included."""
+    """Return the kinds of linear layers of a model, including the factors of adapters."""
     kinds = set()
     for layer, products, lora_widths in _exact_layers(run):
         both = layer.out_features, layer.in_features
@@ -207,13 +207,13 @@ def linear_kinds(run: TrialRun) -> list[LinearKind]:
 
 
 def _cut(width: int, most: int) -> int:
-    """A width of at most ``most``, or of the least that is tried, as wide as the whole one if there is room."""
+    """Reduce ``width`` to at most ``most``, but not below ``_LEAST``, with the same remainder modulo ``_PERIOD``."""
     rest = width % _PERIOD
     return width if width <= most else min(width, rest + max(_LEAST, (most - rest) // _PERIOD * _PERIOD))
 
 
 def try_split(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[Sides]:
-    """Products whose columns, or rows, are split: those of each rank are those of the whole."""
+    """Compare products whose columns or rows are split: each rank's against the same part of the whole product."""
     rows, (length, rest) = run.rows, divmod(kind.size // kind.sections, parts)
     most = min(MOST_ELEMENTS // kind.other, MOST_ELEMENTS // rows, _MOST_MULTIPLICATIONS // (rows * kind.other))
     section = parts * _cut(length, most // (parts * kind.sections)) + rest
@@ -222,7 +222,7 @@ def try_split(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[Sides]:
     wide, narrow, bias = run.numbers(rows, width), run.numbers(rows, kind.other), run.numbers(width)
 
     def of_rank(layout: ParamLayout, rank: int, own: LocalParts) -> list[tuple[str, int, Tensor]]:
-        """Name, split dimension and value of each result."""
+        """Return name, split dimension and value of each result."""
         products, shard = kind.products(own, parts), layout.take(weight, rank).contiguous()
         own_wide, own_bias = (_intervals(each, layout.intervals[rank]) for each in (wide, bias))
         if kind.split == "input":
@@ -246,7 +246,7 @@ def try_split(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[Sides]:
 
 
 def try_summed(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[Sides]:
-    """Products that are summed over parts: ranks with some parts each sum to what one rank does with all."""
+    """Compare products that are summed over parts: the sum over ranks with some parts against one rank with all."""
     rows, sizes, held = run.rows, balanced_sizes(kind.size // kind.sections, parts), parts
     while held > 2 and rows * kind.sections * sum(sizes[:held]) > MOST_ELEMENTS:
         held //= 2
@@ -279,10 +279,10 @@ class RowOperation(NamedTuple):
     """An operation on the hidden states of tokens, with parameters that every rank holds whole.
 
     Attributes:
-        what: its name.
-        function: of some of the sequence's tokens, and of the number of parts that they are.
-        params: the parameters.
-        in_features, out_features: widths.
+        what: name of the operation.
+        function: computes the output from some of the sequence's tokens and the number of parts that they form.
+        params: parameters of the operation.
+        in_features, out_features: widths of input and output.
     """
 
     what: str
@@ -293,7 +293,7 @@ class RowOperation(NamedTuple):
 
 
 def row_operations(run: TrialRun) -> Iterator[RowOperation]:
-    """The kinds of norms of a model, biases of its row-parallel layers, and factors of adapters that are not split."""
+    """Yield the kinds of a model's norms, of biases of row-parallel layers, and of unsplit factors of adapters."""
     norms: dict[object, nn.Module] = {}
     for each in [*run.layers(nn.LayerNorm), *run.layers(nn.RMSNorm)]:
         norms[type(each), each.normalized_shape] = each
@@ -315,7 +315,7 @@ def row_operations(run: TrialRun) -> Iterator[RowOperation]:
     for layer, products, lora_widths in _exact_layers(run):
         if isinstance(layer, RowLinear) and layer.bias is not None:
             biases.add(layer.out_features)
-        # ``A`` of column-parallel layers, and ``B`` of row-parallel ones.
+        # ``A`` of column-parallel layers and ``B`` of row-parallel layers.
         for few in lora_widths:
             factors.add((few, layer.in_features) if products.split == "output" else (layer.out_features, few))
     for width in sorted(biases):
@@ -328,7 +328,7 @@ def row_operations(run: TrialRun) -> Iterator[RowOperation]:
 
 
 def try_rows(run: TrialRun, operation: RowOperation, parts: int) -> Iterator[Sides]:
-    """The output, the input gradient and the parameters' gradients, of all tokens at once and of each rank's."""
+    """Compare output, input gradient and parameter gradients: of all tokens at once against each rank's tokens."""
     what, function, params, in_features, out_features = operation
     input_, incoming = (run.numbers(run.length, run.batch, width) for width in (in_features, out_features))
 
@@ -353,7 +353,7 @@ def try_rows(run: TrialRun, operation: RowOperation, parts: int) -> Iterator[Sid
 
 @dataclass(frozen=True)
 class _Rank:
-    """The two methods of a group that attention calls; this process need not be that rank."""
+    """Stands in for a process group in attention, which calls only these two methods."""
 
     number: int
     ranks: int
@@ -366,14 +366,14 @@ class _Rank:
 
 
 def attention_layers(run: TrialRun) -> list[tuple[SelfAttention, bool]]:
-    """Each kind of attention layer of a model, with dropout if the model has it, and without."""
+    """Return each kind of attention layer of a model, without dropout, and also with dropout if the model has it."""
     kinds = {(layer.window_size, layer.rotates): layer for layer in run.layers(SelfAttention)}
-    # Held-out text is measured without dropout, which may be another kernel's work.
+    # Evaluation runs without dropout, which may use another kernel.
     return [(layer, on) for layer in kinds.values() for on in {run.model.config.attention_dropout > 0, False}]
 
 
 def try_attention(run: TrialRun, kind: tuple[SelfAttention, bool], parts: int) -> Iterator[Sides]:
-    """The output, and the gradient of the layer's input to queries, keys and values, of all heads and of a rank's."""
+    """Compare the output and the gradient of the projected queries, keys and values: all heads against a rank's."""
     layer, has_dropout = kind
     heads, groups, width = run.model.config.heads
     per_group = heads // groups
@@ -404,7 +404,7 @@ def try_attention(run: TrialRun, kind: tuple[SelfAttention, bool], parts: int) -
         of_rank = layer.with_heads_of(split, cast(Any, _Rank(rank, len(split.queries))))
         of_rank.training = has_dropout
         slopes = alibi_slopes(heads)[slice(*split.queries[rank])] if has_alibi else None
-        # The random numbers of all ranks are those of the whole, as in a run.
+        # As in a run, all ranks together draw the same random numbers as one rank.
         seed_streams(0, rank, rng="global")
         with torch.enable_grad():
             own = of_input(mixed, split, rank).requires_grad_()
@@ -422,7 +422,7 @@ def try_attention(run: TrialRun, kind: tuple[SelfAttention, bool], parts: int) -
             for rank in range(ranks):
                 local_parts(split.qkv_layout((), width), rank, parts, what="attention")
         except ConfigError:
-            # A run at that layout is refused.
+            # A run in this layout is refused.
             continue
         for rank in {0, ranks // 2, ranks - 1}:
             output, gradient = on_threads(1, partial(attended, split, rank))

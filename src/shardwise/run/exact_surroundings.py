@@ -1,4 +1,4 @@
-"""The surroundings that decide on the bits of exact runs: device, libraries, compiler, switches and CUDA's kernels."""
+"""The environment that determines the bits of exact runs: device, libraries, compiler, switches and CUDA kernels."""
 
 import contextlib
 import os
@@ -25,14 +25,14 @@ _SWITCHES = (
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "ONEDNN_MAX_CPU_ISA",
 )
-"""Variables that choose among kernels, of libraries and of this one, whose results differ by rounding."""
+"""Environment variables that choose between kernels with different rounding, in Shardwise and in other libraries."""
 
 
 def arithmetic(device: torch.device) -> dict[str, str | None]:
-    """The facts that ranks must have in common to compute the same bits, by name.
+    """Return the properties that must be equal on all ranks for them to compute the same bits, by name.
 
     Args:
-        device: that this rank computes on.
+        device: this rank's device.
     """
     found = {
         "PyTorch": torch.__version__,
@@ -46,14 +46,14 @@ def arithmetic(device: torch.device) -> dict[str, str | None]:
 
 
 def check_arithmetic(device: torch.device, *, group: ProcessGroup) -> None:
-    """Refuse ranks that would compute the same thing with other bits. Collective.
+    """Check that all ranks compute the same bits. Collective.
 
     Args:
-        device: that this rank computes on.
+        device: this rank's device.
         group: all ranks.
 
     Raises:
-        ConfigError: two ranks differ; the message says in what. On every rank.
+        ConfigError: two ranks differ in a property, which the message names; on every rank.
     """
     first, *others = gather_objects(arithmetic(device), "what ranks compute with", group=group)
     for rank, other in enumerate(others, 1):
@@ -65,18 +65,19 @@ def check_arithmetic(device: torch.device, *, group: ProcessGroup) -> None:
                 )
 
 
-# Its attributes are set by a function, which type checkers do not see.
+# PyTorch sets the attributes of this module in a function, which type checkers do not see.
 _SETTINGS: Any = torch.utils.deterministic
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-# cuBLAS is deterministic with these values, by its documentation; the first is the larger.
+# According to its documentation cuBLAS is deterministic with these values. The first is the larger workspace.
 _DETERMINISTIC = (":4096:8", ":16:8")
 _MKL_ORDER = "MKL_CBWR"
 
 
 def fix_order_of_mkl() -> None:
-    """Let MKL's products have the same bits on any number of threads; before the first product of this process.
+    """Make MKL's products have the same bits on any number of threads.
 
-    MKL reads the variable then. On processors of other vendors it was seen to need nothing. A value that is set stays.
+    Call it before the first product of this process, when MKL reads the variable. A value set by the user stays. MKL
+    did not need the variable on processors of other vendors.
 
     Source: Intel's guide to MKL, "Obtaining numerically reproducible results".
     """
@@ -85,26 +86,26 @@ def fix_order_of_mkl() -> None:
 
 
 def use_deterministic_algorithms(device: torch.device) -> None:
-    """From now on let PyTorch take deterministic kernels only, or raise an error that names the operation.
+    """Make PyTorch use only deterministic kernels; an operation without one raises an error that names it.
 
-    On a CPU that is ``fix_order_of_mkl``.
+    On a CPU this is ``fix_order_of_mkl``. Call it before the first product on the device.
 
     Args:
-        device: of the run; before anything is multiplied on it.
+        device: device of the run.
     """
     if device.type != "cuda":
         fix_order_of_mkl()
         return
     if os.environ.get(_WORKSPACE) not in _DETERMINISTIC:
         os.environ[_WORKSPACE] = _DETERMINISTIC[0]
-    # Not needed: nothing here reads memory that was not written.
+    # Filling is not needed, because Shardwise reads no uninitialized memory.
     _SETTINGS.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True)
 
 
 @contextlib.contextmanager
 def deterministic_algorithms(device: torch.device) -> Iterator[None]:
-    """``use_deterministic_algorithms`` for the length of a block."""
+    """Apply ``use_deterministic_algorithms`` during the block."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = _SETTINGS.fill_uninitialized_memory
     use_deterministic_algorithms(device)

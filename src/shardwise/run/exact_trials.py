@@ -1,15 +1,16 @@
-"""One table of what exact runs rely on, tried on the device, for the shapes of a run, before it starts.
+"""Trials of all properties that exact runs rely on, on the run's device and with its shapes, before the run starts.
 
-- A product by parts has the same bits whether one rank has all parts or each rank some.
-- Attention is deterministic, and each head has the same bits, whichever other heads are computed with it.
+- A product by parts has the same bits whether one rank has all parts or each rank has some.
+- Attention is deterministic, and a head has the same bits whichever other heads are computed with it.
 - Norms, biases, factors of adapters, embedding and loss have the same bits whichever part of the tokens or of the
   vocabulary a rank has.
-- An activation has the same bits in any piece of a tensor; squares of gradients are summed alike wherever they lie.
-- AdamW and the elementwise part of Muon have the same bits in any piece of a tensor: parts of a layer, or the shares of
-  data-parallel ranks. The fused AdamW is tried on pieces of whole vectors, as runs call it.
-- All of it, and Muon's products of whole matrices, has the same bits on one thread and on several.
+- An activation has the same bits in any piece of a tensor, and a sum of squared gradients does not depend on where the
+  gradients are in memory.
+- AdamW and the elementwise part of Muon have the same bits in any piece of a tensor: parts of a layer, or shards of
+  data-parallel ranks. The fused AdamW is tried on pieces that consist of whole vectors, as in runs.
+- All of these, and Muon's products of whole matrices, have the same bits on one thread and on several.
 
-Each kind of layer is tried once. Numbers are random, and all trials take a second or two.
+Each kind of layer is tried once, with random numbers. All trials together take a second or two.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,11 +60,11 @@ from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.optimizer.muon import matrix_shapes, orthogonalized, product_dtype, update_, with_momentum
 
 _REPORT = REPORT.format("other devices refuse it too")
-# Weights of an embedding; of more rows some are tried.
+# Maximum weights of an embedding. If there are more, only some of its rows are tried.
 _MOST_WEIGHTS = 1 << 21
-# Tokens of a loss, which are computed one by one.
+# Minimum tokens of a loss, which is computed token by token.
 _LEAST_TOKENS = 256
-# Sizes of pieces: whole vectors, and any number of elements.
+# Sizes of pieces that consist of whole vectors, and of any number of elements.
 _VECTORS = [VECTOR, 3 * VECTOR, 100 * VECTOR, 2 * VECTOR]
 _ELEMENTS = [1, 17, 1000, 3, 31, 256]
 
@@ -71,16 +72,16 @@ _ELEMENTS = [1, 17, 1000, 3, 31, 256]
 def check_device(
     model: TransformerModel | ModelChunks, *, micro_batch_size: int, sequence_length: int, is_packed: bool = False
 ) -> None:
-    """Try what an exact run relies on, with the shapes of the model; the default generator keeps its state.
+    """Run the trials of layers, loss and gradients with the model's shapes; the default generator keeps its state.
 
     Args:
-        model: this rank's, of a config with ``exact_parts``.
-        micro_batch_size: samples of a forward.
-        sequence_length: tokens of a sample.
-        is_packed: rows hold several samples, kept apart by a mask.
+        model: this rank's model, with ``exact_parts`` in its config.
+        micro_batch_size: samples per forward pass.
+        sequence_length: tokens per sample.
+        is_packed: True if a row holds several samples, separated by a mask.
 
     Raises:
-        ConfigError: the device does not keep it; the message names all that differs, at which shapes, and the largest
+        ConfigError: some results differ on this device; the message names them with their shapes, and the largest
             number of parts that works.
     """
     parts = model.config.exact_parts
@@ -95,11 +96,11 @@ def check_updates(model: TransformerModel | ModelChunks, settings: RunSettings) 
     """Try the optimizer of an exact run.
 
     Args:
-        model: this rank's.
-        settings: of the run.
+        model: this rank's model.
+        settings: settings of the run.
 
     Raises:
-        ConfigError: the device does not keep what is relied on; the message names what.
+        ConfigError: some results differ on this device; the message names them.
     """
     precision = PRECISIONS[settings.training.dtype]
     dtype = torch.float32 if precision.has_masters else precision.params_dtype
@@ -109,12 +110,12 @@ def check_updates(model: TransformerModel | ModelChunks, settings: RunSettings) 
 
 
 class Trial(NamedTuple):
-    """A line of the table.
+    """A row of the table of trials.
 
     Attributes:
-        run: the class of the runs that it tries.
-        cases: what in a run needs the trial, such as its kinds of layers.
-        sides: from a case and a number of parts to pairs of results that must have the same bits.
+        run: class of the runs that the trial is for.
+        cases: returns the cases to try in a run, such as its kinds of layers.
+        sides: yields the pairs of results that must have the same bits, for a case and a number of parts.
     """
 
     run: type[TrialRun]
@@ -123,7 +124,7 @@ class Trial(NamedTuple):
 
 
 def _differences(run: TrialRun) -> tuple[list[str], int]:
-    """The first difference that each trial of each case finds, and the largest number of parts at which none does."""
+    """Return the first difference of each trial and case, and the largest number of parts without a difference."""
     found, fitting, before = [], run.parts, streams().snapshot()
     tried = ((trial.sides, case) for trial in TRIALS if trial.run is type(run) for case in trial.cases(run))
     try:
@@ -161,9 +162,9 @@ def _once(_: TrialRun) -> tuple[None]:
 
 
 def _embeddings(run: TrialRun) -> Iterator[tuple[int, int, bool, Tensor]]:
-    """Rows, width, whether the look-up is deterministic, and ids, of each kind of embedding."""
+    """Yield rows, width, whether the look-up is deterministic, and ids, for each kind of embedding."""
     kinds = {
-        # As ``VocabEmbedding`` chooses.
+        # The same choice as in ``VocabEmbedding``.
         (layer.num_embeddings, layer.embedding_dim, layer.deterministic or run.device.type == "cuda")
         for layer in run.layers(VocabEmbedding)
     }
@@ -199,18 +200,18 @@ def _try_embedding(run: TrialRun, kind: tuple[int, int, bool, Tensor], parts: in
 
 
 def _vocabularies(run: TrialRun) -> set[int]:
-    """The sizes of the losses over ids that are computed on this rank."""
+    """Return the vocabulary sizes of the losses that this rank computes."""
     ends = (each for each in run.layers(LanguageModel) if each.post_process and each.classification is None)
     return {each.vocab_size for each in ends if each.vocab_size is not None}
 
 
 def _try_loss(run: TrialRun, vocab_size: int, parts: int) -> Iterator[Sides]:
-    """Two parts of the vocabulary side by side, and each in a separate tensor."""
+    """Compare two parts of the vocabulary as views of one tensor against the same parts in separate tensors."""
     config = run.model.config
     options = LossOptions(softcap=config.final_logit_softcap, temperature=config.logits_scaling)
     ranges = intervals_of_sizes(balanced_sizes(vocab_size, parts)[:2])
     width = ranges[-1][1]
-    # Library and kernel are chosen by all tokens and ids.
+    # The number of all tokens and ids determines the library and the kernel.
     size, tokens = run.rows * vocab_size, min(run.rows, max(_LEAST_TOKENS, MOST_ELEMENTS // width))
     logits = run.numbers(tokens, width)
     target, ignored = run.ids(width, tokens), run.ids(8, tokens) == 0
@@ -263,7 +264,7 @@ def _try_activation(run: TrialRun, _: object, parts: int) -> Iterator[Sides]:
         return output.detach(), gradient
 
     def pieces(tensor: Tensor, sections: int, ranks: int) -> Iterator[Tensor]:
-        """Each rank's share of every section, side by side."""
+        """Yield each rank's pieces of all sections, concatenated."""
         each = [section.tensor_split(ranks, dim=1) for section in tensor.chunk(sections, dim=1)]
         return (torch.cat(of_rank, 1) for of_rank in zip(*each, strict=True))
 
@@ -278,7 +279,7 @@ def _try_activation(run: TrialRun, _: object, parts: int) -> Iterator[Sides]:
 
 
 def _try_squares(run: TrialRun, _: object, __: int) -> Iterator[Sides]:
-    """The gradient of some columns of a weight, and the same elements in a separate tensor."""
+    """Compare the gradient of some columns of a weight, as a view, against the same elements in a separate tensor."""
     part = run.numbers(257, 1024)[:, 301:702]
     sums = (
         on_threads(1, partial(sums_of_squares, part.contiguous())),
@@ -293,10 +294,10 @@ _Update = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
 @dataclass
 class UpdateRun(TrialRun):
-    """The run whose optimizer is tried.
+    """A run whose optimizer is tried.
 
     Attributes:
-        settings: of the run.
+        settings: settings of the run.
     """
 
     settings: RunSettings = field(kw_only=True)
@@ -311,7 +312,7 @@ def _updates(run: UpdateRun) -> Iterator[tuple[_Update, list[int], str]]:
 
 
 def _try_update(run: UpdateRun, case: tuple[_Update, list[int], str], _: int) -> Iterator[Sides]:
-    """An update of a whole tensor, and of its pieces."""
+    """Compare the update of a whole tensor against the updates of its pieces."""
     update, sizes, name = case
     weight, gradient = run.numbers(2, sum(sizes))
     whole = update([weight], [gradient])
@@ -379,4 +380,4 @@ TRIALS = (
     Trial(UpdateRun, _updates, _try_update),
     Trial(UpdateRun, _matrices, _try_orthogonalized),
 )
-"""The table: forward and backward, then the optimizer."""
+"""The table of trials: forward and backward pass, then the optimizer."""

@@ -1,8 +1,9 @@
-"""A model split over ranks, as EleutherAI's lm-evaluation-harness asks for one (``pip install 'shardwise[eval]'``).
+"""A model split over ranks, for EleutherAI's lm-evaluation-harness (``pip install 'shardwise[eval]'``).
 
-Every rank runs the harness on all requests, in the same order, so that the ranks are in step; the harness itself sees
-one process. Log-likelihoods take one pass for a batch of requests of similar length, and requests that differ in their
-last token alone share a row of it. Of each prompt is read what comes after where it parts from the one before.
+Every rank runs the harness on all requests in the same order, so that the ranks stay in step. The harness sees a single
+process. Log-likelihoods take one forward pass per batch of requests of similar length. Requests that differ only in
+their last token share a row of the batch. A prompt reuses the keys and values of its common prefix with the previous
+prompt.
 """
 
 import contextlib
@@ -25,35 +26,35 @@ from shardwise.models.gpt import GPT
 from shardwise.nn.loss.cross_entropy import vocab_parallel_log_probs
 
 _USUAL_MAX_NEW_TOKENS = 256
-# As transformers samples where nothing is said.
+# The default of transformers.
 _USUAL_TOP_K = 50
 _GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "seed"}
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
-"""The harness's key, the ids of a context, and those of the continuation."""
+"""The harness's cache key, the token ids of a context, and the token ids of its continuation."""
 
 
 class _Stopped(Exception):  # noqa: N818 - it is no error
-    """The text holds what ends it."""
+    """Raised when the text contains a stop sequence."""
 
 
 class ShardwiseLM:
-    """A model for ``lm_eval.simple_evaluate(model=ShardwiseLM(...))``, one of the harness's ``LM``.
+    """A model for ``lm_eval.simple_evaluate(model=ShardwiseLM(...))``, registered as the harness's ``LM``.
 
-    Every rank of the model's tensor-parallel group makes one.
+    Every rank of the model's tensor-parallel group creates one.
 
     Args:
-        model: whole on the tensor-parallel ranks, in no pipeline stages.
-        tokenizer: of the model.
-        template: of chats, for ``apply_chat_template``; None if the model has none.
-        prefix_id: the token before a text without a context: the one that begins a text, or else the one that ends it.
+        model: model that is split over tensor-parallel ranks, without pipeline stages.
+        tokenizer: tokenizer of the model.
+        template: chat template for ``apply_chat_template``; None if the model has none.
+        prefix_id: token before a text without a context; None means the token that ends a text.
         eos_ids: tokens that end a text, in addition to the tokenizer's.
-        batch_size: requests in a pass.
-        name: of the tokenizer; the harness tells its caches apart by it.
+        batch_size: rows per forward pass.
+        name: name of the tokenizer, which the harness uses to separate its caches.
 
     Attributes:
-        rank, world_size: those of one process, as which the harness sees all ranks.
-        cache_hook: told of each answer.
+        rank, world_size: 0 and 1, because the harness sees all ranks as one process.
+        cache_hook: hook that receives each answer.
 
     Raises:
         ConfigError: the model is one of several pipeline stages, or the harness is not installed.
@@ -83,27 +84,27 @@ class ShardwiseLM:
         self.device = model.embedding.word_embeddings.weight.device
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Tell another of each answer."""
+        """Set the hook that receives each answer."""
         self.cache_hook = cache_hook
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """Token that ends a text."""
         return self._tokenizer.eos_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context."""
+        """Token before a text without a context."""
         return self._prefix_id
 
     @property
     def max_length(self) -> int:
-        """Most tokens that the model reads at once."""
+        """Maximum sequence length of the model, in tokens."""
         return self.model.max_sequence_length
 
     @property
     def tokenizer_name(self) -> str:
-        """The name that tells the harness's caches apart."""
+        """Name that the harness uses to separate its caches."""
         return self._name
 
     @property
@@ -111,32 +112,32 @@ class ShardwiseLM:
         return self.model.tp_group.rank() == 0
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of a text, behind what the tokenizer puts in front unless the text has it or it is not wanted."""
+        """Encode a text, by default with the tokenizer's leading tokens unless it starts with the prefix token."""
         ids = self._tokenizer.encode(string, parse_special=True)
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._tokenizer.decode([self._prefix_id]))
         return [*self._tokenizer.beginning, *ids] if add_special_tokens else ids
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's source, which names it for the harness; None if none is asked for.
+        """Return the template's source, which identifies it for the harness; None if ``chat_template`` is false.
 
         Raises:
-            DataError: the model has none.
+            DataError: the model has no chat template.
         """
         return self._asked_template().source if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Messages as the model reads them; without a prompt for the next turn, the last one is left open.
+        """Format messages with the chat template; without a generation prompt, the last message is left open.
 
         Raises:
-            DataError: the model has no template, or it refuses the messages.
+            DataError: the model has no chat template, or the template rejects the messages.
         """
         text = self._asked_template().render(chat_history, add_generation_prompt=add_generation_prompt).text
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"]
         start = text.rindex(last.strip())
-        # Blanks at its end belong to it, unless the template leaves them out.
+        # Trailing whitespace belongs to the message, unless the template strips it.
         whole = last.lstrip()
         return text[: start + len(whole if text.startswith(whole, start) else last.strip())]
 
@@ -146,7 +147,7 @@ class ShardwiseLM:
         return self._template
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """The log-probability of each request's second text after its first, and whether it is the likeliest.
+        """Return the log-probability of each request's continuation after its context, and whether it is greedy.
 
         Raises:
             DesyncError: the ranks have different requests.
@@ -156,18 +157,18 @@ class ShardwiseLM:
         return self._loglikelihood_tokens(encoded, disable_tqdm)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The ids of a context, at least one, and of the continuation."""
+        """Return the ids of the context, at least one, and the ids of the continuation."""
         if not context:
             ids = self.tok_encode(continuation, add_special_tokens=False)
             return ([self._prefix_id], ids) if ids[:1] != [self._prefix_id] else (ids[:1], ids[1:])
-        # Blanks belong to the words after them, as which tokenizers know them.
+        # Tokenizers join whitespace with the word that follows it.
         bare = context.rstrip()
         context, continuation = (bare, context[len(bare) :] + continuation) if bare else (context, continuation)
         first = self.tok_encode(context)
         return first, self.tok_encode(context + continuation)[len(first) :]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each whole text, each token after as many as fit the model's window.
+        """Return the log-probability of each whole text, computed in windows of the model's maximum length.
 
         Raises:
             DesyncError: the ranks have different requests.
@@ -205,7 +206,7 @@ class ShardwiseLM:
                 )
             read = (context + continuation)[-(self.max_length + 1) : -1]
             rows.setdefault(tuple(read), []).append(number)
-        # The longest first: what does not fit into memory is found at once, and few are padded.
+        # The longest first, so that memory runs out at once if at all, and sorted to reduce padding.
         ordered = sorted(rows, key=lambda read: (-len(read), read))
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         bar = tqdm(total=len(requests), disable=disable_tqdm or not self._is_first or None, desc="log-likelihoods")
@@ -223,9 +224,9 @@ class ShardwiseLM:
     def _measure(
         self, batch: Sequence[tuple[int, ...]], numbers: Sequence[Sequence[int]], requests: Sequence[Request]
     ) -> list[tuple[int, tuple[float, bool]]]:
-        """The answers to the requests of each of a batch of inputs."""
+        """Return the answers to all requests of a batch of inputs, with the numbers of the requests."""
         longest = len(batch[0])
-        # On the right, where a causal model's other tokens do not see them.
+        # Pad on the right, because a causal model does not attend to later tokens.
         ids = torch.tensor([[*read, *[0] * (longest - len(read))] for read in batch], device=self.device)
         lengths = torch.tensor([len(read) for read in batch], device=self.device)
         logits: Tensor = self.model(ids, lengths=lengths)
@@ -257,16 +258,16 @@ class ShardwiseLM:
         ]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of each prompt, up to the first text that ends it.
+        """Return the continuation of each prompt, up to the first stop sequence.
 
         Raises:
-            ConfigError: an option of generation that is not offered, or more tokens than the model's window.
+            ConfigError: a generation option is not supported, or more tokens than the model's maximum are asked for.
             DesyncError: the ranks have different requests.
         """
         self._check_same(requests)
         texts = [""] * len(requests)
         prefix = PrefixCache(self.model)
-        # Prompts that begin alike follow each other.
+        # Sorted, so that prompts with a common prefix are consecutive.
         ordered = sorted(range(len(requests)), key=lambda number: str(requests[number].args[0]))
         for number in tqdm(ordered, disable=disable_tqdm or not self._is_first or None, desc="texts"):
             prompt, options = requests[number].args
@@ -320,7 +321,7 @@ class ShardwiseLM:
         return result
 
     def _check_same(self, requests: Sequence[Any]) -> None:
-        """Check that all ranks were asked for the same: otherwise they would wait for each other in vain."""
+        """Check that all ranks have the same requests; otherwise they would hang."""
         digest = hashlib.sha256(repr(_arguments(requests)).encode()).hexdigest()
         check_same(f"{len(requests)} requests, SHA-256 {digest[:12]}", "what to evaluate", group=self.model.tp_group)
 
@@ -330,7 +331,7 @@ def _arguments(requests: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def harness() -> Any:
-    """The class of the harness's models.
+    """Return the base class of the harness's models.
 
     Raises:
         ConfigError: the harness is not installed.

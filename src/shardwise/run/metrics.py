@@ -23,7 +23,7 @@ from shardwise.run.plan.report import shown_bytes
 
 Metrics = dict[str, float]
 
-# Buffer of metrics.jsonl; a line has about 200 bytes.
+# Maximum size of a metrics file; a line has about 200 bytes.
 _MAX_BYTES = 2_000_000_000
 
 
@@ -31,7 +31,7 @@ class MetricsFile(NamedTuple):
     """The content of a metrics file.
 
     Attributes:
-        rows: the readable lines.
+        rows: values of the readable lines.
         unreadable: line numbers, from 1, of the unreadable lines.
         is_cut: True if the last line is truncated, as after a kill; ``unreadable`` does not include it.
     """

@@ -100,7 +100,7 @@ def check_parity(session: Session, *, steps: int = 3, exact: bool = False) -> Pa
     parallel = dataclasses.replace(session.settings.parallel, exact=True)
     settings = dataclasses.replace(session.settings, parallel=parallel)
     settings.check_world(session.ranks.world_size)
-    # A process group has one kind of sum, so that exact mode needs its own groups.
+    # A process group has one kind of sum, so exact mode needs its own groups.
     topology = Topology.create(tp=parallel.tp, pp=parallel.pp)
     with contextlib.ExitStack() as stack:
         stack.callback(topology.destroy)
@@ -125,7 +125,7 @@ def _compared(session: Session, settings: RunSettings, topology: Topology, steps
                 check_device(split.model, micro_batch_size=micro, sequence_length=settings.sequence_length)
 
         agree(tried, group=session.ranks.control)
-    # The whole model has no other ranks. Runs have no context parallelism, so that the "cp" group has one rank.
+    # The whole model is on one rank. Runs have no context parallelism, so the "cp" group has one rank.
     alone = topology.group("cp")
     whole = fresh(Groups(tp=alone, dp=alone))
     if _weight_difference(split, whole, session.ranks.world) != 0.0:
@@ -160,7 +160,7 @@ def _weight_difference(split: Trainer, whole: Trainer, world: dist.ProcessGroup)
     split.wait_for_weights()
     reference = sharded_state_dict(whole.model, group=whole.tp_group)
     sums = torch.zeros(2, dtype=torch.float64, device=split.device)
-    # A tied weight's two copies both count: each must be right.
+    # Both copies of a tied weight count, because each must be right.
     for key, shard in sharded_state_dict(split.model, group=split.tp_group).items():
         gathered = gather_parameter(shard.data, shard.layout, group=split.tp_group).double()
         expected = reference[key].data.detach().double()
@@ -179,7 +179,7 @@ class Demo(NewTexts):
     """Task of the demo: check parity, then train a new model on the standard library.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
 
     Attributes:
         parity: result of the parity check, once it is done.
@@ -247,13 +247,13 @@ Go on:
 
 
 def demo_task(settings: Settings) -> Task:
-    """The demo's task."""
+    """Return the demo's task."""
     demo = Demo(settings)
     return Task(settings, NewModel(settings), demo, report=demo.report)
 
 
 def _command_name() -> str:
-    """The command to start this program: its name if the shell finds it, else its relative path."""
+    """Return the command that starts this program: its name if the shell finds it, else its relative path."""
     beside_python = Path(sys.executable).with_name("shardwise")
     if shutil.which("shardwise") is not None or not beside_python.exists():
         return "shardwise"

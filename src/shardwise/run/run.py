@@ -128,7 +128,7 @@ class _Training:
             if self._held_out is None:  # All steps were done before.
                 self._held_out = self._evaluate(settings.steps)
         except DivergenceError as error:
-            # Every rank has the same error, so that they can still publish the checkpoint in progress.
+            # Every rank has the same error, so the ranks can still publish the checkpoint in progress.
             self.saves.complete_if_possible()
             raise DivergenceError(f"{error}; {self._after_divergence()}") from error
         finally:
@@ -186,9 +186,10 @@ class _Training:
             self._save(done, signum)
 
     def _before_update(self, step: int, rank_reports: Sequence[float]) -> None:
-        """Save and stop if due; finite loss and gradient have shown that the weights are finite.
+        """Save and stop if due.
 
-        The saved state is the one after ``step`` steps, from which the loss and the gradient of the next step came.
+        The saved state is that after ``step`` steps. The next step's loss and gradient, computed from it, are finite,
+        so its weights are finite too.
         """
         self._counting.close()
         signum, due, progress = int(rank_reports[0]), bool(rank_reports[1]), SaveProgress(int(rank_reports[2]))
@@ -226,8 +227,8 @@ class _Training:
         raise Interrupted(signum, agreed=True)
 
     def _rank_reports(self) -> tuple[float, float, float, float]:
-        """This rank's contribution to the step's all-reduce: its signal (0 for none), whether a timed save is due
-        (first rank only), the progress of its write, and its peak memory.
+        """Return this rank's part of the step's all-reduce: signal (0 for none), whether a timed save is due (on the
+        first rank), progress of the write, and peak memory.
         """
         ranks, minutes = self.session.ranks, self.session.settings.training.save_minutes
         due = ranks.is_first and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
@@ -235,7 +236,7 @@ class _Training:
         return float(self.signals.signum), float(due), float(self.saves.progress), memory
 
     def _agreed(self) -> int:
-        """The signal that any rank received, by a separate collective; 0 for none."""
+        """Return the signal that any rank received, by a separate collective; 0 for none."""
         ranks = self.session.ranks
         signum = torch.tensor(self._rank_reports()[:1], dtype=torch.float32, device=ranks.device)
         return int(all_reduce(signum, group=ranks.world, op=dist.ReduceOp.MAX, may_overwrite=True))
@@ -250,7 +251,7 @@ class _Training:
 
     def _after_divergence(self) -> str:
         if not self._losses and self.first_step == 0:
-            # No weight was updated, so that the learning rate is not the cause.
+            # No weight was updated, so the learning rate is not the cause.
             return (
                 "no step was made before; what the run begins with is broken (weights, a teacher's too), or too large "
                 f"for --training.dtype; {REPORT.format('good weights fail in float32 too')}"

@@ -57,7 +57,7 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
     described = task.source.describe(data)
     is_planned = task.source.trains_weights and task.method.has_plan
     shortage = Shortage.of(settings, described, ranks, is_planned=is_planned)
-    # Over all ranks, not only those that share layers, because the banner reports on all of them.
+    # Over all ranks, not only ranks that share layers, because the banner reports on all ranks.
     params_dtype = PRECISIONS[settings.training.dtype].params_dtype
     agree_on_kernels(torch.empty(0, dtype=params_dtype, device=ranks.device), group=ranks.control)
     with shortage.explained():

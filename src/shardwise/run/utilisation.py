@@ -25,9 +25,9 @@ from shardwise.run.plan.parameters import StageChunk, parameters_of
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import ProfileSettings
 
-# Dense products in TFLOP/s, of 16 bits, of TF32 and of fp32, by a part of the device's name, the first that fits. From
-# NVIDIA's data sheets (H100 and H200 Tensor Core GPU, A100, L40S, L4, A10, V100, Blackwell architecture), where figures
-# with sparsity are halved.
+# TFLOP/s of dense products in 16 bits, in TF32 and in fp32, by a part of the device's name; the first match counts.
+# Source: NVIDIA's data sheets (H100 and H200 Tensor Core GPU, A100, L40S, L4, A10, V100, Blackwell architecture);
+# figures with sparsity are halved.
 _GPUS: dict[str, tuple[float, float, float]] = {
     "B200": (2250.0, 1125.0, 75.0),
     "H200": (989.4, 494.7, 66.9),
@@ -56,7 +56,7 @@ class Peak:
 
 
 def peak_of(device: torch.device, dtype: torch.dtype, given: float | None = None) -> Peak:
-    """Peak of a rank's device for matrix products in ``dtype``: ``given`` (TFLOP/s), from data sheets, or measured."""
+    """Return a device's peak for products in ``dtype``: ``given`` (TFLOP/s), from data sheets, or measured."""
     if given is not None:
         return Peak(given * 1e12, "as given")
     if device.type == "cpu":
@@ -106,11 +106,11 @@ class Utilisation:
     source: str
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """Model FLOPs utilisation of a step that took ``seconds``; empty if the peak is unknown."""
+        """Return the model FLOPs utilisation of a step that took ``seconds``; empty if the peak is unknown."""
         return {} if not self.peak or seconds <= 0 else {"mfu": self.flops_per_step / seconds / self.peak}
 
     def line(self) -> str:
-        """The line of the banner about utilisation."""
+        """Return the line of the banner about utilisation."""
         peak = "" if self.peak is None else f"{self.peak / 1e12:,.2f} TFLOP/s of all ranks, "
         return f"peak   {peak}{self.source}"
 
@@ -137,7 +137,7 @@ _LOOKED_UP = ("embedding.position_embeddings.weight", "embedding.word_embeddings
 
 
 def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trains_weights: bool = True) -> int:
-    """FLOPs per token of forward and backward, where a multiply-add counts as two.
+    """Return the FLOPs per token of forward and backward pass; a multiply-add counts as two.
 
     ``6 N + 12 l a d s``: ``N`` elements of weight matrices (without embeddings, except one tied to the output layer),
     ``l`` layers of ``a`` heads of width ``d``, and ``s`` tokens. Attention counts as if each token attended to all

@@ -47,14 +47,14 @@ def banner(session: Session) -> str:
 
 
 def _idle(settings: RunSettings, tp: int) -> str:
-    """A note on settings without effect at this layout, which scripts for several layouts may set."""
+    """Return a note on settings without effect in this layout, which scripts for several layouts may set."""
     if settings.parallel.sequence_parallel and tp == 1:
         return "\nnote   --sequence-parallel does nothing with one tensor-parallel rank"
     return ""
 
 
 def _parts(session: Session) -> str:
-    """A note where an exact run's parts are whole on some numbers of tensor-parallel ranks only, and what works."""
+    """Return a note if only some tensor-parallel sizes fit an exact run's parts, with the sizes that fit."""
     settings, model = session.settings, session.trainer.model
     parts = settings.parallel.exact_parts
     if not settings.parallel.exact:
@@ -81,7 +81,7 @@ def _or(numbers: Sequence[int]) -> str:
 
 
 def _device(session: Session) -> str:
-    """A note why the run uses the CPU instead of a GPU; on GPUs, which kernels overlap."""
+    """Return the reason why the run uses the CPU instead of a GPU; on GPUs, which collectives overlap."""
     settings, ranks, topology = session.settings, session.ranks, session.topology
     if ranks.device.type == "cpu":
         return f"\ndevice cpu: {ranks.why_device}" if settings.device == "auto" and ranks.why_device else ""
@@ -105,7 +105,7 @@ def _device(session: Session) -> str:
 
 
 def _ways(session: Session) -> str:
-    """How each pass of the linear layers overlaps with its collective, and why not faster."""
+    """Describe how each pass of the linear layers overlaps with its collective, and why not in a faster way."""
     passes: dict[Way, list[str]] = {}
     for pass_, way in session.ways:
         passes.setdefault(way, []).append(pass_)
@@ -118,7 +118,7 @@ def _size(number: int) -> str:
 
 
 def speed(session: Session) -> str:
-    """The lines of the banner about the fast paths that the run takes, and why it does not take the others."""
+    """Return the lines of the banner about the fast paths of the run, and why it does not take the others."""
     settings, trainer = session.settings, session.trainer
     config, tp = trainer.model.config, session.topology.size("tp")
     tokens = settings.micro_batch_size(session.topology.size("dp")) * settings.sequence_length
@@ -141,7 +141,7 @@ def speed(session: Session) -> str:
 
 
 def tf32(device_type: str, dtype: str) -> list[dispatch.Choice]:
-    """Whether CUDA's tensor cores multiply fp32 matrices; empty without tensor cores."""
+    """Report whether CUDA's tensor cores multiply fp32 matrices; empty without tensor cores."""
     if device_type != "cuda" or PRECISIONS[dtype].params_dtype != torch.float32:
         return []
     uses_tf32 = PRECISIONS[dtype].uses_tf32

@@ -74,13 +74,12 @@ def export_hf(
         checkpoint: folder of one checkpoint, or folder of a run or an import, whose newest checkpoint is taken. With
             ``merge``, folder of adapters.
         out: folder to write; it must be empty or not exist.
-        dtype: dtype of the weights; that of the checkpoint if None.
+        dtype: dtype of the weights; if None, the dtype of the checkpoint.
         architecture: model_type to write, such as "mistral". If None, the model_type of the import, else the first
             that fits.
         max_file_gb: maximum size of a file of weights, in 1e9 bytes.
-        merge: ``checkpoint`` is a folder of adapters that names the folder of its base model. Export the base model
-            with
-            the adapters merged into it.
+        merge: export the base model with the adapters merged into it; ``checkpoint`` is a folder of adapters that names
+            the folder of its base model.
         timeout: maximum wait for another rank, in seconds.
 
     Returns:
@@ -88,8 +87,7 @@ def export_hf(
 
     Raises:
         ConfigError: an argument is out of range or does not fit the checkpoint, the model cannot be split over this
-            many
-            ranks, ``out`` exists, or Hugging Face has no architecture for the model.
+            many ranks, ``out`` exists, or Hugging Face has no architecture for the model.
         CheckpointError: the checkpoint is missing or damaged, or ``out`` cannot be written.
     """
     with open_ranks("cpu", timeout=timeout) as ranks:
@@ -98,7 +96,7 @@ def export_hf(
         )
         fields: dict[str, Any] = {}
         if opened.config is None and opened.tokenizer is not None:
-            # The run also knows the token that ends a text; the same token begins one.
+            # The run's tokenizer has a token that ends a text; the same token begins a text.
             fields = dict.fromkeys(("bos_token_id", "eos_token_id"), opened.tokenizer.eos_id)
         elif opened.config is not None and opened.adapter is not None and opened.description.classification is not None:
             # Adapters may have their own head, whose labels are missing in the base model's folder.
@@ -121,7 +119,7 @@ def export_hf(
 
 
 def _card(opened: OpenCheckpoint) -> str | None:
-    """The card of a trained model or of merged adapters; None for an imported model."""
+    """Return the model card of a trained model or of merged adapters; None for an imported model."""
     if opened.adapter is not None:
         try:
             card = read_regular(opened.adapter / README_NAME, limit=MAX_CONFIG_BYTES).decode()
@@ -174,7 +172,7 @@ def import_hf(
     Args:
         folder: folder of the model; docs/huggingface.md lists the supported architectures.
         out: folder for the checkpoint; it must not have a checkpoint yet.
-        dtype: dtype of the weights; that of the model if None.
+        dtype: dtype of the weights; if None, the dtype of the model.
         timeout: maximum wait for another rank, in seconds.
 
     Returns:
@@ -182,8 +180,7 @@ def import_hf(
 
     Raises:
         ConfigError: the architecture or a value in ``config.json`` is not supported, the model cannot be split over
-            this
-            many ranks, or ``out`` has a checkpoint.
+            this many ranks, or ``out`` has a checkpoint.
         CheckpointError: a file is missing or damaged, tensors do not match ``config.json``, or ``out`` cannot be
             written.
     """
@@ -210,7 +207,7 @@ def import_hf(
 def _import(
     source: PretrainedFolder, out: Path, dtype: torch.dtype | None, identity: dict[str, object], ranks: Ranks
 ) -> Path:
-    """Write the checkpoint, with ``identity`` as the identity of the tokenizer."""
+    """Write the checkpoint, with ``identity`` identifying the tokenizer."""
     model = load_pretrained(source.path, groups=Groups(tp=ranks.world), dtype=dtype, device="cpu")
     # The class in ``architectures`` covers the heads that were found in the files.
     config = dict(source.config.values) | {

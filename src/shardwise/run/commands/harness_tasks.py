@@ -50,7 +50,7 @@ def evaluate_tasks(
         adapter: see ``evaluate``.
         batch_size: texts per batch.
         task_path: folder of task definitions (YAML) that replace those of the harness.
-        num_fewshot: solved examples before each question; the default of the task if None.
+        num_fewshot: number of solved examples before each question; the default of the task if None.
         limit: maximum number of questions per task; no limit if None.
         chat: format the questions with the model's chat template.
         output: JSON file for the harness's report.
@@ -131,7 +131,7 @@ def _errors_of_harness(what: str) -> Iterator[None]:
 
 
 def _read_tasks(tasks: Sequence[str], own: str | None) -> Any:
-    """The harness's task manager, after it has read the given tasks."""
+    """Return the harness's task manager after reading the given tasks."""
     with _errors_of_harness("read"):
         if own is not None and not os.path.isdir(own):
             raise DataError(f"--task-path {own} is not a folder")

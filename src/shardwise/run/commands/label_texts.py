@@ -90,7 +90,7 @@ def open_classifier(
     """Open a classifier and its tokenizer.
 
     Raises:
-        ConfigError: the model is no classifier, or cannot be split over this many ranks.
+        ConfigError: the model is not a classifier, or cannot be split over this many ranks.
         CheckpointError: the model is missing or damaged.
         DataError: the tokenizer is missing or damaged.
     """
@@ -152,8 +152,7 @@ def classify(
 
     Raises:
         ConfigError: an argument is out of range, not exactly one of ``text``, ``data`` and ``lines`` is given, the
-            model
-            has no classification head, or it cannot be split over this many ranks.
+            model has no classification head, or it cannot be split over this many ranks.
         CheckpointError: the model is missing or damaged.
         DataError: a text has no token, data cannot be read, or the tokenizer is missing.
     """
@@ -191,7 +190,7 @@ def classify(
                             say(answer(opened.head, opened.names, row))
                         else:
                             say(answer_words(opened.names, row, words, labelled.words))
-        # Blank lines after the last text.
+        # Answer the blank lines after the last text.
         next(rest, None)
     return answers
 
@@ -274,7 +273,7 @@ def named(names: Sequence[str], logits: Tensor) -> dict[str, object]:
 
 
 def _rows(encode: Callable[[], EncodedTexts], ranks: Ranks, on_note: Callable[[str], object] | None) -> HeldOut:
-    """Encode the texts on every rank; the first rank notes which were cut. Raises as ``OpenClassifier.encode``."""
+    """Encode the texts on every rank; the first rank reports cut texts. Raises as ``OpenClassifier.encode``."""
     encoded = agree(encode, group=ranks.control)
     for note in encoded.notes("--sequence-length"):
         ranks.on_first(on_note)(note)

@@ -84,7 +84,7 @@ class OpenCheckpoint:
         """
         if self.config is None:
             return GenerationDefaults()
-        # Adapters may have been trained with another token that ends a text.
+        # The adapters may use another token to end a text.
         beside = self.adapter is not None and (self.adapter / GENERATION_CONFIG_NAME).exists()
         return GenerationDefaults(self.adapter if beside else self.folder, self.config.values)
 
@@ -257,7 +257,7 @@ def is_pretrained(path: Path) -> bool:
 
 
 def _base_of(adapter: Path) -> Path:
-    """The folder of the base model that the adapters name."""
+    """Return the folder of the base model that the adapters name."""
     read_adapter_config(adapter)
     base = read_json(adapter / ADAPTER_CONFIG_NAME).get("base_model_name_or_path")
     hint = f"give the model's folder yourself: shardwise generate MODEL_DIR --adapter {adapter}"

@@ -23,7 +23,7 @@ _LEARNED, _READ, _PLAIN = "\033[32m", "\033[2m", "\033[0m"
 
 
 def shown_samples(settings: FinetuneSettings, count: int, *, colours: bool) -> Iterator[str]:
-    """Yield the first ``count`` samples as a run would train on them, and why other samples are left out.
+    """Yield the first ``count`` samples as a run would train on them, and the reasons for omitting other samples.
 
     Args:
         settings: settings of the run.
@@ -105,7 +105,7 @@ def _labelled(method: LabelledTexts, count: int) -> Iterator[str]:
 
 
 def _tokens(ids: NDArray[np.int64], learned: NDArray[np.bool_], tokenizer: Tokenizer, colours: bool) -> str:
-    """The text of a sample and below it the ids; of a long sample only the first and last ids."""
+    """Return the text of a sample, and below it the ids; of a long sample, only the first and last tokens."""
     parts, left_out = [_runs(ids, learned)], len(ids) - _MOST_TOKENS
     if left_out > 0:
         half = _MOST_TOKENS // 2

@@ -22,13 +22,13 @@ RESET = "/reset"
 
 @dataclass(frozen=True)
 class SamplingRequest:
-    """The sampling parameters given by the user; None takes the default of the model's files.
+    """The sampling parameters given by the user; None means the default of the model's files.
 
     Attributes:
         max_new_tokens: maximum number of new tokens.
-        temperature: under 1 favours likely tokens; 0 always takes the likeliest.
-        top_k: choose among this many likeliest tokens; 0 is off.
-        top_p: choose among the fewest likeliest tokens whose probabilities reach this sum; 1 is off.
+        temperature: divisor of the logits; below 1 favours likely tokens, 0 always takes the most likely one.
+        top_k: sample from this many most likely tokens; 0 is off.
+        top_p: sample from the smallest set of most likely tokens whose probabilities reach this sum; 1 is off.
     """
 
     max_new_tokens: int | None = None
@@ -52,7 +52,7 @@ class OpenPrompt:
 
     Attributes:
         opened, tokenizer: the model and its tokenizer.
-        prompt_ids: token ids of the prompt, after those that the tokenizer prepends.
+        prompt_ids: token ids of the prompt, including the tokens that the tokenizer prepends.
         choice: sampling parameters.
     """
 
@@ -157,8 +157,7 @@ def generate(
         The text added to the prompt, on every rank.
 
     Raises:
-        ConfigError: an argument is out of range, the model cannot be split over this many ranks, or it is no causal
-            model.
+        ConfigError: an argument is out of range, the model cannot be split over this many ranks, or it is not causal.
         CheckpointError: the checkpoint is missing or damaged.
         DataError: the tokenizer is missing or damaged.
     """

@@ -1,1 +1,1 @@
-"""A process as one of the ranks of a run: devices, network, heartbeats, signals."""
+"""The processes of a run: devices, network, heartbeats, signals."""

@@ -1,6 +1,6 @@
-"""This process as one of the ranks that train together: its device, and how it finds the others.
+"""This process as one of the ranks of a run: its device, and its connection to the other ranks.
 
-Ranks of several hosts meet over the network interface that reaches them.
+Ranks on several hosts connect over the network interface that reaches the other hosts.
 """
 
 import datetime
@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-# torch.distributed.checkpoint needs this module, whose functions have the process group of the moment of its import as
-# a default argument. Were that a real group, its threads would be kept for good, and might abort the interpreter while
-# it ends; so it is imported while there is none.
+# torch.distributed.checkpoint imports this module, whose functions have a default argument: the process group at the
+# time of the import. A real group would keep its threads alive, which might abort the interpreter at exit. Therefore
+# the module is imported before there is a group.
 import torch.distributed.nn.functional
 from torch.distributed import ProcessGroup
 
@@ -29,18 +29,18 @@ from shardwise.core.errors import ConfigError, LaunchError
 from shardwise.run.processes.watch import Watch
 from shardwise.training.bounds import DEFAULT_TIMEOUT, launcher_number
 
-# Ranks start at different times: what they import may come from a slow disk.
+# Ranks start at different times, because imports may be read from a slow disk.
 _JOINING_SECONDS = 600.0
 _HOST_LIMIT = datetime.timedelta(days=1)
 _STREAM_LIMIT = datetime.timedelta(hours=1)
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-# Linux's request for the address of an interface, and where in its answer it stands.
+# Linux's ioctl request for the address of an interface, and the position of the address in the answer.
 _SIOCGIFADDR = 0x8915
 _ADDRESS = slice(20, 24)
 
 OVERLAP_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
-"""Variables that let collectives run next to products: one queue, which keeps the order of launches, and streams of
-high priority for NCCL's kernels, which otherwise wait until a product leaves room."""
+"""Environment variables that let collectives overlap with products: a single queue, which keeps the order of launches,
+and high-priority streams for NCCL's kernels, which otherwise wait until a product leaves room."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Ranks:
 
     Attributes:
         rank, world_size: global rank, and number of ranks.
-        local_rank: among the ranks of this machine.
-        device: where this rank computes.
-        why_device: why there.
-        own_control: a group of all ranks on the CPU, where the world's is on another device.
-        watch: of this rank's waits; None if it is alone.
+        local_rank: rank among the ranks of this machine.
+        device: device of this rank.
+        why_device: reason for the choice of the device.
+        own_control: process group of all ranks on the CPU, if ``world`` is on another device.
+        watch: watchdog of this rank's waits; None for a single rank.
     """
 
     rank: int
@@ -66,27 +66,27 @@ class Ranks:
 
     @property
     def world(self) -> ProcessGroup:
-        """All ranks, on their devices."""
+        """Process group of all ranks, on their devices."""
         group = dist.group.WORLD
         assert group is not None
         return group
 
     @property
     def control(self) -> ProcessGroup:
-        """All ranks, to agree on what each does alone: one may take hours for it, as the time limit is a day."""
+        """Process group of all ranks for agreements; its timeout is a day, because a rank may take hours."""
         return self.world if self.own_control is None else self.own_control
 
     def phase(self, doing: str, *, limited: bool = False) -> AbstractContextManager[None]:
-        """A context in which messages say that this rank is ``doing`` that; see ``Watch.phase``."""
+        """Return a context that sets what this rank is ``doing``, for messages; see ``Watch.phase``."""
         return nullcontext() if self.watch is None else self.watch.phase(doing, limited=limited)
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that writes what is written once."""
+        """True on rank 0, which writes the files and messages of the run."""
         return self.rank == 0
 
     def on_first(self, callback: Callable[[Any], object] | None) -> Callable[[Any], object]:
-        """``callback`` on the first rank; on the others, or for None, a function that does nothing."""
+        """Return ``callback`` on the first rank, and a function that does nothing on other ranks or for None."""
         return callback if callback is not None and self.is_first else lambda _: None
 
 
@@ -94,18 +94,19 @@ class Ranks:
 def open_ranks(
     device: Literal["auto", "cpu", "cuda"], *, timeout: float = DEFAULT_TIMEOUT, overlaps: bool = False
 ) -> Iterator[Ranks]:
-    """Join the other ranks for the length of the block.
+    """Join the other ranks for the duration of the block.
 
-    The launcher (``shardwise``, torchrun) sets RANK, WORLD_SIZE and LOCAL_RANK; without them this rank is alone.
+    The launcher (``shardwise``, torchrun) sets RANK, WORLD_SIZE and LOCAL_RANK. Without them this is the only rank.
 
     Args:
-        device: where to compute; "auto" takes a GPU if there is one for each rank of this machine.
-        timeout: seconds that a rank waits for another in a step, and for one that is silent anywhere; see ``Watch``.
-        overlaps: collectives are to run next to products on a GPU; see ``prepare_overlap``.
+        device: device to compute on; "auto" takes a GPU if there is one for each rank of this machine.
+        timeout: maximum seconds to wait for another rank in a step, and for a silent rank at any time; see ``Watch``.
+        overlaps: True if collectives will overlap with products on a GPU; see ``prepare_overlap``.
 
     Raises:
-        ConfigError: no GPU for this rank, or another rank has it; or this process is in a process group already.
-        LaunchError: the other ranks cannot be reached, or do not come.
+        ConfigError: there is no GPU for this rank, another rank has the same GPU, or this process is already in a
+            process group.
+        LaunchError: the other ranks cannot be reached or do not arrive.
     """
     if dist.is_initialized():
         raise ConfigError(
@@ -132,8 +133,8 @@ def open_ranks(
     watch: Watch | None = None
     failed = False
     try:
-        # A collective ends at the watch's limit, which is another in a step than while ranks prepare; the groups' own
-        # limits are for what the watch cannot see.
+        # The watchdog ends collectives at its limit, which differs between a step and the preparation. The timeouts of
+        # the groups only cover waits that the watchdog cannot see.
         world = dist.group.WORLD
         assert world is not None
         limit = max(_STREAM_LIMIT if use_cuda else _HOST_LIMIT, datetime.timedelta(seconds=timeout))
@@ -152,21 +153,21 @@ def open_ranks(
         if watch is not None:
             watch.stop()
         if failed and use_cuda:
-            # Destroying waits for the collectives that the device has been given, which this rank may have left others
-            # alone in, or they it.
+            # Destroying waits for collectives that were launched on the device. They may never complete after a
+            # failure, because this or another rank has left them.
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
 
 
 def prepare_overlap() -> None:
-    """Set ``OVERLAP_VARIABLES``, but for those that the user has set; call it before CUDA starts."""
+    """Set ``OVERLAP_VARIABLES``, except those that the user has set. Call it before CUDA starts."""
     for name, value in OVERLAP_VARIABLES.items():
         os.environ.setdefault(name, value)
 
 
 def why_no_gpu(num_local: int) -> str | None:
-    """The reason why ``num_local`` ranks of this machine cannot have a GPU each; None if they can."""
+    """Return the reason why ``num_local`` ranks of this machine cannot have a GPU each; None if they can."""
     if torch.version.cuda is None and torch.version.hip is None and not torch.cuda.is_available():
         return "this PyTorch was built without CUDA"
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -180,15 +181,15 @@ def why_no_gpu(num_local: int) -> str | None:
 def choose_device(
     wanted: Literal["auto", "cpu", "cuda"], *, local_rank: int, num_local: int
 ) -> tuple[torch.device, str]:
-    """The device of a rank, and why it is that.
+    """Return the device of a rank and the reason for the choice.
 
     Args:
-        wanted: "auto" takes a GPU if there is one for each rank of this machine. With "cuda" a launcher may have given
-            each rank a GPU of its own, the only one that it sees.
-        local_rank, num_local: this rank among those of this machine, and their number.
+        wanted: "auto" takes a GPU if there is one for each rank of this machine. With "cuda", a rank may also see only
+            one GPU, which its launcher reserved for it.
+        local_rank, num_local: rank among the ranks of this machine, and their number.
 
     Raises:
-        ConfigError: "cuda" is wanted, and there is no GPU for this rank.
+        ConfigError: "cuda" is wanted and there is no GPU for this rank.
     """
     if wanted == "cpu":
         return torch.device("cpu"), "as asked for"
@@ -203,13 +204,13 @@ def choose_device(
 
 
 def refuse_shared_gpus(store: Any, own_gpu: str, *, rank: int, local_rank: int, num_local: int) -> None:
-    """Raise ConfigError on every rank of this host if two of them have the same GPU: NCCL would fail, or wait for ever.
+    """Raise ConfigError on every rank of this host if two of them have the same GPU: NCCL would fail or hang.
 
     Args:
-        store: joins the ranks.
-        own_gpu: identifies this rank's GPU, such as its UUID.
-        rank: global rank; those of a host follow one another.
-        local_rank, num_local: this rank among those of this host, and their number.
+        store: store shared by the ranks.
+        own_gpu: identifier of this rank's GPU, such as its UUID.
+        rank: global rank; the ranks of a host are consecutive.
+        local_rank, num_local: rank among the ranks of this host, and their number.
     """
     peers = range(rank - local_rank, rank - local_rank + num_local)
     store.set(f"shardwise/gpu/{rank}", own_gpu)
@@ -230,10 +231,11 @@ def _gpus(number: int) -> str:
 
 
 def process_group_of(device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """The arguments of ``init_process_group`` for ``num_ranks`` ranks that compute on ``device``.
+    """Return the arguments of ``init_process_group`` for ``num_ranks`` ranks that compute on ``device``.
 
-    On GPUs NCCL carries tensors, and gloo what the hosts exchange without waiting for the GPUs. With the device known,
-    NCCL makes communicators together with their groups, in one order on all ranks. One rank alone needs none.
+    On GPUs NCCL transfers tensors, and gloo transfers what hosts exchange without waiting for the GPUs. If it knows the
+    device, NCCL creates communicators together with their groups, in the same order on all ranks. A single rank needs
+    no communicators.
     """
     if device.type == "cpu":
         return {"backend": "gloo"}
@@ -241,20 +243,20 @@ def process_group_of(device: torch.device, num_ranks: int) -> dict[str, Any]:
 
 
 def join(device: torch.device, *, local_rank: int, num_local: int, timeout: datetime.timedelta) -> None:
-    """``init_process_group`` as the launcher says, over the interface that reaches the other hosts.
+    """Call ``init_process_group`` with the launcher's variables, over the interface that reaches the other hosts.
 
-    By default gloo listens where this host's name points, which on Debian is the loopback address 127.0.1.1: no other
-    host gets there. So ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set, unless the user did, if there are
-    several hosts and the interface is found.
+    By default gloo listens on the address of this host's name, on Debian the loopback address 127.0.1.1, which no other
+    host can reach. Therefore, if there are several hosts, ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set to
+    the interface if it is found and the user has not set them.
 
     Args:
-        device: where this rank computes.
-        local_rank, num_local: this rank among those of this host, and their number.
-        timeout: for the other ranks to come.
+        device: device of this rank.
+        local_rank, num_local: rank among the ranks of this host, and their number.
+        timeout: maximum wait for the other ranks.
 
     Raises:
-        ConfigError: MASTER_ADDR or MASTER_PORT is missing; two ranks have the same GPU.
-        LaunchError: the other ranks cannot be reached, or do not come.
+        ConfigError: MASTER_ADDR or MASTER_PORT is missing, or two ranks have the same GPU.
+        LaunchError: the other ranks cannot be reached or do not arrive.
     """
     _check_variables()
     master = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
@@ -279,7 +281,7 @@ def join(device: torch.device, *, local_rank: int, num_local: int, timeout: date
 
 
 def _check_variables() -> None:
-    """Check MASTER_ADDR and MASTER_PORT: without them RANK and WORLD_SIZE are left over from something else."""
+    """Check that MASTER_ADDR and MASTER_PORT are set; without them, RANK and WORLD_SIZE are not from a launcher."""
     ranks = f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']}"
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
@@ -302,11 +304,11 @@ def _hint() -> str:
 
 
 def _choose_interface(store: Any, rank: int, world_size: int) -> None:
-    """Set the variables that the user did not, if the interface that reaches the other hosts is found."""
+    """Set the variables that the user has not set, if the interface that reaches the other hosts is found."""
     if all(os.environ.get(name) for name in _INTERFACE_VARIABLES):
         return
     here, there = addresses_towards(os.environ["MASTER_ADDR"])
-    # Where the master's own name points to its loopback address, the other hosts know which of its addresses they use.
+    # If the master's name resolves to loopback on the master itself, the other hosts know which address they use.
     store.set(f"shardwise/master-address/{rank}", "" if _is_loopback(there) else there)
     if _is_loopback(here):
         seen = (store.get(f"shardwise/master-address/{other}").decode() for other in range(world_size))
@@ -318,10 +320,10 @@ def _choose_interface(store: Any, rank: int, world_size: int) -> None:
 
 
 def addresses_towards(host: str) -> tuple[str, str]:
-    """This host's address on the way to ``host``, and that host's; nothing is sent.
+    """Return the addresses of this host and of ``host`` on the route between them; nothing is sent.
 
     Raises:
-        OSError: there is no such host, or no way to it.
+        OSError: the host does not exist or cannot be reached.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as datagrams:
@@ -330,14 +332,14 @@ def addresses_towards(host: str) -> tuple[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has ``address``; None if there is none, or the system does not tell."""
+    """Return the name of the network interface with ``address``; None if there is none or the system does not tell."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if wanted in _addresses_of(name)), None)
 
 
 def _addresses_of(interface: str) -> list[Any]:
-    """An interface's first IPv4 address, and its IPv6 addresses; as far as Linux tells them."""
+    """Return the first IPv4 address and the IPv6 addresses of an interface, as far as Linux tells them."""
     found: list[Any] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:

@@ -1,9 +1,9 @@
 """Handle signals that end a process: at once between steps, or after a running step is completed and saved.
 
-Signals belong to the process. Therefore one object of this module holds how they are handled at the moment.
+Signals belong to the process. Therefore a variable of this module holds the object that currently postpones them.
 
-A rank that waits in a collective is inside C++ code, where Python's signal handlers do not run. So a thread watches for
-the signal too, and ends the process if the main thread has not done so itself within ``GRACE_SECONDS``.
+A rank that waits in a collective is inside C++ code, where Python's signal handlers do not run. Therefore a thread also
+watches for the signal, and ends the process if the main thread has not done so within ``GRACE_SECONDS``.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _STEPS = 3
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ends this process. A KeyboardInterrupt, so that cleanup code for Ctrl-C also runs.
+    """Raised when a signal ends this process. A KeyboardInterrupt, so that cleanup code for Ctrl-C also runs.
 
     Attributes:
         signal: the signal.
-        exit_code: 128 plus its number, as shells report it.
+        exit_code: 128 plus the number of the signal, as shells report it.
         agreed: True if every rank ends after the same step.
         note: hint for the message.
     """
@@ -80,7 +80,7 @@ class Postponed:
         self._abandoned = False
 
     def step_took(self, seconds: float) -> None:
-        """Record the duration of a step, from which the time limit of later steps follows."""
+        """Record the duration of a step, which determines the time limit of later steps."""
         self._slowest_step = max(self._slowest_step, seconds)
 
     def receive(self, signum: int) -> bool:
@@ -104,10 +104,9 @@ class Postponed:
             self._hurried = True
 
     def overdue(self) -> bool:
-        """True if the step has exceeded its time limit since the first signal: 25 seconds or three times the slowest
-        step.
+        """True if the step exceeds its limit after a signal: 25 s, or three times the slowest step if that is more.
 
-        Most schedulers kill 30 seconds after SIGTERM.
+        Most schedulers kill a process 30 seconds after SIGTERM.
         """
         if self.signum == 0 or not self._hurried:
             return False
@@ -118,7 +117,7 @@ class Postponed:
 def handling_signals(handle: Callable[[int, FrameType | None], object]) -> Iterator[dict[signal.Signals, Any]]:
     """Install ``handle`` for the ending signals during the block; yield the previous handlers.
 
-    Signals that are ignored (``nohup``) stay so. Nothing changes outside the main thread, where Python handles none.
+    Ignored signals (``nohup``) stay ignored. Outside the main thread, where Python handles no signals, nothing changes.
     """
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -171,9 +170,9 @@ def signals_postponed() -> Iterator[Postponed]:
 
 
 def request_stop(reports: Path, signum: int) -> None:
-    """Ask all ranks that leave their reports in ``reports`` to end as on this signal.
+    """Ask all ranks that write their reports to ``reports`` to end as if they had received this signal.
 
-    A file, because a signal might come twice: a terminal sends Ctrl-C to the ranks too.
+    The request is a file, because a signal might arrive twice: a terminal also sends Ctrl-C to the ranks.
     """
     write_complete(reports / _REQUEST_NAME, str(int(signum)))
 
@@ -197,7 +196,8 @@ def signals_raise(*, once: bool) -> Iterator[None]:
     """Raise Interrupted on SIGINT, SIGTERM and SIGHUP during the block; ignored signals (``nohup``) stay ignored.
 
     Args:
-        once: True ignores a second signal, for a rank, which its guard ends; False lets it end the process.
+        once: True ignores a second signal, for ranks, which have a guard that ends them; with False it ends the
+            process.
     """
 
     def handle(signum: int, frame: FrameType | None) -> NoReturn:
@@ -210,7 +210,7 @@ def signals_raise(*, once: bool) -> Iterator[None]:
         if not isinstance(lost.exc_value, Interrupted):
             others(lost)
             return
-        # The signal came during a callback, such as a weak reference's, from which Python propagates no exception.
+        # The signal arrived during a callback, such as one of a weak reference, whose exceptions Python drops.
         for each in before:
             signal.signal(each, handle)
         again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), lost.exc_value.signal))
@@ -227,14 +227,14 @@ def signals_raise(*, once: bool) -> Iterator[None]:
 
 
 def start_guard(launcher_pid: int | None, reports: Path | None = None) -> None:
-    """Start the thread that ends this process when the main thread cannot: on a signal, or when the launcher died.
+    """Start the thread that ends this process when the main thread cannot: on a signal, or if the launcher has died.
 
-    Where signals wait for the end of a training step, it waits too, until the step has had its time. Call it once, in
-    the main thread, after ``signals_raise``.
+    If signals are postponed to the end of a training step, the thread also waits, up to the step's time limit. Call the
+    function once, in the main thread, after ``signals_raise``.
 
     Args:
-        launcher_pid: the parent process to watch; None watches signals alone.
-        reports: folder where the launcher may ask to stop.
+        launcher_pid: parent process to watch; None watches only signals.
+        reports: folder where the launcher may place a request to stop.
     """
     receive, send = os.pipe()
     os.set_blocking(send, False)
@@ -249,7 +249,7 @@ class _Guard:
     receive: int
     launcher_pid: int | None
     reports: Path | None
-    # Of the first signal, and when it came; or when the step that it waited for was done.
+    # Number of the first signal, and the time of its arrival or of the end of the step it was postponed to.
     _signum: int = 0
     _since: float = 0.0
     _waits: bool = False
@@ -267,7 +267,7 @@ class _Guard:
             received = os.read(self.receive, 1)[0]
             return received in ENDING_SIGNALS and self._takes(received, now, postponed)
         if self.launcher_pid is not None and os.getppid() != self.launcher_pid:
-            # Killed, with all that it started as far as its user knows.
+            # The launcher was killed. Its user expects that all of its processes end.
             return self._end_at_once(signal.SIGTERM, postponed)
         if not self._signum:
             if asked := _requested_stop(self.reports):
@@ -294,7 +294,7 @@ class _Guard:
 
 
 def resume_hint(checkpoint: Path | None) -> str:
-    """The hint after a run that ended early; ``checkpoint`` is the newest one, or None."""
+    """Return the hint after a run that ended early; ``checkpoint`` is the newest checkpoint, or None."""
     if checkpoint is None:
         return "no checkpoint was saved; run the same command again to start anew"
     return f"the last checkpoint is {checkpoint}; run the same command with --resume auto to go on from it"

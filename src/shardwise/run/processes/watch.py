@@ -1,10 +1,11 @@
-"""A thread that finds out when ranks wait too long, says for whom, and ends this rank at the time limit.
+"""A watchdog that detects ranks that wait too long, reports which rank they wait for, and ends this rank at a limit.
 
-Each rank puts a heartbeat into the store every few seconds; from those of the others it finds who keeps whom waiting.
+Each rank writes a heartbeat to the store every few seconds. From the heartbeats of the others it derives which rank
+keeps which waiting.
 
-It costs nothing in a step: it looks every few seconds at what the other threads wait in
-(``core.communication.agreement``). Two threads share the work, since one that talks to the store may itself be left
-waiting when the link is cut.
+A step costs nothing extra: every few seconds the watchdog reads the waits registered by other threads
+(``core.communication.agreement``). It has two threads, because a thread that uses the store may hang when the network
+connection is lost.
 """
 
 from __future__ import annotations
@@ -42,17 +43,18 @@ logger = logging.getLogger("shardwise")
 class Watch:
     """Watches this rank's waits from ``start`` to ``stop``.
 
-    A wait within ``limited`` ends at the limit, whatever its cause. Any other wait may last as long as one of the ranks
-    that it waits for is alive and at work: reading data for an hour is no hang. In each case the wait is reported once
-    to the logger ``shardwise`` after a tenth of the limit, 30 seconds at most, and at its end as a DesyncError for
-    ``threading.excepthook``. Then the process ends with exit code 1: nothing else ends a thread inside a collective.
+    A wait in a ``limited`` phase ends at the limit, whatever its cause. Any other wait may last as long as the ranks it
+    waits for are alive and working: reading data for an hour is not a hang. A long wait is logged once, to the logger
+    ``shardwise``, after a tenth of the limit or 30 seconds, whichever is less. When a wait must end, a DesyncError is
+    passed to ``threading.excepthook`` and the process exits with code 1, because nothing else ends a thread that is
+    inside a collective.
 
     Args:
-        store: joins all ranks; a connection of its own is made.
+        store: store shared by all ranks; the watchdog opens its own connection.
         rank, world_size: global rank, and number of ranks.
-        limit: seconds.
-        waits_in_stream: collectives return to the host before they are done (NCCL): a step without progress counts as a
-            wait.
+        limit: limit in seconds.
+        waits_in_stream: True if collectives return to the host before they complete (NCCL); a step without progress
+            then counts as a wait.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, *, limit: float, waits_in_stream: bool = False) -> None:
@@ -61,7 +63,7 @@ class Watch:
         self._world_size = world_size
         self._limit = limit
         self._patience = min(_LONGEST_PATIENCE, limit / 10)
-        # However small the limit, a busy machine may keep a thread waiting for a moment.
+        # A busy machine may delay a thread for a moment, however small the limit.
         self._quiet = max(self._patience / 2, _SHORTEST_SILENCE)
         self._interval = min(_LONGEST_INTERVAL, self._patience / 5)
         self._waits_in_stream = waits_in_stream
@@ -70,7 +72,7 @@ class Watch:
         self._doing, self._is_limited = "preparing", False
         self._heard: dict[int, tuple[Beat, float]] = {}
         self._answered = time.monotonic()
-        # At first everybody, to know the hosts; the next rank always, so that the silence of each is noticed by one.
+        # Listen to all ranks at first, to learn their hosts, and always to the next rank, so that each has a listener.
         self._next = (rank + 1) % world_size
         self._wanted: set[int] = set()
         # Silence is counted from when this rank started listening.
@@ -84,7 +86,7 @@ class Watch:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         self._store.set(str(self._own.rank), self._own.to_text())
         for name, body in (("shardwise-beats", self._exchange), ("shardwise-watch", self._watch)):
             thread = threading.Thread(target=body, name=name, daemon=True)
@@ -92,14 +94,14 @@ class Watch:
             thread.start()
 
     def stop(self) -> None:
-        """Tell the others that this rank is done, and watch no more."""
+        """Stop watching, and tell the other ranks that this one is done."""
         self._stopping.set()
         for thread in self._threads:
             thread.join(_STORE_SECONDS)
 
     @contextlib.contextmanager
     def phase(self, doing: str, *, limited: bool) -> Iterator[None]:
-        """Within, messages say that this rank is ``doing`` that ("at step 12"); its waits are ``limited`` or not."""
+        """Set, for the block, what this rank is ``doing`` ("at step 12", for messages) and if waits are ``limited``."""
         before = self._doing, self._is_limited
         self._doing, self._is_limited = doing, limited
         try:
@@ -109,7 +111,7 @@ class Watch:
 
     def _exchange(self) -> None:
         while not self._stopping.wait(self._interval):
-            # A store that does not answer, for now or for ever, is the watching thread's affair.
+            # If the store does not answer, the watching thread handles it.
             with contextlib.suppress(Exception):
                 self._store.set(str(self._own.rank), self._own.to_text())
                 for rank in sorted(self._wanted):
@@ -129,7 +131,7 @@ class Watch:
             self._end()
 
     def _wake(self, cause: Cause) -> None:
-        """Let stopped ranks of this host hear their launcher, which would wait long for them."""
+        """Continue stopped processes of this host, so that they receive the signals of their launcher."""
         for rank in cause.ranks:
             beat, _ = self._heard.get(rank, (self._own, 0.0))
             if beat.node == self._own.node and beat.pid != self._own.pid:
@@ -147,7 +149,7 @@ class Watch:
     def _look(self) -> None:
         now = time.monotonic()
         if now - self._looked > self._quiet:
-            # This process was stopped, or had no core to run on: it was not the others that were silent meanwhile.
+            # This process was stopped or had no core to run on, so that the silence was not that of the other ranks.
             self._answered = self._progressed = self._awake = now
             self._listened = dict.fromkeys(self._listened, now)
         self._looked = now
@@ -155,7 +157,7 @@ class Watch:
         try:
             own = self._observe(thread, wait, now)
         except (RuntimeError, ValueError):
-            return  # The group was destroyed while it was looked at.
+            return  # The group was destroyed in the meantime.
         self._own = own
         if len(self._heard) == self._world_size - 1:
             self._listen_to({self._next} | (self._suspects() if own.waits >= self._patience / 3 else set()))
@@ -189,13 +191,13 @@ class Watch:
         )
 
     def _with_suspicion(self, own: Beat, idle: float, now: float) -> Beat:
-        """No wait is announced: no progress may be work, or a wait inside a library or in a stream."""
+        """Add a suspected wait to a beat without one: no progress may be work, or a wait in a library or stream."""
         if idle < self._patience / 3:
             return own
         if self._waits_in_stream and self._is_limited:
             behind = ranks_behind(own, self._others(now), quiet=self._quiet)
             everybody = tuple(range(self._world_size))
-            # To be told of everybody it must seem to wait.
+            # Only a rank that reports a wait listens to all ranks.
             return dataclasses.replace(
                 own, waits=idle if behind else self._patience / 3, call=_IN_STREAM, ranks=everybody, missing=behind
             )
@@ -207,7 +209,7 @@ class Watch:
         return dataclasses.replace(own, waits=silent, call="another operation", ranks=both, missing=(self._next,))
 
     def _suspects(self) -> set[int]:
-        """The ranks that this one waits for, directly or through others."""
+        """Return the ranks that this one waits for, directly or through other ranks."""
         found, left = set(), set(self._own.ranks)
         while left:
             rank = left.pop()
@@ -254,20 +256,20 @@ def _collectives() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Beat:
-    """One sign of life.
+    """A heartbeat of a rank.
 
     Attributes:
         rank: global rank.
-        number: grows with every beat.
-        pid: of its process.
-        node, host: tells hosts apart, and the host's name.
-        doing: "step 12", "preparing".
-        waits: seconds that it has waited for another rank; 0 if it does not wait.
-        call: what it waits in.
-        group, ranks: the process group in which it waits, empty if it has none, and its global ranks.
-        missing: those that it knows not to have come; None if it does not know.
-        collectives: how many collectives it has started in each process group, by name.
-        left: it has done its work, and sends no further beats.
+        number: counter of the rank's beats.
+        pid: process id.
+        node, host: identifier of the host, and name of the host.
+        doing: current phase, such as "step 12" or "preparing".
+        waits: seconds that the rank has waited for another rank; 0 if it does not wait.
+        call: operation in which the rank waits.
+        group, ranks: name of the process group in which the rank waits, empty if there is none, and its global ranks.
+        missing: ranks that have not arrived; None if unknown.
+        collectives: number of collectives that the rank has started in each process group, by name of the group.
+        left: True if the rank has finished and sends no further beats.
     """
 
     rank: int
@@ -285,12 +287,12 @@ class Beat:
     left: bool = False
 
     def to_text(self) -> str:
-        """As JSON; the inverse of ``from_text``."""
+        """Convert to JSON; the inverse of ``from_text``."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_text(cls, text: str | bytes) -> Beat:
-        """From ``to_text``'s text."""
+        """Parse the JSON of ``to_text``."""
         value: dict[str, Any] = json.loads(text)
         missing = value["missing"]
         return cls(**{**value, "ranks": tuple(value["ranks"]), "missing": None if missing is None else tuple(missing)})
@@ -298,12 +300,12 @@ class Beat:
 
 @dataclass(frozen=True)
 class Heard:
-    """The knowledge of one rank about another.
+    """The last heartbeat that one rank received from another.
 
     Attributes:
-        beat: the last one.
-        silent: seconds since it came, or since this rank began to listen.
-        fresh: it came after that.
+        beat: the heartbeat.
+        silent: seconds since the heartbeat arrived or since this rank started listening, whichever was later.
+        fresh: True if the heartbeat arrived after this rank started listening.
     """
 
     beat: Beat
@@ -313,13 +315,13 @@ class Heard:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a rank waits.
+    """The cause of a rank's wait.
 
     Attributes:
-        ranks: those that all others wait for, directly or through ranks that wait themselves.
-        text: "waiting for rank 1 for 30 s, in all_reduce of layer ..., at step 12; ...".
-        silent: seconds without a beat of the one of them that is silent for longest.
-        stuck: shortest wait of ranks that wait for each other in a circle; 0 if there is none.
+        ranks: ranks that the others wait for, directly or through ranks that also wait.
+        text: description: "waiting for rank 1 for 30 s, in all_reduce of layer ..., at step 12; ...".
+        silent: longest time in seconds that one of ``ranks`` has been silent.
+        stuck: shortest wait in a cycle of ranks that wait for each other, in seconds; 0 if there is no cycle.
     """
 
     ranks: tuple[int, ...]
@@ -329,13 +331,13 @@ class Cause:
 
 
 def cause_of_waiting(own: Beat, heard: Mapping[int, Heard], *, quiet: float, unheard: float = 0.0) -> Cause:
-    """The cause of this rank's wait.
+    """Find the cause of this rank's wait.
 
     Args:
         own: this rank's beat.
-        heard: the other ranks' beats; a rank that it lacks has never been heard.
-        quiet: seconds without a beat that are silence, and after which a wait is one.
-        unheard: seconds for which the store has not answered, so that the beats are old.
+        heard: last beats of the other ranks, without those that never sent one.
+        quiet: seconds without a beat after which a rank is silent; also the minimum length of a wait that counts.
+        unheard: seconds since the store last answered; the beats are outdated by this time.
     """
     lost = unheard >= quiet
     known = {**heard, own.rank: Heard(own, 0.0)}
@@ -376,7 +378,7 @@ def cause_of_waiting(own: Beat, heard: Mapping[int, Heard], *, quiet: float, unh
 
 
 def ranks_behind(own: Beat, heard: Mapping[int, Heard], *, quiet: float) -> tuple[int, ...]:
-    """The ranks that have started fewer collectives than ``own`` in a group that both are in, or are silent."""
+    """Return the ranks that are silent or have started fewer collectives than ``own`` in a group that both are in."""
     return tuple(
         rank
         for rank, other in heard.items()
@@ -389,7 +391,7 @@ def ranks_behind(own: Beat, heard: Mapping[int, Heard], *, quiet: float) -> tupl
 
 
 def _missing(beat: Beat, known: Mapping[int, Heard], quiet: float, lost: bool) -> list[int]:
-    """The ranks that the sender of ``beat`` waits for directly."""
+    """Return the ranks that the sender of ``beat`` waits for directly."""
     if beat.missing is not None:
         return list(beat.missing)
     others = [rank for rank in beat.ranks if rank != beat.rank]
@@ -403,7 +405,7 @@ def _missing(beat: Beat, known: Mapping[int, Heard], quiet: float, lost: bool) -
         if rank not in silent and known[rank].fresh
     }
     own = beat.collectives.get(beat.group, 0)
-    # Of those that have started fewer, one that is only one short may itself wait for the last.
+    # Only the ranks that have started the fewest collectives: the others may be waiting for them.
     fewest = min(numbers.values(), default=own)
     behind = [rank for rank, number in numbers.items() if number == fewest < own]
     return silent + behind or others
@@ -418,7 +420,7 @@ def _silence(rank: int, known: Mapping[int, Heard], lost: bool, unheard: float, 
 
 
 def _names(ranks: Sequence[int], known: Mapping[int, Heard], own: Beat) -> str:
-    """ "rank 1", "ranks 1 on b and 3 on c": hosts are named where there are several."""
+    """Format ranks: "rank 1", or "ranks 1 on b and 3 on c" if there are several hosts."""
     several = len({heard.beat.node for heard in known.values()}) > 1
     names = [
         f"{rank} on {known[rank].beat.host}" if several and rank in known else str(rank)

@@ -1,4 +1,4 @@
-"""Settings of runs: of training, of fine-tuning, adapters, preferences and teachers, and of plans."""
+"""Settings of training and fine-tuning runs, of adapters, preferences and teachers, and of plans."""
 
 from shardwise.run.settings.finetune_settings import (
     DistillSettings as DistillSettings,

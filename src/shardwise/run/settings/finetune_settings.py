@@ -1,4 +1,4 @@
-"""Settings of runs that start from a model, and of plans: labels, adapters, preferences, a teacher."""
+"""Settings of plans, and of runs that start from a pretrained model: labels, adapters, preferences, a teacher."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardwise.models.adapters.config import LoraConfig
 
 _BASE = Folder("", "no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ...")
-# Of a fine-tuning run, where nothing says otherwise.
+# Defaults of a fine-tuning run.
 _STEPS, _BATCH = 200, 8
 _LEARNING_RATE, _LORA_LEARNING_RATE = 2e-5, 2e-4
 
@@ -39,23 +39,24 @@ class LoraSettings(Checked, prefix="--"):
     """Low-rank adapters.
 
     Attributes:
-        lora_rank: train adapters of this rank and leave the model's weights; all weights are trained if not given.
-        lora_alpha: strength of the adapters, whose product counts lora_alpha / lora_rank; twice the rank if not given.
+        lora_rank: train adapters of this rank instead of the model's weights; if not given, all weights are trained.
+        lora_alpha: strength of the adapters, whose product is scaled by lora_alpha / lora_rank; if not given, 2 x
+            lora_rank.
         lora_dropout: probability of dropping an element of an adapter's input.
-        lora_targets: layers that get adapters, by the folder's own names (q_proj, v_proj, embed_tokens, lm_head, ...);
-            "all-linear" is all linear ones of the transformer layers.
-        lora_target_pattern: a regular expression of the whole paths of the layers that get adapters, such as
-            ".*layers\\.(2|3)\\..*proj", instead of lora_targets.
-        lora_rank_pattern: other ranks for some layers, as NAME=RANK, where NAME may be a regular expression of the end
-            of a path; the first that fits counts.
+        lora_targets: layers with adapters, by their names in the folder (q_proj, v_proj, embed_tokens, lm_head, ...);
+            "all-linear" means all linear layers of the transformer layers.
+        lora_target_pattern: instead of lora_targets, a regular expression that matches the whole paths of the layers
+            that get adapters, such as ".*layers\\.(2|3)\\..*proj".
+        lora_rank_pattern: other ranks for some layers, as NAME=RANK, where NAME may be a regular expression for the end
+            of a path; the first match counts.
         lora_alpha_pattern: other strengths for some layers, as NAME=ALPHA.
-        lora_bias: which biases of the model are trained too: none, all, or those of layers with adapters (lora_only).
-        lora_modules_to_save: modules that are trained whole and saved with the adapters, by the folder's own names
+        lora_bias: biases of the model to train: none, all, or only the biases of layers with adapters (lora_only).
+        lora_modules_to_save: modules that are trained whole and saved with the adapters, by their names in the folder
             (lm_head, embed_tokens, norm, ...).
-        lora_dora: learn the lengths of the weights' rows apart from their directions (DoRA).
-        lora_from: start from the adapters of this folder, which say rank, strength and targets themselves.
-        lora_rslora: divide the strength by the square root of the rank, so that high ranks learn as well.
-        base_quantization: keep the frozen weights of linear layers in 8 bits (int8) or 4 (nf4); modules that are
+        lora_dora: learn the norms of the weights' rows separately from their directions (DoRA).
+        lora_from: start from the adapters in this folder, which determine rank, strength and targets.
+        lora_rslora: divide the strength by the square root of the rank, not by the rank, so that high ranks also learn.
+        base_quantization: store the frozen weights of linear layers in 8 bits (int8) or 4 bits (nf4); modules that are
             trained whole keep their dtype.
         lora_merge: write the whole model with the adapters merged into its weights, instead of the adapters.
     """
@@ -108,16 +109,16 @@ class LoraSettings(Checked, prefix="--"):
 
     @property
     def is_on(self) -> bool:
-        """Whether adapters are trained, and the model's weights left."""
+        """True if adapters are trained instead of the model's weights."""
         return self.lora_rank is not None or self.lora_from is not None
 
     def config(self) -> LoraConfig:
-        """The adapters of a run that makes new ones.
+        """Return the configuration of new adapters.
 
         Raises:
-            ConfigError: a value out of range, a pattern that is none.
+            ConfigError: a value is out of range, or a pattern is not valid.
         """
-        # Not at the top: it would import PyTorch.
+        # Not at the top, because it imports PyTorch.
         from shardwise.models.adapters.config import LoraConfig
 
         assert self.lora_rank is not None
@@ -135,7 +136,7 @@ class LoraSettings(Checked, prefix="--"):
         )
 
     def describe(self) -> str:
-        """The trained parameters, in a few words."""
+        """Describe the trained parameters in a few words."""
         if self.lora_from is not None:
             return f"the adapters of {self.lora_from}"
         if self.lora_rank is None:
@@ -149,7 +150,7 @@ class LoraSettings(Checked, prefix="--"):
 
 
 def _numbers(flag: str, pairs: Sequence[str], kind: Callable[[str], Any]) -> dict[str, Any]:
-    """``NAME=NUMBER`` of each."""
+    """Parse pairs ``NAME=NUMBER``."""
     numbers: dict[str, Any] = {}
     for pair in pairs:
         name, _, number = pair.rpartition("=")
@@ -167,9 +168,9 @@ class PretrainedSettings(Checked, prefix="model."):
     """Settings of a model that is read from a folder.
 
     Attributes:
-        sequence_length: tokens in a training sample; 512, or the model's longest if that is less, if not given.
-        dropout: probability of dropping an element of residual branches, of attention weights, and of what a
-            classification head looks at; what the folder's config.json says of each if not given.
+        sequence_length: tokens in a training sample; if not given, 512 or the model's maximum, whichever is less.
+        dropout: probability of dropping an element of residual branches, of attention weights, and of the input of a
+            classification head; if not given, the values in the folder's config.json.
     """
 
     sequence_length: Annotated[int | None, SEQUENCE] = None
@@ -178,17 +179,18 @@ class PretrainedSettings(Checked, prefix="model."):
 
 @dataclass(frozen=True)
 class SampleSettings(Checked, prefix="--"):
-    """Chats and instructions, and how long to train on them.
+    """Chats and instructions, and the number of epochs.
 
     Attributes:
-        mask_prompts: learn what the assistant says, and completions, only; with --no-mask-prompts all of the text.
-        packing: put several samples into one row, kept apart by masks, each with positions from 0: no time is spent on
-            filling up short ones. A step's samples are rows then.
-        too_long: what becomes of a sample that is longer than model.sequence-length: its beginning, parts of it, or
-            nothing.
-        held_out: files and folders to measure on, in the forms of data; a share of the data (corpus.held-out-fraction)
-            if not given.
-        epochs: how often to train on all of the data, instead of training.steps.
+        mask_prompts: train only on completions and the turns of the assistant; with --no-mask-prompts on all of the
+            text.
+        packing: put several samples into one row, separated by masks, each with positions from 0, which avoids padding.
+            The batch size then counts rows.
+        too_long: how to fit a sample that is longer than model.sequence-length: cut off its end, split it into several
+            samples, or drop it.
+        held_out: files and folders for evaluation, in the formats of data; if not given, a part of the data
+            (corpus.held-out-fraction).
+        epochs: number of passes over the data, instead of training.steps.
     """
 
     mask_prompts: bool = True
@@ -203,16 +205,16 @@ class LabelSettings(Checked, prefix="--"):
     """Labels for texts.
 
     Attributes:
-        task: "text-generation" trains a model to continue texts; "sequence-classification" one to label them, on
-            records of a text (corpus.text-key), its label and, of two texts, text_pair; "token-classification" one to
-            label words, on records of tokens (a list of words) and their labels (or tags, or ner_tags).
-        num_labels: how many labels there are; if not given as many as the model has, or the data of a new head.
-        label_names: names of the labels that the data has as integers from 0, in order, for a new head, or one whose
+        task: "text-generation" trains a model to continue texts. "sequence-classification" trains it to label texts, on
+            records with a text (corpus.text-key), its label and, for pairs of texts, text_pair. "token-classification"
+            trains it to label words, on records with tokens (a list of words) and their labels (or tags, or ner_tags).
+        num_labels: number of labels; if not given, the number in the model's head, or in the data for a new head.
+        label_names: names of the labels, in order, if the data has integers from 0; for a new head, or a head whose
             labels have no names.
-        problem_type: what labels mean, as in transformers; if not given what config.json says of the model's head, or
-            what the data looks like: a list of labels, a fraction, or one label of several.
-        pad_token: the name of the token that fills up short texts, where the model's config.json has no pad_token_id;
-            for sequence-classification.
+        problem_type: problem type as in transformers; if not given, the type in the config.json of the model's head, or
+            the type that fits the data: a list of labels, a fraction, or one label of several.
+        pad_token: name of the padding token if the model's config.json has no pad_token_id; for
+            sequence-classification.
     """
 
     task: Literal["text-generation", "sequence-classification", "token-classification"] = "text-generation"
@@ -240,7 +242,7 @@ class LabelSettings(Checked, prefix="--"):
 
     @property
     def is_on(self) -> bool:
-        """Whether texts, or words, are labelled."""
+        """True if texts or words are labelled."""
         return self.task != "text-generation"
 
 
@@ -249,10 +251,10 @@ class FinetuneOptimizerSettings(OptimizerSettings):
     """AdamW or Muon, and the learning rate of each step.
 
     Attributes:
-        learning_rate: highest learning rate; 2e-5, or 2e-4 for adapters, if not given.
+        learning_rate: highest learning rate; if not given, 2e-5, or 2e-4 for adapters.
     """
 
-    # A number once the settings of the run are made, which know whether it is for adapters.
+    # ``FinetuneSettings`` replaces None, because the default depends on whether adapters are trained.
     learning_rate: Annotated[float | None, RATE] = None  # type: ignore[assignment]
     warmup_steps: Annotated[int, STEPS] = 10
     weight_decay: Annotated[float, DECAY] = 0.0
@@ -261,21 +263,21 @@ class FinetuneOptimizerSettings(OptimizerSettings):
 
 @dataclass(frozen=True)
 class FinetuneSettings(RunSettings):
-    """One fine-tuning run.
+    """Settings of a fine-tuning run.
 
     Attributes:
-        base: Hugging Face folder to start from: config.json, safetensors and tokenizer.json.
+        base: Hugging Face folder to start from, with config.json, safetensors and tokenizer.json.
         out: folder for the fine-tuned model or its adapters, for checkpoints, metrics and pictures.
-        special_tokens: read the names of special tokens in the text, such as <|im_end|>, as these tokens, as
-            transformers does; as letters with --no-special-tokens, for text of people whom you don't trust.
-        model: what of the model may be chosen.
+        special_tokens: parse the names of special tokens in the text, such as <|im_end|>, as these tokens, like
+            transformers; with --no-special-tokens as letters, for text from untrusted sources.
+        model: sequence length and dropout of the model.
         lora: low-rank adapters.
-        samples: chats and instructions, and how long to train on them.
-        labels: labels for texts, instead of more text.
+        samples: chats and instructions, and the number of epochs.
+        labels: labels to predict for texts.
     """
 
     learning_rates: ClassVar[tuple[float, float]] = (_LEARNING_RATE, _LORA_LEARNING_RATE)
-    """Usual ones, of all weights and of adapters."""
+    """Default learning rates for all weights and for adapters."""
 
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL_DIR"), _BASE] = ""
     out: Annotated[str, Folder()] = "runs/finetune"
@@ -317,20 +319,20 @@ class FinetuneSettings(RunSettings):
 
     @property
     def model_name(self) -> str:
-        """The folder's name, and what is trained."""
+        """Folder of the model, and the trained parameters."""
         task = f", {self.labels.task}" if self.labels.is_on else ""
         return f"{self.base}, {self.lora.describe()}{task}"
 
 
 @dataclass(frozen=True)
 class PreferenceSettings(Checked, prefix="--"):
-    """The loss of preferences.
+    """Settings of the preference loss.
 
     Attributes:
-        beta: how closely the model is held to the one that training begins with.
-        loss_type: "sigmoid" is DPO; "robust" allows for preferences that are the wrong way round (label_smoothing);
-            "hinge" and "ipo" stop pulling two answers apart that are far enough apart.
-        label_smoothing: the probability that a preference is the wrong way round.
+        beta: strength of the pull towards the initial model.
+        loss_type: "sigmoid" is DPO; "robust" allows for flipped preferences (label_smoothing); "hinge" and "ipo" stop
+            separating two answers once they are far enough apart.
+        label_smoothing: probability that a preference is flipped.
     """
 
     beta: Annotated[float, Range(0, 1e6, low_included=False)] = 0.1
@@ -347,11 +349,11 @@ class PreferenceSettings(Checked, prefix="--"):
 
 @dataclass(frozen=True)
 class DpoSettings(FinetuneSettings):
-    """One run on preferences.
+    """Settings of a run on preferences.
 
     Attributes:
         out: folder for the trained model or its adapters, for checkpoints, metrics and pictures.
-        preference: the loss.
+        preference: preference loss.
     """
 
     learning_rates: ClassVar[tuple[float, float]] = (1e-6, 1e-5)
@@ -370,21 +372,21 @@ class DpoSettings(FinetuneSettings):
             (self.parallel.exact, "--exact: the loss of preferences has no exact form"),
         )
         if self.model.dropout is None:
-            # Dropout would count as a change since the reference.
+            # With dropout the loss would also measure the dropout as a difference from the reference.
             object.__setattr__(self, "model", dataclasses.replace(self.model, dropout=0.0))
 
 
 @dataclass(frozen=True)
 class TeacherSettings(Checked, prefix="--"):
-    """The teacher, and how closely it is followed.
+    """The teacher, and the loss that compares the model with it.
 
     Attributes:
-        teacher: Hugging Face folder of the model to learn from, of the same tokenizer: config.json, safetensors and
-            tokenizer.json.
-        divergence: "forward" is KL(teacher || student), which spreads over all that the teacher finds possible;
-            "reverse" is KL(student || teacher), which keeps to what it finds likely.
-        temperature: divides the logits of both; the divergence is multiplied by its square.
-        alpha: weight of the divergence; the cross entropy with the data has the rest.
+        teacher: Hugging Face folder of the model to learn from, with config.json, safetensors and tokenizer.json; it
+            must have the same tokenizer.
+        divergence: "forward" is KL(teacher || student), which makes the student cover all tokens that the teacher finds
+            possible; "reverse" is KL(student || teacher), which keeps it to the tokens that the teacher finds likely.
+        temperature: divisor of both models' logits; the divergence is multiplied by its square.
+        alpha: weight of the divergence; the cross entropy with the data has the weight 1 - alpha.
     """
 
     teacher: Annotated[str | None, Folder()] = None
@@ -395,11 +397,11 @@ class TeacherSettings(Checked, prefix="--"):
 
 @dataclass(frozen=True)
 class DistillSettings(FinetuneSettings):
-    """One run that learns from a teacher.
+    """Settings of a run that learns from a teacher.
 
     Attributes:
         out: folder for the trained model or its adapters, for checkpoints, metrics and pictures.
-        distillation: the teacher.
+        distillation: teacher and loss.
     """
 
     out: Annotated[str, Folder()] = "runs/distill"
@@ -419,11 +421,11 @@ class DistillSettings(FinetuneSettings):
 
 @dataclass(frozen=True)
 class PlannedModelSettings(ModelSettings):
-    """The model's sizes and kind.
+    """Sizes and kind of the model.
 
     Attributes:
-        sequence_length: tokens in a training sample; if not given 256, and with MODEL_DIR 512 or the model's longest if
-            that is less, as for a fine-tuning run.
+        sequence_length: tokens in a training sample; if not given, 256, or with MODEL_DIR 512 or the model's maximum,
+            whichever is less, as for a fine-tuning run.
     """
 
     sequence_length: Annotated[int | None, SEQUENCE] = None  # type: ignore[assignment]  # a number in ``resolved``
@@ -431,10 +433,10 @@ class PlannedModelSettings(ModelSettings):
 
 @dataclass(frozen=True)
 class PlannedTrainingSettings(TrainingSettings):
-    """The optimisation of one run.
+    """Optimization settings of a run.
 
     Attributes:
-        global_batch_size: samples per step, over all ranks; if not given 16, and with MODEL_DIR 8, as for a fine-tuning
+        global_batch_size: samples per step, over all ranks; if not given, 16, or with MODEL_DIR 8, as for a fine-tuning
             run.
     """
 
@@ -443,11 +445,11 @@ class PlannedTrainingSettings(TrainingSettings):
 
 @dataclass(frozen=True)
 class PlanSettings(RunSettings):
-    """The settings of a run, as ``shardwise train`` takes them.
+    """Settings of the run to plan, the same as those of ``shardwise train``.
 
     Attributes:
-        data: as for a run; not read here.
-        model: the model's sizes and kind.
+        data: same as for a run; a plan does not read it.
+        model: sizes and kind of the model.
         training: length, batch size, precision.
         lora: low-rank adapters on a frozen model.
     """
@@ -458,10 +460,10 @@ class PlanSettings(RunSettings):
     lora: Annotated[LoraSettings, tyro.conf.arg(name="")] = field(default_factory=LoraSettings)
 
     def resolved(self, longest: int | None) -> PlanSettings:
-        """The settings with the numbers that are not given.
+        """Return the settings with the defaults filled in.
 
         Args:
-            longest: the longest sequence of the model that a fine-tuning run starts from; None for a new model.
+            longest: maximum sequence length of the model that a fine-tuning run starts from; None for a new model.
         """
         length, batch = self.model.sequence_length, self.training.global_batch_size
         if length is None:

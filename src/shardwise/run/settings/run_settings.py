@@ -1,6 +1,6 @@
-"""Settings of a training run, checked when made.
+"""Settings of a training run, checked when they are created.
 
-They are what ``shardwise train --help`` explains, what a TOML file fills, and what a checkpoint records.
+``shardwise train --help`` explains them, a TOML file sets them, and a checkpoint records them.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ def _require_multiple(name: str, value: int, of: str, divisor: int) -> None:
 
 @dataclass(frozen=True)
 class ModelSettings(Checked, prefix="model."):
-    """The model's sizes and kind.
+    """Sizes and kind of the model.
 
     Attributes:
         architecture: "llama" (rotary positions, RMSNorm, SwiGLU, no biases) or "gpt" (learned positions, LayerNorm,
@@ -35,12 +35,12 @@ class ModelSettings(Checked, prefix="model."):
         num_layers: number of transformer layers.
         hidden_size: width of the residual stream.
         num_heads: number of attention heads.
-        num_query_groups: number of key-value heads; as many as heads if not given.
-        ffn_hidden_size: width of the MLP; 4 x hidden_size for "gpt" and 8/3 of it, rounded up to a multiple of 32, for
-            "llama" if not given.
-        vocab_size: number of token ids, which the tokenizer is trained to.
-        sequence_length: tokens in a training sample; the longest context.
-        tie_embeddings: use the embedding's weight as the output layer's.
+        num_query_groups: number of key-value heads; if not given, num_heads.
+        ffn_hidden_size: width of the MLP; if not given, 4 x hidden_size for "gpt", and 8/3 of hidden_size, rounded up
+            to a multiple of 32, for "llama".
+        vocab_size: vocabulary size to which the tokenizer is trained.
+        sequence_length: tokens in a training sample, and maximum context of the model.
+        tie_embeddings: share one weight between the embedding and the output layer.
         dropout: probability of dropping an element of residual branches and attention weights, from 0 to 1.
     """
 
@@ -50,7 +50,7 @@ class ModelSettings(Checked, prefix="model."):
     num_heads: Annotated[int, _WIDTH] = 4
     num_query_groups: Annotated[int | None, _WIDTH] = None
     ffn_hidden_size: Annotated[int | None, Range(1, 1 << 22)] = None
-    # At least the 256 bytes and the end-of-text token; at most four times the largest in use.
+    # Minimum: the 256 bytes and the end-of-text token. Maximum: four times the largest vocabulary in use.
     vocab_size: Annotated[int, Range(257, 1 << 22)] = 4096
     sequence_length: Annotated[int, bounds.SEQUENCE] = 256
     tie_embeddings: bool = True
@@ -68,7 +68,7 @@ class ModelSettings(Checked, prefix="model."):
 
 @dataclass(frozen=True)
 class RecomputeSettings(Checked, Recomputation, prefix="recompute."):
-    """Recomputation in the backward: less memory for more time, the same bits."""
+    """Recomputation in the backward pass: less memory, more time, the same bits."""
 
     num_layers: Annotated[int, Range(1, 10_000)] = 1
 
@@ -78,10 +78,10 @@ class RecomputeSettings(Checked, Recomputation, prefix="recompute."):
 
 @dataclass(frozen=True)
 class CorpusSettings(Checked, prefix="corpus."):
-    """How the text is read.
+    """Reading and splitting of the text.
 
     Attributes:
-        held_out_fraction: share of the text, by bytes, that is not trained on but measured on, between 0 and 1.
+        held_out_fraction: fraction of the text, by bytes, for evaluation instead of training; between 0 and 1.
         text_key: field of a JSON record that holds the text.
     """
 
@@ -91,20 +91,20 @@ class CorpusSettings(Checked, prefix="corpus."):
 
 @dataclass(frozen=True)
 class ProfileSettings(Checked, prefix="profile."):
-    """A trace of some steps by torch.profiler, from each rank, which changes no number.
+    """A trace of some steps by torch.profiler on each rank; it does not change the results.
 
     Attributes:
-        enabled: write the trace, a file for each rank in ``out/profile``, for chrome://tracing or Perfetto.
-        wait: steps to leave out, from the first that the run does.
-        warmup: steps after these in which the profiler runs already, and nothing is kept.
-        active: traced steps, after these.
+        enabled: write the trace for chrome://tracing or Perfetto, one file per rank in ``out/profile``.
+        wait: number of steps to skip from the first step of this start of the run.
+        warmup: number of steps after these in which the profiler runs and its records are discarded.
+        active: number of steps to trace after the warm-up.
     """
 
     enabled: Annotated[bool, tyro.conf.arg(aliases=("--profile",))] = False
     wait: Annotated[int, bounds.STEPS] = 5
-    # PyTorch warns of results without.
+    # Without a warm-up, PyTorch warns about skewed results.
     warmup: Annotated[int, Range(1, 1_000)] = 1
-    # Each is some megabytes.
+    # Each step takes some megabytes.
     active: Annotated[int, Range(1, 1_000)] = 3
 
     def _check_together(self) -> None:
@@ -114,7 +114,7 @@ class ProfileSettings(Checked, prefix="profile."):
 
     @property
     def num_steps(self) -> int:
-        """Steps that a run must do for the trace to be whole."""
+        """Number of steps that a complete trace takes."""
         return self.wait + self.warmup + self.active if self.enabled else 0
 
     def check_steps(self, first: int, last: int) -> None:
@@ -140,20 +140,20 @@ class RunSettings(StepSettings):
         resume: "auto" continues from the newest checkpoint in ``out`` if there is one; "never" starts anew and refuses
             a folder that has checkpoints; "restart" starts anew and deletes them.
         device: "auto", "cpu" or "cuda".
-        special_tokens: read the names of special tokens in the text, such as <|endoftext|>, as these tokens, for text
-            that was joined with them; otherwise they are letters, and no document can end itself.
-        timeout: seconds that a rank waits for another in a step before all end with an error that names it. Preparing
-            and saving may take longer, but a rank that shows no sign of life for that long ends the run there too.
-        validate: compare each collective's shapes and dtypes between the ranks before it is made, in every step; by
-            default in the first step only. Costs a message more for each; for finding errors.
-        peak_tflops: the most that one rank's device can do, in TFLOP/s; metrics show the share that was used. If not
-            given it is known for many GPUs, and measured on a CPU.
-        parallel: how the model is split.
-        recompute: parts that the backward computes again, instead of keeping them.
+        special_tokens: parse the names of special tokens in the text, such as <|endoftext|>, as these tokens, for text
+            whose documents were joined with them; otherwise they are letters, and text cannot end a document.
+        timeout: maximum seconds to wait for a rank in a step; then all ranks end with an error that names it.
+            Preparing and saving may take longer, but even then a rank without heartbeats for that long ends the run.
+        validate: before each collective of every step, check that the ranks agree on shapes and dtypes; if not given,
+            only in the first step. For debugging; costs an additional message per collective.
+        peak_tflops: peak TFLOP/s of one rank's device, the reference for the utilisation in the metrics; if not given,
+            known for many GPUs, and measured on a CPU.
+        parallel: kinds of parallelism.
+        recompute: parts that the backward pass computes again instead of storing them.
         optimizer: AdamW or Muon, and the learning rate of each step.
-        training: how long, in which steps, and what is kept.
-        profile: a trace of some steps.
-        corpus: how the text is read.
+        training: length, batch sizes, precision and checkpoints.
+        profile: trace of some steps.
+        corpus: reading and splitting of the text.
     """
 
     data: tuple[str, ...] = ()
@@ -177,14 +177,14 @@ class RunSettings(StepSettings):
 
     @property
     def model_name(self) -> str:
-        """The model's name, for people."""
+        """Name of the model, for messages."""
         return str(self.model.architecture)
 
     def on_device(self, device_type: str) -> Self:
-        """The settings with the dtype that is meant on such a device, such as ``"cuda"``.
+        """Return the settings with the dtype that "auto" means on a device type such as ``"cuda"``.
 
         Raises:
-            ConfigError: the device has no such dtype.
+            ConfigError: the device does not support the dtype.
         """
         dtype = self.training.dtype
         require(
@@ -198,13 +198,13 @@ class RunSettings(StepSettings):
         return dataclasses.replace(self, training=dataclasses.replace(self.training, dtype=usual))
 
     def check_effect(self, num_layers: int | None = None) -> None:
-        """Check that no setting is without effect for the lack of another.
+        """Check that no setting is without effect because another is missing.
 
         Args:
-            num_layers: of the model; None where it is not known yet.
+            num_layers: number of the model's layers; None if not known yet.
 
         Raises:
-            ConfigError: one is; the message names the setting to change.
+            ConfigError: a setting is without effect; the message names the setting to change.
         """
         for name, value in self.parallel.changed("exact_parts"):
             require(
@@ -222,8 +222,8 @@ class RunSettings(StepSettings):
         """Check the settings against the number of ranks.
 
         Raises:
-            ConfigError: ``tp`` and ``pp`` do not divide the ranks, the batch cannot be shared out, or a setting is
-                without effect.
+            ConfigError: ``tp`` times ``pp`` does not divide the number of ranks, the batch cannot be divided among the
+                ranks, or a setting is without effect.
         """
         self.check_effect()
         tp, pp = self.parallel.tp, self.parallel.pp
@@ -252,16 +252,16 @@ class RunSettings(StepSettings):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; the inverse of ``from_json``."""
+        """Convert to plain JSON values; the inverse of ``from_json``."""
         value: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return value
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """From ``to_json``'s values.
+        """Create settings from the values of ``to_json``.
 
         Raises:
-            ConfigError: an unknown or impossible field, which is named.
+            ConfigError: a field is unknown or has an invalid value; the message names it.
         """
         if not isinstance(value, dict):
             raise ConfigError(f"settings is {shown(value)}; it must be an object")
@@ -270,10 +270,10 @@ class RunSettings(StepSettings):
 
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    """One training run of a new model.
+    """Settings of a training run of a new model.
 
     Attributes:
-        model: the model's sizes and kind.
+        model: sizes and kind of the model.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -297,14 +297,14 @@ class Settings(RunSettings):
         """Check the settings against the number of ranks, and the model against this machine's memory.
 
         Raises:
-            ConfigError: as ``RunSettings.check_world``; or one rank's weights are more than the memory there is.
+            ConfigError: see ``RunSettings.check_world``; also if one rank's weights exceed the memory of this machine.
         """
         self.check_effect(self.model.num_layers)
         super().check_world(world_size)
         if "SC_PHYS_PAGES" not in os.sysconf_names:
             return
         model, ranks = self.model, self.parallel.tp * self.parallel.pp
-        # Keys and values, biases and norms left out.
+        # A lower bound, without keys and values, biases and norms.
         per_layer = 2 * model.hidden_size**2 + 2 * model.hidden_size * (model.ffn_hidden_size or 4 * model.hidden_size)
         num_parameters = model.num_layers * per_layer + model.vocab_size * model.hidden_size
         share = num_parameters * _BYTES[self.training.dtype] // ranks

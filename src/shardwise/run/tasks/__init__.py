@@ -5,8 +5,7 @@ from shardwise.run.tasks.task import Method, Task
 
 
 def task_of(settings: RunSettings) -> Task:
-    """Return the task for the settings. Modules of other tasks are not imported. Raises as its source and its
-    method."""
+    """Return the task for the settings, without importing other tasks. Raises as its source and its method."""
     if not isinstance(settings, FinetuneSettings):
         from shardwise.run.tasks.texts import NewModel, NewTexts
 

@@ -33,7 +33,7 @@ class DistillationObjective(Objective):
         settings: settings of the loss.
         teacher: teacher model, in evaluation mode and without gradients.
         group: the ranks that split both vocabularies.
-        vocab_size: vocabulary size of the student, by which both models are split.
+        vocab_size: vocabulary size of the student; both models are split by it.
         num_shared: number of leading ids that both models have; the divergence is taken over these ids.
     """
 
@@ -51,11 +51,11 @@ class DistillationObjective(Objective):
         return self.teacher.depends_on_length
 
     def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
-        """The model's arguments without labels, so that the student returns logits."""
+        """Return the model's arguments without labels, so that the student returns logits."""
         return super().inputs(batch) | {"labels": None}
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
-        """Sums over trained labels. The divergence is reported without ``T²``."""
+        """Return sums over trained labels. The divergence is reported without ``T²``."""
         settings, labels = self.settings, batch.labels.t().contiguous()
         with torch.no_grad():
             taught: Tensor = self.teacher(**self.inputs(batch))
@@ -91,7 +91,7 @@ class Teacher(Examples):
         source: source of the student, which is not built yet.
 
     Raises:
-        ConfigError: the teacher is no causal model, has another tokenizer or reads only shorter sequences.
+        ConfigError: the teacher is not a causal model, has another tokenizer or reads only shorter sequences.
         CheckpointError: a file is missing or damaged.
         DataError: the teacher's folder has no tokenizer.
     """

@@ -68,7 +68,7 @@ class Labelling(Objective):
         return () if self.is_regression else ("accuracy",)
 
     def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
-        """Ids and, for a bidirectional model, token types and mask; the model returns logits."""
+        """Return ids and, for a bidirectional model, token types and mask; the model then returns logits."""
         if batch.attention_mask is None:
             # Padding is on the right, and a causal model does not attend to later tokens.
             return {"input_ids": batch.tokens, "lengths": batch.lengths}
@@ -91,7 +91,7 @@ class Labelling(Objective):
         return loss, right.sum(dtype=torch.float64).view(1)
 
     def _counted(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The texts or tokens that are not padding, and their labels; in training also tokens without a label."""
+        """Return the texts or tokens except padding, and their labels; in training also tokens without a label."""
         labels = batch.labels
         if self.head.is_of_tokens:
             logits, labels = logits.flatten(0, 1), labels.reshape(-1, 1)
@@ -122,8 +122,7 @@ class HeldOutLabels(Labelling):
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]  # depends on the head
-        """Counts of texts and of correct texts, and for each label true positives, false positives and false
-        negatives."""
+        """Numbers of texts and of correct texts, and true positives, false positives and false negatives per label."""
         if self.is_regression:
             return ("texts",)
         counts = (f"{what} {index}" for what in ("found", "wrong", "missed") for index in range(self.head.num_labels))
@@ -157,7 +156,7 @@ class HeldOutLabels(Labelling):
         return [(first & second).sum(dim=0) for first, second in ((mine, truth), (mine, ~truth), (~mine, truth))]
 
     def _count_entities(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """``[3]``: true positives, false positives and false negatives of entities."""
+        """Return true positives, false positives and false negatives of entities, ``[3]``."""
         counts = torch.zeros(3, dtype=torch.float64)
         for row, numbers in zip(logits.argmax(dim=-1).tolist(), labels.tolist(), strict=True):
             places = [place for place, number in enumerate(numbers) if number != IGNORED_LABEL]
@@ -192,7 +191,7 @@ class HeldOutLabels(Labelling):
 
 
 def chosen(head: Classification, logits: Tensor) -> Tensor:
-    """Predicted labels as ``[b, n]`` bools: the most likely one, or for several labels those with probability > 0.5."""
+    """Return predicted labels as bools ``[b, n]``: the most likely, or if multi-label, all with probability > 0.5."""
     if head.problem_type == "multi_label_classification":
         return logits > 0
     best = logits.argmax(dim=-1, keepdim=True)
@@ -200,7 +199,7 @@ def chosen(head: Classification, logits: Tensor) -> Tensor:
 
 
 def _truth(head: Classification, labels: Tensor) -> Tensor:
-    """``[b, n]`` bools: the correct labels."""
+    """Return the correct labels as bools ``[b, n]``."""
     if head.problem_type == "multi_label_classification":
         return labels > 0.5
     return torch.nn.functional.one_hot(labels, head.num_labels).bool()

@@ -46,7 +46,7 @@ class LabelledTexts(Method):
         source: source of the model, which is not built yet.
 
     Attributes:
-        task: whether texts or words have labels.
+        task: "sequence-classification" labels texts, "token-classification" labels words.
         pad_id: id of the padding token.
 
     Raises:
@@ -107,7 +107,7 @@ class LabelledTexts(Method):
         )
 
     def _head(self, labels: Labels) -> Classification:
-        """The head to train, with the dropout of the settings if the head's class has dropout."""
+        """Return the head to train, with the dropout of the settings if the head's class has dropout."""
         folder, dropout = self.source.folder, self.settings.model.dropout
         head = head_of(folder, self.task, labels, self.pad_id)
         drops = folder.architecture.classifier_of(self.task).dropout is not None
@@ -129,7 +129,7 @@ def pad_id_of(
     *,
     task: HeadTask,
 ) -> int:
-    """Return the padding token: the one called ``name``, or that of ``config.json`` or of the tokenizer.
+    """Return the id of the padding token: the token ``name``, or the one in ``config.json`` or of the tokenizer.
 
     Args:
         values: fields of ``config.json``.
@@ -137,7 +137,7 @@ def pad_id_of(
         model: description of the model.
         tokenizer: tokenizer of the model.
         name: name of the token; None if not given.
-        task: task of the head. A head for words ignores padding, so that any token serves; ``name`` is then None.
+        task: task of the head. A head for words ignores padding, so any token will do; ``name`` is then None.
 
     Raises:
         ConfigError: no padding token is known, the model lacks it, or the model's head uses another one.
@@ -167,12 +167,12 @@ def pad_id_of(
 
 
 def problem_of(head: Classification, texts: Sequence[LabelledText]) -> ProblemType:
-    """The problem type of a head, or of the labels if the head has none. See ``usual_problem``."""
+    """Return the problem type of a head, or of the labels if the head has none. See ``usual_problem``."""
     return head.problem_type or usual_problem(texts, head.num_labels)
 
 
 def choose_labels(folder: PretrainedFolder, texts: Sequence[LabelledText], settings: LabelSettings) -> Labels:
-    """Return the labels of the folder's head if it has one, else those of the texts.
+    """Return the labels of the folder's head if it has one, else the labels of the texts.
 
     Raises:
         ConfigError: ``settings`` contradict the folder.
@@ -207,7 +207,7 @@ def choose_labels(folder: PretrainedFolder, texts: Sequence[LabelledText], setti
         )
     if settings.label_names:
         return _named(settings.label_names, problem)
-    # A head without label names takes those of the data if their number matches.
+    # A head without label names takes the names in the data if their number matches.
     if is_unnamed and problem != "regression":
         named = any(isinstance(each, str) for text in texts for each in _as_list(text.label))
         return labels_of(texts, num_labels=len(names), problem=problem) if named else Labels(names, problem)
@@ -225,7 +225,7 @@ def _as_list(label: Any) -> list[Any]:
 
 
 def head_of(folder: PretrainedFolder, task: HeadTask, labels: Labels, pad_id: int) -> Classification:
-    """The classification head for ``labels``: that of the folder, if it has one for the task."""
+    """Return the classification head for ``labels``: the folder's head if it has one for the task."""
     own = folder.description.classification
     kind = folder.architecture.classifier_of(task)
     dropout = kind.read(Fields(folder.config.values)).dropout

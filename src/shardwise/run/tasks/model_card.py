@@ -79,7 +79,7 @@ def model_card(
 
 
 def of_merged(card: str) -> str:
-    """Convert the card of adapters to that of the model with the adapters merged."""
+    """Convert the card of adapters to a card of the model with the adapters merged."""
     merged = card.replace('library_name: "peft"', 'library_name: "transformers"', 1)
     merged = merged.replace("base_model:adapter:", "base_model:finetune:", 1)
     return re.sub(
@@ -92,13 +92,13 @@ def of_merged(card: str) -> str:
 
 
 def base_name(base: Path) -> str:
-    """The name of a model on the hub if its path shows it, else the name of its folder."""
+    """Return the name of a model on the hub if its path shows it, else the name of its folder."""
     match = _CACHED.search(f"{base.resolve().as_posix()}/")
     return f"{match[1]}/{match[2]}" if match else base.resolve().name
 
 
 def _licence_of(base: Path) -> dict[str, str]:
-    """The licence fields in the front matter of a readme, unchanged."""
+    """Return the licence fields in the front matter of a readme, unchanged."""
     path = base / README_NAME
     if not path.is_file() or path.stat().st_size > _LARGEST_README:
         return {}
@@ -123,7 +123,7 @@ def _results(out: Path) -> dict[str, str]:
 
 
 def _changed(settings: Any, usual: Any = None, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The settings that differ from ``usual``, or by default from the defaults of their class."""
+    """Yield the settings that differ from ``usual``, or by default from the defaults of their class."""
     for field in dataclasses.fields(settings):
         value, name = getattr(settings, field.name), prefix + field.name.replace("_", "-")
         if usual is not None:

@@ -145,7 +145,7 @@ def _check_finite(name: str, values: NDArray[np.float64]) -> None:
 
 
 def _read(path: Path, identity: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> _Values | None:
-    """The values stored by an earlier start of the run; None if there are none."""
+    """Return the values stored by an earlier start of the run; None if there are none."""
     if not path.exists():
         return None
     hint = "remove it to compute them again, or choose another --out"
@@ -189,7 +189,7 @@ def prepare_pairs(
 
 
 def _notes_on_prompts(encoder: PreferenceEncoder, examples: Sequence[Preference]) -> list[str]:
-    """A note if one of the first prompts does not end at a token boundary."""
+    """Return a note if one of the first prompts does not end at a token boundary."""
     for example in examples[:LOOKED_AT]:
         try:
             chosen, _ = encoder.encode_all(example)
@@ -271,12 +271,12 @@ class Preferences(Method):
         self.source, self.settings = source, source.settings
 
     def encoder(self) -> PreferenceEncoder:
-        """Encoder of pairs. Raises DataError if the folder's chat template is invalid."""
+        """Create the encoder of pairs. Raises DataError if the folder's chat template is invalid."""
         template = ChatTemplate.load(self.source.folder.path)
         return PreferenceEncoder(self.source.tokenizer, template, parse_special=self.settings.special_tokens)
 
     def to_show(self) -> list[Preference]:
-        """The pairs in the order of the data. Raises as ``read_records`` and ``preference_of``."""
+        """Return the pairs in the order of the data. Raises as ``read_records`` and ``preference_of``."""
         return self._pairs(self.settings.data)[1]
 
     def _pairs(self, paths: Sequence[str]) -> tuple[str, list[Preference]]:

@@ -52,10 +52,10 @@ class PretrainedModel:
     """Source that trains the weights of a Hugging Face model, or adapters for it.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
 
     Attributes:
-        settings: settings of the run, with the sequence length.
+        settings: settings of the run, with the sequence length filled in.
         folder: folder of the model, opened without reading tensors.
         tokenizer: tokenizer of the model.
         identity, trains_weights: see ``Source``.
@@ -105,7 +105,7 @@ class PretrainedModel:
         self.settings = dataclasses.replace(settings, model=model)
 
     def digests(self) -> dict[str, str]:
-        """Hex digests that identify the model and its adapters."""
+        """Return hex digests that identify the model and its adapters."""
         lora = self.settings.lora
         return {
             **self.identity,
@@ -149,7 +149,7 @@ class PretrainedModel:
         return model
 
     def _adapters(self, head: Classification | None) -> LoraConfig:
-        """The configuration of new adapters; a classification head is trained whole."""
+        """Return the configuration of new adapters; a classification head is trained whole."""
         config, folder = self.settings.lora.config(), self.folder
         if head is None:
             return config
@@ -161,7 +161,7 @@ class PretrainedModel:
 
 
 def _base_quantization(lora: LoraSettings) -> BaseQuantization | None:
-    """Quantization of the base model's linear layers, except those that are trained whole."""
+    """Return the quantization of the base model's linear layers, except layers that are trained whole."""
     if lora.base_quantization == "none":
         return None
     config = lora.config() if lora.lora_from is None else read_adapter_config(lora.lora_from)
@@ -169,7 +169,7 @@ def _base_quantization(lora: LoraSettings) -> BaseQuantization | None:
 
 
 def digest_of(folder: PretrainedFolder) -> str:
-    """Hex digest of a model's config and of the first and last bytes of its weight files."""
+    """Return a hex digest of a model's config and of the first and last bytes of its weight files."""
     digest = hashlib.sha256((folder.path / CONFIG_NAME).read_bytes())
     for path in sorted({tensor.file for tensor in folder.tensors.tensors.values()}):
         size = path.stat().st_size
@@ -182,7 +182,7 @@ def digest_of(folder: PretrainedFolder) -> str:
 
 
 def _adapters_digest(folder: str | None) -> str:
-    """Hex digest of the adapters in a folder; None stands for no adapters."""
+    """Return a hex digest of the adapters in a folder; None stands for no adapters."""
     digest = hashlib.sha256()
     for path in [] if folder is None else sorted(Path(folder).glob("adapter_*")):
         digest.update(path.read_bytes())

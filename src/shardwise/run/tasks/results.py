@@ -94,7 +94,7 @@ def _source_of(session: Session) -> PretrainedModel:
 
 
 def _label_fields(session: Session) -> dict[str, Any]:
-    """The labels' names in a ``config.json``."""
+    """Return the fields of ``config.json`` with the names of the labels."""
     return {} if session.data.labels is None else label_fields(list(session.data.labels.names))
 
 

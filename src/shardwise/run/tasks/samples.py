@@ -52,7 +52,7 @@ _TOKEN_NAMES = re.compile(r"<[|\uff5c][^|\uff5c<>\s]{1,60}[|\uff5c]>|</?[a-z_]{1
 
 
 class _Documents(NamedTuple):
-    """Plain texts for training, and held-out texts; if None, a part of the former is held out."""
+    """Plain texts for training and held-out texts; if the latter are None, a part of the former is held out."""
 
     corpus: Corpus
     held_out: Corpus | None
@@ -69,7 +69,7 @@ class Examples(Method):
         self.source, self.settings = source, source.settings
 
     def encoder(self) -> ExampleEncoder:
-        """Encoder of examples. Raises DataError if the folder's chat template is invalid."""
+        """Create the encoder of examples. Raises DataError if the folder's chat template is invalid."""
         settings = self.settings
         return ExampleEncoder(
             self.source.tokenizer,
@@ -79,7 +79,7 @@ class Examples(Method):
         )
 
     def to_show(self) -> list[Example] | TaskData:
-        """Examples in their order, or one stream of texts. Raises as a run."""
+        """Return the examples in the order of the data, or one stream of texts. Raises as a run."""
         data = self._read()
         if not isinstance(data, _Documents):
             return data[1]
@@ -89,7 +89,7 @@ class Examples(Method):
         return read_records(paths, has_text=partial(has_text, text_key=self.settings.corpus.text_key))
 
     def _read(self) -> _Documents | tuple[str, list[Example], list[Example] | None]:
-        """The documents if all data is plain text; else the name, the training examples and the held-out examples."""
+        """Return documents if all data is plain text; else the name, training examples and held-out examples."""
         settings, key = self.settings, self.settings.corpus.text_key
         measured = settings.samples.held_out
         if STDLIB in (*settings.data, *measured):
@@ -173,8 +173,8 @@ def prepare_samples(
         multiple_of: the length of a batch's rows is a multiple of this.
 
     Raises:
-        DataError: the examples cannot be split, or nothing can be learned from any; a chat template or tokenizer of
-            another model.
+        DataError: the examples cannot be split, none has a token to train on, or the chat template or tokenizer belongs
+            to another model.
     """
     packing, too_long = settings.packing, settings.too_long
     rows_of = partial(
@@ -201,7 +201,7 @@ def prepare_rows(
         name, examples, held_out, encoder, held_out_fraction: as for ``prepare_samples``.
         rows_of: callback that fits samples to the sequence length.
         noun: noun for an example in messages.
-        identity: settings by which examples become rows, without the chat template.
+        identity: settings that determine how examples become rows, without the chat template.
         notes: notes on the examples.
     """
     found = check_template(encoder, examples)
@@ -238,8 +238,8 @@ def check_template(encoder: ExampleEncoder, examples: Sequence[Example]) -> list
     """Return a note if no special token ends the assistant's turns; a model needs such a token to learn to stop.
 
     Raises:
-        DataError: a name does that looks like a token and is none, so that the template, or the tokenizer, belongs to
-            another model.
+        DataError: the turns end with a name that looks like a special token but is not one, because the template or the
+            tokenizer belongs to another model.
     """
     tokenizer, template = encoder.tokenizer, encoder.template
     chats = [example for example in examples if example.is_chat][:LOOKED_AT]
@@ -302,7 +302,7 @@ _ARRAYS: Mapping[str, type] = {"tokens": np.uint32, "learned": np.bool_, "starts
 
 
 def _read_cached(path: Path, key: str, name: str, eos_id: int) -> tuple[TokenSamples, _Left] | None:
-    """The samples in the cache; None if they are missing or damaged."""
+    """Return the samples in the cache; None if they are missing or damaged."""
     try:
         with safetensors.safe_open(path, "numpy") as file:
             header = file.metadata()
@@ -348,7 +348,7 @@ def _reasons(examples: Sequence[Example], left_out: _Left) -> str:
 
 
 def left_out_notes(examples: Sequence[Example], left_out: _Left, what: str) -> list[str]:
-    """Notes on the number of omitted examples and the reasons; empty if none was omitted."""
+    """Return notes on the number of omitted examples and the reasons; empty if none was omitted."""
     if not left_out:
         return []
     total = sum(count for count, _ in left_out.values())

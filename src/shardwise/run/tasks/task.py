@@ -1,7 +1,7 @@
 """The task of a run: the source of its model, its training method, and its final files.
 
-``shardwise.run.tasks.task_of`` chooses a ``Source``, a ``Method`` and a function of the session independently from the
-settings. ``Session`` is the task set up on one rank; ``Outcome`` is its result.
+``shardwise.run.tasks.task_of`` chooses a ``Source``, a ``Method`` and a function of the session by the settings, each
+independently of the others. ``Session`` is the task set up on one rank; ``Outcome`` is its result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Source(Protocol):
     """Source of a run's model.
 
     Attributes:
-        identity: identity of the initial model in checkpoints; empty for a new model.
+        identity: identity of the initial model, recorded in checkpoints; empty for a new model.
         trains_weights: True if all weights are trained, False if adapters are.
     """
 
@@ -53,7 +53,7 @@ class Method:
     """The data of a run and the objective of its steps.
 
     Attributes:
-        identity: identity in checkpoints of further inputs of training, such as a teacher.
+        identity: identity of other inputs of training, such as a teacher, recorded in checkpoints.
         rows_per_sample: number of sequences per sample of a batch.
         has_plan: True if ``shardwise plan`` covers a run that trains all weights.
     """
@@ -100,7 +100,7 @@ class Session:
         transport: transport of tensors between the tensor-parallel ranks.
         num_parameters: number of parameters of the whole model, tied weights counted once.
         utilisation: reference for the hardware utilisation of the steps.
-        shortage: source of the message when a rank runs out of memory.
+        shortage: explanation for the error when a rank runs out of memory.
     """
 
     task: Task
@@ -198,7 +198,7 @@ class Task:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Identity in checkpoints of the initial model and of further inputs of training."""
+        """Identity of the initial model and of other inputs of training, recorded in checkpoints."""
         return {**self.source.identity, **self.method.identity}
 
     def read(self, ranks: Ranks) -> TaskData:

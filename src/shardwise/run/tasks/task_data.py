@@ -30,7 +30,7 @@ class TaskData:
         train: rows for training.
         held_out: rows for evaluation.
         notes: notes for the user, one line each.
-        identity: settings, recorded in checkpoints, by which the data became rows.
+        identity: settings that determined how the data became rows, recorded in checkpoints.
         held_out_bytes: held-out text for the comparison with compressors; empty if they are not comparable.
         bits_per_nat: factor from a loss in nats per token to bits per byte of the training text; 0 if no text is
             predicted.
@@ -70,9 +70,9 @@ def share(prepare: Callable[[], TaskData], ranks: Ranks) -> TaskData:
 
 
 def cache_folder() -> Path:
-    """Folder that caches tokenizers and token streams between runs.
+    """Return the folder that caches tokenizers and token streams between runs.
 
-    ``$SHARDWISE_CACHE``, or ``shardwise`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``.
+    It is ``$SHARDWISE_CACHE``, else ``shardwise`` in ``$XDG_CACHE_HOME``, else ``shardwise`` in ``~/.cache``.
 
     Raises:
         UnwritableError: the user has no home folder.
@@ -109,7 +109,7 @@ _I = TypeVar("_I", bound=Item)
 
 
 def sha256_of(items: Sequence[Item]) -> str:
-    """Hex digest of all items in order."""
+    """Return a hex digest of all items in order."""
     return hashlib.sha256("".join(item.sha256 for item in items).encode()).hexdigest()
 
 

@@ -24,7 +24,7 @@ class NewModel:
     """Source that initializes a new model.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
 
     Attributes:
         identity, trains_weights: see ``Source``.
@@ -51,7 +51,7 @@ class NewTexts(Method):
     """Train a new model on text, with a tokenizer trained on the same text.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
     """
 
     def __init__(self, settings: Settings) -> None:
