@@ -5,8 +5,8 @@
     num_layers: Annotated[int, Range(1, 10_000)] = 4
     dropout: Annotated[float, Range(0, 1, high_included=False)] = 0.0
 
-Values come from flags, TOML files and the JSON of checkpoints. Therefore the type is always checked, and that numbers
-are finite. PyTorch is not imported here, so that an invalid setting is reported at once.
+Values come from flags, TOML files and the JSON of checkpoints. Therefore types are always checked, and numbers must be
+finite. PyTorch is not imported here, so that an invalid setting is reported at once.
 
 Settings are also built here from plain values, such as those of a TOML or JSON file, which override the defaults.
 """
@@ -88,7 +88,7 @@ SHARE = Range(0, 1)
 """Range of a fraction."""
 
 PROBABILITY = Range(0, 1, high_included=False)
-"""Range of the dropout probability, which must be below 1."""
+"""Range of a probability, such as dropout's, or of a decay; below 1."""
 
 TIMEOUT = Range(1, 86_400)
 """Range of the time limit for another rank, in seconds."""
@@ -189,7 +189,7 @@ def check_values(settings: Any, prefix: str = "") -> None:
 
 
 def range_of(marks: Iterable[object]) -> Range | None:
-    """The range in the ``Annotated`` metadata of a setting."""
+    """Return the range in the ``Annotated`` metadata of a setting, or None."""
     return next((mark for mark in marks if isinstance(mark, Range)), None)
 
 
@@ -237,14 +237,14 @@ def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @functools.cache
 def annotations_of(cls: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """The type of each field of a dataclass, and its ``Annotated`` metadata."""
+    """Return the type of each field of a dataclass, and its ``Annotated`` metadata."""
     hints = get_type_hints(cls, include_extras=True)
     split = {name: get_args(hint) if get_origin(hint) is Annotated else (hint,) for name, hint in hints.items()}
     return {field.name: (split[field.name][0], split[field.name][1:]) for field in dataclasses.fields(cls)}
 
 
 def kind_of(annotation: Any) -> Any:
-    """The type of a setting without None."""
+    """Return the type of a setting, without None."""
     if get_origin(annotation) not in (types.UnionType, Union):
         return annotation
     (kind,) = (argument for argument in get_args(annotation) if argument is not type(None))
@@ -252,7 +252,7 @@ def kind_of(annotation: Any) -> Any:
 
 
 def _problem(value: Any, annotation: Any, limits: Range | None) -> str | None:
-    """The requirement that ``value`` violates; None if it is valid."""
+    """Return the requirement that ``value`` violates, or None."""
     kind = kind_of(annotation)
     if kind is not annotation and value is None:
         return None
@@ -280,7 +280,7 @@ def _problem(value: Any, annotation: Any, limits: Range | None) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    """``value`` as text for a message, truncated if it is long."""
+    """Format ``value`` for a message, truncated if it is long."""
     # Python refuses to write out an integer of thousands of digits.
     if isinstance(value, int) and value.bit_length() > 4 * _LONGEST_SHOWN:
         return f"an integer of {value.bit_length()} bits"
@@ -372,7 +372,7 @@ def from_keywords(cls: type[_T], values: Mapping[str, Any]) -> _T:
 
 
 def _types_of(cls: type, prefix: str = "") -> dict[str, Any]:
-    """The type of each setting by its dotted name, such as ``model.num_layers``; of each table by its name too."""
+    """Return the type of each setting and each table by dotted name, such as ``model.num_layers``."""
     types: dict[str, Any] = {}
     for name, (annotation, _) in annotations_of(cls).items():
         types[prefix + name] = annotation

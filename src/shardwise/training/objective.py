@@ -1,4 +1,4 @@
-"""Objectives map a model's output for a micro-batch to sums, which are added over micro-batches and ranks."""
+"""Objectives: the sums that a micro-batch adds to the loss and to other metrics of a step."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Objective:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether it has another model, which rotates tokens otherwise in a longer text."""
+        """Whether the objective has a model of its own whose rotary angles depend on the length of a text."""
         return False
 
     def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
-        """The arguments of a model; a stage that is not the last gives on its hidden states in either case."""
+        """Return the arguments of the model's forward, which returns hidden states on all stages but the last."""
         return model_inputs(batch)
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
@@ -45,31 +45,31 @@ class Objective:
             dtype: dtype in which losses are summed; their own if None.
 
         Returns:
-            A scalar to call the backward on, summed over what is averaged; and ``[len(names)]``, fp64, without
-            gradient, or None if there are no names.
+            The loss, a scalar to call the backward on, not yet divided by the number of labels; and the other sums,
+            ``[len(names)]``, fp64, without gradient, or None if there are no names.
         """
         raise NotImplementedError
 
     @property
     def of_evaluation(self) -> Objective:
-        """The objective for held-out data."""
+        """Objective for held-out data."""
         return self
 
     def reported(self, means: Sequence[float], bits_per_nat: float) -> dict[str, float]:
-        """The metrics of a step.
+        """Return the metrics of a step.
 
         Args:
-            means: of the loss, and of each of ``names``.
-            bits_per_nat: bits per byte of the training text that a loss of one nat per token is.
+            means: mean of the loss, then of each of ``names``.
+            bits_per_nat: factor from nats per token to bits per byte of the training text.
         """
         return dict(zip(("loss", *self.names), means, strict=True))
 
     def held_out(self, sums: Sequence[float], held_out: HeldOut) -> dict[str, float]:
-        """The metrics of held-out data, from ``sums`` over all of it, the most important first."""
+        """Return the metrics of held-out data, the most important first, from ``sums`` over all of the data."""
         raise NotImplementedError
 
     def outcome(self, held_out: dict[str, float]) -> str:
-        """The line of a run's summary about ``held_out``'s metrics."""
+        """Return the line about ``held_out``, the metrics, for the summary of a run."""
         raise NotImplementedError
 
 
@@ -78,7 +78,7 @@ class CrossEntropy(Objective):
     """The cross entropy of each token that is not ignored.
 
     Attributes:
-        sum_of_losses: sums the losses of a micro-batch, in the dtype given (``Gradients.sum_of_losses``).
+        sum_of_losses: function that sums the losses of a micro-batch in a given dtype (``Gradients.sum_of_losses``).
     """
 
     sum_of_losses: Callable[[Tensor, torch.dtype | None], Tensor] = Gradients.sum_of_losses
@@ -88,20 +88,20 @@ class CrossEntropy(Objective):
         return self.sum_of_losses(output, dtype), None
 
     def reported(self, means: Sequence[float], bits_per_nat: float) -> dict[str, float]:
-        """The loss, in nats per token and in bits per byte."""
+        """Return the loss in nats per token and in bits per byte."""
         return super().reported(means, bits_per_nat) | {"bits_per_byte": means[0] * bits_per_nat}
 
     def held_out(self, sums: Sequence[float], held_out: HeldOut) -> dict[str, float]:
-        """Bits per byte of held-out text."""
+        """Return the bits per byte of held-out text."""
         return {"held_out_bits_per_byte": held_out.bits_per_byte(sums[0])}
 
     def outcome(self, held_out: dict[str, float]) -> str:
-        """Bits per byte."""
+        """Return the bits per byte as text."""
         return f"held-out text: {held_out['held_out_bits_per_byte']:.3f} bits per byte"
 
 
 def model_inputs(batch: Batch) -> dict[str, Tensor | None]:
-    """The arguments of a model that returns the loss of each token."""
+    """Return the arguments of a model that returns the loss of each token."""
     return {
         "input_ids": batch.tokens,
         "position_ids": batch.position_ids,
@@ -118,7 +118,7 @@ def outputs_of(
     inputs: Callable[[Batch], dict[str, Tensor | None]],
     mover: BatchMover,
 ) -> Iterator[tuple[Tensor, Batch]]:
-    """The output of a whole model in evaluation mode for each batch, and the batch on its device."""
+    """Run a model without stages in evaluation mode; yield each output with its batch on the device."""
     model.eval()
     for batch in mover.moved(batches):
         yield model(**inputs(batch)), batch
@@ -127,7 +127,7 @@ def outputs_of(
 def means_of(
     objective: Objective, output: Tensor, batch: Batch, num_labels: int, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A micro-batch's sums over ``num_labels``: the loss to call the backward on; and all of them, without gradient."""
+    """Return the loss divided by ``num_labels``; and all sums, divided the same way, without gradient."""
     loss, others = objective.sums(output, batch, dtype)
     loss = loss / num_labels
     alone = loss.detach().view(1)
@@ -136,7 +136,7 @@ def means_of(
 
 @torch.no_grad()
 def measure(model: TransformerModel, objective: Objective, held_out: HeldOut, batch_size: int) -> list[float]:
-    """The sums of the loss and of ``objective.names`` over held-out rows, by a model that is in no stages."""
+    """Return the sums of the loss and of ``objective.names`` over held-out rows, for a model without stages."""
     device = next(model.parameters()).device
     total = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=device)
     batches = held_out.batches(batch_size, with_lengths=model.depends_on_length)

@@ -1,7 +1,7 @@
-"""Settings that a training step reads: how the model is split, which steps there are, and the optimizer of each.
+"""Settings of a training step: parallelism, steps, and the optimizer.
 
-Each is a plain frozen dataclass, checked when made, and a table of a run's TOML file. Settings of a whole run are in
-``shardwise.run.settings``.
+Each class is a frozen dataclass that checks its values on construction, and corresponds to a table of a run's TOML
+file. The settings of a whole run are in ``shardwise.run.settings``.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParallelSettings(Checked, prefix="parallel."):
-    """How the model is split.
+    """Settings of the model's parallelism.
 
     Attributes:
-        tp: ranks that split each layer; what tp and pp leave of the ranks is data parallelism.
-        sequence_parallel: split what lies between tensor-parallel regions along the sequence, which saves memory.
-        tp_comm_overlap: with sequence_parallel let the linear layers multiply what ranks gather as it arrives, and send
-            what they sum as it is made; on GPUs through symmetric memory where they can. The banner says which way.
-        pp: pipeline stages, which share out the layers; the text sample at the end of a run needs one stage.
-        pipeline_schedule: the order in which stages take micro-batches forward and back. "interleaved" goes with
-            virtual_stages over 1.
-        virtual_stages: parts of the model on each stage.
-        fsdp: split weights, gradients and optimizer state over the data-parallel ranks, by PyTorch's fully_shard; a
+        tp: number of ranks that split each layer; the number of data-parallel ranks is all ranks divided by tp * pp.
+        sequence_parallel: split activations between tensor-parallel regions along the sequence, which saves memory.
+        tp_comm_overlap: with sequence_parallel, overlap the gathers and sums of the linear layers with their products,
+            shard by shard; on GPUs through symmetric memory if possible. The banner reports the method.
+        pp: number of pipeline stages that share the layers; the text sample at the end of a run needs one stage.
+        pipeline_schedule: order of forward and backward steps. "interleaved" needs virtual_stages over 1.
+        virtual_stages: number of parts of the model on each stage.
+        fsdp: split weights, gradients and optimizer state over the data-parallel ranks with PyTorch's fully_shard; a
             layer's weights are gathered when it is computed.
-        zero: 1 splits the optimizer's state and fp32 copies of weights over the data-parallel ranks; 0 keeps all of
-            them on each.
-        exact: results have the same bits at every tp, sequence_parallel or not, every pp and every number of
-            data-parallel ranks; costs some time.
-        exact_parts: with exact, into how many parts sums are cut: the most ranks of a kind; a power of two.
+        zero: 1 splits the optimizer state and the fp32 copies of weights over the data-parallel ranks; 0 keeps all of
+            them on each rank.
+        exact: give results the same bits at every tp, pp and number of data-parallel ranks, with or without
+            sequence_parallel; costs some time.
+        exact_parts: with exact, number of parts into which sums are cut, a power of two; tp, pp and dp may be at most
+            this.
     """
 
     tp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--tp",))] = 1
@@ -90,16 +90,16 @@ class ParallelSettings(Checked, prefix="parallel."):
         require(parts & (parts - 1) == 0, f"parallel.exact-parts is {parts}; it must be a power of two, such as 8")
 
     def check_exact(self, dp: int, sequence_length: int | None, training: TrainingSettings) -> None:
-        """Refuse what would not have the same bits at every layout, if a run is exact.
+        """Check that an exact run has the same bits at every layout.
 
         Args:
-            dp: data-parallel ranks.
-            sequence_length: tokens in a sample; None where a fine-tuning run takes the model's, which is known once its
-                folder was looked at.
-            training: of the run.
+            dp: number of data-parallel ranks.
+            sequence_length: number of tokens in a sample; None if a fine-tuning run takes it from the model's folder,
+                which has not been read yet.
+            training: training settings of the run.
 
         Raises:
-            ConfigError: what it is, and what to do.
+            ConfigError: a setting has no exact form; the message names the setting and a remedy.
         """
         if not self.exact:
             return
@@ -129,37 +129,37 @@ class ParallelSettings(Checked, prefix="parallel."):
         )
 
     def shards_fully(self, dp: int) -> bool:
-        """Whether ``fsdp`` asks for it, and any of ``dp`` data-parallel ranks has another to share the weights with."""
+        """Whether weights are fully sharded: ``fsdp`` is on, and there are several data-parallel ranks."""
         return self.fsdp and dp > 1
 
 
 @dataclass(frozen=True)
 class TrainingSettings(Checked, prefix="training."):
-    """How long, in which steps, and what is kept.
+    """Settings of the length of training, its steps, and its checkpoints.
 
     Attributes:
-        steps: optimizer steps in all.
-        global_batch_size: samples per step, over all ranks.
-        micro_batch_size: samples per forward and backward on a rank; if not given all of the rank's at once, or one
-            where there are pipeline stages, which take turns with micro-batches.
-        seed: of initial weights, the order of samples, and dropout.
-        eval_every: steps between measurements on the held-out text; 0 measures only at the end.
-        save_every: steps between checkpoints; 0 saves by save_minutes and at the end alone.
-        save_minutes: minutes between checkpoints, at the end of a step; 0 saves by save_every and at the end alone.
-            SIGTERM, SIGINT (Ctrl-C) and SIGHUP save too, and end the run.
-        keep_checkpoints: newest checkpoints to keep.
-        asynchronous_saves: copy what is to be saved, and write it while the run trains on; off, training waits for the
-            disk, and the host needs no memory for the copy: on each rank as many bytes as it writes.
-        dtype: of parameters and computation; "auto" is "bfloat16" on CUDA, and "float32" elsewhere. "tf32" is "float32"
-            whose products read 11 bits of each factor, several times as fast on CUDA's tensor cores. With "bfloat16"
-            and "float16" gradients are summed in fp32, and the optimizer updates fp32 copies of the weights; "float16"
-            scales the loss, and skips steps whose gradient overflows. "pure-bfloat16" keeps no copies: less memory, and
-            steps too small for bf16 are lost.
-        tensorboard: also write the metrics for TensorBoard, into ``out/tensorboard``.
-        loss: "linear_fused" computes output layer and loss in one, without the logits of all ranks; "plain" one
-            after the other.
-        rng: whose numbers dropout draws: "global" draws the same masks at every tp, so that the run does not depend on
-            it; "per_rank" lets each rank draw its own, which takes less time and memory.
+        steps: total number of optimizer steps.
+        global_batch_size: number of samples per step, over all ranks.
+        micro_batch_size: number of samples per forward and backward on a rank; if not given, all samples of the rank at
+            once, or one with pipeline stages.
+        seed: seed of initial weights, the order of samples, and dropout.
+        eval_every: number of steps between evaluations on the held-out text; 0 evaluates only at the end.
+        save_every: number of steps between checkpoints; 0 saves only by save_minutes and at the end.
+        save_minutes: minutes between checkpoints, which are saved at the end of a step; 0 saves only by save_every and
+            at the end. SIGTERM, SIGINT (Ctrl-C) and SIGHUP save a checkpoint and end the run.
+        keep_checkpoints: number of newest checkpoints to keep.
+        asynchronous_saves: copy the state to host memory, as many bytes as each rank writes, and write it while
+            training continues. Off, training waits for the disk, and no memory is needed for the copy.
+        dtype: dtype of parameters and computation; "auto" is "bfloat16" on CUDA, and "float32" elsewhere. "tf32" is
+            "float32" whose products read 11 bits of each factor, several times as fast on CUDA's tensor cores. With
+            "bfloat16" and "float16", gradients are summed in fp32, and the optimizer updates fp32 copies of the
+            weights; "float16" scales the loss, and skips steps whose gradient overflows. "pure-bfloat16" keeps no
+            copies, which saves memory but loses updates too small for bf16.
+        tensorboard: also write the metrics for TensorBoard, to ``out/tensorboard``.
+        loss: "linear_fused" computes the output layer and the loss together, without gathering logits; "plain" computes
+            one after the other.
+        rng: random numbers of dropout: "global" draws the same masks at every tp, so that the run does not depend on
+            tp; "per_rank" draws different masks on each rank, which takes less time and memory.
     """
 
     steps: Annotated[int, Range(1, 10**9)] = 500
@@ -179,41 +179,38 @@ class TrainingSettings(Checked, prefix="training."):
 
 
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
-"""How the learning rate moves from its highest value, after the warm-up, to its last."""
+"""Shape of the learning rate from its highest value, after the warm-up, to its last."""
 
 
 _DECAY_SHARE, _MOMENTUM = 0.2, 0.95
 
-# fp32 holds it, with room for a few products.
+# fp32 can represent this number, with room for a few products.
 _LARGE = 1e30
 RATE = Range(0, _LARGE, low_included=False)
-"""Of a learning rate."""
+"""Range of a learning rate."""
 
 DECAY = Range(0, 10_000)
-"""Of a weight decay."""
+"""Range of a weight decay."""
 
 
 @dataclass(frozen=True)
 class OptimizerSettings(Checked, prefix="optimizer."):
-    """AdamW or Muon, and the learning rate of each step.
+    """Settings of the optimizer and the learning rate.
 
     Attributes:
         name: "adamw", or "muon" for the weight matrices of transformer layers, with AdamW for all else.
         learning_rate: highest learning rate.
-        schedule: how the learning rate moves after the warm-up: "constant" stays, "linear" and "cosine" fall until the
-            last step, and "wsd" (warm-up, stable, decay) stays and then falls linearly over the last decay_share of the
-            steps.
-        final_learning_rate_ratio: last learning rate as a share of the highest, from 0 to 1; "constant" has none.
-        warmup_steps: steps over which the learning rate rises from 0.
-        decay_share: share of all steps over which "wsd" falls; 0.2 if not given.
-        weight_decay: decoupled decay of weight matrices and embeddings, per unit of learning rate.
-        beta1: decay of the gradient's mean.
-        beta2: decay of the gradient's mean square.
-        epsilon: added to the root mean square.
-        clip_grad_norm: largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
-        momentum: decay of the gradient's mean in "muon"; 0.95 if not given.
-        matrix_learning_rate_ratio: learning rate of the matrices of "muon", as a multiple of learning_rate; 1 if not
-            given.
+        schedule: shape of the learning rate after the warm-up: "constant" keeps it, "linear" and "cosine" lower it
+            until the last step, and "wsd" (warm-up, stable, decay) keeps it and then lowers it linearly over the last
+            decay_share of the steps.
+        final_learning_rate_ratio: last learning rate divided by the highest, from 0 to 1; not used by "constant".
+        warmup_steps: number of steps over which the learning rate rises from 0. decay_share: fraction of all steps over
+        which "wsd" falls; 0.2 if not given. weight_decay: decoupled weight decay of matrices and embeddings, per unit
+        of learning rate. beta1: decay of the running mean of the gradient. beta2: decay of the running mean of the
+        squared gradient. epsilon: number added to the root mean square of the gradient. clip_grad_norm: maximum global
+        gradient norm, to which larger gradients are scaled down. 0 turns clipping off. momentum: decay of the running
+        mean of the gradient in "muon"; 0.95 if not given. matrix_learning_rate_ratio: learning rate of the matrices of
+        "muon", divided by learning_rate; 1 if not given.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -225,7 +222,7 @@ class OptimizerSettings(Checked, prefix="optimizer."):
     weight_decay: Annotated[float, DECAY] = 0.1
     beta1: Annotated[float, bounds.PROBABILITY] = 0.9
     beta2: Annotated[float, bounds.PROBABILITY] = 0.95
-    # Without it the update of a weight that never had a gradient is 0 / 0; less than this vanishes in fp32.
+    # Without epsilon the update of a weight that never had a gradient is 0 / 0; smaller values vanish in fp32.
     epsilon: Annotated[float, Range(1e-30, 10_000)] = 1e-8
     clip_grad_norm: Annotated[float, Range(0, _LARGE)] = 1.0
     momentum: Annotated[float | None, bounds.PROBABILITY] = None
@@ -242,10 +239,10 @@ class OptimizerSettings(Checked, prefix="optimizer."):
                 require(given == choice, words)
 
     def learning_rate_at(self, step: int, steps: int) -> float:
-        """Learning rate of step ``step`` (from 0) of ``steps``: a linear rise, and then the schedule.
+        """Return the learning rate of step ``step`` (from 0) of ``steps``: a linear rise, then the schedule.
 
-        "cosine" is Loshchilov and Hutter 2017 (arXiv:1608.03983), "wsd" Hu et al. 2024 (arXiv:2404.06395). From
-        ``steps`` on the rate stays as in the last step.
+        "cosine" is Loshchilov and Hutter 2017 (arXiv:1608.03983), "wsd" Hu et al. 2024 (arXiv:2404.06395). After
+        ``steps`` steps the rate stays that of the last step.
 
         >>> options = {"schedule": "linear", "warmup_steps": 2, "final_learning_rate_ratio": 0.0}
         >>> plan = OptimizerSettings(learning_rate=1.0, **options)
@@ -265,7 +262,7 @@ class OptimizerSettings(Checked, prefix="optimizer."):
         return highest * (final_ratio + (1.0 - final_ratio) * left)
 
     def make(self, model: nn.Module) -> ShardedOptimizer:
-        """The optimizer of ``model``: the one place that says which."""
+        """Build the optimizer of ``model``."""
         from shardwise.training.optimizer.adamw import AdamW
         from shardwise.training.optimizer.muon import Muon
 
@@ -284,13 +281,13 @@ class OptimizerSettings(Checked, prefix="optimizer."):
 
 
 class StepSettings(Checked):
-    """The settings of a run that a step reads; ``RunSettings`` adds the others.
+    """Settings of a run that a step reads; ``RunSettings`` adds the others.
 
     Attributes:
-        parallel: how the model is split.
-        optimizer: AdamW or Muon, and the learning rate of each step.
-        training: how long, in which steps, and what is kept.
-        model: the model's settings, ``sequence_length`` among them.
+        parallel: settings of the model's parallelism.
+        optimizer: settings of the optimizer and the learning rate.
+        training: settings of the length of training, its steps, and its checkpoints.
+        model: settings of the model, including ``sequence_length``.
     """
 
     parallel: ParallelSettings
@@ -300,13 +297,13 @@ class StepSettings(Checked):
 
     @property
     def sequence_length(self) -> int:
-        """Tokens in a sample; a number once it is given, or the model that a run starts from was looked at."""
+        """Number of tokens in a sample; known once it is given or read from the model that the run starts from."""
         length: int | None = self.model.sequence_length
         assert length is not None
         return length
 
     def micro_batch_size(self, dp: int) -> int:
-        """Samples per forward and backward on one of ``dp`` data-parallel ranks."""
+        """Return the number of samples per forward and backward on one of ``dp`` data-parallel ranks."""
         batch, given = self.training.global_batch_size, self.training.micro_batch_size
         if given is not None:
             return given
@@ -316,5 +313,5 @@ class StepSettings(Checked):
 
 
 def exact_micro_batch_size(global_batch_size: int, exact_parts: int) -> int:
-    """Samples of a micro-batch, the same at every layout: as many micro-batches as parts, or of one sample each."""
+    """Return the micro-batch size, the same at every layout: one micro-batch per part, or else of one sample."""
     return global_batch_size // exact_parts if global_batch_size % exact_parts == 0 else 1

@@ -1,4 +1,4 @@
-"""The trainer: one training step, the measurement on held-out rows, and the choice of a run's optimizer."""
+"""The trainer: a training step, evaluation on held-out rows, and the choice of the optimizer."""
 
 import contextlib
 import itertools
@@ -50,21 +50,21 @@ from shardwise.training.step_settings import StepSettings
 
 _BATCHES_PER_STAGE = 8
 
-# A step, where its samples come from, and its micro-batches on their way to the device.
+# A step, its data loader, and its micro-batches, whose copies to the device were started.
 _Prepared = tuple[int, DataLoader, list[Batch]]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one step.
+    """Result of one step.
 
     Attributes:
-        loss: mean over the global batch, in nats per token, before the update.
-        others: the same means of the objective's other sums.
+        loss: mean loss over the global batch before the update, in nats per token.
+        others: means of the objective's other sums over the global batch.
         grad_norm: global gradient norm before clipping.
-        learning_rate: of the update.
-        loss_scale: factor of the loss; None without one.
-        is_skipped: the gradient overflowed, and nothing was updated.
+        learning_rate: learning rate of the update.
+        loss_scale: factor by which the loss was scaled; None if it was not.
+        is_skipped: whether the update was skipped because the gradient overflowed.
     """
 
     loss: float
@@ -76,28 +76,28 @@ class StepResult:
 
 
 class Trainer:
-    """A model, its optimizer and its groups; it reads and writes no files.
+    """Trains a model with an optimizer, on the model's process groups; reads and writes no files.
 
     Args:
-        settings: of the run.
-        model: on its device; with pipeline stages this rank's, or its chunks.
-        groups: the model's process groups.
-        objective: the loss; the cross entropy of each token if None.
+        settings: settings of the run.
+        model: the model, on its device; with pipeline stages, this rank's stage or its chunks.
+        groups: process groups of the model.
+        objective: the loss; None for the cross entropy of each token.
 
     Raises:
-        DesyncError: ranks hold different values of a replicated parameter; on every rank.
+        DesyncError: ranks hold different values of a replicated parameter; raised on every rank.
 
     Attributes:
-        gradients: sums gradients over the data-parallel ranks, and over micro-batches in fp32.
-        zero: the optimizer if its state is split over the data-parallel ranks, else None.
-        loss_scale: None where the loss is not scaled.
-        num_skipped: number of steps whose gradients overflowed.
-        rank_reports: if not None, called in every step for this rank's numbers.
-        before_update: if not None, called with each step's number and the largest of each of ``rank_reports`` over all
-            ranks, once loss and gradient are known and finite (or will be skipped), and before anything has changed;
-            after an error that it raises the weights are unchanged.
-        defers_checks: ids out of range are found with the loss and the norm, the only values of the device that a step
-            reads; otherwise where they are used. False on a CPU, where a check costs nothing.
+        gradients: object that sums gradients over data-parallel ranks and micro-batches.
+        zero: the optimizer if its state is split over the data-parallel ranks, otherwise None.
+        loss_scale: dynamic scale of the loss; None if the loss is not scaled.
+        num_skipped: number of steps skipped because of an overflow.
+        rank_reports: callback that returns this rank's numbers, called in every step; or None.
+        before_update: callback that gets the step's number and, for each of the ``rank_reports``, the maximum over all
+            ranks; or None. It is called before the update, once the loss and the gradient are known to be finite (or
+            the step will be skipped). If it raises, the weights are unchanged.
+        defers_checks: whether ids out of range are reported when the loss and the norm are read, the only time that a
+            step waits for the device, instead of where they are used. False on a CPU, where a check needs no wait.
     """
 
     def __init__(
@@ -142,24 +142,26 @@ class Trainer:
         *,
         meanwhile: Callable[[], None] | None = None,
     ) -> StepResult:
-        """One optimizer step.
+        """Run one optimizer step.
 
         Args:
-            step: from 0.
-            micro_batches: this data-parallel rank's samples.
-            num_labels: number of labels of the global batch that count, by which the loss is divided; None for all.
-            meanwhile: if not None, called when all but the update has been launched, before the host waits for it.
+            step: number of the step, from 0.
+            micro_batches: micro-batches of this data-parallel rank.
+            num_labels: number of labels in the global batch that are not ignored; divides the loss. None for all
+                labels.
+            meanwhile: callback for work on the host, called after all but the update was launched, before the host
+                waits; or None.
 
         Returns:
-            The same on every rank.
+            The result, the same on every rank.
 
         Raises:
-            DivergenceError: the loss or the gradient is not finite; on every rank, with unchanged weights.
-            VocabularyError: an id out of range; the same way if ``defers_checks``.
+            DivergenceError: the loss or the gradient is not finite; raised on every rank, before the update.
+            VocabularyError: an id is out of range; with ``defers_checks``, raised on every rank, before the update.
         """
         settings = self.settings
-        # Dropout's numbers are a function of the step, so that a resumed run draws what it would have drawn. Ranks of
-        # one tensor-parallel group share the data-parallel stream; data-parallel ranks and stages must not.
+        # Dropout is seeded by the step, so that a resumed run draws the same masks. The ranks of a tensor-parallel
+        # group share one data-parallel stream; data-parallel ranks and stages need different ones.
         stage = 0 if self.pp_group is None else self.pp_group.rank()
         stream_seed = _stream_seed(settings.training.seed, step, self.dp_group.rank(), stage)
         seed_streams(stream_seed, self.tp_group.rank(), rng=settings.training.rng)
@@ -205,7 +207,7 @@ class Trainer:
             meanwhile()
         own_reports = [] if self.rank_reports is None else self.rank_reports()
         (mean_loss, *others), (grad_norm, *rank_reports) = self._read(total, norm, checks, own_reports)
-        # Both are sums over all ranks, so that all ranks find this alike, before any weight is touched.
+        # Both are sums over all ranks, so that all ranks decide the same way, before any weight changes.
         wrong = {"loss": mean_loss, "norm of the gradient": grad_norm}
         wrong = {what: value for what, value in wrong.items() if not math.isfinite(value)}
         if wrong and self.loss_scale is None:
@@ -229,7 +231,7 @@ class Trainer:
         return self.gradients.total(torch.zeros(1 + len(objective.names), dtype=torch.float64, device=self.device))
 
     def _seed_in_order(self, micro_batch: int) -> None:
-        """Seed dropout by the micro-batch's place in the global batch, on any rank."""
+        """Seed dropout by the micro-batch's position in the global batch, whichever rank runs it."""
         training, number = self.settings.training, self.dp_group.rank() * self._num_micro_batches + micro_batch
         seed_streams(_stream_seed(training.seed, self._step, number, 0), self.tp_group.rank(), rng=training.rng)
 
@@ -242,7 +244,7 @@ class Trainer:
         results: Callable[[Tensor, Batch], tuple[Tensor | None, Tensor]],
         no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> list[Tensor]:
-        """On the last stage the results (the second value of ``results``) of all micro-batches; none on the others."""
+        """Run the schedule; on the last stage, return the second value of ``results`` for each micro-batch."""
 
         def loss(micro_batch: int, output: Tensor) -> tuple[Tensor | None, Tensor]:
             return results(output, moved[micro_batch])
@@ -273,14 +275,14 @@ class Trainer:
     def _read(
         self, total: Total, norm: Tensor | None, checks: DeferredChecks | None, rank_reports: Sequence[float] = ()
     ) -> tuple[list[float], list[float]]:
-        """The one place where the host waits for the device, once a step.
+        """Read the numbers of a step. This is the only place where the host waits for the device, once per step.
 
         Returns:
-            The sums of ``total`` over data-parallel ranks and stages; ``norm`` and the largest of each of
-            ``rank_reports`` over all ranks. The same on every rank.
+            The sums of ``total`` over data-parallel ranks and stages; and a list of ``norm``, if any, and the maximum
+            of each of ``rank_reports`` over all ranks. Both are the same on every rank.
 
         Raises:
-            VocabularyError: a check has failed on any rank; on every rank.
+            VocabularyError: a check failed on any rank; raised on every rank.
         """
         groups = [self.tp_group, self.dp_group, *([] if self.pp_group is None else [self.pp_group])]
         largest = numbers_without_sync(rank_reports, total.tensor)
@@ -296,12 +298,12 @@ class Trainer:
         return numbers[: len(summed)], numbers[len(summed) :]
 
     def wait_for_weights(self) -> None:
-        """Wait for the weights of the last step, before they are read by other code than a forward."""
+        """Wait until the last step's weights are complete; needed before code other than a forward reads them."""
         if self.zero is not None:
             self.zero.parameters.wait()
 
     def train_step(self, step: int, loader: DataLoader) -> StepResult:
-        """``step`` on this rank's samples of ``loader``; those of the next step go to a GPU meanwhile."""
+        """Run ``step`` on this rank's samples of ``loader``; meanwhile, copy those of the next step to the GPU."""
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared[:2] != (step, loader):
             prepared = self._prepare(step, loader)
@@ -321,7 +323,7 @@ class Trainer:
         return step, loader, [self._mover.start(batch) for batch in batches]
 
     def evaluate(self, held_out: HeldOut) -> dict[str, float]:
-        """The objective's metrics of held-out rows, by name, the same on every rank."""
+        """Return the objective's metrics on held-out rows by name, the same on every rank."""
         objective = self.objective.of_evaluation
         total = self._new_total(objective)
         with self._deferred_checks() as checks:
@@ -332,11 +334,11 @@ class Trainer:
 
     @torch.no_grad()
     def measure(self, held_out: HeldOut, each: Callable[[Tensor, Batch], None]) -> None:
-        """Hand the model's output for each batch of this rank's held-out rows, in evaluation mode, to ``each``.
+        """Run the model in evaluation mode on this rank's held-out rows, and call ``each`` for each batch.
 
         Args:
-            held_out: the rows of all ranks.
-            each: called on the last stage, with the output and the batch.
+            held_out: held-out rows of all ranks.
+            each: callback for the output and the batch, called on the last stage.
         """
         self.wait_for_weights()
         inputs = self.objective.of_evaluation.inputs
@@ -354,19 +356,19 @@ class Trainer:
             return None, output.new_empty(0)
 
         num_stages, num_chunks = self._pipeline.group.size(), len(self._chunks)
-        # Enough at a time to keep the stages busy, and a bounded number of batches in memory.
+        # Take enough batches to keep the stages busy, but a limited number, to save memory.
         while several := list(itertools.islice(batches, _BATCHES_PER_STAGE * num_stages)):
             schedule = forward_only(num_stages, len(several), num_chunks)
             self._run_pipeline(self._pipeline, schedule, several, inputs, handed)
 
 
 def _draw_on(micro_batch: int) -> None:
-    """Micro-batches take their numbers one after the other."""
+    """Do nothing: each micro-batch continues the random streams of the one before."""
 
 
 def _stream_seed(seed: int, step: int, dp_rank: int, stage: int) -> int:
-    # Hashed, and short of 64 bits, since the tensor-parallel stream adds its rank. The first stage's numbers are those
-    # of a run without stages.
+    # Use fewer than 64 bits, because the tensor-parallel stream adds its rank. The first stage draws the same numbers
+    # as a run without stages.
     entropy = (seed, step, dp_rank, stage) if stage else (seed, step, dp_rank)
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(2))
 
@@ -374,9 +376,10 @@ def _stream_seed(seed: int, step: int, dp_rank: int, stage: int) -> int:
 def build_optimizer(
     settings: StepSettings, model: TransformerModel | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
 ) -> tuple[ShardedOptimizer, Gradients]:
-    """The optimizer of a run's model, and the object that sums its gradients over ranks and micro-batches.
+    """Build the optimizer of a run, and the object that sums its gradients over ranks and micro-batches.
 
-    ``model`` is on its device: with pipeline stages this rank's, or its chunks, which ``chunks`` has as a sequence.
+    ``model`` is on its device; with pipeline stages, it is this rank's stage or its chunks. ``chunks`` is the same as a
+    sequence.
     """
     dp_group = groups.dp
     assert dp_group is not None
@@ -387,7 +390,7 @@ def build_optimizer(
     if parts is not None:
         sum_in_parts(dp_group, parts)
     if settings.parallel.shards_fully(num_ranks):
-        # Importing it imports DTensor, which takes a while.
+        # This imports DTensor, which is slow.
         from shardwise.training.gradients.fully_sharded import FullyShardedModel
 
         sharded = FullyShardedModel(chunks, group=dp_group, dtype=dtype)

@@ -62,20 +62,20 @@ class GradientBuffers(Gradients):
         model: the module with the trained parameters, or a pipeline stage's chunks.
         group: the ranks that see different samples.
         bucket_size: maximum elements per bucket, unless one parameter has more; None for one bucket per dtype.
-        dtype: dtype of the buffers; each parameter's own if None.
+        dtype: dtype of the buffers; None for each parameter's own.
         average: average over the ranks instead of summing: gradients are divided by the number of ranks before the
             reduction.
         overlap: reduce buckets during the backward instead of all at ``finish``.
         late: parameters whose gradients are complete only when ``finish`` (or ``start``) is called.
-        scatter: reduce-scatter: each rank gets the sum only in its own interval of each bucket (``Bucket.own``), which
-            halves the traffic.
+        scatter: reduce-scatter instead of all-reduce: each rank gets the sum only in its own interval of each bucket
+            (``Bucket.own``), which halves the traffic.
         whole: with ``scatter``, parameters whose gradients are all-reduced, in separate buckets; for example those that
             are then summed over other groups.
 
     Attributes:
-        buffers: the flat tensors.
-        buckets: in the order in which they are reduced.
-        before_reducing: if not None, called before the first bucket of a step is reduced (``ParameterBuffers``).
+        buffers: flat buffers, one per dtype.
+        buckets: buckets in the order of reduction.
+        before_reducing: callback before the first bucket of a step is reduced (``ParameterBuffers``); or None.
 
     Raises:
         ConfigError: ``bucket_size`` is not positive.
@@ -162,7 +162,7 @@ class GradientBuffers(Gradients):
             self._attach(param, slot)
 
     def zero_(self) -> None:
-        """Clear all gradients: buffers are zero, and each ``grad`` is None."""
+        """Zero the buffers and set each ``grad`` to None."""
         self._wait()
         for buffer in self.buffers:
             buffer.zero_()
@@ -179,7 +179,7 @@ class GradientBuffers(Gradients):
             buffer.mul_(factor)
 
     def remove_(self) -> None:
-        """Restore the parameters: no hooks, no ``main_grad``, no ``grad``."""
+        """Remove the hooks, and ``main_grad`` and ``grad`` of each parameter."""
         self._wait()
         for handle in self._handles:
             handle.remove()

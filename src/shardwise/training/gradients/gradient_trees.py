@@ -1,12 +1,12 @@
 """Gradients whose bits do not depend on the number of data-parallel ranks.
 
-A step's micro-batches, of one size at every layout, are the leaves of one binary tree. A rank has a run of them, which
-is a subtree, and sums it as its gradients come, with a partial sum for each level; the roots of the ranks' subtrees are
-summed between the ranks (``core.communication.trees``). If the number of micro-batches is not a power of two, a leaf is
-a run of as many as its odd factor, summed one after the other.
+A step's micro-batches, which have the same size at every layout, are the leaves of a binary tree. Each rank runs
+consecutive micro-batches, which form a subtree. It sums their gradients as they are computed, and keeps one partial sum
+per level. The roots of the subtrees are summed over the ranks (``core.communication.trees``). If the number of
+micro-batches is not a power of two, each leaf is a sequential sum over as many micro-batches as its odd factor.
 
-A weight that is used twice, as embedding and as output layer, has a tree for each use, and their sum at the end: on
-different pipeline stages the two are summed apart as well.
+A weight that is both embedding and output layer has a tree for each use, and the two sums are added at the end. Stages
+of a pipeline sum the two uses separately too.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -33,7 +33,7 @@ from shardwise.training.gradients.gradients import (
 
 
 class ExactTotal(Total):
-    """``Total`` of the loss alone, rounded once, so that it does not matter which rank has which micro-batch."""
+    """A ``Total`` of the loss that is rounded once, so that it does not depend on how micro-batches are distributed."""
 
     def __init__(self, zeros: Tensor) -> None:
         super().__init__(zeros)
@@ -57,14 +57,15 @@ class GradientTrees(Gradients):
         model: the module with the trained parameters, or a pipeline stage's chunks.
         group: the ranks that see different samples; it sums over parts (``core.communication.trees.sum_in_parts``).
         dtype: dtype of the sums; each parameter's own if None.
-        scatter, whole: as of ``GradientBuffers``; ``main_grad`` is a view of the bucket.
+        scatter, whole: as for ``GradientBuffers``; ``main_grad`` is a view of the bucket.
 
     Attributes:
-        buckets: with ``scatter``, in the order in which they are reduced.
-        before_reducing: if not None, called before the first of them is reduced (``ParameterBuffers``).
+        buckets: buckets in the order of reduction, with ``scatter`` only.
+        before_reducing: callback before the first bucket is reduced (``ParameterBuffers``); or None.
 
     Raises:
-        ConfigError: in ``finish``, a parameter got a gradient from some micro-batches only, or with ``scatter`` none.
+        ConfigError: from ``finish``, if a parameter got a gradient from only some micro-batches, or from none with
+            ``scatter``.
     """
 
     total = ExactTotal
@@ -160,7 +161,7 @@ class GradientTrees(Gradients):
         summed.add(grad if self.dtype is None else grad.to(self.dtype))
 
     def _reduce_(self, bucket: Bucket) -> None:
-        """Sum a bucket over the ranks, to each element's owner or to every rank."""
+        """Sum a bucket over the ranks. Each element's owner gets the sum, or every rank does."""
         others: list[tuple[int, Tensor]] = []
         for index, param in enumerate(bucket.params):
             totals = [self._sums.pop(key).total() for use in (0, 1) if (key := (param, use)) in self._sums]

@@ -1,8 +1,8 @@
-"""The gradients of a step: the trainer's one protocol, its plain implementation, and the buckets that others share.
+"""Gradients of a step: the protocol, its plain implementation, and the buckets of other implementations.
 
 ``GradientBuffers`` sums gradients over ranks in buckets, ``GradientTrees`` with the same bits at every number of ranks,
-and ``FullyShardedModel`` as PyTorch's FSDP2 does. ``build_optimizer`` chooses. A ``Bucket`` is a run of a flat buffer
-that one collective reduces; ``place`` says where parameters lie and where the buffer is cut.
+and ``FullyShardedModel`` with PyTorch's FSDP2. ``build_optimizer`` chooses one of them. A ``Bucket`` is a slice of a
+flat buffer that one collective reduces; ``place`` computes where parameters lie and where the buffer is cut.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Total:
         self.tensor += values
 
     def over(self, groups: Sequence[ProcessGroup]) -> Tensor:
-        """The sums over the ranks of all groups, ``[n]``."""
+        """Return the sums over the ranks of all groups, ``[n]``."""
         total = self.tensor
         for group in groups:
             total = all_reduce(total, group=group)
@@ -67,7 +67,7 @@ class Gradients:
 
     @staticmethod
     def of(params: Sequence[Parameter]) -> Gradients:
-        """The gradients of these parameters."""
+        """Make the plain implementation for these parameters."""
         gradients = Gradients()
         gradients._trained = params
         return gradients
@@ -89,18 +89,19 @@ class Gradients:
         """Complete the sums over the ranks; called once per step."""
 
 
-# Parameters and each rank's interval of a bucket start at multiples of this many elements, 64 bytes of fp32: vectorised
-# kernels find them aligned, and round each element alike whichever interval it lies in.
+# Parameters, and each rank's interval of a bucket, start at multiples of this many elements (64 bytes of fp32).
+# Vectorised kernels then read aligned memory, and round an element the same way in any interval.
 _ALIGNMENT = 16
 
 
 class Placement(NamedTuple):
-    """Parameters in a flat buffer, in order.
+    """Positions of parameters in a flat buffer.
 
     Attributes:
-        starts: the first element of each parameter.
-        buckets: for each bucket the indices of its parameters.
-        bounds: the first element of each bucket, and the buffer's end; each rank has a multiple of 16 in each bucket.
+        starts: index of each parameter's first element.
+        buckets: indices of each bucket's parameters.
+        bounds: index of each bucket's first element, then the buffer's end; each rank has a multiple of 16 elements in
+            each bucket.
     """
 
     starts: tuple[int, ...]
@@ -109,12 +110,12 @@ class Placement(NamedTuple):
 
 
 def place(sizes: Sequence[int], *, bucket_size: int | None, world_size: int) -> Placement:
-    """Put parameters one after the other, and cut between them.
+    """Place parameters one after the other in a buffer, and cut it into buckets between parameters.
 
     Args:
-        sizes: numbers of elements, of at least one parameter.
-        bucket_size: maximum elements per bucket, padding included, unless one parameter has more; None: one bucket.
-        world_size: ranks between which a bucket may be split.
+        sizes: number of elements of each parameter; at least one.
+        bucket_size: maximum elements per bucket, including padding, unless one parameter has more; None for one bucket.
+        world_size: number of ranks between which a bucket may be split.
 
     >>> place([5, 30, 40], bucket_size=64, world_size=3)
     Placement(starts=(0, 16, 48), buckets=(range(0, 2), range(2, 3)), bounds=(0, 48, 96))
@@ -143,17 +144,17 @@ def _rounded_up(value: int, step: int) -> int:
 
 
 DEFAULT_BUCKET_SIZE = 1 << 23
-"""Elements of a bucket: 32 MiB of fp32."""
+"""Default number of elements of a bucket, 32 MiB in fp32."""
 
 
 @dataclass(eq=False)
 class Bucket:
-    """A run of a buffer that is reduced by one collective.
+    """A slice of a buffer that one collective reduces.
 
     Attributes:
         data: ``[n]``, a view of the buffer; the number of data-parallel ranks divides ``n``.
-        params: parameters whose gradients lie in it.
-        starts: the first element in ``data`` of each of them.
+        params: parameters whose gradients lie in the bucket.
+        starts: index in ``data`` of each parameter's first element.
         is_scattered: True for a reduce-scatter, False for an all-reduce.
         arrived: parameters whose gradients are complete.
         pending: the reduction in progress, if any.
@@ -167,17 +168,17 @@ class Bucket:
     pending: Pending | None = None
 
     def view(self, index: int) -> Tensor:
-        """The gradient of ``params[index]``, of its shape."""
+        """Return the gradient of ``params[index]``, in the parameter's shape."""
         param = self.params[index]
         return self.data.narrow(0, self.starts[index], param.numel()).view(param.shape)
 
     def own(self, flat: Tensor, group: ProcessGroup) -> Tensor:
-        """This rank's interval of a tensor with the layout of ``data``; all intervals have the same length."""
+        """Return this rank's interval of ``flat``, which has the layout of ``data``; all intervals have one length."""
         size = self.data.numel() // group.size()
         return flat.narrow(0, group.rank() * size, size)
 
     def intervals(self, index: int, num_ranks: int) -> tuple[Interval, ...]:
-        """The interval of ``params[index]`` that each rank owns, in row-major order; often empty."""
+        """Return the interval of ``params[index]`` that each rank owns, in row-major order; often it is empty."""
         start, count = self.starts[index], self.params[index].numel()
         size = self.data.numel() // num_ranks
         edges = [min(max(rank * size - start, 0), count) for rank in range(num_ranks + 1)]
@@ -221,10 +222,7 @@ def make_buckets(
 def trained_by_dtype(
     modules: Sequence[nn.Module], apart: Collection[Parameter] = ()
 ) -> list[tuple[list[int], list[tuple[str, Parameter]]]]:
-    """Group trained parameters by dtype and device, last first, with their indices.
-
-    Parameters in ``apart`` are in separate groups.
-    """
+    """Group trained parameters by dtype and device, last first, with their indices; separate groups for ``apart``."""
     seen: dict[Parameter, str] = {}
     for number, module in enumerate(modules):
         for name, param in module.named_parameters():

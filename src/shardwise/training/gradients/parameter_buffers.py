@@ -1,9 +1,10 @@
 """Parameters in flat memory: each data-parallel rank updates an interval and gathers the rest.
 
-Parameters lie as their gradients do, bucket by bucket. When every rank has updated its interval of each bucket, the
-buckets are gathered in place, roughly in the order in which the forward uses them. The first module with a parameter in
-a bucket waits for it and starts the next one, so that one gather overlaps with the forward. More gathers in flight
-would not help: a GPU with one queue starts kernels in launch order, and the forward would start after the last gather.
+Parameters have the layout of their gradients, bucket by bucket. When every rank has updated its interval of each
+bucket, the buckets are gathered in place, roughly in the order in which the forward uses them. The first module with a
+parameter in a bucket waits for it and starts the next one, so that one gather overlaps with the forward. More gathers
+in flight would not help: a GPU with one queue starts kernels in launch order, and the forward would start after the
+last gather.
 
 Buckets start in the same order on every rank, and all have started before the first gradient is reduced in the group.
 
@@ -30,11 +31,11 @@ from shardwise.training.gradients.gradients import weak_hook
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """The elements of one parameter that each data-parallel rank updates.
+    """Division of one parameter's elements between the data-parallel ranks, which update them.
 
     Attributes:
-        group: the ranks.
-        intervals: for each rank in order its elements, in row-major order; together all elements, often none of a rank.
+        group: the data-parallel ranks.
+        intervals: each rank's elements, in row-major order; together all elements; a rank's interval is often empty.
     """
 
     group: ProcessGroup
@@ -48,11 +49,11 @@ class Division:
 
 @dataclass(frozen=True, eq=False)
 class Share(Division):
-    """A division, with this rank's elements.
+    """A division with tensors of this rank's elements.
 
     Attributes:
         data: ``[m]``, a view of the parameter.
-        gradient: ``[m]``, a view of its gradient.
+        gradient: ``[m]``, a view of the parameter's gradient.
     """
 
     data: Tensor
@@ -62,19 +63,19 @@ class Share(Division):
 class ParameterBuffers:
     """The trained parameters of a model in flat memory, gathered during the next forward.
 
-    Each trained parameter's memory is part of a bucket's. A call of a module waits for the buckets of its parameters;
-    so does a call of a parameter's ``wait_for_values``, for code that reads it without calling its module (the loss
-    that is fused with the output layer). If a forward calls neither for some module, later forwards wait for its
-    buckets when they begin; so the first forward comes before the first ``gather_``. Code that reads parameters
-    otherwise calls ``wait`` before, on every rank.
+    Each trained parameter is a view of a bucket. A call of a module waits for the buckets of its parameters. So does a
+    parameter's ``wait_for_values``, for code that reads the parameter without calling its module, such as the loss that
+    is fused with the output layer. If a forward does neither for some module, later forwards wait for that module's
+    buckets when they begin; therefore run a forward before the first ``gather_``. All other code that reads parameters
+    must call ``wait`` first, on every rank.
 
     Args:
-        model: the module, or a pipeline stage's chunks, as it was given to ``gradients``.
-        gradients: its gradients, in buckets.
+        model: the module, or a pipeline stage's chunks; the same as for ``gradients``.
+        gradients: the model's gradients, in buckets.
 
     Attributes:
-        group: the ranks that share out the updates.
-        shares: by parameter.
+        group: the ranks between which the updates are divided.
+        shares: share of each parameter.
     """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], gradients: GradientBuffers | GradientTrees) -> None:
@@ -93,7 +94,7 @@ class ParameterBuffers:
         of_param: dict[Parameter, int] = {}
         rank, num_ranks = self.group.rank(), self.group.size()
         for number, bucket in enumerate(self._buckets):
-            # One after the other, so that there is never more than a bucket's parameters twice.
+            # Copy one bucket at a time, so that no more than one bucket's parameters exist twice.
             first = bucket.params[0]
             flat = torch.zeros(bucket.data.numel(), dtype=first.dtype, device=first.device)
             for index, (param, start) in enumerate(zip(bucket.params, bucket.starts, strict=True)):

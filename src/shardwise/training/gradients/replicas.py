@@ -1,7 +1,7 @@
-"""A check, by hashes before the first step, that ranks hold the same values of replicated parameters.
+"""Check before the first step, by hashes, that ranks hold the same values of replicated parameters.
 
-Without it, ranks that were seeded differently or read different files would train on without an error, each with its
-own norms on hidden states that all share, and average gradients of different models.
+Without the check, ranks that were seeded differently or read different files would train without an error: each would
+apply its own norms to shared hidden states, and gradients of different models would be averaged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ from shardwise.core.initialization import philox
 from shardwise.core.sharding.balanced import is_sharded, local_rows
 from shardwise.nn.replicated import named_param_layouts, replicas_of
 
-# Elements that are multiplied by the same numbers as others, and how many are at a time: on a CPU few enough for its
-# second-level cache, and for memory that is not given back to the system.
+# Length of the run of random weights, which repeats; and number of elements hashed at a time. On a CPU, they fit into
+# the second-level cache, and into memory that the allocator keeps.
 _RUN = 1 << 11
 _AT_ONCE_ON_CPU, _AT_ONCE = 1 << 14, 1 << 24
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,19 +35,19 @@ def check_replicas(
     dp_group: ProcessGroup | None = None,
     pp_group: ProcessGroup | None = None,
 ) -> None:
-    """Raise DesyncError on every rank unless the ranks hold the same values where they should. Collective.
+    """Raise DesyncError on every rank unless all replicas of each parameter are equal. Collective.
 
-    Over ``tp_group`` it compares the parameters that are not split, over ``dp_group`` all but those with sharded rows,
-    in both cases those whose ``Replicas`` name the axis in ``same_over``. A model on the meta device passes. Two
-    numbers of each rank are exchanged over each group, and the parameters' hashes only if those differ. The host waits
+    The ranks of ``tp_group`` compare parameters that are not split, the ranks of ``dp_group`` parameters whose rows are
+    not sharded; both only parameters whose ``Replicas.same_over`` includes the axis. A model on the meta device passes.
+    Each rank contributes two numbers per group; parameters' hashes are exchanged only if these differ. The host waits
     for a GPU.
 
     Args:
-        model: its parameters are read.
+        model: the model, which is not modified.
         tp_group: the ranks that split each layer.
-        dp_group: the ranks that see different samples; None to compare none.
-        pp_group: the stages of the model, which raise each other's errors; None if there is one, or the caller tells
-            them.
+        dp_group: the ranks that see different samples; None to skip that comparison.
+        pp_group: the stages of the model, which all raise an error of any stage; None if there is one stage, or if the
+            caller tells the others.
     """
     replicas = replicas_of(model)
     named = [each for each in named_param_layouts(model, tp_group.size()) if replicas[each[1]].same_over]
@@ -69,7 +69,7 @@ def check_replicas(
     compared = of_tp | of_dp
     with accounting.uncounted():
         hashes = dict(zip(compared, fingerprints(list(compared.values())), strict=True))
-        # Both, even after an error of the first: other ranks may have found none.
+        # Make both comparisons even if the first fails, because it may not fail on other ranks.
         shapes = {name: list(param.shape) for name, param in compared.items()}
         errors = [_difference({name: hashes[name] for name in of_tp}, shapes, "tensor", tp_group, device)]
         if dp_group is not None:
@@ -95,7 +95,7 @@ def _difference(
     group: ProcessGroup,
     device: torch.device,
 ) -> DesyncError | None:
-    """The error of parameters with these hashes, the same on every rank of ``group``; None if the ranks agree."""
+    """Return the error if the hashes differ between ranks, the same on every rank of ``group``; else None."""
     if group.size() == 1:
         return None
     hashes = dict(sorted(hashes.items()))
@@ -130,11 +130,11 @@ def _difference(
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """A hash of the bits of each tensor, ``[n]`` int64 on the device of the first; none is modified.
+    """Hash the bits of each tensor; return ``[n]`` int64 on the device of the first tensor.
 
-    Different bits have the same hash with odds of 2^-48. Sharded rows are hashed on their rank, quantized tensors with
-    all stored parts. Each run of elements, as integers, is multiplied by the same random numbers and summed modulo
-    2^64; so are the sums, until one is left.
+    Different bits have the same hash with a probability of 2^-48. Each rank hashes its own sharded rows. All stored
+    parts of a quantized tensor are hashed. Each run of elements, as integers, is multiplied by the same random numbers
+    and summed modulo 2^64; the sums are hashed the same way until one is left.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.int64)
@@ -156,7 +156,7 @@ def _fingerprint(tensor: Tensor, weights: Tensor) -> Tensor:
     at_once = _AT_ONCE_ON_CPU if tensor.is_cpu else _AT_ONCE
     while True:
         whole = bits.numel() // _RUN * _RUN
-        # The sums of an int64 and a narrower one are int64.
+        # Products with a narrower integer dtype are int64 too.
         sums = [(part.view(-1, _RUN) * weights).sum(dim=1) for part in bits[:whole].split(at_once) if whole]
         sums.append((bits[whole:] * weights[: bits.numel() - whole]).sum(dim=0, keepdim=True))
         bits = torch.cat(sums)

@@ -1,1 +1,1 @@
-"""From gradients to weights: summing what ranks share, the global norm, optimizers and their schedule."""
+"""From gradients to weights: sums over ranks, the global norm, and optimizers."""

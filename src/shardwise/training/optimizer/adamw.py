@@ -1,4 +1,4 @@
-"""AdamW over a split model: PyTorch's, since it works element by element and so shard by shard."""
+"""AdamW of a split model: PyTorch's AdamW, which is elementwise and so works shard by shard."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -14,21 +14,22 @@ from shardwise.nn import named_param_layouts
 from shardwise.training.gradients import Division
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
-# The fused kernel takes the last elements of a tensor, less than a vector, one by one, and rounds them differently.
+# The fused kernel updates the last elements of a tensor, less than a vector, one by one, and rounds them differently.
 VECTOR = 16
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW that decays weight matrices and embeddings, and neither biases nor norms.
+    """AdamW that decays weight matrices and embeddings, but not biases and norms.
 
     Args:
-        model: its parameters.
-        learning_rate: at the start; ``set_learning_rate_`` changes it before each step.
-        weight_decay: per unit of learning rate.
-        betas: decay of the gradient's mean and of its mean square.
-        epsilon: added to the root mean square.
+        model: the model whose parameters are trained.
+        learning_rate: initial learning rate; ``set_learning_rate_`` changes it before each step.
+        weight_decay: weight decay per unit of learning rate.
+        betas: decay of the running means of the gradient and of its square.
+        epsilon: number added to the root mean square.
         without: parameters that another optimizer trains.
-        exact_parts: make the bits of an update independent of how parameters are split, up to so many parts.
+        exact_parts: maximum number of parts for which an update has the same bits however parameters are split; None
+            for no such guarantee.
 
     Source: Loshchilov and Hutter 2019 (arXiv:1711.05101).
     """
@@ -64,18 +65,17 @@ class AdamW(torch.optim.AdamW):
             for _, param, layout in named_param_layouts(model, 1)
         )
         self.why_not_fused = next((reason for reason in reasons if reason is not None), None)
-        # Where nothing is trained (all of a stage may be frozen), one group without parameters: torch refuses to have
-        # none.
+        # If nothing is trained (a stage may be frozen), keep one group without parameters: torch requires a group.
         filled = [group for group in groups if group["params"]] or groups[:1]
         super().__init__(filled, lr=learning_rate, betas=betas, eps=epsilon, fused=self.why_not_fused is None)
 
     def state_of(self, param: Parameter, layout: ParamLayout) -> Mapping[str, tuple[Tensor, ParamLayout]]:
-        """The gradient's mean and its mean square, laid out as the parameter; zeros at first."""
+        """Return the running means of the gradient and of its square, in the parameter's layout; initially zero."""
         state = self._made_state(param)
         return {kind: (state[kind], layout) for kind in STATE_NAMES}
 
     def set_step_(self, step: int) -> None:
-        """Take ``step`` steps for done, for the bias correction."""
+        """Set the number of completed steps, for the bias correction."""
         for group in self.param_groups:
             for param in group["params"]:
                 self._made_state(param)["step"].fill_(float(step))
@@ -89,7 +89,8 @@ class AdamW(torch.optim.AdamW):
     def _made_state(self, param: Parameter) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[param]
         if not state:
-            # As AdamW makes them at its first step; the fused one keeps the count on the parameter's device.
+            # The same state as torch's AdamW makes in its first step; the fused one keeps the count on the parameter's
+            # device.
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             for kind in STATE_NAMES:
                 state[kind] = torch.zeros_like(param, memory_format=torch.preserve_format)
@@ -97,7 +98,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _has_whole_vectors(layout: ParamLayout, parts: int) -> bool:
-    """True if each part of a parameter consists of whole vectors, at any layout."""
+    """True if each part of the parameter consists of whole vectors, at every layout."""
     if layout.dim is None:
         return True
     sections = parts * layout.stride

@@ -1,9 +1,9 @@
-"""The gradients between backward and step: sums over ranks, the global norm, and the same norm with exact bits.
+"""Gradients between backward and step: sums over ranks, the global norm, and the norm with exact bits.
 
-For exact bits each parameter is cut into the parts of its layout, which lie on one rank each at every layout, and a
-part into rows of a fixed number of elements. A row's squares are summed in fp64, in one order; the sums of all rows, of
-all ranks, are added up and rounded once. Where data-parallel ranks share out the gradients, the rows in which one
-rank's elements end are put together before.
+For exact bits, each parameter is cut into parts, each of which lies on one rank at every layout, and each part into
+rows of a fixed number of elements. The squares of a row are summed in fp64, in a fixed order. The sums of all rows of
+all ranks are added and rounded once. If gradients are divided between data-parallel ranks, rows that lie on several
+ranks are assembled first.
 """
 
 import math
@@ -27,37 +27,37 @@ from shardwise.training.gradients import Division, Share
 from shardwise.training.gradients.gradients import all_reduced
 
 _BUCKET_ELEMENTS = 1 << 24
-# The norm of that many elements is one fp32 sum, off by 2e-7 at most on a CPU. A sum of numbers of two bytes is not
-# vectorised there, which rounds more often.
+# On a CPU, a norm over this many elements is one fp32 sum, with an error of at most 2e-7. A sum of two-byte numbers is
+# not vectorised there, and rounds more often.
 _NORM_ELEMENTS, _NORM_ELEMENTS_OF_TWO_BYTES = 1 << 16, 1 << 13
 
 
 def finalize_gradients_(
     model: nn.Module, *, tp_group: ProcessGroup, dp_group: ProcessGroup | None, embd_group: ProcessGroup | None = None
 ) -> None:
-    """Complete every gradient, in place: it becomes that of the loss summed over all ranks' samples.
+    """Sum gradients over the ranks in place: each becomes the gradient of the loss summed over all ranks' samples.
 
-    Summed over ``tp_group`` are the gradients of parameters that each rank applied to its own part of the sequence or
-    to its own heads (``Replicas.summed_over``), and of copies of a key-value head; copies are then the same, bit for
-    bit. All gradients are summed over ``dp_group``. Divide the loss by the whole batch's number of tokens for a mean.
+    ``tp_group`` sums the gradients of parameters that each rank applied to its own part of the sequence or to its own
+    heads (``Replicas.summed_over``), and of copies of a key-value head; copies are then bitwise equal. ``dp_group``
+    sums all gradients. For a mean, divide the loss by the number of tokens in the whole batch.
 
-    Here and in the other functions, the gradient of a parameter with a ``main_grad``
-    (``config.gradient_accumulation_fusion``) is that: its ``grad``, if any, is added to it first and set to None.
+    In all functions here, the gradient of a parameter with a ``main_grad`` (``config.gradient_accumulation_fusion``) is
+    ``main_grad``, after ``grad``, if any, was added to it and set to None.
 
     Args:
-        model: its gradients are overwritten; a parameter without one must have none on every rank.
+        model: the model, whose gradients are overwritten; a parameter without a gradient must have none on every rank.
         tp_group: the ranks that split each layer.
-        dp_group: the ranks that see different samples; None if gradients are summed over them already
+        dp_group: the ranks that see different samples; None if gradients are already summed over them
             (``training.gradients.GradientBuffers``).
-        embd_group: the stages that hold a tied weight, as in ``sum_tied_embedding_gradients_``; None if this rank is in
-            no such group.
+        embd_group: the stages that hold a tied weight, as for ``sum_tied_embedding_gradients_``; None if this rank is
+            in no such group.
     """
     params = list(model.parameters())
     if tp_group.size() > 1:
         partial = _summed_over(model, "tp")
         copies = _Copies(model, tp_group)
         if (sharing := group_of_rows(params[0])) is not None:
-            # Of one row, ranks of the tensor-parallel group may have the gradient on different ranks of the other.
+            # Two tensor-parallel ranks may have their copies of a row on different ranks of the group that shards rows.
             _sum_over_ranks_(copies.buffers, group=sharing)
         _sum_over_ranks_([*_gradients(partial), *copies.buffers], group=tp_group)
         copies.write_back_()
@@ -68,23 +68,23 @@ def finalize_gradients_(
 
 
 def sum_tied_embedding_gradients_(model: nn.Module, *, embd_group: ProcessGroup) -> None:
-    """Give the copies of a tied weight on the first and the last stage the sum of their gradients, in place.
+    """Sum the gradients of a tied weight's copies on the first and the last stage, in place.
 
-    The gradients are then the same, bit for bit, so that copies that started equal stay equal. Nothing happens where
-    weights are not tied, or on one stage.
+    The gradients are then bitwise equal, so that equal copies stay equal. Does nothing if weights are not tied, or on a
+    single stage.
 
     Args:
-        model: this rank's stage; the copy is its parameter whose gradient is summed over ``"embd"``.
+        model: this rank's stage; its copy is the parameter whose ``Replicas.summed_over`` includes ``"embd"``.
         embd_group: the ranks that hold a copy.
 
     Raises:
-        ConfigError: on every stage that holds a copy, if only some of them have a gradient.
+        ConfigError: only some of the copies have a gradient; raised on every stage that holds a copy.
     """
     tied = _summed_over(model, "embd")
     if not tied or embd_group.size() == 1:
         return
     gradients = _gradients(tied)
-    # Who has none would leave the others waiting, and its copy would go another way than theirs.
+    # A stage without a gradient would leave the others waiting, and its copy would diverge.
     has_one = torch.tensor(float(bool(gradients)), device=device_of_host_facts(embd_group, tied[0].device))
     holders = int(all_reduce(has_one, group=embd_group))
     if holders not in (0, embd_group.size()):
@@ -103,10 +103,10 @@ def _summed_over(model: nn.Module, axis: str) -> list[Parameter]:
 def summed_over_other_groups(
     model: nn.Module, *, tp_group: ProcessGroup, embd_group: ProcessGroup | None = None
 ) -> list[Parameter]:
-    """The parameters whose gradients ``finalize_gradients_`` sums over other ranks than the data-parallel ones.
+    """Return the parameters whose gradients ``finalize_gradients_`` sums over ranks other than the data-parallel ones.
 
-    Every rank needs their gradients whole before that sum (``GradientBuffers(whole=...)``): data-parallel groups may
-    cut the owners' intervals at different places.
+    Every rank needs whole gradients for that sum (``GradientBuffers(whole=...)``), because data-parallel groups may cut
+    the owners' intervals at different places.
     """
     groups = {"tp": tp_group, "embd": embd_group}
     several = {axis for axis, group in groups.items() if group is not None and group.size() > 1}
@@ -125,17 +125,17 @@ def global_grad_norm(
     pp_group: ProcessGroup | None = None,
     shares: Mapping[Parameter, Share] | None = None,
 ) -> Tensor:
-    """The 2-norm of the whole model's gradient, as if it were on one rank.
+    """Return the 2-norm of the whole model's gradient, as on one rank.
 
-    Split gradients count on their ranks, replicated ones and copies of key-value heads once, and that of a tied weight
-    on the first stage (the last stage's ``is_copy``).
+    Split gradients count on every rank. Replicated gradients and copies of key-value heads count once. The gradient of
+    a tied weight counts on the first stage (``is_copy`` is set on the last).
 
     Args:
-        model: with complete gradients.
+        model: the model, with complete gradients.
         tp_group: the ranks that split each layer.
-        pp_group: the stages that share out the layers; None if there is one.
-        shares: by parameter, the elements of its gradient that are complete on each data-parallel rank; None if every
-            rank has all.
+        pp_group: the stages between which the layers are divided; None if there is one.
+        shares: for each parameter, the elements of the gradient that are complete on each data-parallel rank; None if
+            every rank has all.
 
     Returns:
         An fp64 scalar, the same on every rank.
@@ -160,7 +160,7 @@ def exact_grad_norm(
     pp_group: ProcessGroup | None = None,
     shares: Mapping[Parameter, Share] | None = None,
 ) -> Tensor:
-    """``global_grad_norm`` with the same bits at every layout; ``tp_group`` sums over parts."""
+    """Return ``global_grad_norm`` with the same bits at every layout; ``tp_group`` sums over parts."""
     counted = (each[1:] for each in _counted_once(model, tp_group, shares))
     norm = exact_norm(counted, tp_group=tp_group, pp_group=pp_group)
     return torch.tensor(norm, dtype=torch.float64, device=next(model.parameters()).device)
@@ -169,7 +169,7 @@ def exact_grad_norm(
 def _counted_once(
     model: nn.Module, tp_group: ProcessGroup, shares: Mapping[Parameter, Share] | None
 ) -> Iterator[tuple[Parameter, Tensor, ParamLayout, Share | None]]:
-    """The parameters with a gradient that no earlier stage counts."""
+    """Yield the parameters whose gradient this stage counts."""
     replicas = replicas_of(model)
     for _, param, layout in named_param_layouts(model, tp_group.size()):
         if (gradient := gradient_of(param)) is not None and not replicas[param].is_copy:
@@ -186,26 +186,26 @@ def clip_grad_norm_(
     shares: Mapping[Parameter, Share] | None = None,
     norm_of: Callable[..., Tensor] = global_grad_norm,
 ) -> Tensor:
-    """Scale all gradients down, in place, if their global norm is over ``max_norm``.
+    """Scale all gradients in place so that their global norm is at most ``max_norm``.
 
     Args:
-        model: with complete gradients.
-        max_norm: largest norm; 0 or infinity only measures.
+        model: the model, with complete gradients.
+        max_norm: maximum norm; 0 or infinity turns clipping off.
         tp_group: the ranks that split each layer.
-        pp_group: the stages that share out the layers; None if there is one.
-        loss_scale: factor of the loss, and so of the gradients, which are always divided by it.
-        shares: as in ``global_grad_norm``; this rank's elements are scaled.
+        pp_group: the stages between which the layers are divided; None if there is one.
+        loss_scale: factor by which the loss was scaled; the gradients are always divided by it.
+        shares: as for ``global_grad_norm``; this rank's elements are scaled.
         norm_of: ``global_grad_norm``, or ``exact_grad_norm``.
 
     Returns:
-        The norm before clipping, divided by ``loss_scale``; an fp64 scalar, the same on every rank. The host has not
-        waited for it on a GPU.
+        The norm before clipping, divided by ``loss_scale``; an fp64 scalar, the same on every rank. The host does not
+        wait for a GPU.
     """
     norm = norm_of(model, tp_group=tp_group, pp_group=pp_group, shares=shares) / loss_scale
     clips = max_norm > 0 and not math.isinf(max_norm)
     own = _gradients(model.parameters()) if shares is None else [share.gradient for share in shares.values()]
     if clips and not norm.is_cpu:
-        # A norm that is NaN leaves the gradients unchanged; the caller reads the norm.
+        # A NaN norm leaves the gradients unchanged; the caller checks the norm.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0) / loss_scale
         _multiply_on_device_(own, factor)
         return norm
@@ -222,13 +222,13 @@ def _multiply_on_device_(gradients: Sequence[Tensor], factor: Tensor) -> None:
         if dtype.itemsize >= 4:
             torch._foreach_mul_(same, factor.to(dtype))
             continue
-        # In 16 bits the factor itself would be rounded, to two digits in bf16.
+        # In 16 bits, the factor itself would be rounded, in bf16 to two digits.
         for gradient in same:
             gradient.copy_(gradient.float().mul_(factor.float()))
 
 
 def _sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """An fp64 scalar: squares are summed in fp32 (fp64 for fp64) within a block, and blocks in fp64."""
+    """Return an fp64 scalar; squares are summed in fp32 (fp64 for fp64) within a block, and blocks in fp64."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         elements = _NORM_ELEMENTS if tensor.dtype.itemsize >= 4 else _NORM_ELEMENTS_OF_TWO_BYTES
@@ -237,7 +237,7 @@ def _sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         by_dtype.setdefault(tensor.dtype, []).extend(blocks)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for dtype, same in by_dtype.items():
-        # In its own dtype a block's norm may overflow (fp16), or keep two digits (bf16).
+        # In the gradient's dtype, a block's norm could overflow (fp16) or have only two digits (bf16).
         norms = torch._foreach_norm(same, 2.0, torch.float32 if dtype.itemsize < 4 else None)
         total += torch.stack(norms).double().square().sum()
     return total
@@ -246,7 +246,7 @@ def _sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def _counted_here(
     gradient: Tensor, layout: ParamLayout, rank: int, first: int, share: Share | None = None
 ) -> list[Tensor]:
-    """The parts of ``gradient``, which begins at row ``first``, or of its share, that no earlier rank holds."""
+    """Return the parts of ``gradient`` (which starts at row ``first``), or of its share, that no earlier rank holds."""
     if layout.dim is None and rank > 0:
         return []
     if layout.dim is None or not has_copies(layout):
@@ -262,7 +262,7 @@ def _counted_here(
 
 
 def _part(rows: Tensor, dim: int, start: int, length: int, first: int) -> tuple[Tensor, int]:
-    """The part of a run of indices within ``rows``, which begin at row ``first``, and where in the run it begins."""
+    """Return the part of an interval in ``rows``, which start at row ``first``, and its offset in the interval."""
     if dim > 0:
         return rows.narrow(dim, start, length), 0
     low, high = max(start, first), min(start + length, first + rows.size(0))
@@ -270,11 +270,11 @@ def _part(rows: Tensor, dim: int, start: int, length: int, first: int) -> tuple[
 
 
 class _Copies:
-    """Gradients of the parts of split parameters that several ranks hold, side by side, to be summed over the ranks.
+    """Gradients of the parts of split parameters that several ranks hold, in buffers to be summed over the ranks.
 
     Attributes:
-        buffers: for each such parameter, all runs of indices that several ranks hold: this rank's gradient, and zeros
-            in the runs that it does not hold.
+        buffers: for each such parameter, the gradients of all intervals that several ranks hold; zeros in intervals
+            that this rank does not hold.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
@@ -304,11 +304,11 @@ class _Copies:
 
 
 def gradient_of(param: Parameter) -> Tensor | None:
-    """A parameter's complete gradient: ``main_grad``, to which ``grad`` is added first, or ``grad``."""
+    """Return the parameter's complete gradient: ``main_grad``, after ``grad`` was added to it; or ``grad``."""
     main_grad: Tensor | None = getattr(param, "main_grad", None)
     if main_grad is None:
         return None if param.grad is None else local_rows(param.grad)
-    # With gradients in buffers both may be the same.
+    # In gradient buffers, both may be the same tensor.
     if param.grad is not None and param.grad is not main_grad:
         main_grad.add_(param.grad)
         param.grad = None
@@ -325,7 +325,7 @@ def _sum_over_ranks_(gradients: Sequence[Tensor], *, group: ProcessGroup) -> Non
             gradient.copy_(total)
 
 
-# A row of so many elements is summed by one thread.
+# Number of elements of a row, which one thread sums.
 _ROW = 1 << 12
 
 
@@ -335,10 +335,10 @@ def exact_norm(
     tp_group: ProcessGroup,
     pp_group: ProcessGroup | None,
 ) -> float:
-    """The 2-norm of a model's gradient.
+    """Return the 2-norm of a model's gradient.
 
-    ``gradients`` are this rank's, each with its parameter's layout and its division over the data-parallel ranks (None
-    if each rank has all), no parameter twice over the stages. The ranks of ``tp_group`` sum over parts.
+    ``gradients`` are this rank's gradients, each with its parameter's layout and its division between data-parallel
+    ranks (None if each rank has all elements). No parameter may be on two stages. ``tp_group`` sums over parts.
     """
     number, rank = exact_parts(tp_group), tp_group.rank()
     assert number is not None
@@ -366,9 +366,9 @@ def exact_norm(
     if sharing is not None:
         groups = [sharing, *groups]
         if cut_rows:
-            # Each element is some rank's, and 0 on the others.
+            # Each element is nonzero on one rank at most.
             rows = all_reduce(torch.stack(cut_rows), group=sharing, may_overwrite=True)
-            # A part's last row may be shorter, whose sum with zeros behind it may have other bits.
+            # A part's last row may be shorter; padding it with zeros could change the bits of its sum.
             counted = zip(rows, lengths, strict=True) if sharing.rank() == 0 else ()
             sums += [total for row, length in counted for total in sums_of_squares(row[:length])]
     total = exact_total(sums, groups=groups, what="the squares of the gradients")
@@ -376,7 +376,7 @@ def exact_norm(
 
 
 def _parts(layout: ParamLayout, rank: int, number: int) -> Iterator[Interval]:
-    """The intervals of a parameter that this rank counts, along the split dimension if there is one."""
+    """Yield the intervals of a parameter that this rank counts, along the split dimension, if any."""
     if layout.dim is None:
         if rank == 0:
             yield 0, 0
@@ -386,7 +386,7 @@ def _parts(layout: ParamLayout, rank: int, number: int) -> Iterator[Interval]:
 
 
 def _before(place: int, layout: ParamLayout, rank: int, start: int, stop: int) -> int:
-    """The number of elements of a part before this rank's element at ``place``, in row-major order."""
+    """Return the number of elements of a part that come before this rank's element ``place`` in row-major order."""
     if layout.dim is None:
         return place
     shape = layout.local_shape(rank)
@@ -396,9 +396,9 @@ def _before(place: int, layout: ParamLayout, rank: int, start: int, stop: int) -
 
 
 def _rows_of_a_share(part: Tensor, dim: int, held: Sequence[Interval], rank: int) -> tuple[Tensor, dict[int, Tensor]]:
-    """This rank's whole rows of a part, in one dimension, and by number each row that lies on several ranks.
+    """Return this rank's whole rows of a part, flattened, and each row that lies on several ranks, by number.
 
-    ``held`` are the elements of each rank; a row on several ranks is zero at other ranks' elements.
+    ``held`` is each rank's interval of elements. A row on several ranks is zero at other ranks' elements.
     """
     low, high = held[rank]
     each = math.prod(part.shape[dim:])
@@ -422,11 +422,11 @@ def _rows_of_a_share(part: Tensor, dim: int, held: Sequence[Interval], rank: int
 
 
 def sums_of_squares(part: Tensor) -> list[float]:
-    """The sum of squares of each row of a part, in fp64; the last row may be shorter."""
+    """Return the sum of squares of each row of a part, in fp64; the last row may be shorter."""
     flat = part.contiguous().view(-1)
     sums = compiled.sums_of_squares(flat, _ROW)
     if sums is None:
-        # By halves, since in which order a sum over a dimension is taken depends on the number of rows on a GPU.
+        # Sum by halves: on a GPU, the order of a sum over a dimension depends on the number of rows.
         rows = F.pad(flat.double(), (0, -flat.numel() % _ROW)).view(-1, _ROW).square_()
         while rows.size(1) > 1:
             left, right = rows.chunk(2, dim=1)

@@ -1,4 +1,4 @@
-"""Precisions of a run: dtypes of parameters, and the dynamic scale of the loss in fp16."""
+"""Precisions of a run: dtypes, and the dynamic scale of the loss in fp16."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,17 +10,17 @@ from shardwise.core.errors import ConfigError, DivergenceError
 
 @dataclass
 class DynamicLossScale:
-    """A power of two that falls when a gradient overflows, and rises after many steps without.
+    """A power of two that is halved when a gradient overflows, and doubled after many steps without an overflow.
 
-    Gradients are often under 6e-8, the smallest number of fp16: the loss, and so the gradients, are multiplied by
-    ``scale``, and the gradients are divided again in fp32. If one overflows, the step is skipped and the scale halved.
+    Gradients are often below 6e-8, the smallest positive fp16 number. The loss, and so the gradients, are multiplied by
+    ``scale``; the gradients are divided by it in fp32. If a gradient overflows, the step is skipped.
 
     Attributes:
-        scale: the factor.
-        growth_interval: steps without an overflow after which the scale is doubled.
-        most_skipped: overflows in a row at which training ends.
-        num_good: steps since the last overflow or growth.
-        num_skipped_in_a_row: overflows since the last step without.
+        scale: factor of the loss.
+        growth_interval: number of steps without an overflow after which the scale is doubled.
+        most_skipped: number of consecutive overflows at which training ends.
+        num_good: number of steps since the scale last changed.
+        num_skipped_in_a_row: number of consecutive overflows until now.
 
     Source: Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2.
     """
@@ -32,7 +32,7 @@ class DynamicLossScale:
     num_skipped_in_a_row: int = 0
 
     def skip_(self, step: int) -> None:
-        """Count an overflow in ``step``; DivergenceError if it is one too many in a row."""
+        """Count an overflow in ``step``; raise DivergenceError after ``most_skipped`` overflows in a row."""
         self.num_skipped_in_a_row += 1
         if self.num_skipped_in_a_row >= self.most_skipped:
             raise DivergenceError(
@@ -46,17 +46,17 @@ class DynamicLossScale:
         """Count a step without an overflow."""
         self.num_skipped_in_a_row = 0
         self.num_good += 1
-        # 2^32 times the loss, in fp32, leaves room for gradients of any sane size.
+        # In fp32, 2^32 times the loss leaves room for gradients of any sane size.
         if self.num_good >= self.growth_interval and self.scale < 2.0**32:
             self.num_good = 0
             self.scale *= 2
 
     def to_json(self) -> dict[str, Any]:
-        """The state for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {name: getattr(self, name) for name in ("scale", "num_good", "num_skipped_in_a_row")}
 
     def restore_(self, value: object) -> None:
-        """The inverse of ``to_json`` (ConfigError otherwise); early versions lack ``num_skipped_in_a_row``."""
+        """Restore a state of ``to_json``, or raise ConfigError; early versions lack ``num_skipped_in_a_row``."""
         if (
             not isinstance(value, dict)
             or {"num_skipped_in_a_row", *value} != self.to_json().keys()
@@ -70,13 +70,14 @@ class DynamicLossScale:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a run's computation and of its weights.
+    """Dtypes of a run's computation and of its weights.
 
     Attributes:
-        params_dtype: of parameters, of forward and backward, and of messages between ranks.
-        has_masters: gradients are summed in fp32, and the optimizer updates fp32 copies of the parameters.
-        scales_loss: the loss is multiplied by a factor, so that small gradients do not vanish.
-        uses_tf32: CUDA's tensor cores multiply fp32 matrices, and read 11 bits of 24 of their elements.
+        params_dtype: dtype of parameters, of forward and backward, and of messages between ranks.
+        has_masters: whether gradients are summed in fp32, and the optimizer updates fp32 copies of the parameters.
+        scales_loss: whether the loss is multiplied by a factor, so that small gradients do not vanish.
+        uses_tf32: whether CUDA's tensor cores multiply fp32 matrices, reading 11 of the 24 significant bits of an
+            element.
     """
 
     params_dtype: torch.dtype
@@ -86,7 +87,7 @@ class Precision:
 
 
 PRECISIONS = {
-    # Before a run has chosen by its device.
+    # Until the run chooses by its device.
     "auto": Precision(torch.float32),
     "float32": Precision(torch.float32),
     "tf32": Precision(torch.float32, uses_tf32=True),

@@ -1,11 +1,11 @@
-"""Muon: momentum made orthogonal, for the weight matrices of transformer layers; AdamW for all else.
+"""Muon: orthogonalized momentum for the weight matrices of transformer layers, AdamW for all other parameters.
 
-The update of a matrix depends on all of it, so that it is not computed shard by shard: the ranks of the tensor-parallel
-group deal the matrices out, each sends its shards to the rank that has the matrix, and gets the shards of its update
-back. Each matrix is computed once, whole, on one rank, and the update is the same at every layout.
+The update of a matrix depends on the whole matrix, so it cannot be computed shard by shard. The matrices are
+distributed over the ranks of the tensor-parallel group. Each rank sends its shards of a matrix to the matrix's rank,
+and gets back its shards of the update. Each update is computed once, and is the same at every layout.
 
 Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"
-(https://kellerjordan.github.io/posts/muon); the factor of an update is of Liu et al. 2025 (arXiv:2502.16982).
+(https://kellerjordan.github.io/posts/muon); the scale of an update is from Liu et al. 2025 (arXiv:2502.16982).
 """
 
 import math
@@ -29,24 +29,25 @@ from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.training.gradients import Division
 from shardwise.training.optimizer.adamw import AdamW
 
-# Coefficients of x -> a x + b (x x^T) x + c (x x^T)^2 x, whose five steps bring singular values near 1 as fast as
-# possible; Jordan et al. 2024.
+# Coefficients of x -> a x + b (x x^T) x + c (x x^T)^2 x, chosen so that five steps bring singular values near 1; Jordan
+# et al. 2024.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
-# The root mean square of AdamW's updates, about; Liu et al. 2025, section 2.2.
+# Approximate root mean square of AdamW's updates; Liu et al. 2025, section 2.2.
 _ROOT_MEAN_SQUARE = 0.2
-# Elements of whole matrices for each rank that are computed at once.
+# Elements of whole matrices that each rank computes at once.
 _ELEMENTS_AT_ONCE = 1 << 24
 
 
 def orthogonalized(matrix: Tensor, num_steps: int = _STEPS) -> Tensor:
-    """``[m, n]`` with its singular values brought near 1, by five steps of a Newton-Schulz iteration.
+    """Return ``matrix``, ``[m, n]``, with singular values near 1, by steps of a Newton-Schulz iteration.
 
-    Singular values over a thousandth of the matrix's norm end between about 0.7 and 1.2. Zeros stay zeros.
+    After five steps, singular values over a thousandth of the matrix's norm are between about 0.7 and 1.2. Zeros stay
+    zero.
     """
     is_tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if is_tall else matrix
-    # Of one thread for each row, so that their number changes no bit.
+    # One thread sums each row, so that the number of threads does not change the bits.
     norm = torch.linalg.vector_norm(
         torch.linalg.vector_norm(x, dim=1, dtype=torch.promote_types(x.dtype, torch.float32))
     )
@@ -59,18 +60,18 @@ def orthogonalized(matrix: Tensor, num_steps: int = _STEPS) -> Tensor:
 
 
 def with_momentum(gradient: Tensor, mean: Tensor, momentum: float) -> Tensor:
-    """The gradient with Nesterov's momentum; it is added to ``mean`` in place."""
+    """Add the gradient to the running ``mean`` in place; return the gradient with Nesterov momentum."""
     return gradient.lerp(mean.lerp_(gradient, 1 - momentum), momentum)
 
 
 def update_(param: Tensor, move: Tensor, *, rate: float, weight_decay: float) -> None:
-    """Let ``param`` decay, and move against ``move``, which is overwritten."""
-    # In 16 bits the sum with a multiple rounds the last elements of a tensor otherwise: two operations.
+    """Decay ``param`` and subtract ``rate * move``, in place; ``move`` is overwritten."""
+    # Use two operations: in 16 bits, a fused one rounds the last elements of a tensor differently.
     param.mul_(1 - rate * weight_decay).sub_(move.mul_(rate))
 
 
 def matrix_shapes(model: nn.Module) -> set[tuple[int, ...]]:
-    """The shapes of the whole matrices whose updates are made orthogonal."""
+    """Return the shapes of the whole matrices whose updates are orthogonalized."""
     return {
         _matrix(linear.param_layouts["weight"], rows, 0).layout.global_shape
         for linear, matrices in _matrices(model)
@@ -79,15 +80,15 @@ def matrix_shapes(model: nn.Module) -> set[tuple[int, ...]]:
 
 
 def product_dtype(params_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of products of matrices: that of the parameters, or fp32 for fp16."""
+    """Return the dtype of matrix products: the parameters' dtype, or fp32 for fp16."""
     return torch.float32 if params_dtype == torch.float16 else params_dtype
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """Rows of a weight that form a matrix, such as all queries of a query-key-value weight.
+    """Rows of a weight that form a matrix, such as the queries of a query-key-value weight.
 
-    It has the matrix's layout, and first index and length of each run of this rank's part in its part of the weight.
+    ``runs`` has the first index and the length of each run of this rank's part, in its part of the weight.
     """
 
     layout: ParamLayout
@@ -99,15 +100,15 @@ class _Matrix:
         return self.layout.dim
 
     def views(self, weight: Tensor) -> list[Tensor]:
-        """This rank's part of the matrix in its part of the weight, run by run."""
+        """Return views of this rank's part of the matrix in its part of the weight, one for each run."""
         return [weight.narrow(self.dim, start, length) for start, length in self.runs]
 
 
 @cache
 def _matrix(layout: ParamLayout, rows: tuple[Interval, ...], rank: int) -> _Matrix:
-    """The given runs of a weight's rows as a part."""
+    """Return the matrix that consists of the given runs of a weight's rows."""
     if layout.dim == 1:
-        # A weight whose columns are split is one matrix.
+        # A weight with split columns is one matrix.
         return _Matrix(layout, ((0, layout.local_size(rank)),))
     intervals: list[list[Interval]] = []
     runs: list[list[tuple[int, int]]] = []
@@ -125,12 +126,12 @@ def _matrix(layout: ParamLayout, rows: tuple[Interval, ...], rank: int) -> _Matr
                 before += last - first
             local += stop - start
     shape = (sum(last - first for first, last in rows), *layout.global_shape[1:])
-    # A rank without any row has a run of none.
+    # A rank without rows has an empty run.
     return _Matrix(ParamLayout.of_intervals(shape, 0, intervals), tuple(runs[rank]) or ((0, 0),))
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[ParallelLinear, tuple[tuple[Interval, ...], ...]]]:
-    """The linear layers of the model's transformer layers, and the runs of rows of each matrix in their weights."""
+    """Yield each linear layer in a transformer layer, with the runs of rows of each matrix in its weight."""
     for layer in model.modules():
         if not isinstance(layer, TransformerLayer):
             continue
@@ -149,24 +150,24 @@ def _matrices(model: nn.Module) -> Iterator[tuple[ParallelLinear, tuple[tuple[In
 
 
 class Muon:
-    """Muon for the weights of linear layers in transformer layers; AdamW for embeddings, output layer, norms, biases.
+    """Muon for linear layers' weights in transformer layers; AdamW for embeddings, output layer, norms and biases.
 
-    A weight moves by ``-lr * (0.2 * sqrt(max(m, n)) * O + weight_decay * weight)``, where ``O`` is ``orthogonalized``
-    of ``[m, n]``, the gradient with Nesterov's momentum. The factor gives updates AdamW's root mean square, so that one
-    learning rate and one weight decay serve both. The queries, the keys and the values of a fused weight are three
+    An ``[m, n]`` weight changes by ``-lr * (0.2 * sqrt(max(m, n)) * O + weight_decay * weight)``, where ``O`` is the
+    ``orthogonalized`` gradient with Nesterov momentum. The factor gives updates the root mean square of AdamW's, so
+    that one learning rate and one weight decay suit both. Queries, keys and values of a fused weight are three
     matrices, gate and up projection two.
 
-    Products are computed in the dtype of the model's parameters (fp32 for fp16), also after ``train_instead_``.
-    Data-parallel ranks that share out the parameters deal the matrices out too: each sends its elements of a gradient
-    to the rank that has the matrix, and gets its elements of the update.
+    Products are computed in the dtype of the model's parameters (fp32 for fp16), even after ``train_instead_``. If
+    parameters are divided between data-parallel ranks, the matrices are distributed over these ranks too: each sends
+    its elements of a gradient to the matrix's rank, and gets back its elements of the update.
 
     Args:
-        model: its parameters.
-        learning_rate: at the start; ``set_learning_rate_`` changes it before each step.
-        weight_decay: per unit of learning rate, also for AdamW.
-        momentum: decay of the gradient's mean.
-        matrix_learning_rate_ratio: learning rate of the matrices, as a multiple of AdamW's.
-        betas, epsilon, exact_parts: of ``AdamW``.
+        model: the model whose parameters are trained.
+        learning_rate: initial learning rate; ``set_learning_rate_`` changes it before each step.
+        weight_decay: weight decay per unit of learning rate, also for AdamW.
+        momentum: decay of the running mean of the gradient.
+        matrix_learning_rate_ratio: learning rate of the matrices, divided by AdamW's.
+        betas, epsilon, exact_parts: as for ``AdamW``.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update every parameter from its gradient, in place; every rank that has a part of one calls."""
+        """Update every parameter in place from its gradient; called on every rank that holds a part of it."""
         self._adamw.step()
         rate = self._own["lr"] * self._own["ratio"]
         for params in self._runs():
@@ -244,9 +245,9 @@ class Muon:
                 update_(param, move.view_as(param), rate=rate, weight_decay=self._own["weight_decay"])
 
     def _moves(self, params: Sequence[Parameter], gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Moves of weights per unit of learning rate, by place in ``params``.
+        """Compute the updates of weights per unit of learning rate, by index in ``params``.
 
-        ``gradients`` has those of some weights, with momentum: this tensor-parallel rank's part in one dimension.
+        ``gradients`` has the gradients, with momentum, of some weights: this tensor-parallel rank's part, flattened.
         """
         parts: list[tuple[int, _Matrix]] = []
         shards: list[Tensor] = []
@@ -265,7 +266,7 @@ class Muon:
         return moves
 
     def state_of(self, param: Parameter, layout: ParamLayout) -> Mapping[str, tuple[Tensor, ParamLayout]]:
-        """The gradient's mean ``"momentum"`` of a matrix, in its layout; AdamW's state of other parameters."""
+        """Return the running mean of a matrix's gradient, ``"momentum"``, or AdamW's state of other parameters."""
         if param not in self._parts:
             return self._adamw.state_of(param, layout)
         return {"momentum": (self._momentum_of(param), layout)}
@@ -289,7 +290,7 @@ class Muon:
         return self._momenta[param]
 
     def _runs(self) -> Iterator[list[Parameter]]:
-        """All weights that have a gradient, as many at a time as there is memory for the whole matrices."""
+        """Yield all weights that have a gradient, as many at a time as the memory for whole matrices allows."""
         run: list[Parameter] = []
         elements = 0
         for param in self._parts:
@@ -308,17 +309,17 @@ class Muon:
         return next((share.group for share in self._shares.values()), None)
 
     def _sizes_of_shares(self, param: Parameter) -> tuple[int, ...]:
-        """Elements of a weight on each data-parallel rank that shares it out."""
+        """Return the number of elements of a weight on each data-parallel rank that holds some."""
         share = self._shares.get(param)
         return (param.numel(),) if share is None else tuple(stop - start for start, stop in share.intervals)
 
     @property
     def _num_ranks(self) -> int:
-        """Ranks that share out the matrices."""
+        """Number of ranks over which the matrices are distributed."""
         return math.prod(group.size() for group in (self._group, self._dp_group) if group is not None)
 
     def _orthogonalized(self, parts: Sequence[_Matrix], shards: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's shards of the orthogonalized matrices, from its shards of the matrices."""
+        """Return this rank's shards of the orthogonalized matrices, from its shards of the matrices."""
         if self._group is None or self._group.size() == 1 or not shards:
             return [orthogonalized(shard) for shard in shards]
         ranks = range(self._group.size())
@@ -337,7 +338,7 @@ class Muon:
 
 
 def distribute_matrices(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> list[list[int]]:
-    """The matrices that each rank computes: the most work first, always to the rank with the least."""
+    """Assign matrices to ranks, the most expensive matrix first, always to the rank with the least work."""
     work = [math.prod(shape) * min(shape) for shape in shapes]
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
     for index in sorted(range(len(work)), key=lambda index: -work[index]):
@@ -346,12 +347,12 @@ def distribute_matrices(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> li
 
 
 class MuonDistribution:
-    """An exchange of the pieces of several tensors: two all-to-alls, one to collect them and one to hand them back.
+    """Collects the pieces of several tensors on one rank each, and returns updates, each by an all-to-all.
 
     Args:
-        sizes: for each tensor the elements of each rank's piece.
-        dealt: for each rank the tensors that it gets, by index; the same on every rank.
-        group: the ranks; None if there is one.
+        sizes: for each tensor, the number of elements of each rank's piece.
+        dealt: for each rank, the indices of the tensors that it collects; the same on every rank.
+        group: the ranks; None if there is only one.
     """
 
     def __init__(
@@ -362,15 +363,15 @@ class MuonDistribution:
         rank = 0 if group is None else group.rank()
         self._own = dealt[rank]
         self._order = [index for indices in dealt for index in indices]
-        # Elements to each rank for its tensors, and from each rank for this one's tensors.
+        # Elements sent to each rank for its tensors, and received from each rank for this rank's tensors.
         self._sent = [sum(sizes[index][rank] for index in indices) for indices in dealt]
         self._received = [sum(sizes[index][other] for index in self._own) for other in range(len(dealt))]
         self._pieces = [sizes[index][rank] for index in self._order]
 
     def collect(self, pieces: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-        """All ranks' pieces of this rank's tensors: by index, a piece of each rank, in rank order.
+        """Return all pieces of this rank's tensors: by the tensor's index, one piece of each rank, in rank order.
 
-        ``pieces`` has this rank's piece of every tensor, in one dimension.
+        ``pieces`` has this rank's piece of every tensor, flattened.
         """
         if self._group is None:
             return {index: [pieces[index]] for index in self._own}
@@ -383,9 +384,9 @@ class MuonDistribution:
         return {index: [run[place] for run in runs] for place, index in enumerate(self._own)}
 
     def return_updates(self, wholes: Mapping[int, Sequence[Tensor]], like: Tensor) -> list[Tensor]:
-        """This rank's piece of every tensor, in one dimension and of ``like``'s dtype and device.
+        """Return this rank's piece of every tensor, flattened, with ``like``'s dtype and device.
 
-        ``wholes`` has, by index, a piece for each rank of this rank's tensors.
+        ``wholes`` has the pieces for all ranks of this rank's tensors, by the tensor's index.
         """
         if self._group is None:
             return [wholes[index][0] for index in range(len(self._sizes))]

@@ -1,8 +1,8 @@
-"""The protocol of optimizers for training and checkpoints, and optimizers that update other tensors than a model's.
+"""Protocol of sharded optimizers, and optimizers that update other tensors than the model's parameters.
 
-Three kinds of other tensors: fp32 copies of parameters in 16 bits, this data-parallel rank's elements of each parameter
-(ZeRO, stage 1), and its rows of a fully sharded model. The optimizer that updates them works element by element, or
-takes ``Division``s, and knows no difference.
+There are three kinds of other tensors: fp32 copies of 16-bit parameters, this data-parallel rank's elements of each
+parameter (ZeRO stage 1), and this rank's rows of a fully sharded model. The optimizer that updates them must be
+elementwise or use ``Division``s; it needs no other change.
 """
 
 from __future__ import annotations
@@ -24,58 +24,59 @@ if TYPE_CHECKING:
 
 
 class ShardedOptimizer(Protocol):
-    """An optimizer of a split model: one of PyTorch's, with the last three functions.
+    """Optimizer of a split model: a PyTorch optimizer with three more methods, the last three.
 
-    An optimizer with fp32 copies of weights also has ``weight_of(param)``, the copy. One that has only some elements of
-    a parameter, in one-dimensional tensors, has ``interval_of(param)``, these elements.
+    An optimizer with fp32 copies of weights also has ``weight_of(param)``, which returns the copy. An optimizer that
+    holds only some elements of a parameter, in one-dimensional tensors, has ``interval_of(param)``, their interval.
 
     Attributes:
         param_groups: groups of trained parameters, each with its learning rate ``"lr"``.
-        why_not_fused: the reason why a step is not one kernel for all parameters; None if it is.
+        why_not_fused: the reason why a step is not one kernel for all parameters; None if it is one.
     """
 
     param_groups: list[dict[str, Any]]
     why_not_fused: str | None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         ...
 
     def step(self) -> Any:
-        """Update every parameter from its gradient, in place."""
+        """Update every parameter in place from its gradient."""
         ...
 
     def state_of(self, param: Parameter, layout: ParamLayout) -> Mapping[str, tuple[Tensor, ParamLayout]]:
-        """The state of a trained parameter of a layout, to be stored in a checkpoint and to be filled from one.
+        """Return the state of a trained parameter, for saving it to a checkpoint or loading it.
 
         Returns:
-            By kind, this rank's part, in the optimizer's own memory (made where there is none yet), and its layout.
+            By kind of state, this rank's part and its layout. The tensors are the optimizer's own, and are made if
+            missing.
         """
         ...
 
     def set_step_(self, step: int) -> None:
-        """Take ``step`` steps for done, as after loading; the count is not in ``state_of``."""
+        """Set the number of completed steps, which ``state_of`` does not include; called after loading."""
         ...
 
     def train_instead_(
         self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Division] | None = None
     ) -> None:
-        """From the first step on update other parameters instead of those that the optimizer was made for.
+        """Update other parameters instead of the model's; called before the first step.
 
         Args:
-            copies: by parameter, its replacement: of the same shape, or with ``shares`` this rank's elements of it, in
-                one dimension.
-            shares: by parameter, the elements of each rank.
+            copies: replacement of each parameter, of the same shape, or with ``shares`` this rank's elements,
+                flattened.
+            shares: division of each parameter between ranks.
         """
         ...
 
 
 class _OfOtherTensors:
-    """An optimizer of a model, by another (``optimizer``) that updates other tensors instead of the parameters.
+    """Optimizer of a model that wraps another optimizer, which updates other tensors instead of the parameters.
 
     Args:
-        optimizer: of the model's parameters, before its first step.
-        others: by parameter, the tensor that is updated instead.
+        optimizer: optimizer of the model's parameters, before its first step.
+        others: the tensor that is updated instead of each parameter.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, others: Mapping[Parameter, Parameter]) -> None:
@@ -85,14 +86,14 @@ class _OfOtherTensors:
         self._others = others
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those of the model's parameters too."""
+        """Clear all gradients, including those of the model's parameters."""
         self.optimizer.zero_grad(set_to_none)
         for param in self._others:
             param.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the other tensors from the gradients of the parameters, wherever these are (``gradient_of``)."""
+        """Update the other tensors from the gradients of the parameters (``gradient_of``)."""
         for param, other in self._others.items():
             gradient = gradient_of(param)
             other.grad = None if gradient is None else gradient.to(other.dtype)
@@ -101,28 +102,28 @@ class _OfOtherTensors:
             other.grad = None
 
     def state_of(self, param: Parameter, layout: ParamLayout) -> Mapping[str, tuple[Tensor, ParamLayout]]:
-        """The state of the tensor that is updated instead of the parameter."""
+        """Return the state of the tensor that is updated instead of the parameter."""
         return self.optimizer.state_of(self._others.get(param, param), layout)
 
     def set_step_(self, step: int) -> None:
-        """Take ``step`` steps for done."""
+        """Set the number of completed steps."""
         self.optimizer.set_step_(step)
 
     def train_instead_(
         self, copies: Mapping[Parameter, Parameter], shares: Mapping[Parameter, Division] | None = None
     ) -> None:
-        """Not of an optimizer that trains other tensors already."""
+        """Raise NotImplementedError: this optimizer already updates other tensors."""
         raise NotImplementedError(f"{type(self).__name__} trains other tensors instead of the parameters already")
 
 
 class MasterWeights(_OfOtherTensors):
-    """An optimizer of a model in 16 bits, by another that updates fp32 copies of its parameters.
+    """Optimizer of a 16-bit model that wraps another optimizer, which updates fp32 copies of the parameters.
 
-    A step of AdamW changes a weight by about the learning rate, and bf16 has 8 bits: most steps are less than half the
-    distance to the next number, and would be lost. The parameters are the copies rounded.
+    A step of AdamW changes a weight by about the learning rate, and bf16 has 8 significant bits: most steps are less
+    than half the distance to the next number, and would be lost. The parameters are the rounded copies.
 
     Args:
-        optimizer: of the model's parameters, before its first step; from here on it updates the copies.
+        optimizer: optimizer of the model's parameters, before its first step; it then updates the copies.
         model: the model, or the parameters that ``optimizer`` updates.
 
     Source: Micikevicius et al. 2018 (arXiv:1710.03740), section 3.1.
@@ -138,42 +139,42 @@ class MasterWeights(_OfOtherTensors):
         optimizer.train_instead_(self._masters)
 
     def step(self) -> None:
-        """Update the copies, and round the parameters to them."""
+        """Update the copies, and set the parameters to the rounded copies."""
         super().step()
         self.round_()
 
     def set_step_(self, step: int) -> None:
-        """Take ``step`` steps for done, and the copies for loaded."""
+        """Set the number of completed steps, and the parameters from the copies, which were loaded."""
         self.optimizer.set_step_(step)
         self.round_()
 
     def weight_of(self, param: Parameter) -> Tensor:
-        """The fp32 copy of a parameter, of its shape; the parameter itself if it has none."""
+        """Return the fp32 copy of a parameter, of the same shape; the parameter itself if it has none."""
         return self._masters.get(param, param).detach()
 
     @torch.no_grad()
     def round_(self) -> None:
-        """Make the model's parameters the copies, rounded."""
+        """Set the model's parameters to the rounded copies."""
         if self._masters:
             torch._foreach_copy_(list(self._masters), list(self._masters.values()))
 
 
 class ZeroOptimizer(_OfOtherTensors):
-    """An optimizer of a model, by another that updates this rank's elements of each parameter (ZeRO, stage 1).
+    """Optimizer of a model that wraps another optimizer, which updates this rank's elements (ZeRO stage 1).
 
-    Each data-parallel rank owns an interval of each bucket of gradients. Gradients are summed to their owners, and each
-    rank updates its elements, which are one-dimensional parameters. ``step`` starts the gathers of the parameters and
-    returns; ``parameters`` waits for them where they are needed, while the next forward runs.
+    Each data-parallel rank owns an interval of each bucket of gradients. Gradients are reduce-scattered to their
+    owners, and each rank updates its elements, which are one-dimensional parameters. ``step`` starts to gather the
+    parameters and returns; ``parameters`` waits for each bucket when the next forward needs it.
 
     Args:
-        optimizer: of the model's parameters, before its first step; from here on it updates this rank's elements.
-        model: the module, or a pipeline stage's chunks; its parameters' memory moves.
-        gradients: its gradients, made with ``scatter``.
-        has_masters: parameters in 16 bits have fp32 copies, which are updated.
+        optimizer: optimizer of the model's parameters, before its first step; it then updates this rank's elements.
+        model: the module, or a pipeline stage's chunks; the memory of its parameters moves.
+        gradients: gradients of the model, made with ``scatter``.
+        has_masters: whether 16-bit parameters have fp32 copies, which are updated.
 
     Attributes:
-        parameters: where they lie, and which elements are whose.
-        optimizer: as given, or with fp32 copies.
+        parameters: buffers of the parameters, and each rank's elements.
+        optimizer: the wrapped optimizer, with fp32 copies if ``has_masters``.
 
     Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5, P_os.
     """
@@ -197,11 +198,11 @@ class ZeroOptimizer(_OfOtherTensors):
         super().__init__(MasterWeights(optimizer, self._own.values()) if has_masters else optimizer, self._own)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         self._gradients.zero_()
 
     def step(self) -> None:
-        """Update what this rank owns, and start to gather the parameters; every rank calls."""
+        """Update this rank's elements, and start to gather the parameters; called on every rank."""
         self.parameters.wait()
         for param, own in self._own.items():
             gradient = self.parameters.shares[param].gradient
@@ -210,27 +211,27 @@ class ZeroOptimizer(_OfOtherTensors):
         self.parameters.gather_()
 
     def set_step_(self, step: int) -> None:
-        """Take ``step`` steps for done, and what this rank owns for loaded; every rank calls."""
+        """Set the number of completed steps, and gather the elements, which were loaded; called on every rank."""
         self.optimizer.set_step_(step)
         self.parameters.gather_()
         self.parameters.wait()
 
     def interval_of(self, param: Parameter) -> Interval:
-        """Which of a parameter's elements this rank has, in row-major order."""
+        """Return the interval of a parameter's elements that this rank has, in row-major order."""
         return self.parameters.shares[param].interval
 
     def weight_of(self, param: Parameter) -> Tensor:
-        """This rank's elements of a parameter, ``[m]``, or their fp32 copy."""
+        """Return this rank's elements of a parameter, ``[m]``, or their fp32 copy."""
         own = self._own[param]
         return self.optimizer.weight_of(own) if isinstance(self.optimizer, MasterWeights) else own.detach()
 
 
 class LocalShards(_OfOtherTensors):
-    """An optimizer of a fully sharded model, by another that updates plain tensors: the rows of this rank.
+    """Optimizer of a fully sharded model that wraps another optimizer, which updates this rank's rows.
 
     Args:
-        optimizer: of the model's parameters as they were before it was sharded, before its first step.
-        sharded: what has sharded the model.
+        optimizer: optimizer of the model's parameters before they were sharded, before its first step.
+        sharded: the sharded model.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, sharded: FullyShardedModel) -> None:
@@ -239,13 +240,13 @@ class LocalShards(_OfOtherTensors):
 
 
 def optimizer_state(weights: Mapping[str, ParamShard], optimizer: ShardedOptimizer) -> dict[str, ParamShard]:
-    """The optimizer's tensors, for a checkpoint.
+    """Return the optimizer's tensors for a checkpoint.
 
     Args:
-        weights: of the model that ``optimizer`` was made for, as ``sharded_state_dict`` returns them.
+        weights: weights of the optimizer's model, from ``sharded_state_dict``.
 
     Returns:
-        Entries ``KIND.KEY``, such as ``exp_avg.KEY``, for each parameter that it trains.
+        Entries ``KIND.KEY``, such as ``exp_avg.KEY``, for each trained parameter.
     """
     result: dict[str, ParamShard] = {}
     for key, weight in weights.items():
@@ -260,7 +261,7 @@ def optimizer_state(weights: Mapping[str, ParamShard], optimizer: ShardedOptimiz
 
 
 def stored_weights(weights: Mapping[str, ParamShard], optimizer: ShardedOptimizer) -> dict[str, ParamShard]:
-    """The weights for a checkpoint, from the model's: fp32 copies if any, and of each weight this rank's elements."""
+    """Return the model's weights for a checkpoint, this rank's elements of each, or their fp32 copies."""
     weight_of = getattr(optimizer, "weight_of", None)
     result = dict(weights)
     for key, weight in weights.items():
@@ -271,15 +272,15 @@ def stored_weights(weights: Mapping[str, ParamShard], optimizer: ShardedOptimize
 
 
 def _held(shard: ParamShard, tensor: Tensor, param: Parameter, optimizer: ShardedOptimizer) -> ParamShard:
-    """A part, or the elements of it that the optimizer has."""
+    """Return the whole shard, or the interval of it that the optimizer holds, with the data of ``tensor``."""
     interval_of = getattr(optimizer, "interval_of", interval_of_rows)
     if (interval := interval_of(param)) is None:
         return shard.with_data(tensor)
-    # Stages that hold copies of a tied weight may cut them at different places.
+    # Stages may cut their copies of a tied weight at different places.
     return shard.with_interval(interval, local_rows(tensor).view(-1), is_copy=shard.replicas.is_copy)
 
 
 def set_learning_rate_(optimizer: ShardedOptimizer, learning_rate: float) -> None:
-    """Use ``learning_rate`` from the next step on."""
+    """Set the learning rate of the following steps."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate

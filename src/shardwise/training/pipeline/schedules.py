@@ -1,7 +1,7 @@
-"""Pipeline schedules as tables: what each stage does, one micro-batch at a time, and which messages go between.
+"""Pipeline schedules as tables: the actions of each stage on micro-batches, and the messages between stages.
 
-A model of ``num_stages * num_chunks`` parts runs through part 0, part 1 and so on; stage ``p`` holds, as its chunk
-``c``, part ``c * num_stages + p``. A schedule is a table: for every stage the order of its actions.
+A model consists of ``num_stages * num_chunks`` parts, which run in order; chunk ``c`` of stage ``p`` is part
+``c * num_stages + p``. A schedule is a table of actions in order, one row per stage.
 
 ====== ===================================================================
 letter action on one micro-batch and chunk
@@ -12,7 +12,7 @@ I      the first half of a backward: the input's gradient
 W      the second half: the gradients of the weights of linear layers
 ====== ===================================================================
 
-The schedules, with ``p`` stages and ``m`` micro-batches, forward 1 and backward 2 of a whole stage's time:
+The schedules, with ``p`` stages and ``m`` micro-batches; the forward of a stage takes 1, its backward 2 units of time:
 
 ============ ================================= ================================= ====================
 name         idle time per stage               micro-batches in flight, stage i  chunks
@@ -23,9 +23,9 @@ interleaved  3 (p - 1) / chunks                see ``Schedule.in_flight``       
 zero-bubble  p - 1                             min(m, p)                         1
 ============ ================================= ================================= ====================
 
-Messages are put in the order in which they would travel if every action took its time and messages took none, and each
-stage takes part in its own in that order. So even where a send waits until it is received, no stage ever waits for one
-that waits for it: of all that is not done yet, what comes first in this order can be done.
+Messages are ordered by the time at which they would be sent if every action took its nominal time and messages took
+none. Each stage sends and receives its messages in that order. There is no deadlock, even if a send blocks until it is
+received: the first action or message in this order that is not done can always be done.
 """
 
 import itertools
@@ -41,7 +41,7 @@ SCHEDULE_NAMES: tuple[str, ...] = get_args(ScheduleName)
 
 
 class Kind(Enum):
-    """An action's kind."""
+    """Kind of an action."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -50,12 +50,12 @@ class Kind(Enum):
 
     @property
     def returns_gradient(self) -> bool:
-        """True if the part before waits for its gradient."""
+        """True if the action makes a gradient for the part before."""
         return self in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 
 
 class Action(NamedTuple):
-    """One step of one stage.
+    """An action of a stage on one micro-batch and chunk.
 
     >>> str(Action(Kind.FORWARD, 3)), str(Action(Kind.BACKWARD, 0, chunk=1))
     ('F3', 'B0.1')
@@ -70,7 +70,7 @@ class Action(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """An action with the times between which its stage is busy with it."""
+    """An action with its start and finish times."""
 
     action: Action
     start: float
@@ -83,23 +83,23 @@ DURATIONS: Mapping[Kind, float] = {
     Kind.INPUT_GRADIENT: 1.0,
     Kind.WEIGHT_GRADIENT: 1.0,
 }
-"""How long actions take, in forward steps of a part: a backward multiplies twice as much."""
+"""Nominal time of actions, relative to the forward of a part; a backward has twice as many products."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table of actions, checked when made; ``str`` draws its timeline.
+    """A table of actions, checked on construction; ``str`` draws its timeline.
 
     Attributes:
         name: name of the schedule.
-        num_stages: pipeline-parallel ranks.
-        num_micro_batches: per step.
-        num_chunks: parts of the model on each stage.
-        actions: ``[stage]``, its actions in order.
+        num_stages: number of pipeline-parallel ranks.
+        num_micro_batches: number of micro-batches per step.
+        num_chunks: number of parts of the model on each stage.
+        actions: for each stage, its actions in order.
 
     Raises:
-        ConfigError: several chunks on a single stage, a stage that would wait for ever, or an action that is missing,
-            twice or superfluous.
+        ConfigError: there are several chunks on a single stage, a stage would wait for ever, or an action is missing,
+            repeated or unknown.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Schedule:
         self.timeline()
 
     def _check_actions(self) -> None:
-        """Check that every micro-batch goes once through every part, and once back if any does."""
+        """Check that every part has one forward for every micro-batch, and one backward if there are any."""
         trains = any(action.kind is not Kind.FORWARD for row in self.actions for action in row)
         backwards = ("FB", "FIW") if trains else ("F",)
         keys = {
@@ -146,19 +146,19 @@ class Schedule:
 
     @property
     def num_parts(self) -> int:
-        """Parts of the model, over all stages."""
+        """Number of parts of the model, over all stages."""
         return self.num_stages * self.num_chunks
 
     def part(self, stage: int, chunk: int) -> int:
-        """The place in the model of ``chunk`` of ``stage``, from 0."""
+        """Return the index of a stage's chunk among the parts of the model."""
         return chunk * self.num_stages + stage
 
     def place(self, part: int) -> tuple[int, int]:
-        """``(stage, chunk)`` of a part."""
+        """Return ``(stage, chunk)`` of a part."""
         return part % self.num_stages, part // self.num_stages
 
     def in_flight(self, stage: int) -> int:
-        """The most micro-batches, counted once per chunk, whose activations ``stage`` holds at one time."""
+        """Return the maximum number of micro-batches (counted per chunk) whose activations ``stage`` holds at once."""
         held = most = 0
         splits = any(action.kind is Kind.WEIGHT_GRADIENT for action in self.actions[stage])
         last = Kind.WEIGHT_GRADIENT if splits else Kind.BACKWARD
@@ -168,7 +168,7 @@ class Schedule:
         return most
 
     def timeline(self, durations: Mapping[Kind, float] = DURATIONS) -> tuple[tuple[Slot, ...], ...]:
-        """``[stage]``, the times of its actions if messages take none; ConfigError if a stage would wait for ever."""
+        """Return the times of each stage's actions if messages take no time; raise ConfigError on a deadlock."""
         finished: dict[tuple[Kind, int, int], float] = {}
         slots: list[list[Slot]] = [[] for _ in range(self.num_stages)]
         moved = True
@@ -195,7 +195,7 @@ class Schedule:
         return tuple(map(tuple, slots))
 
     def needs(self, stage: int, action: Action) -> Iterator[tuple[Kind, int, int]]:
-        """Actions that must end before, as ``(kind, micro-batch, part)``; BACKWARD stands for INPUT_GRADIENT, too."""
+        """Yield the actions that must end first, as ``(kind, micro-batch, part)``; BACKWARD may mean INPUT_GRADIENT."""
         part, micro_batch = self.part(stage, action.chunk), action.micro_batch
         if action.kind is Kind.FORWARD:
             if part > 0:
@@ -209,7 +209,7 @@ class Schedule:
 
 
 def drawn(timeline: Sequence[Sequence[Slot]]) -> str:
-    """The timeline as text: one line per stage, one column per forward step's time, dots while it waits.
+    """Return the timeline as text: one line per stage, one column per unit of time, dots while the stage waits.
 
     >>> row = (Slot(Action(Kind.FORWARD, 0), 0, 1), Slot(Action(Kind.BACKWARD, 0), 2, 4))
     >>> print(drawn([row]))
@@ -228,7 +228,7 @@ def drawn(timeline: Sequence[Sequence[Slot]]) -> str:
 
 
 class Message(NamedTuple):
-    """Hidden states (or, with ``is_gradient``, a gradient) that a part of the model has made for a neighbour."""
+    """Hidden states (or, with ``is_gradient``, a gradient) that a part of the model computed for a neighbour."""
 
     micro_batch: int
     part: int
@@ -245,11 +245,11 @@ class Exchange(NamedTuple):
 
 
 Program = tuple[Action | Exchange, ...]
-"""A stage's actions and messages, in order."""
+"""Actions and exchanges of a stage, in order."""
 
 
 def programs(schedule: Schedule) -> tuple[Program, ...]:
-    """``[stage]``, its actions and messages: a message is sent right after it was made.
+    """Return the program of each stage, in which a message is sent as soon as its action ends.
 
     >>> from shardwise.training.pipeline.schedules import make_schedule
     >>> for step in programs(make_schedule("gpipe", 2, 1))[1]:
@@ -273,7 +273,7 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
 
 
 def made_by(schedule: Schedule, stage: int, action: Action) -> Message | None:
-    """The message that ``action`` of ``stage`` makes for another part, or None."""
+    """Return the message that ``action`` of ``stage`` sends to another part, or None."""
     part = schedule.part(stage, action.chunk)
     if action.kind is Kind.FORWARD and part < schedule.num_parts - 1:
         return Message(action.micro_batch, part, False, stage, schedule.place(part + 1)[0])
@@ -283,7 +283,7 @@ def made_by(schedule: Schedule, stage: int, action: Action) -> Message | None:
 
 
 def needed_by(schedule: Schedule, stage: int, action: Action) -> Message | None:
-    """The message that ``action`` of ``stage`` waits for, or None."""
+    """Return the message that ``action`` of ``stage`` waits for, or None."""
     for kind, micro_batch, part in schedule.needs(stage, action):
         if part != schedule.part(stage, action.chunk):
             return Message(micro_batch, part, kind is not Kind.FORWARD, schedule.place(part)[0], stage)
@@ -291,7 +291,7 @@ def needed_by(schedule: Schedule, stage: int, action: Action) -> Message | None:
 
 
 def _merged(stage: int, slots: Sequence[Slot], messages: Sequence[tuple[float, Message]]) -> Program:
-    """A stage's actions, each after the messages of its starting time."""
+    """Merge a stage's actions and messages, each action after the messages of its starting time."""
     steps: list[tuple[float, int, Action | Exchange]] = [(slot.start, 1, slot.action) for slot in slots]
     for time, group in itertools.groupby(messages, key=lambda item: item[0]):
         together = [message for _, message in group]
@@ -307,21 +307,21 @@ _F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_G
 def make_schedule(
     name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1, *, group_size: int | None = None
 ) -> Schedule:
-    """The schedule of that name.
+    """Make the schedule with the given name.
 
     >>> print(*map(str, make_schedule("1f1b", 2, 3).actions[0]))
     F0 F1 B0 F2 B1 B2
 
     Args:
         name: one of ``SCHEDULE_NAMES``.
-        num_stages: pipeline-parallel ranks.
-        num_micro_batches: per step.
-        num_chunks: parts of the model on each stage; over 1 with "interleaved" and only there.
-        group_size: for "interleaved", the micro-batches that run through a chunk before the next chunk's turn;
-            ``num_stages`` if None.
+        num_stages: number of pipeline-parallel ranks.
+        num_micro_batches: number of micro-batches per step.
+        num_chunks: number of parts of the model on each stage; over 1 if and only if the schedule is "interleaved".
+        group_size: for "interleaved", the number of micro-batches that run through a chunk before the next chunk; None
+            for ``num_stages``.
 
     Raises:
-        ConfigError: an unknown name, or numbers that do not fit the schedule.
+        ConfigError: the name is unknown, or the numbers do not fit the schedule.
     """
     if name not in SCHEDULE_NAMES:
         raise ConfigError(f"the pipeline schedule is {name!r}; it must be one of {', '.join(SCHEDULE_NAMES)}")
@@ -342,7 +342,7 @@ def make_schedule(
 
 
 def forward_only(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
-    """Forward steps alone, for evaluation: any number of micro-batches.
+    """Make a schedule of only forward steps, for evaluation with any number of micro-batches.
 
     >>> print(*map(str, forward_only(2, 3, num_chunks=2).actions[0]))
     F0 F1 F0.1 F1.1 F2 F2.1
@@ -363,7 +363,7 @@ def _gpipe(stage: int, p: int, m: int) -> list[Action]:
 
 
 def _1f1b(stage: int, p: int, m: int) -> list[Action]:
-    """As many forward steps as it takes to reach the last stage, then one backward for each forward.
+    """Forward steps until the first micro-batch has reached the last stage, then a backward for each forward.
 
     Source: Narayanan et al. 2021 (arXiv:2006.09503), "PipeDream-Flush".
     """
@@ -372,9 +372,9 @@ def _1f1b(stage: int, p: int, m: int) -> list[Action]:
 
 
 def _zero_bubble(stage: int, p: int, m: int) -> list[Action]:
-    """1F1B with weight gradients put off by ``stage`` micro-batches, which fills the waiting at the end.
+    """1F1B with weight gradients delayed by ``stage`` micro-batches, which fill the idle time at the end.
 
-    The stage before waits only for input gradients. Every stage holds as many micro-batches as the first one of 1F1B.
+    The stage before waits only for input gradients. Every stage holds as many micro-batches as the first stage of 1F1B.
     Source: Qi et al. 2023 (arXiv:2401.10241), schedule ZB-H1.
     """
     actions = []
@@ -389,7 +389,7 @@ def _zero_bubble(stage: int, p: int, m: int) -> list[Action]:
 
 
 def _alternating(forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], *, ahead: int) -> list[Action]:
-    """``ahead`` forward steps (micro-batch and chunk of each), then a forward and a backward step in turn."""
+    """Order ``ahead`` forward steps, then a forward and a backward in turn; a step is (micro-batch, chunk)."""
     actions = [Action(_F, *step) for step in forwards[:ahead]]
     for index, step in enumerate(backwards):
         if index + ahead < len(forwards):
@@ -399,7 +399,7 @@ def _alternating(forwards: list[tuple[int, int]], backwards: list[tuple[int, int
 
 
 def _interleaved(p: int, m: int, num_chunks: int, group_size: int) -> Schedule:
-    """1F1B over chunks: groups of micro-batches run through chunk 0, then through chunk 1, and so on.
+    """1F1B over chunks: a group of micro-batches runs through chunk 0, then through chunk 1, and so on.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.
     """

@@ -1,4 +1,4 @@
-"""A pipeline stage: it runs a schedule's actions and messages on its chunks of the model."""
+"""A pipeline stage, which runs a schedule's actions and messages on its chunks of the model."""
 
 import contextlib
 import functools
@@ -37,10 +37,10 @@ from shardwise.training.pipeline.schedules import (
 T = TypeVar("T")
 
 ForwardStep = Callable[[int, int], Tensor]
-"""From micro-batch and chunk to the output of the chunk's forward."""
+"""Function from micro-batch and chunk to the output of the chunk's forward."""
 
 LossStep = Callable[[int, Tensor], tuple[Tensor | None, T]]
-"""From micro-batch and the model's output to a scalar for the backward (None for none) and a result."""
+"""Function from micro-batch and model output to a scalar for the backward (None: no backward) and a result."""
 
 _Key = tuple[int, int]
 
@@ -48,15 +48,15 @@ _program_of = functools.lru_cache(maxsize=16)(programs)
 
 
 class Pipeline(Generic[T]):
-    """A pipeline stage's chunks of a model, run by a schedule.
+    """Runs a schedule on a pipeline stage's chunks of a model.
 
     Args:
-        chunks: this stage's parts of the model, in order. Each has ``set_input_tensor(tensor | None)``, which gives
-            its next forward the hidden states of the part before (None for the first part).
+        chunks: this stage's parts of the model, in order. Each has ``set_input_tensor(tensor | None)``, which sets the
+            hidden states for its next forward (None for the first part).
         group: the ranks that hold the stages, in order.
 
     Raises:
-        ConfigError: no chunk, or one without ``set_input_tensor``.
+        ConfigError: there is no chunk, or a chunk has no ``set_input_tensor``.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], *, group: ProcessGroup) -> None:
@@ -79,30 +79,31 @@ class Pipeline(Generic[T]):
         forward_only: bool = False,
         no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> list[T]:
-        """Run every micro-batch through the model, and back. Collective over the stages.
+        """Run the forward and the backward of every micro-batch. Collective over the stages.
 
-        Gradients are added to those of the chunks' parameters, one micro-batch after the other.
+        Gradients accumulate in the chunks' parameters, one micro-batch after the other.
 
         Args:
-            schedule: the same on every stage.
-            forward: called in the schedule's order, with gradients off if ``forward_only``.
-            loss: called on the last part's output.
+            schedule: the schedule, the same on every stage.
+            forward: runs a chunk's forward, in the schedule's order; without gradients if ``forward_only``.
+            loss: computes the loss from the last part's output.
             shape: shape of the hidden states between stages, ``[s, b, h]`` or this rank's shard of them.
             dtype: dtype of the hidden states when they are sent.
             device: device of the hidden states.
-            input_dtype: dtype in which chunks receive them; ``dtype`` if None.
-            forward_only: no backward; ``schedule`` then has forward steps alone.
-            no_sync: a context (as of a data-parallel wrapper) for each chunk's backward steps, and for its steps that
-                compute weight gradients, but the last one of either.
+            input_dtype: dtype of the hidden states that chunks get; None for ``dtype``.
+            forward_only: run no backward; ``schedule`` then has only forward steps.
+            no_sync: context (as of a data-parallel wrapper) for each chunk's backward steps but the last, and for its
+                steps that compute weight gradients but the last.
 
         Returns:
-            On the last stage the results of ``loss``, by micro-batch; nothing on the others.
+            The results of ``loss`` in the order of its calls on the last stage; an empty list on the others.
 
         Raises:
-            ShardwiseError: an error of any stage, on every stage; another kind of error stays as it is on its stage,
-                and the others get a DesyncError that names it. All messages have been exchanged by then.
-            ConfigError: the schedule is not made for these stages and chunks, or needs ``config.delay_wgrad_compute``;
-                a chunk's ``pre_process`` or ``post_process`` is not that of its place in the model.
+            ShardwiseError: an error of any stage, raised on every stage. If the error is of another class, its stage
+                raises it unchanged, and the others raise a DesyncError that names it. All messages have been exchanged
+                before.
+            ConfigError: the schedule has other numbers of stages and chunks, or needs ``config.delay_wgrad_compute``;
+                or a chunk's ``pre_process`` or ``post_process`` contradicts its position in the model.
             DesyncError: stages have different schedules or shapes; another stage ended.
         """
         if (schedule.num_stages, schedule.num_chunks) != (self.group.size(), len(self.chunks)):
@@ -124,7 +125,7 @@ class Pipeline(Generic[T]):
         return step.results
 
     def _misplaced(self, schedule: Schedule) -> ConfigError | None:
-        """The error of a chunk that begins or ends the model where the schedule does not, by its ``pre_process``."""
+        """Return the error of a chunk whose ``pre_process`` or ``post_process`` contradicts its position, or None."""
         for number, chunk in enumerate(self.chunks):
             part = schedule.part(self.group.rank(), number)
             places = {"pre_process": part == 0, "post_process": part == schedule.num_parts - 1}
@@ -140,17 +141,16 @@ class Pipeline(Generic[T]):
         return None
 
     def _check_agreed(self, facts: tuple[object, ...], misplaced: ConfigError | None, device: torch.device) -> bool:
-        """Check that all stages have the same facts, and raise the error of a stage on all.
+        """Check that all stages have the same facts, and raise an error of any stage on all stages.
 
         Returns:
-            True on every stage if a layer of any stage leaves its weight gradient out of its backward pass.
+            True on every stage if a layer of any stage delays its weight gradient.
         """
         delays = any(True for chunk in self.chunks for _ in _delayed(chunk))
         if self.group.size() == 1:
             _raise(misplaced)
             return delays
-        # The stages agree if the largest number is also the smallest: one small collective instead of gathering the
-        # facts.
+        # The stages agree if the maximum equals the minimum: one small collective instead of gathering the facts.
         number, host = float(zlib.crc32(repr(facts).encode())), device_of_host_facts(self.group, device)
         largest = all_reduce(
             torch.tensor([number, -number, delays, misplaced is not None], dtype=torch.float64, device=host),
@@ -182,8 +182,7 @@ class _Step(Generic[T]):
         self.results: list[T] = []
         self._stage = self.pipeline.group.rank()
         self._failure: Exception | None = None
-        # By micro-batch and chunk: a part's input and where its backward starts, what it made for its neighbours, and
-        # its weight gradients that wait.
+        # By micro-batch and chunk: the part's input, the root of its backward, and its delayed weight gradients.
         self._inputs: dict[_Key, Tensor] = {}
         self._roots: dict[_Key, GradientEdge | None] = {}
         self._waiting: dict[_Key, list[Callable[[], None]]] = {}
@@ -203,7 +202,7 @@ class _Step(Generic[T]):
             while self._sent:
                 self._sent.popleft().wait()
         except Exception as error:
-            # This stage's own first error says more than a neighbour that gave up waiting.
+            # The first error of this stage is more useful than a neighbour's timeout.
             if self._failure is not None:
                 raise self._failure from error
             raise
@@ -220,7 +219,7 @@ class _Step(Generic[T]):
         failed = torch.tensor(float(self._failure is not None), device=host)
         if not all_reduce(failed, group=group, op=dist.ReduceOp.MAX):
             return
-        # Deferred gradients are of no use to the next step, whichever stage failed.
+        # Discard deferred gradients on every stage, so that the next step does not add them.
         for chunk in self.pipeline.chunks:
             for layer in _delayed(chunk):
                 layer.take_weight_gradients()
@@ -237,7 +236,7 @@ class _Step(Generic[T]):
         sent, coming = exchange(sends, receives, group=self.pipeline.group)
         self._coming.update(zip(step.receives, coming, strict=True))
         self._sent.extend(sent)
-        # A tensor is kept until it has arrived. Waiting for an early one is safe, since messages travel in one order.
+        # Keep each tensor until it has arrived. Waiting for the oldest is safe, because messages are received in order.
         while len(self._sent) > self.schedule.num_stages:
             self._sent.popleft().wait()
 
@@ -245,7 +244,7 @@ class _Step(Generic[T]):
         return 2 * (message.part * self.schedule.num_micro_batches + message.micro_batch) + message.is_gradient
 
     def _act(self, action: Action) -> None:
-        """One action; from the first failure on only its messages are passed on, so that no stage waits in vain."""
+        """Run an action. After a failure, only send its messages, so that no stage waits for them in vain."""
         part = self.schedule.part(self._stage, action.chunk)
         needed = needed_by(self.schedule, self._stage, action)
         received = None if needed is None else self._coming.pop(needed).wait()
@@ -259,7 +258,7 @@ class _Step(Generic[T]):
                     kept.clear()
         message = made_by(self.schedule, self._stage, action)
         if message is not None:
-            # Zeros are sent if there is no gradient, for instance of an input that no output depends on.
+            # Send zeros if there is no gradient, for example if no output depends on the input.
             if made is None:
                 made = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             self._made[message] = made
@@ -305,14 +304,14 @@ class _Step(Generic[T]):
             )
         output = output.to(self.dtype)
         if keeps:
-            # Only the graph is kept; the output itself is needed only until it has been sent.
+            # Keep only the graph; the output is needed only until it is sent.
             self._roots[key] = get_gradient_edge(output) if output.requires_grad else None
         return output.detach().contiguous()
 
     def _backward(self, key: _Key, received: Tensor | None) -> Tensor | None:
         root, input_ = self._roots.pop(key), self._inputs.pop(key, None)
         chunk = key[1]
-        # A chunk that is recomputed reads its input again, when that of a later micro-batch has already been set.
+        # A recomputed chunk reads its input again, but the input of a later micro-batch may have been set since.
         self._set_input(chunk, input_)
         self._backwards_left[chunk] -= 1
         with self.no_sync() if self._backwards_left[chunk] else contextlib.nullcontext():
@@ -328,18 +327,18 @@ def _raise(error: Exception | None) -> None:
 
 
 def _delayed(chunk: nn.Module) -> Iterator[Any]:
-    """The chunk's layers that leave their weight gradients out of the backward."""
+    """Yield the chunk's layers that delay their weight gradients."""
     for module in chunk.modules():
         if getattr(module, "delays_weight_gradients", False):
             yield module
 
 
 def deferred_buffers(chunk: nn.Module) -> tuple[list[Tensor], list[Tensor]] | None:
-    """Inputs and output gradients that an output layer keeps (``config.defer_embedding_wgrad_compute``), or None."""
+    """Return the inputs and output gradients that ``config.defer_embedding_wgrad_compute`` keeps, or None."""
     engine = wrapped(chunk, "output_queue")
     if engine is not None and engine.output_queue is not None:
         return engine.output_queue.inputs, engine.output_queue.grad_outputs
-    # A model of a program's own may keep them under Megatron's names.
+    # A user's model may store them under Megatron's names.
     model = wrapped(chunk, "grad_output_buffer")
     if model is None or model.grad_output_buffer is None:
         return None
@@ -347,10 +346,7 @@ def deferred_buffers(chunk: nn.Module) -> tuple[list[Tensor], list[Tensor]] | No
 
 
 def wrapped(module: nn.Module, attribute: str) -> Any:
-    """The module itself, or the first one inside it (by ``.module``, as wrappers have it), that has ``attribute``.
-
-    None if there is none.
-    """
+    """Return ``module``, or the first module inside its wrappers (``.module``), that has ``attribute``; or None."""
     inner: Any = module
     while inner is not None and not hasattr(inner, attribute):
         inner = getattr(inner, "module", None)
@@ -376,19 +372,19 @@ def hidden_shape(
     tp_group: ProcessGroup | None,
     cp_group: ProcessGroup | None = None,
 ) -> tuple[int, int, int]:
-    """``[s, b, h]`` of this rank's hidden states between stages.
+    """Return the shape ``[s, b, h]`` of this rank's hidden states between stages.
 
     Args:
-        config: any config with ``hidden_size`` and ``sequence_parallel``.
+        config: a config with ``hidden_size`` and ``sequence_parallel``.
         seq_length: length of the whole sequence.
         micro_batch_size: ``b``.
-        tp_group: splits the sequence with sequence parallelism, by the balanced rule.
-        cp_group: always splits the sequence, evenly (ShardingError if its size is no divisor).
+        tp_group: the ranks that split the sequence with sequence parallelism, by the balanced rule.
+        cp_group: the ranks that split the sequence first, evenly (ShardingError if their number does not divide it).
     """
     sequence = SequenceView(local_length(seq_length, cp_group), tp_group if config.sequence_parallel else None)
     return sequence.size, micro_batch_size, config.hidden_size
 
 
 def local_length(seq_length: int, cp_group: ProcessGroup | None) -> int:
-    """The length of the sequence's part that a tensor-parallel group holds together."""
+    """Return the length of the part of the sequence that a tensor-parallel group holds."""
     return seq_length if cp_group is None else divide(seq_length, cp_group.size())
