@@ -1,1 +1,1 @@
-"""Groups of ranks, communication, shards, random streams and files: every other room stands on this one."""
+"""Process groups, communication, shards, random streams and files; every other room builds on this one."""

@@ -9,26 +9,26 @@
     ├── ShardingError    (ValueError)    a size, shape or split that does not fit the ranks
     │   └── WeightError           (RuntimeError)    a layer called without its weight, or with one of another shape
     ├── VocabularyError  (ValueError)    a token id outside the vocabulary
-    ├── DataError        (ValueError)    a corpus, file or line that is not in the format that it should be in
+    ├── DataError        (ValueError)    a corpus, file or line in the wrong format
     ├── CheckpointError  (RuntimeError)  a checkpoint that is damaged, incomplete or of another model
-    ├── TopologyError    (RuntimeError)  groups used before initialisation, twice, or not to be had
+    ├── TopologyError    (RuntimeError)  groups used before initialisation, initialised twice, or unavailable
     ├── DesyncError      (RuntimeError)  ranks that disagree on what they are about to do
     ├── DivergenceError  (RuntimeError)  a loss that is NaN
-    ├── OutOfMemoryError (MemoryError)   a rank that needs more memory than there is
-    ├── ParityError      (RuntimeError)  a parallel result that does not equal the dense one
-    └── LaunchError      (RuntimeError)  a rank that died, or could not be started
+    ├── OutOfMemoryError (MemoryError)   a rank that needs more memory than is available
+    ├── ParityError      (RuntimeError)  a parallel result that differs from the dense one
+    └── LaunchError      (RuntimeError)  a rank that died or could not be started
 
-Each is also the builtin in brackets, so that callers who do not know Shardwise catch what they expect; a RuntimeError
-of Megatron that is a ValueError here is both. Where Megatron has an ``assert``, its names raise the errors of
-``shardwise.megatron.errors``. A message carries the values that broke the rule and says what to do.
+Each error also derives from the builtin in brackets, so that code that does not know Shardwise can catch it. An error
+that is a RuntimeError in Megatron and a ValueError here derives from both. Where Megatron has an ``assert``, its names
+raise the errors of ``shardwise.megatron.errors``. A message names the values that broke the rule, and the remedy.
 """
 
 REPORT = "if {}, the mistake is Shardwise's own: please report it"
-"""End of the message of an error whose cause may be Shardwise; ``{}`` is how to tell."""
+"""End of the message of an error that may be a bug in Shardwise; ``{}`` is how to tell."""
 
 
 class ShardwiseError(Exception):
-    """Base of all errors raised on purpose by Shardwise."""
+    """Base class of all errors that Shardwise raises on purpose."""
 
 
 class ConfigError(ShardwiseError, ValueError):
@@ -40,7 +40,7 @@ class ContradictionError(ConfigError, RuntimeError):
 
 
 class UnwritableError(ConfigError):
-    """A file or a folder that cannot be made or written."""
+    """A file or folder that cannot be created or written."""
 
 
 class ShardingError(ShardwiseError, ValueError):
@@ -56,7 +56,7 @@ class VocabularyError(ShardwiseError, ValueError):
 
 
 class DataError(ShardwiseError, ValueError):
-    """A corpus, file or line that is not in the format that it should be in."""
+    """A corpus, file or line in the wrong format."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
@@ -64,7 +64,7 @@ class CheckpointError(ShardwiseError, RuntimeError):
 
 
 class TopologyError(ShardwiseError, RuntimeError):
-    """Process groups used before initialisation, initialised twice, or not to be had on this machine."""
+    """Process groups used before initialisation, initialised twice, or unavailable on this machine."""
 
 
 class DesyncError(ShardwiseError, RuntimeError):
@@ -76,7 +76,7 @@ class DivergenceError(ShardwiseError, RuntimeError):
 
 
 class OutOfMemoryError(ShardwiseError, MemoryError):
-    """A rank that needs more memory than there is.
+    """A rank that needs more memory than is available.
 
     Attributes:
         details: lines to print below the message, such as the memory that the run needs.
@@ -88,8 +88,8 @@ class OutOfMemoryError(ShardwiseError, MemoryError):
 
 
 class ParityError(ShardwiseError, RuntimeError):
-    """A parallel result that does not equal the dense one."""
+    """A parallel result that differs from the dense one."""
 
 
 class LaunchError(ShardwiseError, RuntimeError):
-    """A rank that died, or that could not be started."""
+    """A rank that died or could not be started."""

@@ -41,11 +41,11 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Create or replace a file atomically, even if several processes write it at once.
 
     Args:
-        path: the file; its folder is made if missing.
-        write: writes to the open binary file.
+        path: path of the file; its folder is created if missing.
+        write: function that writes to the open binary file.
 
     Raises:
-        UnwritableError: the folder cannot be made or written to.
+        UnwritableError: the folder cannot be created or written to.
     """
     temporary = path.with_name(f".{path.name}.{temporary_prefix('file')}{secrets.token_hex(4)}.tmp")
     try:
@@ -74,13 +74,13 @@ def open_regular(path: str | os.PathLike[str]) -> Iterator[int]:
     before the file is opened, and again afterwards.
 
     Raises:
-        OSError: there is no such file, it cannot be read, or it is no regular file.
+        OSError: the file does not exist, cannot be read, or is not a regular file.
     """
     try:
         _check_regular(os.stat(path), path)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except ValueError as error:
-        # A NUL, or a character that no file name has.
+        # The path has a NUL, or a character that file names cannot have.
         raise OSError(errno.EINVAL, str(error), repr(path)) from error
     try:
         _check_regular(os.fstat(descriptor), path)
@@ -93,19 +93,19 @@ def read_regular(path: str | os.PathLike[str], *, limit: int) -> bytes:
     """Read a regular file of at most ``limit`` bytes.
 
     Raises:
-        OSError: see ``open_regular``; or the file is larger.
+        OSError: see ``open_regular``; or the file is larger than ``limit``.
     """
     with open_regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit:
             raise OSError(errno.EFBIG, f"it has {size} bytes, and such a file at most {limit}", os.fspath(path))
         with open(descriptor, "rb", closefd=False) as file:
-            # One that grows meanwhile is read up to its size at the check.
+            # A file that grows meanwhile is read up to the checked size.
             return file.read(size)
 
 
 def can_be_a_name(text: str) -> bool:
-    """True if a file can have this name: no NUL, and no lone surrogate."""
+    """True if a file can have this name: it has no NUL and no lone surrogate."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -119,13 +119,13 @@ def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None
 
 
 MAX_DEPTH = 64
-"""Depth of objects and lists within each other; real files have about ten."""
+"""Largest depth of nested objects and lists; real files have about ten levels."""
 
 MAX_CONFIG_BYTES = 8_000_000
-"""Size of files such as ``config.json``; real ones have some kilobytes."""
+"""Largest size of files such as ``config.json``; real ones have a few kilobytes."""
 
 MAX_TABLE_BYTES = 100_000_000
-"""Size of lists of tensors; safetensors has the same limit for its headers."""
+"""Largest size of a list of tensors; safetensors limits its headers to the same size."""
 
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 
@@ -134,12 +134,12 @@ def read_json(path: str | os.PathLike[str], *, limit: int = MAX_CONFIG_BYTES) ->
     """Read the JSON object in the file at ``path``.
 
     Args:
-        path: the path of a regular file.
-        limit: its largest size in bytes; a larger file is not read.
+        path: path of a regular file.
+        limit: largest size in bytes; a larger file is not read.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger.
-        ValueError: its content is not such an object; see ``parse_json``.
+        OSError: the file cannot be read, is not a regular file, or is larger than ``limit``.
+        ValueError: the content is not valid; see ``parse_json``.
     """
     return parse_json(read_regular(path, limit=limit))
 
@@ -148,8 +148,8 @@ def parse_json(content: bytes) -> dict[str, Any]:
     """Parse a JSON object from UTF-8 text.
 
     Raises:
-        ValueError: it is no JSON or no object, has a number that is not finite or a key twice, or is nested deeper than
-            ``MAX_DEPTH``. The message says which, without the file's name.
+        ValueError: the text is not JSON or not an object, has a non-finite number or a duplicate key, or is nested
+            deeper than ``MAX_DEPTH``. The message states the reason, but not the file's name.
     """
     try:
         text = content.decode("utf-8-sig")
@@ -187,18 +187,18 @@ def _checked_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_finite(item: Any) -> bool:
-    """True if a number, or each number of a list, is finite. Objects within were checked when they were made."""
+    """True if a number, or each number of a list, is finite. Nested objects were checked when they were parsed."""
     if isinstance(item, float):
         return math.isfinite(item)
     return not isinstance(item, list) or all(map(_is_finite, item))
 
 
 def shown(value: object, longest: int = 80) -> str:
-    """A value of a file in JSON, or its beginning, for a message."""
+    """Format a value from a file as JSON for a message, cut off after ``longest`` characters."""
     try:
         text = json.dumps(value, default=str)
     except (ValueError, RecursionError):
-        # Python does not convert integers of more than 4,300 digits.
+        # Python does not format integers of more than 4,300 digits.
         return "a value that cannot be shown"
     return text if len(text) <= longest else f"{text[:longest]}..."
 
@@ -210,21 +210,22 @@ _LONGEST = 4096
 
 
 class FolderLock:
-    """A lock of a folder for this process, until ``release`` or the end of a ``with`` block.
+    """A lock on a folder for this process, until ``release`` or the end of a ``with`` block.
 
     A child process that is forked while the lock is held keeps the lock until it ends. A spawned process does not.
 
     Args:
-        folder: made if missing, with the folders above it; those that are still empty are removed at the release.
-        name: name of the file in it.
-        what: path that messages name, if not the folder.
-        flag: the user's flag for it, for messages.
+        folder: folder to lock. Missing folders are created, and removed at the release if they are still empty.
+        name: name of the lock file in the folder.
+        what: path to show in messages; None means the folder.
+        flag: the user's flag for the folder, for messages.
 
     Attributes:
-        left_by: name of a process that is gone and did not release the lock, if any.
+        left_by: name of the process that exited without releasing the lock, if any.
 
     Raises:
-        ConfigError: another process, which is named, holds it; or the folder cannot be made or written to.
+        ConfigError: another process holds the lock, and the message names it; or the folder cannot be created or
+            written to.
     """
 
     def __init__(self, folder: Path, *, name: str = LOCK_NAME, what: Path | None = None, flag: str = "--out") -> None:
@@ -251,7 +252,7 @@ class FolderLock:
                 before = _holder(self.path)
                 if not _is_free(descriptor, before):
                     raise _in_use(self._what, self.path, before, flag)
-                # The holder until now may have removed the file after it was opened here.
+                # The previous holder may have removed the file after this process opened it.
                 if _is_same_file(descriptor, self.path):
                     self.left_by = _named(before) if before else None
                     os.ftruncate(descriptor, 0)
@@ -274,7 +275,7 @@ class FolderLock:
 
     def _remove_made(self) -> None:
         for folder in self._made:
-            # It stays if it is not empty.
+            # A folder that is not empty stays.
             with suppress(OSError):
                 folder.rmdir()
 
@@ -288,10 +289,10 @@ class FolderLock:
 
 
 def check_free(folder: Path, *, name: str = LOCK_NAME, what: Path | None = None, flag: str = "--out") -> None:
-    """Check that no process holds a folder, and that it could be written to, without making or locking anything.
+    """Check that no process holds the folder and that it can be written to, without creating or locking anything.
 
     Raises:
-        ConfigError: as for ``FolderLock``.
+        ConfigError: see ``FolderLock``.
     """
     check_folder(folder, flag=flag)
     path = folder / name
@@ -302,17 +303,17 @@ def check_free(folder: Path, *, name: str = LOCK_NAME, what: Path | None = None,
 
 
 def lock_of_target(target: Path) -> dict[str, Any]:
-    """Arguments of the lock of a folder that is to appear when it is complete: a file next to it."""
+    """Return ``FolderLock`` arguments for a folder that appears only when complete: the lock file is next to it."""
     return {"folder": target.parent, "name": f".{target.name}.lock", "what": target, "flag": "folder"}
 
 
 def check_free_target(target: Path) -> None:
-    """``check_free`` of a folder that is to appear when it is complete."""
+    """Call ``check_free`` for a folder that appears only when complete."""
     check_free(**lock_of_target(Path(os.path.abspath(target))))
 
 
 def check_folder(folder: Path, *, flag: str = "--out") -> None:
-    """Raise ConfigError unless a folder is there and can be written to, or could be made; nothing is made."""
+    """Raise ConfigError unless the folder can be written to, or could be created; create nothing."""
     if not can_be_a_name(str(folder)):
         raise ConfigError(f"{flag} is {str(folder)!r}, which is no folder's name")
     for place in (folder, *folder.parents):
@@ -336,7 +337,7 @@ def check_folder(folder: Path, *, flag: str = "--out") -> None:
 
 
 def cannot_write(folder: Path, reason: str, flag: str) -> UnwritableError:
-    """The error of a folder that cannot be written to."""
+    """Return the error for a folder that cannot be written to."""
     return UnwritableError(f"cannot write to {str(folder)!r}: {reason}; choose another {flag} or free it")
 
 
@@ -347,7 +348,7 @@ def _in_use(what: Path, path: Path, holder: dict[str, Any], flag: str) -> Config
 
 
 def _holder(path: Path) -> dict[str, Any]:
-    """The holder that the file names; empty if it makes no sense."""
+    """Return the holder that the lock file names; empty if the file is not valid."""
     try:
         return parse_json(read_regular(path, limit=_LONGEST))
     except (OSError, ValueError):
@@ -355,7 +356,7 @@ def _holder(path: Path) -> dict[str, Any]:
 
 
 def _is_free(descriptor: int, holder: dict[str, Any]) -> bool:
-    """True if the file could be locked, and is now; where there are no locks, if its holder is gone."""
+    """Lock the file and return True if that succeeds; without lock support, return True if the holder is gone."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -384,7 +385,7 @@ def _named(holder: dict[str, Any]) -> str:
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:
-    """True if the holder was a process of this machine that has ended."""
+    """True if the holder was a process of this machine that has exited."""
     pid, started = holder.get("pid"), holder.get("started")
     if holder.get("machine") != machine() or type(pid) is not int or not isinstance(started, str):
         return False

@@ -1,23 +1,23 @@
-"""One initialisation for every layout: a rank's slice is that of the whole parameter.
+"""Initialisation of a rank's shard as a slice of the whole parameter, which is the same at every number of ranks.
 
-The whole weight is the same bit for bit at every number of ranks, as long as every rank's default generator is in the
-same state; and the generator ends in the same state, so that the next parameter agrees as well. Four kinds of methods:
+The whole parameter has the same bits at every number of ranks if the default generators of all ranks have the same
+state. They also end in the same state, so the next parameter agrees as well. There are four kinds of methods:
 
-* ``CounterNormal``, the models' default: a rank computes only its slice, and its bits are the same on every device.
-* PyTorch's normal, uniform, Xavier and Kaiming methods and constants, also as ``functools.partial``: drawn a bounded
-  block of rows at a time, so that no rank ever holds more than its slice and one block. On a CPU the values are those
-  of ``init_method(torch.empty(global_shape))``.
-* The truncated normal, which draws rejected numbers again: block by block, at every number of ranks. The values are
-  PyTorch's as long as the parameter is one block.
-* An arbitrary method gets the whole parameter.
+* ``CounterNormal``, the models' default: a rank computes only its slice. The bits are the same on every device.
+* PyTorch's normal, uniform, Xavier, Kaiming and constant methods, also as ``functools.partial``: a rank draws the
+  parameter in blocks of rows, and never holds more than its slice and one block. On a CPU the values equal those of
+  ``init_method(torch.empty(global_shape))``.
+* The truncated normal, which redraws rejected numbers: a rank draws block by block, at every number of ranks. The
+  values equal PyTorch's if the parameter is a single block.
+* Any other method fills the whole parameter.
 
-The fans of Xavier and Kaiming are those of the whole parameter.
+Xavier and Kaiming use the fans of the whole parameter.
 
-Each number of ``CounterNormal`` is a function of a key and of its place, so that a part of a tensor is computed alone.
-The bits are the same on every device and for any number of numbers at once: Philox computes with integers, and normals
-are made of them only by operations on fp64 whose result IEEE 754 defines to the bit (addition, multiplication,
-division, square root; PyTorch's logarithm and sine differ between devices, and between a vector's body and its end),
-one operation in each call, since compilers fuse several.
+``CounterNormal`` computes each number from a key and the number's position, so a rank can compute any part of a tensor.
+The bits are the same on every device, however many numbers are computed at once. Philox uses only integers. Normal
+numbers follow from these by fp64 operations whose result IEEE 754 defines to the bit: addition, multiplication,
+division and square root. Each call does one operation, since compilers fuse several. PyTorch's logarithm and sine are
+not used: they differ between devices, and between the vectorized part of a tensor and its last elements.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox); Box and Muller 1958.
 """
@@ -38,14 +38,14 @@ from torch.nn import init
 
 from shardwise.core.sharding import Interval, ParamLayout
 
-# Numbers of 32 bits for each counter.
+# 32-bit words per counter.
 _WORDS = 4
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
-# Counters at a time: on a CPU so few for each thread that the results between two operations stay in its cache.
+# Number of counters at a time. On a CPU the intermediate results of each thread must fit into its cache.
 _COUNTERS_PER_THREAD, _COUNTERS_ELSEWHERE = 1 << 14, 1 << 20
 
 # Enough terms for an error of 1e-12.
@@ -55,19 +55,19 @@ _SINE = [(-1) ** k / math.factorial(2 * k + 1) for k in range(6)]
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10: four random words for each counter of four words.
+    """Compute four random words from each counter of four words, by Philox4x32-10.
 
     Args:
-        counter: int64 tensors of shapes that broadcast, each number from 0 to 2^32 - 1; not modified.
-        key: of 64 bits.
+        counter: int64 tensors whose shapes broadcast, with values from 0 to 2^32 - 1; not modified.
+        key: 64-bit key.
 
     Returns:
-        int64 tensors of the broadcast shape, each number from 0 to 2^32 - 1.
+        int64 tensors of the broadcast shape, with values from 0 to 2^32 - 1.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key & _MASK, key >> 32 & _MASK
     for _ in range(_ROUNDS):
-        # The products of two words, modulo 2^64. Their low words need no mask before the end.
+        # Products of two words, modulo 2^64. Their low words need no mask before the end.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0 = ((p1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(_MASK)
         c2 = ((p0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(_MASK)
@@ -77,16 +77,16 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
 
 
 def fill_normal_(out: Tensor, *, key: int, rows: Tensor, column: int, mean: float = 0.0, std: float = 1.0) -> None:
-    """Fill a part of a whole matrix with independent normal numbers.
+    """Fill a part of a matrix with independent normal numbers.
 
-    In row ``r`` of the whole, columns ``4 b`` to ``4 b + 3`` are the numbers of counter ``(b, r)``: two pairs by Box
-    and Muller, computed in fp64 and rounded at the end, to fp32 first where ``out`` is narrower.
+    Counter ``(b, r)`` yields the numbers in row ``r`` and columns ``4 b`` to ``4 b + 3`` of the whole matrix: two pairs
+    by Box and Muller. They are computed in fp64 and rounded at the end, through fp32 if ``out`` is narrower than fp32.
 
     Args:
-        out: ``[n, m]``, or a view of that shape; overwritten.
-        key: key of the matrix, of 64 bits.
-        rows: ``[n]``, int64, numbers of these rows in the whole; on the device of ``out``.
-        column: number in the whole of the first column here.
+        out: the part, ``[n, m]``, which may be a view; overwritten.
+        key: 64-bit key of the matrix.
+        rows: int64 ``[n]``, indices of the part's rows in the whole matrix; on the device of ``out``.
+        column: index of the part's first column in the whole matrix.
         mean, std: mean and standard deviation of the numbers.
     """
     num_rows, num_columns = out.shape
@@ -97,7 +97,7 @@ def fill_normal_(out: Tensor, *, key: int, rows: Tensor, column: int, mean: floa
     height = max(1, at_once // width)
     for block in range(first, last, width):
         blocks = torch.arange(block, min(block + width, last), device=out.device)
-        # The columns of these counters that are wanted.
+        # The part's columns that these counters yield.
         start = block * _WORDS
         low, high = max(start, column), min(start + len(blocks) * _WORDS, column + num_columns)
         for row in range(0, num_rows, height):
@@ -106,7 +106,7 @@ def fill_normal_(out: Tensor, *, key: int, rows: Tensor, column: int, mean: floa
 
 
 def _normals(key: int, rows: Tensor, blocks: Tensor) -> Tensor:
-    """The numbers of counters: ``[n, 1]`` and ``[m]`` to ``[n, 4 m]``."""
+    """Compute the numbers of all counters: ``[n, 1]`` and ``[m]`` to ``[n, 4 m]``."""
     words = philox((blocks, rows & _MASK, rows >> 32, rows.new_zeros(())), key)
     normals = torch.empty((*words[0].shape, _WORDS), dtype=torch.float64, device=rows.device)
     for pair in range(0, _WORDS, 2):
@@ -117,7 +117,7 @@ def _normals(key: int, rows: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _radius(words: Tensor) -> Tensor:
-    """``sqrt(-2 log u)`` of ``u = (word + 0.5) / 2^32``."""
+    """Compute ``sqrt(-2 log u)`` for ``u = (word + 0.5) / 2^32``."""
     bits = words.to(torch.float64).add_(0.5).view(torch.int64)
     # u = 2^e m with m from 1 to 2, and log m = log sqrt 2 + 2 atanh((m - sqrt 2) / (m + sqrt 2)).
     e = (bits >> 52).to(torch.float64).sub_(1023 + 32 - 0.5)
@@ -127,8 +127,8 @@ def _radius(words: Tensor) -> Tensor:
 
 
 def _direction(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of an angle, all equally likely."""
-    # 30 bits are an angle from -45 to 45 degrees; two bits say which of four quarters of the circle it lies in.
+    """Compute the cosine and sine of an angle that is uniform over the circle."""
+    # 30 bits determine an angle from -45 to 45 degrees; two bits select one of the four quarters of the circle.
     x = (words & ((1 << 30) - 1)).to(torch.float64).sub_((1 << 29) - 0.5).mul_(math.pi / (1 << 31))
     squares = x * x
     large = _polynomial(_COSINE, squares).mul_(1 - (words >> 29 & 2))
@@ -138,7 +138,7 @@ def _direction(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _polynomial(coefficients: list[float], x: Tensor) -> Tensor:
-    """``c[0] + c[1] x + c[2] x^2 + ...``"""
+    """Evaluate ``c[0] + c[1] x + c[2] x^2 + ...``."""
     value = (x * coefficients[-1]).add_(coefficients[-2])
     for coefficient in coefficients[-3::-1]:
         value.mul_(x).add_(coefficient)
@@ -148,7 +148,7 @@ def _polynomial(coefficients: list[float], x: Tensor) -> Tensor:
 InitMethod = Callable[[Tensor], object]
 
 _BLOCK_ELEMENTS = 1 << 20
-# PyTorch's CPU normal fills 16 values at a time: a block that is a multiple of 16 elements continues the same stream.
+# PyTorch's CPU normal fills 16 values at a time, so blocks of a multiple of 16 elements continue the same stream.
 _ROW_MULTIPLE = 16
 _WITHOUT_FP64 = ("mps",)
 
@@ -166,9 +166,9 @@ class Normal:
 
 @dataclass(frozen=True)
 class CounterNormal:
-    """Fill with independent normal numbers, each a function of its place in the parameter and of a key.
+    """Fill with independent normal numbers, each a function of a key and its position in the parameter.
 
-    The key is one number of the CPU's default generator, on every device and for every size of parameter.
+    The key is one number drawn from the CPU's default generator, for parameters of every size and on every device.
     """
 
     std: float
@@ -178,7 +178,7 @@ class CounterNormal:
         return initialize_shard_(tensor, ParamLayout.replicated(tensor.shape, 1), 0, self)
 
     def fill_(self, shard: Tensor, layout: ParamLayout, rank: int) -> None:
-        """Fill a rank's shard of a parameter, as a matrix: dimensions before the last are its rows."""
+        """Fill a rank's shard of a parameter, taken as a matrix whose columns are the last dimension."""
         shape, key = layout.global_shape or (1,), draw_seed()
         target = shard if shard.device.type not in _WITHOUT_FP64 else torch.empty_like(shard, device="cpu")
         rows = torch.arange(math.prod(shape[:-1]), device=target.device)
@@ -196,25 +196,25 @@ class CounterNormal:
 
 
 def init_method_normal(sigma: float) -> Normal:
-    """Normal with standard deviation ``sigma``."""
+    """Return a method that fills with normal numbers of standard deviation ``sigma``."""
     return Normal(sigma)
 
 
 def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float = 2.0) -> Normal:
-    """Normal with standard deviation ``sigma / sqrt(multiplier * num_layers)``, for weights that write to the residual.
+    """Return ``Normal(sigma / sqrt(multiplier * num_layers))``, for weights that write to the residual.
 
     Source: Radford et al. 2019, section 2.3.
     """
     return Normal(sigma / math.sqrt(multiplier * num_layers))
 
 
-# Each number depends on its place in the generator's stream alone.
+# Each number depends only on its position in the generator's stream.
 _ELEMENTWISE: tuple[Any, ...] = (init.normal_, init.uniform_, init.constant_, init.zeros_, init.ones_)
 
 
 def _block_method(init_method: InitMethod, shape: tuple[int, ...]) -> tuple[InitMethod | None, bool]:
-    """A method that fills a parameter of ``shape`` by blocks, None if only the whole can be filled; and True if on a
-    CPU consecutive blocks get the numbers of one fill of all.
+    """Return a method that fills a parameter of ``shape`` block by block, None if it can only be filled as a whole; and
+    True if consecutive blocks on a CPU get the numbers of a single fill.
     """
     function, options = init_method, {}
     if isinstance(init_method, functools.partial):
@@ -244,7 +244,7 @@ def _block_method(init_method: InitMethod, shape: tuple[int, ...]) -> tuple[Init
 
 
 def _blocks_continue_one_stream(device: torch.device) -> bool:
-    # Elsewhere a number depends on how many are drawn with it, so that one rank must draw the same blocks as several.
+    # On other devices a number depends on how many the call draws, so one rank must draw the same blocks as several.
     return device.type == "cpu"
 
 
@@ -255,12 +255,12 @@ def initialize_shard_(
     """Fill ``shard`` with this rank's slice of ``init_method`` applied to the whole parameter.
 
     Args:
-        shard: this rank's part, of shape ``layout.local_shape(rank)``; overwritten. Nothing is drawn for a meta tensor.
+        shard: this rank's part, ``layout.local_shape(rank)``; overwritten. For a meta tensor, nothing is drawn.
         layout: the parameter's layout.
         rank: this rank in the tensor-parallel group.
         init_method: fills a tensor in place.
-        on_cpu: draw on the CPU in fp32 (fp64 for an fp64 shard) and copy: the same weights, up to the shard's rounding,
-            on every device. ``CounterNormal`` gives these anyway.
+        on_cpu: whether to draw on the CPU in fp32 (fp64 for an fp64 shard) and copy. The weights are then the same on
+            every device, up to the shard's rounding. Those of ``CounterNormal`` always are.
 
     Returns:
         ``shard``.
@@ -291,7 +291,7 @@ def initialize_shard_(
 
 
 def _blocks(staging: Tensor, layout: ParamLayout, fill: InitMethod) -> Iterator[tuple[int, int, Tensor]]:
-    """Each block of rows of the whole parameter, filled: first row, last row (excluded), values."""
+    """Yield the first row, the last row (excluded) and the values of each block of rows of the whole parameter."""
     rows, row_shape = layout.global_shape[0], layout.global_shape[1:]
     for start, stop in _row_blocks(rows, math.prod(row_shape)):
         block = staging.new_empty((stop - start, *row_shape))
@@ -300,11 +300,11 @@ def _blocks(staging: Tensor, layout: ParamLayout, fill: InitMethod) -> Iterator[
 
 
 def _row_blocks(num_rows: int, row_elements: int) -> list[tuple[int, int]]:
-    """Runs of rows of about a million elements, each run but the last a multiple of 16 rows."""
+    """Split the rows into blocks of about a million elements; all but the last have a multiple of 16 rows."""
     rows = max(_ROW_MULTIPLE, _BLOCK_ELEMENTS // max(row_elements, 1) // _ROW_MULTIPLE * _ROW_MULTIPLE)
     starts = list(range(0, num_rows, rows)) or [0]
     if len(starts) > 1 and (num_rows - starts[-1]) * row_elements < _ROW_MULTIPLE:
-        # The last 16 values of a fill depend on each other; a shorter tail would be drawn by another rule.
+        # A fill draws its last 16 values together, and would draw a shorter tail by another rule.
         starts.pop()
     return list(zip(starts, [*starts[1:], num_rows], strict=True))
 
@@ -321,17 +321,17 @@ def _fill_rows(shard: Tensor, layout: ParamLayout, rank: int, blocks: Iterator[t
 
 
 def draw_seed() -> int:
-    """A seed of 63 bits: one number of the CPU's default generator."""
+    """Draw a seed of 63 bits: one number from the CPU's default generator."""
     seed = torch.empty((), dtype=torch.int64, device="cpu").random_()
-    # Fake tensors have no values, and nothing that is made of them has.
+    # Fake tensors have no values, nor do the tensors that are filled with this seed.
     return 0 if isinstance(seed, FakeTensor) else int(seed)
 
 
 @contextmanager
 def part_seeded(seed: int | None, *part: object) -> Iterator[None]:
-    """Within the block the default generators are seeded by ``seed`` and the name of a part of the model; not if None.
+    """Seed the default generators inside the block from ``seed`` and the name of a model part; no-op if it is None.
 
-    So a part starts from the same values on every pipeline stage, whichever other parts the stage has.
+    The part then starts with the same values on every pipeline stage, independent of the stage's other parts.
     """
     if seed is None:
         yield
@@ -339,7 +339,7 @@ def part_seeded(seed: int | None, *part: object) -> Iterator[None]:
     own_seed = int.from_bytes(hashlib.sha256(repr((seed, *part)).encode()).digest()[:8], "big") >> 1
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
-        # Not torch.manual_seed, which would leave its seed to a CUDA that is initialised later.
+        # torch.manual_seed would also set the seed that CUDA takes when it is initialised later.
         torch.default_generator.manual_seed(own_seed)
         if devices:
             torch.cuda.manual_seed(own_seed)

@@ -35,7 +35,7 @@ _DEFAULT = "default"
 
 StreamState = dict[str, Any]
 """Generator states by device type: tensors, or the GPU's ``torch.Generator`` for streams that a CUDA graph captures.
-A value given to ``set_states`` that is no state is kept under "given"."""
+A value passed to ``set_states`` that is not a state is stored under "given"."""
 
 
 def _cuda_is_in_use() -> bool:
@@ -154,7 +154,7 @@ class RandomState:
     generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
 
     def parts(self) -> tuple[Tensor, Any, dict[str, Any]]:
-        """The states of the CPU's default generator, of the computing device's, and of each stream; not copied."""
+        """Return the states of the CPU's and the compute device's default generators and of each stream; not copied."""
         kept = {id(generator): value for generator, value in self.generators}
         states = self.states | ({self.entered[-1]: self.live} if self.entered else {})
         every = {_DEFAULT: self.live} | {name: state for name, state in states.items() if name != _DEFAULT}
@@ -170,10 +170,10 @@ class RandomStreams:
     independent of it. No number is drawn twice.
 
     Args:
-        use_cudagraphable_rng: make streams that a CUDA graph can capture. ``get_states`` returns ``torch.Generator``
+        use_cudagraphable_rng: create streams that a CUDA graph can capture. ``get_states`` returns ``torch.Generator``
             objects instead of tensors, which a program registers with its graph
             (``CUDAGraph.register_generator_state``), and ``fork`` copies no states.
-        is_inference_rng_tracker: make no streams: ``add``, ``set_states`` and ``fork`` do nothing.
+        is_inference_rng_tracker: create no streams: ``add``, ``set_states`` and ``fork`` do nothing.
     """
 
     def __init__(self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False) -> None:
@@ -238,7 +238,7 @@ class RandomStreams:
         self._is_initialized = True
 
     def add(self, name: str, seed: int) -> None:
-        """Add a stream in the state of a default generator that is seeded with ``seed``.
+        """Add a stream whose state is that of a default generator seeded with ``seed``.
 
         Raises:
             ConfigError: a stream with this name or this seed exists.
@@ -418,7 +418,7 @@ def seed_streams(
         tp_rank: this rank in its tensor-parallel group.
         ep_rank: this rank in its expert-parallel group.
         etp_rank: this rank in its expert-tensor group; ``tp_rank`` if None.
-        rng: "global" adds a stream that is the same on every rank of a tensor-parallel group, from which
+        rng: "global" adds a stream that is the same on every rank of a tensor-parallel group. With it
             ``shardwise.nn.dropout`` draws the same mask at every number of ranks.
 
     Raises:

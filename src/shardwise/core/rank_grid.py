@@ -1,4 +1,4 @@
-"""From sizes of the axes to a grid of ranks, and to the ranks of every group. Pure arithmetic."""
+"""The grid of ranks for given axis sizes, and the ranks of every process group. Pure arithmetic."""
 
 import math
 import operator
@@ -12,7 +12,7 @@ from shardwise.core.errors import ConfigError, ContradictionError, TopologyError
 
 
 def check_size(name: str, size: Any) -> None:
-    """Raise ConfigError unless ``size``, that of axis ``name``, is a whole number of at least 1."""
+    """Raise ConfigError unless ``size``, the size of axis ``name``, is an integer of at least 1."""
     try:
         is_possible = operator.index(size) >= 1 and not isinstance(size, bool)
     except TypeError:
@@ -26,7 +26,7 @@ def generate_masked_orthogonal_rank_groups(
 ) -> list[list[int]]:
     """Partition ranks into the groups along the masked axes of the grid.
 
-    The grid has one axis per entry of ``parallel_size``, the first varying fastest. Ranks that differ only along masked
+    The grid has one axis per entry of ``parallel_size``; the first varies fastest. Ranks that differ only along masked
     axes share a group.
 
     Args:
@@ -50,7 +50,7 @@ def generate_masked_orthogonal_rank_groups(
         raise ConfigError(
             f"parallel sizes {list(parallel_size)} (product {product}) do not divide the world of {world_size}"
         )
-    # The slowest axis of the ranks is the first of the array.
+    # The first axis of the array is the slowest axis of the grid.
     grid = np.arange(world_size).reshape([world_size // product, *parallel_size[::-1]])
     masked = [False, *mask[::-1]]
     inner, outer = ([axis for axis in range(grid.ndim) if bool(masked[axis]) == kind] for kind in (True, False))
@@ -91,7 +91,7 @@ class RankGenerator:
         self.ordered_size = [self.name_to_size[name] for name in names]
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """For each axis of ``order``, True if the token (axis names joined by "-") contains it.
+        """Return for each axis of ``order`` whether the token (axis names joined by "-") contains it.
 
         Raises:
             ConfigError: the token names an axis that is not in ``order``.
@@ -102,7 +102,7 @@ class RankGenerator:
         return [name in wanted for name in names]
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """The groups of ranks that differ only along the axes in ``token``, such as ``"tp"`` or ``"tp-dp"``."""
+        """Return the groups of ranks that differ only along the axes in ``token``, such as ``"tp"`` or ``"tp-dp"``."""
         groups = generate_masked_orthogonal_rank_groups(
             self.world_size, self.ordered_size, self.get_mask(self.order, token)
         )
@@ -112,45 +112,45 @@ class RankGenerator:
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 HYBRID = "hybrid"
-"""Prefix, before their size, of the names of the parts that ``hybrid_context_parallel`` makes."""
+"""Name prefix of the groups that ``hybrid_context_parallel`` adds; their size follows."""
 
 SEPARATE_ALL_GATHER = "dp_cp_all_gather"
-"""The one group that is not shared with another of the same ranks."""
+"""The only name whose process group is separate even if another name has the same ranks."""
 
 EmbeddingRanks = Callable[[list[int]], Sequence[int]]
 
 
 def default_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
-    """First and last rank of a pipeline group: the stages that hold a tied word embedding."""
+    """Return the first and last rank of a pipeline group: the stages that hold a tied word embedding."""
     return [pp_ranks[0]] if len(pp_ranks) == 1 else [pp_ranks[0], pp_ranks[-1]]
 
 
 def default_position_embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
-    """First rank of a pipeline group: the stage that holds the position embedding."""
+    """Return the first rank of a pipeline group: the stage that holds the position embedding."""
     return [pp_ranks[0]]
 
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Sizes of the axes; data parallelism takes what the others leave of the world.
+    """Sizes of the parallel axes; the world size and these sizes determine the data-parallel size.
 
-    Dense and expert layers have a grid each, on the same ranks: ``tp cp dp pp`` and ``etp ep expert-dp pp``.
+    Dense and expert layers have separate grids over the same ranks: ``tp cp dp pp`` and ``etp ep expert-dp pp``.
 
     Attributes:
-        tp: tensor parallelism.
-        pp: pipeline parallelism.
-        cp: context parallelism.
-        ep: expert parallelism.
-        etp: tensor parallelism of expert layers; ``tp`` if None.
+        tp: size of tensor parallelism.
+        pp: size of pipeline parallelism.
+        cp: size of context parallelism.
+        ep: size of expert parallelism.
+        etp: size of tensor parallelism in expert layers; None means ``tp``.
         order: axes from fastest-varying to slowest.
-        hcp: sizes of the levels of each context-parallel group, innermost (neighbouring ranks) first; one level if
-            None.
-        num_distributed_optimizer_instances: number of copies of the sharded optimizer state, each on the ranks of one
-            part of the data-parallel group; 1 spreads one copy over all of it.
-        hybrid_context_parallel: also divide each data- and context-parallel group into parts of 2, 4, 8, ... ranks, for
-            programs that choose the number of ranks for a sample by its length.
-        separate_all_gather: make a second group of the data- and context-parallel ranks, so that gathering parameters
-            and reducing gradients need not wait for each other.
+        hcp: sizes of the levels of each context-parallel group, innermost (neighbouring ranks) first; None means one
+            level.
+        num_distributed_optimizer_instances: number of copies of the sharded optimizer state. Each part of the
+            data-parallel group holds one copy; with 1, the whole group does.
+        hybrid_context_parallel: whether to divide each data- and context-parallel group also into parts of 2, 4, 8, ...
+            ranks, for programs that choose the number of ranks for a sample by its length.
+        separate_all_gather: whether to create a second group of the data- and context-parallel ranks, so that the
+            all-gather of parameters and the reduction of gradients do not wait for each other.
     """
 
     tp: int = 1
@@ -165,10 +165,10 @@ class ParallelSizes:
     separate_all_gather: bool = False
 
     def grids(self, world_size: int) -> tuple[RankGenerator, RankGenerator]:
-        """The grid of the dense layers and that of the expert layers, on ``world_size`` ranks.
+        """Return the grid of the dense layers and the grid of the expert layers on ``world_size`` ranks.
 
         Raises:
-            ConfigError: a size is not a whole number of at least 1, the order names an unknown axis or lacks one, or
+            ConfigError: a size is not an integer of at least 1, the order names an unknown axis or lacks one, or the
                 dense and expert layers of a rank would be on different stages.
             TopologyError: the sizes do not divide the world.
         """
@@ -197,17 +197,17 @@ class ParallelSizes:
         embedding_ranks: EmbeddingRanks = default_embedding_ranks,
         position_embedding_ranks: EmbeddingRanks = default_position_embedding_ranks,
     ) -> dict[str, list[list[int]]]:
-        """All groups of every kind, by name, as lists of ascending ranks.
+        """Return all groups of each name, as lists of ascending ranks.
 
         Args:
             world_size: number of ranks.
-            embedding_ranks: from a pipeline group's ranks, those that hold a tied word embedding.
+            embedding_ranks: function that selects, from a pipeline group's ranks, those with a tied word embedding.
             position_embedding_ranks: the same for the position embedding.
 
         Raises:
-            ConfigError: as ``grids``; ``hcp`` does not multiply to ``cp``; or a function returns ranks that are not of
-                the pipeline group.
-            TopologyError: the sizes, or the optimizer instances, do not divide the ranks.
+            ConfigError: see ``grids``; or the product of ``hcp`` is not ``cp``; or a function selects ranks outside the
+                pipeline group.
+            TopologyError: the sizes or the number of optimizer instances do not divide the ranks.
         """
         decoder, experts = self.grids(world_size)
         pipelines = decoder.get_ranks("pp")
@@ -268,7 +268,7 @@ class ParallelSizes:
                 )
         dense_levels = (decoder.dp * decoder.cp // instances, instances)
         expert_levels = (experts.dp // instances, instances)
-        # Expert model copies are ordered by their place in expert data parallelism.
+        # Copies of the expert model are in the order of their expert-data-parallel ranks.
         copies = experts.get_ranks("tp-ep-pp")
         return {
             "intra_dp_cp": _level(decoder.get_ranks("dp-cp"), dense_levels, 0),
@@ -277,13 +277,13 @@ class ParallelSizes:
                 sorted(rank for ranks in copies[start : start + expert_levels[0]] for rank in ranks)
                 for start in range(0, len(copies), expert_levels[0])
             ],
-            # With one instance there is nothing between instances.
+            # A single instance has no group between instances.
             **({"inter_dist_opt": _level(experts.get_ranks("dp"), expert_levels, 1)} if instances > 1 else {}),
         }
 
 
 def _level(groups: list[list[int]], sizes: Sequence[int], level: int) -> list[list[int]]:
-    """Each group laid out as a grid of ``sizes``, first fastest, and divided along the axis ``level``."""
+    """Arrange each group as a grid of ``sizes``, first axis fastest, and return the groups along axis ``level``."""
     mask = [axis == level for axis in range(len(sizes))]
     return [
         [ranks[place] for place in places]

@@ -29,7 +29,7 @@ def sharded_state_dict(
     Args:
         module: any module.
         prefix: prefix of each name.
-        sharded_offsets: ``(axis, index, count)`` of leading axes that stack this module with others of one name.
+        sharded_offsets: ``(axis, index, count)`` of leading axes that stack this module with others of the same name.
         metadata: passed to the modules' own ``sharded_state_dict``. Its ``dp_cp_group`` has the ranks that hold the
             same values, and its first rank writes them. Without it the planner of a checkpoint distributes the writes.
         group: tensor-parallel group.
@@ -89,7 +89,7 @@ def gather_parameter(local: Tensor, layout: ParamLayout, *, group: ProcessGroup)
 
     Args:
         local: this rank's part, or a tensor of its shape such as its gradient; not modified.
-        layout: where each rank's part lies.
+        layout: position of each rank's part.
         group: the ranks of ``layout``.
 
     Returns:

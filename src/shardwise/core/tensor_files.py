@@ -40,12 +40,12 @@ DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""The format's names of the dtypes that PyTorch has."""
+"""PyTorch's dtypes, by their names in the format."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MAX_ELEMENTS = (1 << 63) - 1
-"""Elements of a tensor that PyTorch can count."""
+"""Largest number of elements that PyTorch can count."""
 
 # PyTorch itself has the same limit on the number of dimensions.
 _MAX_DIMS = 64
@@ -55,13 +55,13 @@ _LONGEST_READ = 1 << 30
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies in a file.
+    """Position of a tensor in a file.
 
     Attributes:
         name: the tensor's stored name.
         file: the file that holds it.
-        dtype: the format's name of its dtype.
-        shape: its stored shape.
+        dtype: the format's name for the dtype.
+        shape: stored shape of the tensor.
         start: position of its first byte in the file.
         num_bytes: number of its bytes.
     """
@@ -142,7 +142,7 @@ def _damaged(what: str) -> CheckpointError:
 def _contiguous(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Return the first element and the number of elements of each contiguous part of a box, in the box's order."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    # From the last dimension that is cut on, the elements are contiguous.
+    # Elements are contiguous from the last cut dimension on.
     cut = max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)
     length = math.prod(sizes[cut:])
     base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
@@ -185,7 +185,7 @@ def _stored_tensor(path: Path, name: str, entry: Any, begin: int, file_size: int
 
 
 def _check_filled(path: Path, tensors: Iterable[StoredTensor], begin: int, file_size: int) -> None:
-    """Check that the tensors lie one behind the other and fill the file."""
+    """Check that the tensors follow each other without gaps and fill the file."""
     last = "the header"
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.num_bytes)):
         if tensor.start != begin:

@@ -1,4 +1,4 @@
-"""Which slice is whose: pure arithmetic, shared by layers, gradients, pipeline stages and checkpoints."""
+"""The slice that each rank holds. Pure arithmetic, for layers, gradients, pipeline stages and checkpoints."""
 
 from shardwise.core.sharding.balanced import (
     Interval as Interval,

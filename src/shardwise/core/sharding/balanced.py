@@ -1,14 +1,13 @@
-"""The balanced rule: of ``n`` elements on ``t`` ranks, the first ``n % t`` hold one more than the others.
+"""The balanced rule: if ``t`` ranks split ``n`` elements, the first ``n % t`` ranks hold one element more.
 
-Nothing is padded, and every rank knows every rank's size without asking.
+There is no padding, and every rank can compute the sizes of all ranks.
 
-Rows under ``fully_shard``: PyTorch makes a parameter's tensor-parallel shard a ``DTensor``. Each of ``d`` data-parallel
-ranks holds ``ceil(n / d)`` of its ``n`` rows, in order; the last may hold fewer, or none. The functions of rows take
-any other tensor too, whose rows this rank holds all.
+Under ``fully_shard`` PyTorch makes a parameter's tensor-parallel shard a ``DTensor``. Each of ``d`` data-parallel ranks
+holds ``ceil(n / d)`` of its ``n`` rows, in order; the last ranks may hold fewer rows, or none. The functions of rows
+also accept an ordinary tensor, and this rank holds all its rows.
 
-Layers of pipeline stages: a model of ``num_stages * num_chunks`` parts runs through part 0, part 1 and so on; stage
-``p`` holds, as its chunk ``c``, part ``c * num_stages + p``. Source: Narayanan et al. 2021 (arXiv:2104.04473),
-section 2.2.
+A pipeline cuts the model into ``num_stages * num_chunks`` consecutive parts. Chunk ``c`` of stage ``p`` is part
+``c * num_stages + p``. Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.
 """
 
 from __future__ import annotations
@@ -39,26 +38,26 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """The exact quotient; ShardingError if there is a remainder."""
+    """Return the exact quotient; raise ShardingError if there is a remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
 
 def balanced_sizes(n: int, t: int) -> tuple[int, ...]:
-    """Number of elements of ``n`` that each of ``t`` ranks holds: the first ``n % t`` hold one more.
+    """Return the number of elements that each of ``t`` ranks holds of ``n``; the first ``n % t`` hold one more.
 
     >>> balanced_sizes(13, 4)
     (4, 3, 3, 3)
     """
     if t < 1 or n < 0:
         raise ShardingError(f"cannot split {n} elements over {t} ranks; both must be counts and the ranks at least 1")
-    # Not divmod, which torch.compile does not trace.
+    # torch.compile does not trace divmod.
     quotient, remainder = n // t, n % t
     return tuple(quotient + (rank < remainder) for rank in range(t))
 
 
 def balanced_range(n: int, t: int, rank: int) -> Interval:
-    """``(start, stop)`` of a rank's part of ``n`` elements on ``t`` ranks, by the balanced rule.
+    """Return ``(start, stop)`` of a rank's part of ``n`` elements on ``t`` ranks, by the balanced rule.
 
     >>> balanced_range(13, 4, 1)
     (4, 7)
@@ -69,7 +68,7 @@ def balanced_range(n: int, t: int, rank: int) -> Interval:
 
 
 def uneven_sizes(n: int, t: int) -> tuple[int, ...] | None:
-    """The balanced sizes of ``n`` elements on ``t`` ranks; None, as collectives take it, where all are equal.
+    """Return the balanced sizes of ``n`` elements on ``t`` ranks; None, which collectives accept, if all are equal.
 
     >>> uneven_sizes(13, 4)
     (4, 3, 3, 3)
@@ -79,7 +78,7 @@ def uneven_sizes(n: int, t: int) -> tuple[int, ...] | None:
 
 
 def intervals_of_sizes(sizes: Sequence[int]) -> tuple[Interval, ...]:
-    """Consecutive intervals with the given sizes.
+    """Return consecutive intervals of the given sizes, from 0 on.
 
     >>> intervals_of_sizes([2, 3])
     ((0, 2), (2, 5))
@@ -89,10 +88,10 @@ def intervals_of_sizes(sizes: Sequence[int]) -> tuple[Interval, ...]:
 
 
 def checked_sizes(sizes: Sequence[int] | None, total: int, t: int, what: str) -> tuple[int, ...]:
-    """``sizes`` as a tuple, after checking that they are ``t`` counts that sum to ``total``; the balanced ones if None.
+    """Check that ``sizes`` are ``t`` counts with sum ``total`` and return a tuple; None means balanced sizes.
 
     Raises:
-        ShardingError: they do not; the message names ``what``, the sizes and the total.
+        ShardingError: the check fails; the message names ``what``, the sizes and the total.
     """
     if sizes is None:
         return balanced_sizes(total, t)
@@ -103,7 +102,7 @@ def checked_sizes(sizes: Sequence[int] | None, total: int, t: int, what: str) ->
 
 
 def checked_dim(dim: int, shape: Sequence[int]) -> int:
-    """``dim`` counted from the first dimension of ``shape``; ShardingError if there is no such dimension.
+    """Return ``dim`` as a non-negative index into ``shape``; raise ShardingError if there is no such dimension.
 
     >>> checked_dim(-1, (4, 5))
     1
@@ -114,14 +113,14 @@ def checked_dim(dim: int, shape: Sequence[int]) -> int:
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """True if ranks share out the rows."""
-    # Slow to import; before it is imported there is no such tensor.
+    """True if data-parallel ranks split the rows of the tensor."""
+    # The module is slow to import, and no DTensor exists before it is imported.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_rows(tensor: Tensor) -> Tensor:
-    """The rows that this rank holds, in their own memory; no gradient flows through."""
+    """Return the rows that this rank holds, not copied; no gradient flows to a ``DTensor``."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -129,20 +128,20 @@ def local_rows(tensor: Tensor) -> Tensor:
 
 
 def group_of_rows(param: Tensor) -> ProcessGroup | None:
-    """The ranks that share out the rows of a parameter; None where none do."""
+    """Return the group whose ranks split the rows of a parameter; None if no ranks do."""
     return getattr(param, "row_group", None)
 
 
 def set_group_of_rows_(param: Tensor, group: ProcessGroup) -> None:
-    """Set the group that shares out the rows of a ``DTensor``.
+    """Set the group whose ranks split the rows of a ``DTensor``.
 
-    Its own mesh may be an equal, earlier one, whose groups are gone: PyTorch caches results by mesh.
+    PyTorch caches results by mesh, so the tensor's mesh may be an earlier, equal mesh with destroyed groups.
     """
     param.row_group = group  # type: ignore[attr-defined]
 
 
 def rows_of_ranks(param: Tensor) -> list[Interval]:
-    """The interval of rows of a parameter that each rank holds."""
+    """Return the interval of a parameter's rows that each rank holds."""
     group = group_of_rows(param)
     num_ranks = 1 if group is None else group.size()
     total, each = param.size(0), -(-param.size(0) // num_ranks)
@@ -150,19 +149,19 @@ def rows_of_ranks(param: Tensor) -> list[Interval]:
 
 
 def first_row(param: Tensor) -> int:
-    """The first row of a parameter that this rank holds."""
+    """Return the index of the first row of a parameter that this rank holds."""
     group = group_of_rows(param)
     return 0 if group is None else rows_of_ranks(param)[group.rank()][0]
 
 
 def intervals_of_rows(param: Tensor) -> tuple[Interval, ...]:
-    """The interval of a parameter's elements, in row-major order, that each rank holds."""
+    """Return the interval of a parameter's elements, in row-major order, that each rank holds."""
     elements = math.prod(param.shape[1:])
     return tuple((start * elements, stop * elements) for start, stop in rows_of_ranks(param))
 
 
 def interval_of_rows(param: Tensor) -> Interval | None:
-    """The interval of a parameter's elements that this rank holds; None where rows are not shared out."""
+    """Return the interval of a parameter's elements that this rank holds; None if no ranks split the rows."""
     group = group_of_rows(param)
     return None if group is None else intervals_of_rows(param)[group.rank()]
 
@@ -177,10 +176,10 @@ def stage_layers(
     count_embedding: bool = False,
     count_loss: bool = False,
 ) -> tuple[tuple[range, ...], ...]:
-    """The layers, counted from 0, of each chunk of each stage.
+    """Return the layers, counted from 0, of each chunk of each stage.
 
-    Every part holds at least one layer, and all parts about the same number: those that come first in the model hold
-    one more where the layers do not divide.
+    Each part holds at least one layer, and all parts hold about the same number. If the layers do not divide evenly,
+    the first parts of the model hold one more.
 
     >>> stage_layers(5, 2)
     ((range(0, 3),), (range(3, 5),))
@@ -194,17 +193,17 @@ def stage_layers(
     Args:
         num_layers: number of layers of the whole model.
         num_stages: number of pipeline-parallel ranks.
-        num_chunks: parts of the model on each stage, over 1 for interleaved schedules.
-        first: number of layers of the first stage, over all its chunks; dealt out like the others' if None.
-        last: the same of the last stage.
-        count_embedding: the embedding, in the first part, weighs as much as a layer.
-        count_loss: output layer and loss, in the last part, weigh as much as a layer.
+        num_chunks: number of parts of the model on each stage; over 1 for interleaved schedules.
+        first: number of layers of the first stage, over all its chunks; None distributes layers as on other stages.
+        last: the same for the last stage.
+        count_embedding: whether the embedding, in the first part, counts as a layer.
+        count_loss: whether output layer and loss, in the last part, together count as a layer.
 
     Returns:
         ``[stage][chunk]``, ranges of consecutive layers.
 
     Raises:
-        ConfigError: more parts than layers, or ``first`` and ``last`` that leave no such split.
+        ConfigError: there are more parts than layers, or ``first`` and ``last`` leave no such split.
     """
     _check(num_layers, num_stages, num_chunks, first, last)
     if first is not None and count_embedding:
@@ -228,7 +227,7 @@ def stage_layers(
 
 
 def _dealt_out(num_layers: int, weights: dict[int, int]) -> dict[int, int]:
-    """``num_layers`` over the parts, one to each and then always to the lightest, the first of several."""
+    """Give each part one layer, and each further layer to the lightest part; ties go to the earliest."""
     counts = dict.fromkeys(weights, 1)
     for _ in range(num_layers - len(counts)):
         lightest = min(counts, key=lambda part: (counts[part] + weights[part], part))

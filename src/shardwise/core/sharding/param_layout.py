@@ -1,7 +1,7 @@
-"""Where each rank's part of a parameter lies in the whole one.
+"""The position of each rank's part in the whole parameter.
 
-A dimension may consist of ``stride`` *sections* that are split separately: the gate and the up projection of a gated
-MLP are two sections of one weight, so that every rank holds matching halves of both.
+A dimension may consist of ``stride`` *sections* that are split separately. For example, the gate and the up projection
+of a gated MLP are two sections of one weight, so that every rank holds matching halves of both.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class ParamLayout:
 
     Attributes:
         global_shape: shape of the whole parameter.
-        dim: the dimension that is split; None if every rank holds the whole parameter.
-        intervals: for each rank the intervals of indices along ``dim`` that it holds, in its local order. Those of
-            different ranks may coincide (replicated key-value heads), and together they cover the dimension. Empty if
-            ``dim`` is None.
+        dim: dimension that is split; None if every rank holds the whole parameter.
+        intervals: for each rank the intervals of indices along ``dim`` that it holds, in its local order. Different
+            ranks may hold the same interval (replicated key-value heads). All intervals together cover the dimension.
+            Empty if ``dim`` is None.
         world_size: number of ranks.
         stride: number of sections that were split separately (``partition_stride`` of the parameter).
     """
@@ -44,7 +44,7 @@ class ParamLayout:
 
     @classmethod
     def replicated(cls, global_shape: Sequence[int], world_size: int) -> ParamLayout:
-        """Every rank holds the whole parameter."""
+        """Create a layout in which every rank holds the whole parameter."""
         return cls(tuple(global_shape), None, (), world_size)
 
     @classmethod
@@ -61,10 +61,10 @@ class ParamLayout:
 
         Args:
             global_shape: shape of the whole parameter.
-            dim: dimension to split; a negative one counts from the last.
+            dim: dimension to split; negative values count from the end.
             world_size: number of ranks.
-            stride: number of equal sections of the dimension, which are split separately.
-            sizes: one size per rank, of one section; balanced if None.
+            stride: number of equal sections of the dimension that are split separately.
+            sizes: each rank's size in one section; None means the balanced rule.
 
         Raises:
             ShardingError: there is no such dimension, ``stride`` does not divide it, or ``sizes`` do not sum to a
@@ -84,12 +84,12 @@ class ParamLayout:
     def of_intervals(
         cls, global_shape: Sequence[int], dim: int, intervals: Sequence[Sequence[Interval]]
     ) -> ParamLayout:
-        """Each rank holds the given intervals of indices along ``dim``, in the given order.
+        """Create a layout in which each rank holds the given intervals along ``dim``, in the given order.
 
         Args:
             global_shape: shape of the whole parameter.
-            dim: dimension to split; a negative one counts from the last.
-            intervals: each rank's intervals, which other ranks may hold too. Adjacent intervals are joined.
+            dim: dimension to split; negative values count from the end.
+            intervals: each rank's intervals; several ranks may hold the same one. Adjacent intervals are joined.
 
         Raises:
             ShardingError: there is no such dimension, an interval does not lie in it, or no rank holds some index.
@@ -110,12 +110,12 @@ class ParamLayout:
         return cls(shape, dim, joined, len(joined))
 
     def local_size(self, rank: int) -> int:
-        """Number of indices of the split dimension that ``rank`` holds."""
+        """Return the number of indices of the split dimension that ``rank`` holds."""
         assert self.dim is not None
         return sum(stop - start for start, stop in self.intervals[rank])
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the part that ``rank`` holds."""
+        """Return the shape of the part that ``rank`` holds."""
         if self.dim is None:
             return self.global_shape
         shape = list(self.global_shape)
@@ -189,7 +189,7 @@ class Segment(NamedTuple):
     Attributes:
         start: first index in the whole parameter.
         length: number of indices.
-        local_start: where the interval begins in the rank's part.
+        local_start: first index in the rank's part.
     """
 
     start: int
@@ -200,7 +200,7 @@ class Segment(NamedTuple):
 def segments(layout: ParamLayout, rank: int) -> list[Segment]:
     """Divide the part of ``rank`` along the split dimension wherever any rank's part begins or ends.
 
-    Two segments of any ranks are therefore either identical or disjoint. Comparing their first indices is enough to
+    Any two segments, of any ranks, are therefore identical or disjoint. Comparing their first indices is enough to
     write each interval once.
 
     Args:

@@ -1,8 +1,8 @@
-"""Pieces of a tensor that fill boxes of indices, for torch.distributed.checkpoint; and the parts of exact sums.
+"""Rectangular pieces of tensors for torch.distributed.checkpoint, and the parts of exact sums.
 
-For sums along a split dimension that have the same bits at every layout, each section of the dimension is cut into
-``exact_parts`` parts by the balanced rule, at every number of ranks. Rank ``r`` of ``t`` must hold exactly the parts
-from ``r * exact_parts / t`` up to the next rank's: the bounds of the shards must be among the cuts.
+Exact sums along a split dimension have the same bits at every layout. At every number of ranks they cut each section of
+the dimension into ``exact_parts`` parts by the balanced rule. Rank ``r`` of ``t`` must hold exactly the parts from
+``r * exact_parts / t`` up to the next rank's first part, so each shard boundary must be a part boundary.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from shardwise.core.sharding.param_layout import ParamLayout
 
 
 class Box(NamedTuple):
-    """Indices of an array that are an interval in every dimension.
+    """A box of indices of an array: an interval in every dimension.
 
     Attributes:
         offsets: first index in each dimension.
-        sizes: number of indices in each.
+        sizes: number of indices in each dimension.
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def narrowed(self, dim: int, start: int, stop: int) -> Box | None:
-        """The part of it between two indices of a dimension; None if empty."""
+        """Return the part of the box between two indices of a dimension; None if it is empty."""
         low, high = max(start, self.offsets[dim]), min(stop, self.offsets[dim] + self.sizes[dim])
         if low >= high:
             return None
@@ -42,10 +42,10 @@ class Box(NamedTuple):
 
 
 def boxes_of_interval(shape: Sequence[int], interval: Interval) -> list[Box]:
-    """The elements ``interval`` of an array of ``shape``, counted in row-major order, as boxes in this order.
+    """Return boxes that cover the elements ``interval`` of an array, in row-major order.
 
-    Part of the first row, whole rows, and part of the last one, where parts of rows are such runs themselves: at most
-    ``2 * n - 1`` boxes of an array of ``n`` dimensions.
+    The boxes are part of the first row, whole rows, and part of the last row. A part of a row is divided the same way.
+    An array of ``n`` dimensions has at most ``2 * n - 1`` boxes.
 
     >>> boxes_of_interval((4, 5), (3, 17))
     [Box(offsets=(0, 3), sizes=(1, 2)), Box(offsets=(1, 0), sizes=(2, 5)), Box(offsets=(3, 0), sizes=(1, 2))]
@@ -72,22 +72,22 @@ def boxes_of_interval(shape: Sequence[int], interval: Interval) -> list[Box]:
 
 
 Piece = tuple[tuple[int, ...], Tensor]
-"""Where a box of the whole tensor begins, and the view that holds it."""
+"""Offset of a box in the whole tensor, and the view that holds it."""
 
 
 class TensorPieces(Tensor):
-    """This rank's pieces of a tensor, which ``dcp.save`` and ``dcp.load`` store and fill.
+    """This rank's pieces of a tensor, which ``dcp.save`` stores and ``dcp.load`` fills.
 
-    A tensor by name only, since PyTorch's planners look for pieces in tensors: it has the shape of the whole one, dtype
-    and device of the pieces, and no values; any operation but reading its shape is an error. It follows the protocol of
-    ``torch.distributed._checkpointable``, as DTensor does, which has neither balanced shards nor shards of several
-    runs.
+    It is a ``Tensor`` only because PyTorch's planners look for pieces in tensors. It has the shape of the whole tensor,
+    the dtype and device of the pieces, and no values; any operation except reading its shape is an error. It follows
+    the protocol of ``torch.distributed._checkpointable``, as DTensor does. DTensor supports neither balanced shards nor
+    shards of several intervals.
 
     Args:
         shape: shape of the whole tensor.
-        pieces: this rank's pieces. Any two written ones, of any ranks, are the same box or have nothing in common.
+        pieces: this rank's pieces. Any two written pieces, of any ranks, are the same box or disjoint.
         dtype, device: dtype and device of the pieces.
-        written: the pieces that this rank may write, while other ranks write the rest; all of them if None.
+        written: pieces that this rank may write, while other ranks write the rest; None means all pieces.
     """
 
     _pieces: list[Piece]
@@ -107,15 +107,15 @@ class TensorPieces(Tensor):
         return self
 
     def pieces(self) -> list[Piece]:
-        """Offset in the whole, and view, of each box that this rank holds."""
+        """Return the offset in the whole tensor, and the view, of each box that this rank holds."""
         return self._pieces
 
     def written_pieces(self) -> list[Piece]:
-        """The pieces that this rank may write."""
+        """Return the pieces that this rank may write."""
         return self.pieces() if self._written is None else self._written
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
-        """The pieces that this rank could write; the planner then chooses one writer for each."""
+        """Return the pieces that this rank may write; the planner then chooses one writer for each."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -133,16 +133,16 @@ class TensorPieces(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """The boxes that are to be filled."""
+        """Return the boxes to fill."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(torch.Size(offset), view.shape) for offset, view in self.pieces()]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """The view that holds the piece at ``index.offset``."""
+        """Return the view that holds the piece at ``index.offset``."""
         return dict(self.pieces())[tuple(index.offset)]
 
-    # Tensor's takes an argument more, which only PyTorch's printing gives.
+    # Tensor's method has another parameter, which only PyTorch's printing passes.
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
@@ -154,7 +154,7 @@ class TensorPieces(Tensor):
 
     __hash__ = Tensor.__hash__
 
-    # Without it PyTorch would look for an overriding function before every look at a shape. It stands in for a method.
+    # Without this PyTorch would look for an override before every access to a shape. The value replaces a method.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -166,29 +166,29 @@ class TensorPieces(Tensor):
 
 
 def shape_only(cls: type[TensorPieces], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of class ``cls`` that has a shape, a dtype and a device, and no memory."""
+    """Return a tensor of class ``cls`` with a shape, a dtype and a device, but no memory."""
     return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
 
 
 LocalParts = tuple[tuple[Interval, ...], ...]
-"""For each part that a rank holds its intervals of local indices, one for each section."""
+"""Intervals of local indices of each part that a rank holds, one interval per section."""
 
 
 def local_parts(layout: ParamLayout, rank: int, exact_parts: int, *, what: str) -> LocalParts:
-    """The parts of a split dimension that ``rank`` holds, in local indices.
+    """Return the parts of a split dimension that ``rank`` holds, in local indices.
 
     >>> local_parts(ParamLayout.split((16,), 0, 2, stride=2), 1, 4, what="the width")
     (((0, 2), (4, 6)), ((2, 4), (6, 8)))
 
     Args:
-        layout: the parameter's layout; split along one dimension.
+        layout: the parameter's layout, with a split dimension.
         rank: rank that holds the shard.
-        exact_parts: number of parts, a multiple of the ranks.
-        what: name of the dimension, for errors.
+        exact_parts: number of parts, a multiple of the number of ranks.
+        what: name of the dimension, for error messages.
 
     Raises:
-        ConfigError: the bounds of the shards are not among the cuts, or there are fewer indices than parts; the message
-            names the largest number of parts that works.
+        ConfigError: a shard boundary is not a part boundary, or there are fewer indices than parts. The message names
+            the largest number of parts that works.
     """
     if _fits(layout, exact_parts):
         parts = _parts(layout, rank, exact_parts)
@@ -211,13 +211,13 @@ def local_parts(layout: ParamLayout, rank: int, exact_parts: int, *, what: str) 
 
 
 def fitting_ranks(layouts: Iterable[ParamLayout], exact_parts: int) -> list[int]:
-    """The numbers of ranks over 1, powers of two up to ``exact_parts``, at which all shards are whole parts.
+    """Return the numbers of ranks, powers of two from 2 to ``exact_parts``, at which all shards are whole parts.
 
     >>> fitting_ranks([ParamLayout.split((509, 4), 0, 1)], 2), fitting_ranks([ParamLayout.split((509, 4), 0, 1)], 8)
     ([2], [])
 
     Args:
-        layouts: layouts of parameters at any number of ranks; those not split by the balanced rule are passed over.
+        layouts: layouts of parameters at any number of ranks; those not split by the balanced rule are skipped.
         exact_parts: number of parts, a power of two.
     """
     balanced = {
@@ -238,7 +238,7 @@ def fitting_ranks(layouts: Iterable[ParamLayout], exact_parts: int) -> list[int]
 
 @lru_cache(maxsize=4096)
 def _fits(layout: ParamLayout, exact_parts: int) -> bool:
-    """True if every rank has whole parts, so that all ranks refuse alike."""
+    """True if every rank has whole parts. Every rank checks all ranks, so that all raise the same error."""
     return all(_parts(layout, rank, exact_parts) is not None for rank in range(layout.world_size))
 
 

@@ -1,4 +1,4 @@
-"""One rank's part of a named parameter: what checkpoints store."""
+"""``ParamShard``: one rank's part of a named parameter, in the form that checkpoints store."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from shardwise.core.sharding.pieces import Piece, TensorPieces, boxes_of_interva
 _aten = torch.ops.aten
 
 ShardedOffset = tuple[int, int, int]
-"""``(axis, index, count)``: a tensor is number ``index`` of ``count`` along a new leading ``axis``."""
+"""``(axis, index, count)``: the tensor is at ``index`` of ``count`` along a new leading ``axis``."""
 
 
 class ParamShard(TensorPieces):
-    """One rank's part of a named parameter: what a layer's ``sharded_state_dict`` returns and a checkpoint stores.
+    """One rank's part of a named parameter; layers return it from ``sharded_state_dict``, and checkpoints store it.
 
-    ``shardwise.storage.checkpoint`` takes a dict of them, and so do ``torch.distributed.checkpoint.save`` and
-    ``load``, to any storage that keeps several pieces of a tensor. ``HuggingFaceStorageWriter`` does not: it keeps
-    each rank's last one, which suffices for most parameters, but not for a gated weight that is split.
+    ``shardwise.storage.checkpoint``, and ``save`` and ``load`` of ``torch.distributed.checkpoint``, accept a dict of
+    shards. PyTorch's storage must keep several pieces of one tensor. ``HuggingFaceStorageWriter`` keeps only the last
+    piece of each rank, which is enough for most parameters, but not for a gated weight that is split.
 
     Attributes:
-        key: name of the parameter in the checkpoint; parameters that ``sharded_offsets`` stack share it.
+        key: name of the parameter in the checkpoint; parameters that ``sharded_offsets`` stack share one name.
         data: this rank's part, shape ``layout.local_shape(rank)``; the parameter itself, not a copy. With an
-            ``interval`` one-dimensional: these elements.
-        layout: where each rank's part lies in the whole.
-        rank: this rank among those that ``layout`` is about.
-        sharded_offsets: leading axes that stack parameters of one name, such as the layers of a model; axis numbers
-            count from 0.
-        allow_shape_mismatch: on load the stored parameter may have another size along the split dimension, such as a
-            vocabulary with other padding; missing elements are left alone, others are dropped.
-            ``torch.distributed.checkpoint`` always wants the same shape.
-        is_copy: a data-parallel rank before this one writes it; see ``is_copy_by``. If False the planner of a
-            checkpoint chooses among all that hold it.
-        interval: where data-parallel ranks share out a part: the interval of its elements, in row-major order, that
-            this one holds. None for all of them. All ranks' intervals together are the part; they may be cut at other
-            places on each rank of ``layout``, and the first of several holders writes.
-        replicas: the ranks that hold the same.
+            ``interval``, the one-dimensional tensor of its elements.
+        layout: position of each rank's part in the whole parameter.
+        rank: this rank among the ranks of ``layout``.
+        sharded_offsets: leading axes, numbered from 0, that stack parameters of one name, such as the layers of a
+            model.
+        allow_shape_mismatch: whether the stored parameter may have another size along the split dimension on load, such
+            as a vocabulary with other padding. Missing elements stay unchanged, and extra elements are dropped.
+            ``torch.distributed.checkpoint`` always requires the same shape.
+        is_copy: whether an earlier data-parallel rank writes this part; see ``is_copy_by``. If False, the planner of
+            the checkpoint chooses a writer among the ranks that hold it.
+        interval: interval of the part's elements, in row-major order, that this rank holds when data-parallel ranks
+            split the part; None for all elements. The intervals of all ranks cover the part. Each rank of ``layout``
+            may have other interval boundaries; the first of several holders writes.
+        replicas: axes over which the parameter is replicated.
 
     Raises:
-        ShardingError: the rank is not one of the layout's, ``data`` is not of the shape that the layout gives it, the
-            interval does not lie in the part, or the offsets' axes are not 0, 1...
+        ShardingError: the rank is not one of the layout's, ``data`` does not have the shape that the layout assigns to
+            it, the interval does not lie in the part, or the offsets' axes are not 0, 1...
     """
 
     key: str
@@ -108,33 +108,33 @@ class ParamShard(TensorPieces):
 
     @property
     def layout(self) -> ParamLayout:  # type: ignore[override]
-        """Where each rank's part lies in the whole."""
+        """Position of each rank's part in the whole parameter."""
         return self._layout
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter, leading axes included."""
+        """Shape of the whole parameter, including the leading axes."""
         return tuple(self.shape)
 
     @property
     def is_replica(self) -> bool:
-        """True if a rank before this one holds the same values: a copy, or a whole parameter but on the first rank."""
+        """True if an earlier rank holds the same values: for a copy, and for a whole parameter except on rank 0."""
         return self.is_copy or (self.layout.dim is None and self.rank > 0)
 
     def accepts(self, stored_shape: Sequence[int]) -> bool:
-        """True if a whole parameter of this shape can be loaded: the same, or as ``allow_shape_mismatch`` allows."""
+        """True if a parameter of this shape can be loaded: the same, or one that ``allow_shape_mismatch`` allows."""
         stored, here = list(stored_shape), list(self.global_shape)
-        # The sections of a strided dimension would not lie where they lay.
+        # At another size, the sections of a strided dimension would begin elsewhere.
         if self.allow_shape_mismatch and self.layout.dim is not None and self.layout.stride == 1:
             resized = len(self.sharded_offsets) + self.layout.dim
             del stored[resized : resized + 1], here[resized]
         return stored == here
 
     def pieces(self) -> list[Piece]:
-        """Each interval of indices that this rank holds: its offset in the whole, and the view of ``data`` for it.
+        """Return each piece that this rank holds: its offset in the whole parameter, and its view of ``data``.
 
-        Pieces of any two ranks are the same part of the whole or have nothing in common, but for ranks of the layout
-        that hold different intervals of what they both have. Views have the leading axes too, of size 1.
+        Any two pieces, of any ranks, are the same part of the parameter or disjoint, unless two ranks of the layout
+        hold different intervals of a part that both have. Views include the leading axes, with size 1.
 
         Raises:
             ShardingError: the rank holds an index twice.
@@ -155,7 +155,7 @@ class ParamShard(TensorPieces):
         ]
 
     def written_pieces(self) -> list[Piece]:
-        """The pieces that this rank may write: none of a copy; of an interval, those that no earlier rank holds."""
+        """Return the pieces that this rank may write: none of a copy, and of an interval those it holds first."""
         if self.is_copy:
             return []
         if self.interval is None:
@@ -163,13 +163,13 @@ class ParamShard(TensorPieces):
         return [piece for piece, is_first in self._pieces_of_interval(self.interval) if is_first]
 
     def _pieces_of_interval(self, interval: Interval) -> list[tuple[Piece, bool]]:
-        """The pieces of the interval, each with True if this is the layout's first rank that has it."""
+        """Return the pieces of the interval, each with True if this is the first rank of the layout that holds it."""
         layout, rank = self.layout, self.rank
         shape, dim = layout.local_shape(rank), layout.dim
         lead = tuple(index for _, index, _ in self.sharded_offsets)
         ones = (1,) * len(lead)
         if math.prod(layout.global_shape) == 0:
-            # A tensor without elements is stored too.
+            # Checkpoints also store tensors without elements.
             return [(((*lead, *(0 for _ in shape)), self.data.detach().view((*ones, *shape))), rank == 0)]
         pieces: list[tuple[Piece, bool]] = []
         taken = 0
@@ -192,21 +192,21 @@ class ParamShard(TensorPieces):
         return pieces
 
     def with_data(self, data: Tensor) -> ParamShard:
-        """The same part of the same parameter, held in ``data``, of the same shape."""
+        """Return the same part of the same parameter, with its values in ``data``, which has the same shape."""
         return self._but(data=data)
 
     def with_interval(self, interval: Interval, data: Tensor, *, is_copy: bool | None = None) -> ParamShard:
-        """Some of the part's elements, held in ``data``.
+        """Return a shard with some of the part's elements, held in ``data``.
 
         Args:
-            interval: first element in row-major order, and the one after the last.
-            data: one-dimensional, these elements.
-            is_copy: another rank writes them; as it was if None.
+            interval: ``(start, stop)`` of the elements, in row-major order.
+            data: one-dimensional tensor of these elements.
+            is_copy: whether another rank writes them; None keeps the current value.
         """
         return self._but(data=data, interval=interval, is_copy=self.is_copy if is_copy is None else is_copy)
 
     def with_key(self, key: str, *, allow_shape_mismatch: bool | None = None) -> ParamShard:
-        """The same part under another name, which may allow another size on load."""
+        """Return the same part under another name, with ``allow_shape_mismatch`` replaced unless it is None."""
         allow = self.allow_shape_mismatch if allow_shape_mismatch is None else allow_shape_mismatch
         return self._but(key=key, allow_shape_mismatch=allow)
 
@@ -225,8 +225,8 @@ class ParamShard(TensorPieces):
         return ParamShard(**(fields | changes))
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
-        # torch.distributed.checkpoint stores by the dict's names, so that layers under different names would each be a
-        # stack with one layer in it.
+        # torch.distributed.checkpoint stores by the names in the dict. Layers under different names would each become a
+        # stack of one layer.
         if self.sharded_offsets and f".{fqn}".removesuffix(f".{self.key}") == f".{fqn}":
             raise ShardingError(
                 f"{fqn!r} is one of several tensors stacked under {self.key!r}; torch.distributed.checkpoint stores by "
@@ -236,7 +236,7 @@ class ParamShard(TensorPieces):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # By these torch.distributed.checkpoint copies a state (`async_save`), and allocates one of the meta device.
+        # These let torch.distributed.checkpoint copy a state (`async_save`) and allocate one that has no memory yet.
         kwargs = kwargs or {}
         if func in (_aten.detach.default, _aten.zeros_like.default, _aten.empty_like.default):
             return args[0].with_data(func(args[0].data, **kwargs))
@@ -244,7 +244,7 @@ class ParamShard(TensorPieces):
             args[0].data.copy_(args[1].data, **kwargs)
             return args[0]
         if func is _aten.new_empty.default:
-            # The caller then sets every attribute to a copy of ours.
+            # The caller then sets each attribute to a copy of this object's attribute.
             return shape_only(cls, args[1], args[0].dtype, kwargs.get("device", args[0].device))
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -6,7 +6,7 @@ numbers per rank and slot are the whole state::
     ready[rank, slot]   the last chunk that the rank put there, written after the data
     read[rank, slot]    the last chunk that the rank has taken out of all ranks' slots; a slot that all ranks have read
                         is used again
-    call[rank, slot]    a hash of operation, dtype and shape, by which disagreements are found at no cost
+    call[rank, slot]    a hash of operation, dtype and shape, which detects disagreements at no cost
 
 The channel uses no locks, because each number has one writer. It requires that stores become visible in program order,
 as on x86-64. A waiting rank first spins, then yields if there is a core for each rank of the group, then sleeps for
