@@ -1,1 +1,1 @@
-"""Models and checkpoints on disk: sharded checkpoints, Hugging Face folders, files of adapters."""
+"""Models on disk: sharded checkpoints, Hugging Face folders, and adapter files."""

@@ -1,4 +1,4 @@
-"""Adapters of a model in the files of the ``peft`` library: read, write, put into a model, merge."""
+"""Adapters in the file format of the ``peft`` library: load, save, add to a model, merge."""
 
 from shardwise.storage.adapters.adapter_files import load_adapter_ as load_adapter_, save_adapter as save_adapter
 from shardwise.storage.adapters.config_file import read_adapter_config as read_adapter_config

@@ -1,7 +1,7 @@
-"""Adapters in the files of the ``peft`` library: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Adapter files of the ``peft`` library: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Factors are stored whole, under the names of Hugging Face's linear layers, so that they can be written and read at any
-number of ranks, by ``peft`` and by us.
+Factors are stored whole, under Hugging Face's names of linear layers, so that ``peft`` and Shardwise can both read and
+write them, at any number of ranks.
 """
 
 import json
@@ -56,24 +56,24 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _FACTORS = r"(lora_[AB])\.weight|(lora_embedding_[AB]|lora_magnitude_vector)(?:\.weight)?"
 _KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(?:{_FACTORS})")
-# A wrapper of peft, between a module's path and the names of its parameters.
+# peft's wrappers add a name between a module's path and the names of its parameters.
 _WRAPPED = re.compile(rf"{re.escape(_PREFIX)}(.+?)(?:\.(base_layer|modules_to_save|original_module))?\.(weight|bias)")
 
 
 def load_adapter_(model: TransformerModel, folder: str | os.PathLike[str], architecture: Architecture) -> LoraConfig:
-    """Give a model the adapters of a folder and freeze all else, in place. Collective over the model's ranks.
+    """Load the adapters of a folder into a model in place, and freeze all else. Collective over the model's ranks.
 
     Args:
-        model: a built model, without adapters. See ``add_lora_`` about tied weights.
-        folder: written by ``save_adapter``, or by ``peft``'s ``save_pretrained``.
-        architecture: the architecture whose names the files use.
+        model: a model without adapters. See ``add_lora_`` for tied weights.
+        folder: folder written by ``save_adapter`` or by ``peft``'s ``save_pretrained``.
+        architecture: the architecture that defines the names in the files.
 
     Returns:
-        The folder's configuration.
+        The configuration in the folder.
 
     Raises:
-        CheckpointError: files that are missing, damaged, or of another model; nothing is changed, on any rank.
-        ConfigError: a variant of LoRA, or adapters on a layer, that are not offered; a model that has adapters already.
+        CheckpointError: files are missing, damaged, or of another model; nothing has changed on any rank.
+        ConfigError: the variant of LoRA or an adapted layer is not supported, or the model already has adapters.
     """
     check_without_adapters(model)
     known = all_tensors(model, architecture)
@@ -99,18 +99,18 @@ def save_adapter(
     *,
     base_model: str | None = None,
 ) -> None:
-    """Write the adapters of a model for ``peft`` and ``load_adapter_``. Collective over the model's ranks.
+    """Save the adapters of a model for ``peft`` and ``load_adapter_``. Collective over the model's ranks.
 
-    Trained biases and modules that are trained whole are written with them.
+    Trained biases and fully trained modules are saved too.
 
     Args:
         model: a model with adapters.
-        folder: made if missing; an adapter that is there is replaced.
-        architecture: the architecture whose names the files use.
-        base_model: name or folder of the base model, as ``base_model_name_or_path``.
+        folder: destination, created if missing; an adapter in it is replaced.
+        architecture: the architecture that defines the names in the files.
+        base_model: name or folder of the base model, stored as ``base_model_name_or_path``.
 
     Raises:
-        ConfigError: the model has no adapters, or the folder cannot be written to; on every rank.
+        ConfigError: the model has no adapters, or the folder cannot be written to; raised on every rank.
     """
     pairs = [
         (target, adapter) for target in adapter_targets(model, architecture) if (adapter := target.adapter) is not None
@@ -137,7 +137,7 @@ def save_adapter(
     paths = sorted({match[1] for key in tensors if (match := _KEY.fullmatch(key))})
     lora, transposed = facts[0][0], any(transposed for _, transposed in facts)
     named = chosen_paths(lora, all_paths(model, architecture), outer_paths(model, architecture))
-    # BERT's heads have layers of the same names; then full paths are written.
+    # Write full paths if names are ambiguous: BERT's heads have layers of the same names.
     exact = isinstance(model, GPT) and named == set(paths)
     config = config_json(lora, transposed, paths, names_will_do=exact, base_model=base_model)
     task_type = "CAUSAL_LM" if isinstance(model, GPT) else None
@@ -145,7 +145,7 @@ def save_adapter(
         task_type = "TOKEN_CLS" if model.classification.is_of_tokens else "SEQ_CLS"
     config["task_type"] = task_type
     ranks, copies = model_groups(model.groups), model.groups.dp
-    # One rank of the model and its data-parallel copies writes.
+    # Only one rank of the model and its data-parallel replicas writes.
     writes = all(group.rank() == 0 for group in (*ranks, *([copies] if copies else [])))
     agree(lambda: _write(Path(folder), config, tensors) if writes else None, group=ranks)
 
@@ -157,10 +157,10 @@ def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) 
     }
     new = {name: folder / f"{name}.new" for name in contents}
     try:
-        # An earlier adapter is only touched once both new files have been written.
+        # Do not touch an earlier adapter before both new files are complete.
         for name, path in new.items():
             write_atomically(path, methodcaller("write", contents[name]))
-        # The configuration is removed first and written last, so that its tensors are complete wherever it exists.
+        # Remove the configuration first and write it last, so that the tensors are complete if it exists.
         (folder / CONFIG_NAME).unlink(missing_ok=True)
         for name, path in new.items():
             path.replace(folder / name)
@@ -174,21 +174,21 @@ def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) 
 
 @dataclass(frozen=True)
 class _Found:
-    """The content of an adapter's files: paths with adapters, factors, and tensors of the base model."""
+    """Content of an adapter's files: paths with adapters, factors, and tensors of the base model."""
 
     config: LoraConfig
-    # Of all stages: layers with an adapter, tensors that are trained, and tensors that only have values, since peft
-    # writes the weights of embeddings with an adapter too.
+    # For all stages: paths with an adapter, trained tensors, and tensors that are replaced but not trained, because
+    # peft also writes the weight of an embedding with an adapter.
     paths: set[str]
     trained: set[str]
     replaced: set[str]
-    # Of this stage, whole.
+    # For this stage: whole factors and tensors.
     factors: dict[tuple[str, str], Tensor]
     tensors: dict[str, Tensor]
 
 
 def _read(folder: Path, model: TransformerModel, architecture: Architecture, known: set[str]) -> _Found:
-    """Read and check a folder for a model whose tensors, of all stages, are ``known``."""
+    """Read and check a folder for a model; ``known`` are the names of its tensors on all stages."""
     config = read_adapter_config(folder)
     path = folder / WEIGHTS_NAME
     if not path.exists():
@@ -199,7 +199,7 @@ def _read(folder: Path, model: TransformerModel, architecture: Architecture, kno
         for base in base_parameters(model, architecture)
         for name, shape in base.composition.stored_shapes.items()
     }
-    # A tied weight has a name for each of its uses.
+    # A tied weight has a name for each use.
     needed |= {f"{each}.weight": (model.vocab_size or 0, model.config.hidden_size) for each in outer}
     targets = adapter_targets(model, architecture)
     needed |= {(target.path, name): shape for target in targets for name, shape in _shapes(target, config).items()}
@@ -212,7 +212,7 @@ def _read(folder: Path, model: TransformerModel, architecture: Architecture, kno
         elif (match := _WRAPPED.fullmatch(key)) is not None and f"{match[1]}.{match[3]}" in known:
             place = f"{match[1]}.{match[3]}"
             is_here = place in needed
-            # Of a module that is trained whole there may be its original, and the same values under two names.
+            # A fully trained module may have its original weights too, and the same values under two names.
             if match[2] == "original_module" or place in chosen:
                 continue
         else:
@@ -269,7 +269,7 @@ def _some(paths: list[str]) -> str:
 
 @torch.no_grad()
 def _replace_(model: TransformerModel, name: str, whole: Tensor) -> None:
-    """Write a whole weight into this stage's embedding or output layer, which may be tied."""
+    """Copy a whole weight to this stage's embedding or output layer, which may be tied."""
     module: Any = dict(model.named_modules()).get(name)
     if module is None:
         return
@@ -296,12 +296,12 @@ def _shapes(target: AdapterTarget, config: LoraConfig) -> dict[str, tuple[int, .
 
 
 def _key_of(path: str, name: str) -> str:
-    """A tensor's name in a file; ``peft`` writes some without ``weight``."""
+    """Return a factor's name in a file, to which ``peft`` does not always add ``weight``."""
     plain = name == "lora_magnitude_vector" or name.startswith("lora_embedding")
     return f"{_PREFIX}{path}.{name}" + ("" if plain else ".weight")
 
 
 def _key_of_base(tensor: str, adapted: Collection[str]) -> str:
-    """The name in a file of a tensor of the base model; ``adapted`` are the paths with an adapter."""
+    """Return a base tensor's name in a file; ``adapted`` are the paths with an adapter."""
     path, _, leaf = tensor.rpartition(".")
     return f"{_PREFIX}{path}.{'base_layer.' if path in adapted else ''}{leaf}"

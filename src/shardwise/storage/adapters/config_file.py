@@ -1,4 +1,4 @@
-"""``adapter_config.json`` of the ``peft`` library, and the layers that its targets and patterns name in a model."""
+"""``adapter_config.json`` of the ``peft`` library, and the layers of a model that match its targets and patterns."""
 
 import dataclasses
 import difflib
@@ -17,9 +17,9 @@ from shardwise.storage.huggingface.tensor_folder import read_json
 CONFIG_NAME = ADAPTER_CONFIG_NAME
 
 _MERGE_FIRST = "merge them into the model with peft (merge_and_unload, then save_pretrained) and use that folder"
-# Initialisations that leave the base weights unchanged.
+# Initializations that do not change the base weights.
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-# Fields that would make an adapter compute something other than B A.
+# Fields with which an adapter computes something other than B A.
 _VARIANTS = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -38,11 +38,11 @@ _VARIANTS = (
 
 
 def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
-    """The settings of the adapters in a folder.
+    """Read the settings of the adapters in a folder.
 
     Raises:
-        CheckpointError: there is no such folder or file, or it is damaged.
-        ConfigError: a variant of LoRA that is not offered; the message names the field.
+        CheckpointError: the folder or the file is missing, or the file is damaged.
+        ConfigError: the variant of LoRA is not supported; the message names the field.
     """
     path = Path(folder) / CONFIG_NAME
     if not os.path.isdir(folder):
@@ -106,7 +106,7 @@ def _lora_arguments(fields: Fields) -> dict[str, Any]:
 
 
 def _modules(fields: Fields, name: str, *, or_none: bool = False) -> tuple[str, ...] | str:
-    """A list of names, or a regular expression."""
+    """Return a list of names, or a regular expression."""
     value = fields.values.get(name)
     if value is None and or_none:
         return ()
@@ -128,7 +128,7 @@ def _pattern(fields: Fields, name: str, kind: type[Any]) -> dict[str, Any]:
 def config_json(
     config: LoraConfig, transposed: bool, paths: list[str], *, names_will_do: bool, base_model: str | None
 ) -> dict[str, Any]:
-    """The content of ``adapter_config.json`` for a model with adapters at ``paths``."""
+    """Return the content of ``adapter_config.json`` for a model with adapters at ``paths``."""
     alpha = int(config.lora_alpha) if config.lora_alpha == int(config.lora_alpha) else config.lora_alpha
     targets: Collection[str] = paths
     if names_will_do:
@@ -161,12 +161,12 @@ def _as_json(modules: Collection[str]) -> list[str] | str:
 
 
 def chosen_paths(config: LoraConfig, in_layers: Iterable[str], outer: Iterable[str]) -> set[str]:
-    """The paths, in transformer layers and outside, that get an adapter."""
+    """Return the paths that get an adapter, of those in transformer layers and of ``outer`` ones."""
     return set(filter(config.chooses, in_layers)) | {path for path in outer if config.chooses(path, in_layers=False)}
 
 
 def trained_tensors(config: LoraConfig, tensors: Iterable[str], chosen: Collection[str]) -> set[str]:
-    """The tensors of the base model that are trained next to adapters at the paths ``chosen``."""
+    """Return the tensors of the base model that are trained next to adapters at the paths ``chosen``."""
 
     def is_trained(path: str, leaf: str) -> bool:
         is_bias = leaf == "bias" and (config.bias == "all" or (config.bias == "lora_only" and path in chosen))
@@ -178,13 +178,13 @@ def trained_tensors(config: LoraConfig, tensors: Iterable[str], chosen: Collecti
 def check_targets(
     in_layers: Collection[str], outer: Collection[str], tensors: Iterable[str], config: LoraConfig
 ) -> None:
-    """Raise ConfigError, with the nearest names, for a target, pattern or ``modules_to_save`` that names nothing.
+    """Raise ConfigError, with the nearest names, if a target, pattern or entry of ``modules_to_save`` matches nothing.
 
     Args:
-        in_layers: the paths of linear layers of transformer layers, of all stages.
-        outer: the paths of embedding and output layer, if they can have adapters.
-        tensors: the names of all weights and biases.
-        config: has the targets.
+        in_layers: paths of the linear layers in transformer layers, of all stages.
+        outer: paths of the embedding and the output layer, if they can have adapters.
+        tensors: names of all weights and biases.
+        config: settings with the targets.
     """
     modules = _adapted_modules(tensors)
     paths = sorted({*in_layers, *outer})
@@ -238,7 +238,7 @@ def check_targets(
 
 
 def _adapted_modules(tensors: Iterable[str]) -> list[str]:
-    """The paths of all modules with parameters, then of the modules that contain these."""
+    """Return the paths of all modules with parameters, then of the modules that contain them."""
     paths = {tensor.rpartition(".")[0] for tensor in tensors}
     within = {path[: dot.start()] for path in paths for dot in re.finditer(r"\.", path)}
     return [*sorted(paths), *sorted(within - paths)]

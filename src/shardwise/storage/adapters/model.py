@@ -1,4 +1,4 @@
-"""Adapters on a whole model, by the names that Hugging Face gives its layers, and base parameters trained with them."""
+"""Adapters of a whole model, by Hugging Face's names of layers, and base parameters that are trained with them."""
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
@@ -30,14 +30,14 @@ from shardwise.storage.huggingface.mapping import Composition, compose
 
 @dataclass(frozen=True)
 class AdapterTarget:
-    """A linear layer or embedding of Hugging Face's, and where ours has it.
+    """A linear layer or embedding of Hugging Face's model, and the layer of ours that contains it.
 
     Attributes:
-        path: its module's path in Hugging Face's model, such as ``model.layers.0.self_attn.q_proj``.
-        layer: the layer of ours that holds it.
-        section: for each of its output rows the row of ``layer``'s output; None if they are the same.
-        transposed: Hugging Face stores the weight as ``[in, out]``.
-        in_layers: it is in a transformer layer; else it is the embedding or the output layer.
+        path: path of the module in Hugging Face's model, such as ``model.layers.0.self_attn.q_proj``.
+        layer: layer of our model that contains it.
+        section: for each output row, its row in ``layer``'s output; None if all rows are the same.
+        transposed: whether Hugging Face stores the weight as ``[in, out]``.
+        in_layers: whether it is in a transformer layer; otherwise it is the embedding or the output layer.
     """
 
     path: str
@@ -48,7 +48,7 @@ class AdapterTarget:
 
     @property
     def name(self) -> str:
-        """The last part of the path, the adapter's name in ``layer``."""
+        """Last part of the path, which names the adapter in ``layer``."""
         return self.path.rpartition(".")[2]
 
     @property
@@ -62,9 +62,9 @@ class AdapterTarget:
 
 
 def adapter_targets(model: TransformerModel, architecture: Architecture) -> list[AdapterTarget]:
-    """Every layer of this pipeline stage that can have an adapter, in order.
+    """Return every layer of this pipeline stage that can have an adapter, in order.
 
-    These are the linear layers of transformer layers and, of a GPT, the embedding and the output layer.
+    These are the linear layers in transformer layers and, in a GPT, the embedding and the output layer.
 
     Raises:
         ConfigError: the architecture has no such layers.
@@ -81,13 +81,13 @@ def adapter_targets(model: TransformerModel, architecture: Architecture) -> list
 
 
 def all_paths(model: TransformerModel, architecture: Architecture) -> set[str]:
-    """The paths of the linear layers of all pipeline stages."""
+    """Return the paths of the linear layers in transformer layers of all pipeline stages."""
     first, numbers = model.block.layers[0], range(model.config.num_layers)
     return {target.path for number in numbers for target in _targets_of_layer(model, first, number, architecture)}
 
 
 def outer_paths(model: TransformerModel, architecture: Architecture) -> dict[str, tuple[str, str]]:
-    """The paths of embedding and output layer of all stages: for each its name in our model, and its name in prose."""
+    """Map the paths of the embedding and the output layer to their names in our model and in messages."""
     if not isinstance(model, GPT):
         return {}
     parts = {"embedding.word_embeddings": "the embedding"}
@@ -102,7 +102,7 @@ def outer_paths(model: TransformerModel, architecture: Architecture) -> dict[str
 
 
 def all_tensors(model: TransformerModel, architecture: Architecture) -> set[str]:
-    """Hugging Face's names of all weights and biases, tied ones too, of a model without adapters.
+    """Return Hugging Face's names of all weights and biases, including tied ones, of a model without adapters.
 
     Collective over the stages.
     """
@@ -114,7 +114,7 @@ def all_tensors(model: TransformerModel, architecture: Architecture) -> set[str]
 def _targets_of_layer(
     model: TransformerModel, layer: nn.Module, number: int, architecture: Architecture
 ) -> Iterator[AdapterTarget]:
-    """The targets of a layer, named as in the layer of that number, from 0."""
+    """Yield the targets of a layer, with the paths that they have in layer ``number``, from 0."""
     heads = Heads(*model.config.heads)
     for name, linear in layer.named_modules():
         if not isinstance(linear, ColumnLinear | RowLinear):
@@ -134,19 +134,19 @@ def _targets_of_layer(
 
 
 def add_lora_(model: TransformerModel, config: LoraConfig, architecture: Architecture) -> None:
-    """Give a model adapters and freeze all else but what the config trains, in place. Collective over its ranks.
+    """Add adapters to a model in place, and freeze all other parameters that the config does not train.
 
-    Initial values depend on the state of PyTorch's default generator and on the layer's name, so they are the same on
-    any number of ranks and stages. ``B`` is 0 (of an embedding ``A``), so the model computes what it did.
+    Collective over the model's ranks. Initial values depend on the state of PyTorch's default generator and on the
+    layer's name, so they are the same for any number of ranks and stages. ``B`` (of an embedding, ``A``) is 0, so the
+    model's output does not change.
 
     Args:
-        model: a built model, without adapters. If the embedding and the output layer are one weight, and one of them
-            gets an adapter or is trained, they are two afterwards.
-        config: rank, strength and targets.
-        architecture: the architecture whose names the targets are.
+        model: a model without adapters; untied if the embedding or the output layer gets an adapter or is trained.
+        config: rank, scale and targets.
+        architecture: the architecture that defines the names of targets.
 
     Raises:
-        ConfigError: a target that the model lacks, or a model that has adapters already.
+        ConfigError: the model lacks a target, or already has adapters.
     """
     check_without_adapters(model)
     in_layers, outer = all_paths(model, architecture), outer_paths(model, architecture)
@@ -157,7 +157,7 @@ def add_lora_(model: TransformerModel, config: LoraConfig, architecture: Archite
 
 
 def check_without_adapters(model: TransformerModel) -> None:
-    """Raise ConfigError, on every rank, if a stage of a model has adapters."""
+    """Raise ConfigError on every rank if any stage of a model has adapters."""
 
     def check() -> None:
         if any(True for _ in lora_layers(model)):
@@ -169,7 +169,7 @@ def check_without_adapters(model: TransformerModel) -> None:
 def add_adapters_(
     model: TransformerModel, config: LoraConfig, architecture: Architecture, chosen: Collection[str], trained: Set[str]
 ) -> None:
-    """``add_lora_`` at the paths ``chosen``, with the tensors ``trained`` of the base model; both are of all stages."""
+    """Add adapters at the paths ``chosen`` and train the base tensors ``trained``, both of all stages."""
     check_without_adapters(model)
     agree(
         lambda: check_trainable(base_parameters(model, architecture), trained, chosen), group=model_groups(model.groups)
@@ -192,7 +192,7 @@ def add_adapters_(
             else:
                 sections = {target.name: target.section for target in targets}
                 LoraLinear.add(first.layer, config, sections, {target.name: target.path for target in targets})
-    # Layers with adapters get their places in the model, so that stages draw the same random numbers.
+    # Layers with adapters get their number in the model, so that stages draw the same random numbers.
     parts: list[tuple[Any, int]] = [(part, part.layer_number) for part in cast(Iterable[Any], model.block.layers)]
     if model.post_process and model.classification is None:
         parts.append((model.output_layer, model.config.num_layers + 1))
@@ -203,28 +203,28 @@ def add_adapters_(
 
 
 def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:
-    """The layers that have adapters."""
+    """Yield the layers that have adapters."""
     return (module for module in model.modules() if isinstance(module, LoraLayer))
 
 
 def merge_lora_(model: nn.Module) -> None:
-    """Add every adapter's product to its weight, in place, and keep what else was trained."""
+    """Add every adapter's product to its weight in place; other trained parameters count as merged too."""
     for layer in lora_layers(model):
         layer.merge_()
     trained_of(model).merged = True
 
 
 def unmerge_lora_(model: nn.Module) -> None:
-    """Take the products out of the weights again, in place; a weight comes back up to one rounding."""
+    """Subtract the products from the weights in place, which restores the weights up to one rounding."""
     for layer in lora_layers(model):
         layer.unmerge_()
     trained_of(model).merged = False
 
 
 def remove_lora_(model: nn.Module) -> None:
-    """Remove all adapters, in place; what is merged stays in the weights, and what is frozen stays frozen.
+    """Remove all adapters in place. Merged products stay in the weights, and frozen parameters stay frozen.
 
-    Other trained parameters get back their original values, unless they are merged.
+    Other trained parameters are reset to their original values unless they are merged.
     """
     for layer in list(lora_layers(model)):
         layer.remove()
@@ -238,7 +238,7 @@ def remove_lora_(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def lora_disabled(model: nn.Module) -> Iterator[None]:
-    """Inside it adapters that are not merged take no part, and other trained parameters have their original values."""
+    """Disable adapters that are not merged, and restore the original values of other trained parameters, inside it."""
     before = [(layer, layer.lora_enabled) for layer in lora_layers(model)]
     for layer, _ in before:
         layer.lora_enabled = False
@@ -252,7 +252,7 @@ def lora_disabled(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class BaseParameter:
-    """A parameter of the base model: its module and name there, its layout, and the tensors of Hugging Face in it."""
+    """A parameter of the base model: its module and name, its layout, and Hugging Face's tensors in it."""
 
     owner: nn.Module
     name: str
@@ -261,12 +261,12 @@ class BaseParameter:
 
     @property
     def param(self) -> nn.Parameter:
-        """The parameter of today: sharding a model replaces its parameters."""
+        """The current parameter, because sharding a model replaces its parameters."""
         return self.owner.get_parameter(self.name)
 
     @torch.no_grad()
     def fill_(self, tensors: Mapping[str, Tensor], rank: int) -> None:
-        """Write whole tensors of Hugging Face, all or some of the parameter's, into this rank's part."""
+        """Copy this rank's part from whole Hugging Face tensors, which may be only some of the parameter's."""
         values, given = torch.zeros(self.layout.global_shape), torch.zeros(self.layout.global_shape, dtype=torch.bool)
         values = values.to(next(iter(tensors.values())).dtype)
         for start, piece in zip(self.composition.starts, self.composition.pieces, strict=True):
@@ -281,7 +281,7 @@ class BaseParameter:
 
 @dataclass(frozen=True)
 class TrainedParameter:
-    """A base parameter, those of its tensors that are trained, and this rank's part before training."""
+    """A base parameter, the names of its trained tensors, and this rank's part before training."""
 
     base: BaseParameter
     tensors: tuple[str, ...]
@@ -289,7 +289,7 @@ class TrainedParameter:
 
     @torch.no_grad()
     def exchange(self, values: Tensor | None = None) -> Tensor:
-        """Write values (None: the original ones) into this rank's part; returns the values before."""
+        """Copy values (None: the original values) to this rank's part, and return the previous values."""
         param: Tensor = self.base.param
         values = self.original if values is None else values
         if is_sharded(param):
@@ -303,20 +303,20 @@ class TrainedParameter:
 
 @dataclass
 class Trained:
-    """The base parameters of this stage that are trained; if ``merged``, their values are not taken out again."""
+    """The trained base parameters of this stage; if ``merged``, they keep their trained values."""
 
     parameters: list[TrainedParameter] = field(default_factory=list)
     merged: bool = False
 
 
 def trained_of(model: nn.Module) -> Trained:
-    """The base parameters of a model that are trained next to its adapters."""
+    """Return the base parameters of a model that are trained next to its adapters."""
     found: Trained | None = getattr(model, "lora_trained", None)
     return found or Trained()
 
 
 def base_parameters(model: TransformerModel, architecture: Architecture) -> list[BaseParameter]:
-    """The parameters of this stage of a model without adapters."""
+    """Return the parameters of this stage of a model without adapters."""
     owners = {
         id(param): (module, name)
         for module in model.modules()
@@ -331,7 +331,7 @@ def base_parameters(model: TransformerModel, architecture: Architecture) -> list
 
 
 def check_trainable(parameters: list[BaseParameter], tensors: Set[str], modules: Collection[str]) -> None:
-    """Raise ConfigError for a weight that would be trained in part; biases of adapted layers (``modules``) may."""
+    """Raise ConfigError if only a part of a parameter is trained, unless it is a bias of an adapted module."""
     for base in parameters:
         within = list(base.composition.stored_shapes)
         if isinstance(base.param, QuantizedTensor) and not tensors.isdisjoint(within):
@@ -352,7 +352,7 @@ def check_trainable(parameters: list[BaseParameter], tensors: Set[str], modules:
 
 
 def train_(model: TransformerModel, parameters: list[BaseParameter], tensors: Collection[str]) -> None:
-    """Let ``tensors`` be trained, in place; adapters have been added before."""
+    """Make ``tensors`` trainable in place, after adapters were added."""
     trained = Trained()
     for base in parameters:
         chosen = tuple(name for name in base.composition.stored_shapes if name in tensors)
@@ -373,7 +373,7 @@ def train_(model: TransformerModel, parameters: list[BaseParameter], tensors: Co
 
 @contextlib.contextmanager
 def originals(model: nn.Module) -> Iterator[None]:
-    """Inside it base parameters that are trained, and not merged, have their original values."""
+    """Restore the original values of trained base parameters that are not merged, inside the context."""
     trained = trained_of(model)
     taken = [] if trained.merged else [(each, each.exchange()) for each in trained.parameters]
     try:

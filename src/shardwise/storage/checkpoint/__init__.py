@@ -1,4 +1,4 @@
-"""Sharded checkpoints: safetensors and JSON only, complete or absent, from any layout to any layout."""
+"""Sharded checkpoints in safetensors and JSON, which are never incomplete and load at any layout."""
 
 from shardwise.core.sharding import ParamShard as ParamShard
 from shardwise.storage.checkpoint.checkpoint import load as load, read_meta as read_meta, verify as verify

@@ -1,7 +1,7 @@
-"""Loading of a sharded state into any layout, and checks of a saved one.
+"""Load a sharded state at any layout, and verify a checkpoint.
 
-torch.distributed.checkpoint plans who reads what and moves the bytes; this module adds checks of the contents, and
-errors that are the same on every rank (``checkpoint_errors``).
+torch.distributed.checkpoint plans which rank reads which bytes, and moves them. This module adds checks of the
+contents, and errors that are the same on every rank (``checkpoint_errors``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,17 +24,17 @@ from shardwise.storage.checkpoint.storage import SafetensorsReader, tensors_of
 
 
 def describe(error: BaseException) -> str:
-    """``error`` as one line, with its type unless the message says enough."""
+    """Return ``error`` as one line, with its type unless it is a ShardwiseError or an OSError."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ShardwiseError | OSError) else f"{type(error).__name__}: {text}"
 
 
 @contextmanager
 def checkpoint_errors() -> Iterator[None]:
-    """Turn an error into a CheckpointError.
+    """Convert errors into CheckpointErrors.
 
-    An error of torch.distributed.checkpoint carries those of all ranks, the same on every rank: the lowest rank's is
-    taken. An error that is no ``Exception`` (KeyboardInterrupt) stays.
+    An error of torch.distributed.checkpoint has the errors of all ranks, the same on every rank; the lowest rank's is
+    used. An error that is not an ``Exception`` (such as KeyboardInterrupt) is raised unchanged.
     """
     try:
         yield
@@ -51,7 +51,7 @@ def checkpoint_errors() -> Iterator[None]:
 
 
 Description = tuple[torch.dtype, tuple[int, ...], ParamLayout]
-"""Facts of a tensor that are the same on every rank: dtype, global shape (leading axes included), and layout."""
+"""Properties of a tensor that are the same on every rank: dtype, global shape (with leading axes), and layout."""
 
 
 def load(
@@ -62,26 +62,26 @@ def load(
     allow_extra: bool = False,
     convert: bool = False,
 ) -> dict[str, Any]:
-    """Fill the tensors of ``state`` in place from the checkpoint at ``path``, saved from any layout.
+    """Load the checkpoint at ``path``, which was saved at any layout, into the tensors of ``state``, in place.
 
-    Collective over ``group``. Each rank reads only its own slices. The model and the sizes of files are checked before
-    any tensor is written; the contents are compared with what was saved while they are read, so that after an error
-    about them the tensors of ``state`` hold what was found.
+    Collective over ``group``. Each rank reads only its own slices. The tensors' names, shapes and dtypes and the sizes
+    of files are checked before any tensor is written. Checksums are compared while the contents are read; if they
+    differ, the tensors of ``state`` hold the damaged values.
 
     Args:
-        path: a checkpoint's folder, such as ``latest`` gives.
-        state: this rank's part of each tensor; its entries' ``data`` are written. An entry that allows it is loaded
-            from a tensor of another size too (see ``ParamShard``).
-        group: all ranks that load; they share ``path``.
-        allow_extra: leave out tensors of the checkpoint that no rank's ``state`` has, such as the optimizer's.
-        convert: round numbers to the floating-point dtype of ``state`` where they were saved in another one.
+        path: folder of a checkpoint, for example from ``latest``.
+        state: this rank's part of each tensor; the ``data`` of its entries is overwritten. An entry may allow a tensor
+            of another size (see ``ParamShard``).
+        group: all ranks that load; they see the same ``path``.
+        allow_extra: ignore tensors of the checkpoint that no rank's ``state`` has, such as the optimizer's.
+        convert: convert tensors that were saved in another floating-point dtype to the dtype of ``state``.
 
     Returns:
-        The ``meta`` that was saved.
+        The saved ``meta``.
 
     Raises:
-        CheckpointError: no checkpoint, a damaged one, or one of another model (a tensor that is missing, not asked for,
-            or of another shape or dtype); the same message on every rank.
+        CheckpointError: there is no checkpoint, or it is damaged or of another model (a tensor is missing or
+            unexpected, or has another shape or dtype); the message is the same on every rank.
     """
     manifest: Manifest | None = None
     mine: dict[str, TensorPieces] = {}
@@ -126,7 +126,7 @@ def load(
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The ``meta`` of the checkpoint at ``path``; CheckpointError if there is no good one. Not collective."""
+    """Return the ``meta`` of the checkpoint at ``path``, or raise CheckpointError. Not collective."""
     return Manifest.read(path).meta
 
 
@@ -134,7 +134,7 @@ def verify(path: Path) -> None:
     """Compare every file of the checkpoint at ``path`` with its recorded size and checksum. Not collective.
 
     Raises:
-        CheckpointError: no checkpoint, or a damaged one; the message names the file.
+        CheckpointError: there is no checkpoint, or it is damaged; the message names the file.
     """
     manifest = Manifest.read(path)
     manifest.check_sizes(path)
@@ -142,7 +142,7 @@ def verify(path: Path) -> None:
 
 
 def describe_state(state: Mapping[str, ParamShard]) -> dict[str, Description]:
-    """The descriptions of this rank's entries, by key; CheckpointError if two entries of one key differ."""
+    """Return descriptions of this rank's entries by key; raise CheckpointError if two entries of a key differ."""
     return merge_descriptions(
         (f"entry {name!r}", {shard.key: (shard.data.dtype, shard.global_shape, shard.layout)})
         for name, shard in state.items()
@@ -150,7 +150,7 @@ def describe_state(state: Mapping[str, ParamShard]) -> dict[str, Description]:
 
 
 def merge_descriptions(parts: Iterable[tuple[str, dict[str, Description]]]) -> dict[str, Description]:
-    """The descriptions of all named parts, by key; CheckpointError if two parts differ about a tensor."""
+    """Merge the descriptions of all named parts by key; raise CheckpointError if two parts differ about a tensor."""
     merged: dict[str, Description] = {}
     first: dict[str, str] = {}
     for who, part in parts:
@@ -165,7 +165,7 @@ def merge_descriptions(parts: Iterable[tuple[str, dict[str, Description]]]) -> d
 
 
 def check_state_fits(path: Path, manifest: Manifest, state: Mapping[str, ParamShard], *, convert: bool = False) -> None:
-    """Raise CheckpointError unless the checkpoint has every tensor of ``state``, with a shape and dtype that fit."""
+    """Raise CheckpointError unless the checkpoint has every tensor of ``state`` with a fitting shape and dtype."""
     for shard in state.values():
         saved = manifest.tensors.get(shard.key)
         if saved is None:

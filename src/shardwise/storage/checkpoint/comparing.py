@@ -13,23 +13,23 @@ from shardwise.core.tensor_files import StoredTensor, read_header
 from shardwise.storage.checkpoint.manifest import Manifest
 from shardwise.storage.checkpoint.storage import read_slice
 
-# At most 8 MiB of each tensor are compared at a time.
+# Compare at most 8 MiB of each tensor at a time.
 _MOST_ELEMENTS = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """The difference between a tensor of two checkpoints.
+    """Difference between two checkpoints in one tensor.
 
     Attributes:
-        name: of the tensor.
-        facts: the difference in dtype, shape or presence; None if values differ.
-        num_different: elements whose bits differ.
-        num_elements: of the tensor.
-        first: index of the first element that differs.
-        values: of that element, in both checkpoints.
-        distance: norm of the difference over the norm of the first checkpoint's; NaN where either has NaN.
+        name: name of the tensor.
+        facts: difference in dtype, shape or presence; None if only values differ.
+        num_different: number of elements whose bits differ.
+        num_elements: number of elements of the tensor.
+        first: index of the first different element.
+        values: values of that element in both checkpoints.
+        distance: norm of the difference divided by the norm of the first checkpoint's tensor; NaN if either has NaN.
     """
 
     name: str
@@ -42,14 +42,14 @@ class TensorDifference:
 
 
 class StoredCheckpoint:
-    """A checkpoint whose global tensors are read in boxes, independent of the layout that it was saved at.
+    """Reads boxes of global tensors from a checkpoint, whatever layout it was saved at.
 
     Attributes:
-        folder: of the checkpoint.
-        manifest: its content.
+        folder: folder of the checkpoint.
+        manifest: manifest of the checkpoint.
 
     Raises:
-        CheckpointError: there is none, or its manifest is damaged.
+        CheckpointError: there is no checkpoint, or its manifest is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,7 +58,7 @@ class StoredCheckpoint:
         self._headers: dict[str, dict[str, StoredTensor]] = {}
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of a tensor, on the CPU, by first index and number of indices in each dimension.
+        """Read a box of a tensor to the CPU, given by first index and number of indices in each dimension.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -85,7 +85,7 @@ class StoredCheckpoint:
 
 
 def tensor_differences(one: StoredCheckpoint, other: StoredCheckpoint) -> Iterator[TensorDifference]:
-    """The tensors that differ in bits, the optimizer's last; some MiB of each are in memory at a time.
+    """Yield the tensors whose bits differ, the optimizer's last. Only some MiB of a tensor are in memory at a time.
 
     Raises:
         CheckpointError: a checkpoint is damaged.
@@ -106,7 +106,7 @@ def _compared(name: str, one: StoredCheckpoint, other: StoredCheckpoint) -> Tens
     record = one.manifest.tensors[name]
     count, values = 0, (0.0, 0.0)
     first: tuple[int, ...] = ()
-    # Of the difference, and of the first checkpoint's tensor.
+    # Sums of squares of the difference, and of the first checkpoint's tensor.
     squares = torch.zeros(2, dtype=torch.float64)
     for offsets, sizes in _boxes(record.shape):
         left, right = one.read(name, offsets, sizes), other.read(name, offsets, sizes)
@@ -130,7 +130,7 @@ def _compared(name: str, one: StoredCheckpoint, other: StoredCheckpoint) -> Tens
 
 
 def _boxes(shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of contiguous boxes, one behind the other, that fill a tensor."""
+    """Yield offsets and sizes of consecutive contiguous boxes that fill a tensor."""
     behind = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if not shape:
         yield (), ()

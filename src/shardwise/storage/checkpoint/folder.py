@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: each is complete or absent, whenever the program is killed.
+"""The folder of a run's checkpoints. Each checkpoint is complete or absent, even if the program is killed.
 
 ::
 
@@ -6,9 +6,9 @@
     .step-00000200.partial/   being written, or about to be deleted: never read, removed by the next save
     .step-00000100.replaced/  the previous step-00000100, complete, while a new one takes its name
 
-A folder gets and loses its published name by one ``os.rename``. Replacing one takes two, since no folder can be renamed
-over another that is not empty; a program killed between the two leaves ``.replaced``, which then stands for the step
-and gets its name back at the next save. One run at a time saves into a folder.
+A folder gets or loses its published name by one ``os.rename``. Replacing a checkpoint takes two, because a folder
+cannot be renamed over a non-empty one. If the program is killed between the two, ``.replaced`` counts as the step's
+checkpoint, and the next save restores its name. Only one run at a time may save into a folder.
 """
 
 import errno
@@ -27,17 +27,17 @@ _PARTIAL = re.compile(r"\.step-\d{8,}\.[0-9a-f]+\.partial")
 
 
 def step_path(root: Path, step: int) -> Path:
-    """The published folder of a step's checkpoint."""
+    """Return the published folder of a step's checkpoint."""
     return root / f"step-{step:08d}"
 
 
 def fsync(path: Path) -> None:
-    """Write the file, or the folder's entries, through to the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot sync a folder; nothing more can be done there.
+        # Some network file systems cannot sync a folder.
         if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
             raise
     finally:
@@ -45,10 +45,10 @@ def fsync(path: Path) -> None:
 
 
 def prepare(root: Path, step: int) -> Path:
-    """A new, hidden, empty folder for the checkpoint of ``step``; what killed saves left is removed.
+    """Make a new, hidden, empty folder for the checkpoint of ``step``, and clean up after killed saves.
 
     Raises:
-        CheckpointError: a file has the step's published name.
+        CheckpointError: there is a file with the step's published name.
         OSError: the folder cannot be made.
     """
     root.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def prepare(root: Path, step: int) -> Path:
 
 
 def clear_unfinished(root: Path) -> None:
-    """Remove what killed saves left in ``root``, and give a checkpoint that was about to be replaced its name back."""
+    """Remove partial checkpoints of killed saves from ``root``, and restore the name of an unfinished replacement."""
     for entry in list(root.iterdir()):
         if _PARTIAL.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
@@ -75,9 +75,9 @@ def clear_unfinished(root: Path) -> None:
 
 
 def publish(partial: Path, target: Path) -> None:
-    """Give the complete folder ``partial`` its published name; a checkpoint that had that name is then deleted.
+    """Rename the complete folder ``partial`` to its published name, and delete a checkpoint that had that name.
 
-    After an OSError, checkpoints that were published before still are.
+    After an OSError, all earlier checkpoints are still published.
     """
     root = target.parent
     replaced = root / f".{target.name}.replaced"
@@ -96,9 +96,10 @@ def publish(partial: Path, target: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a complete checkpoint: first its name, so that it is never seen in part, then its files.
+    """Delete a complete checkpoint. It is renamed before its files are deleted, so that no reader sees a part of it.
 
-    Files that cannot be deleted now (in use on a network file system) are left to the next save.
+    The next save deletes files that cannot be deleted now, for example because they are in use on a network file
+    system.
     """
     partial = _partial_path(folder)
     os.rename(folder, partial)
@@ -106,20 +107,20 @@ def remove(folder: Path) -> None:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the ``keep`` checkpoints of ``root`` that were published last; unreadable ones are left alone."""
+    """Delete all but the last ``keep`` published checkpoints of ``root``; unreadable checkpoints are not deleted."""
     readable, _ = checkpoints(root)
     for folder, _ in readable[: max(0, len(readable) - keep)]:
         remove(folder)
 
 
 def next_serial(root: Path) -> int:
-    """The serial of the checkpoint that ``root`` publishes next."""
+    """Return the serial of the next checkpoint in ``root``."""
     readable, _ = checkpoints(root)
     return readable[-1][1].serial + 1 if readable else 0
 
 
 def checkpoints(root: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Path, CheckpointError]]]:
-    """The published checkpoints of ``root``: the readable ones, the newest last, and the others with their errors."""
+    """Return the readable checkpoints of ``root``, the newest last, and the unreadable ones with their errors."""
     readable, unreadable = [], []
     for folder in sorted(root.iterdir()):
         replaced = _REPLACED.fullmatch(folder.name)
@@ -128,7 +129,7 @@ def checkpoints(root: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Pat
         try:
             readable.append((folder, Manifest.read(folder)))
         except CheckpointError as error:
-            # A folder that another process removed in the meantime is not an error.
+            # Another process may have removed the folder in the meantime.
             if folder.exists():
                 unreadable.append((folder, error))
     readable.sort(key=lambda item: item[1].serial)
@@ -136,18 +137,18 @@ def checkpoints(root: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Pat
 
 
 def latest(root: Path) -> Path | None:
-    """The checkpoint of ``root`` that was published last, None if there is none.
+    """Return the last published checkpoint of ``root``, or None if there is none.
 
-    "Last" is in time, not the highest step: a run that goes on from step 100 where step 300 was reached before, or
-    begins anew in a used folder, is resumed from its own. What a killed save left is passed over; a damaged published
-    checkpoint is an error. Not collective; ranks that share the folder get the same answer.
+    The last checkpoint in time may not have the highest step: a run may resume from step 100 in a folder that has step
+    300, or start again in a used folder. Partial checkpoints are ignored; a damaged published checkpoint is an error.
+    Not collective; ranks that see the same folder get the same result.
 
     Args:
-        root: the folder that ``save`` was given; it need not exist.
+        root: folder of the checkpoints, as for ``save``; it need not exist.
 
     Raises:
-        CheckpointError: the newest checkpoint is damaged (no good ``meta.json``, or a file that is missing or not of
-            its recorded size; ``verify`` compares the contents too), or ``root`` cannot be read.
+        CheckpointError: the newest checkpoint is damaged (an invalid ``meta.json``, a missing file, or a file of
+            another size; only ``verify`` compares contents), or ``root`` cannot be read.
     """
     try:
         readable, unreadable = checkpoints(root)
@@ -157,7 +158,8 @@ def latest(root: Path) -> Path | None:
         raise CheckpointError(f"cannot look for checkpoints in {root}: {error}") from error
     newest = readable[-1][0] if readable else None
     for folder, damage in unreadable:
-        # The serial of a damaged checkpoint cannot be read. Steps give the same order, unless a run went back.
+        # The serial of a damaged checkpoint is unknown. Steps give the same order unless a run resumed from an earlier
+        # step.
         if newest is None or step_of(folder) > step_of(newest):
             raise CheckpointError(f"{damage}; {_way_out(folder, newest)}") from damage
     if newest is None:
@@ -171,7 +173,7 @@ def latest(root: Path) -> Path | None:
 
 
 def step_of(folder: Path) -> int:
-    """The step in a published or replaced checkpoint's name."""
+    """Return the step from the name of a published or replaced checkpoint."""
     return int(folder.name.split("-")[1].split(".")[0])
 
 
@@ -180,5 +182,5 @@ def _way_out(damaged: Path, older: Path | None) -> str:
 
 
 def _partial_path(folder: Path) -> Path:
-    """A new hidden name next to ``folder``: a rank that outlived its killed run must not write to a later one's."""
+    """Return a new hidden name: a rank that outlives its killed run must not write to the folder of a later run."""
     return folder.with_name(f".{folder.name.strip('.').removesuffix('.replaced')}.{secrets.token_hex(4)}.partial")

@@ -1,4 +1,4 @@
-"""``meta.json``: what a checkpoint holds, where in its files each piece lies, and how to tell that they are whole."""
+"""``meta.json``: the tensors of a checkpoint, the positions of their pieces in files, and checksums."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _ANOTHER_COPY = "another copy of it may help"
 _READ_SIZE = 1 << 22
 
 Box = tuple[Sequence[int], Sequence[int]]
-"""First index and number of indices, in each dimension."""
+"""First index and number of indices in each dimension."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An object of a manifest; its methods return a value of the kind that is asked for, or raise CheckpointError.
+    """A JSON object of a manifest. Its methods return a value of a given type, or raise CheckpointError.
 
     Attributes:
-        where: its place, such as ``tensors.embedding.chunks[0]``; empty for the whole.
+        where: path of the object, such as ``tensors.embedding.chunks[0]``; empty for the whole manifest.
         values: the object's values.
     """
 
@@ -45,49 +45,49 @@ class Entry:
     values: dict[str, Any]
 
     def count(self, key: str) -> int:
-        """An integer of at least 0."""
+        """Return an integer of at least 0."""
         value = self.present(key)
-        # isinstance would accept True and False, which are integers too.
+        # isinstance would accept True and False.
         if type(value) is not int or not 0 <= value <= MAX_ELEMENTS:
             raise self.wrong(key, value, f"an integer from 0 to {MAX_ELEMENTS}")
         return value
 
     def text(self, key: str) -> str:
-        """A string."""
+        """Return a string."""
         value = self.present(key)
         if not isinstance(value, str):
             raise self.wrong(key, value, "a string")
         return value
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """A possible shape of a tensor."""
+        """Return a valid shape of a tensor."""
         value = self.present(key)
         if not is_shape(value):
             raise self.wrong(key, value, f"a list of sizes, of at most {MAX_ELEMENTS} elements")
         return tuple(value)
 
     def inner(self, key: str) -> Entry:
-        """An object."""
+        """Return an object."""
         value = self.present(key)
         if not isinstance(value, dict):
             raise self.wrong(key, value, "an object")
         return Entry(self._place(key), value)
 
     def entries(self, key: str) -> list[Entry]:
-        """A list of objects."""
+        """Return a list of objects."""
         values = self.present(key)
         if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
             raise self.wrong(key, values, "a list of objects")
         return [Entry(f"{self._place(key)}[{number}]", value) for number, value in enumerate(values)]
 
     def present(self, key: str) -> Any:
-        """Any value."""
+        """Return a value of any type."""
         if key not in self.values:
             raise CheckpointError(f"it lacks {self._place(key)}")
         return self.values[key]
 
     def wrong(self, key: str, value: object, expected: str) -> CheckpointError:
-        """An error that names the value's place."""
+        """Make an error that names the value's path."""
         return CheckpointError(f"its {self._place(key)} is {shown(value)}; it must be {expected}")
 
     def _place(self, key: str) -> str:
@@ -95,7 +95,7 @@ class Entry:
 
 
 def check_chunks(where: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """Raise CheckpointError unless boxes fill a tensor of a shape, each index once; ``where`` is its place."""
+    """Raise CheckpointError unless the boxes cover each index of a tensor once; ``where`` is the tensor's path."""
     for number, (offsets, sizes) in enumerate(boxes):
         fits = len(offsets) == len(sizes) == len(shape)
         if not fits or any(o + n > total for o, n, total in zip(offsets, sizes, shape, strict=True)):
@@ -117,13 +117,14 @@ def check_chunks(where: str, shape: Sequence[int], boxes: Sequence[Box]) -> None
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """The numbers of two boxes with an index in common; None if there are none."""
+    """Return the numbers of two boxes that overlap, or None."""
     full = [number for number, (_, sizes) in enumerate(boxes) if math.prod(sizes)]
     if len(full) < 2:
         return None
     if not boxes[full[0]][0]:
         return full[0], full[1]
-    # Sweep along the dimension that is cut most: a box can only overlap those that began before it and have not ended.
+    # Sweep along the dimension with the most cuts: a box can overlap only boxes that began before it and have not
+    # ended.
     dims = range(len(boxes[full[0]][0]))
     along = max(dims, key=lambda dim: len({boxes[number][0][dim] for number in full}))
     begun: list[int] = []
@@ -145,14 +146,14 @@ def _have_common(one: Box, other: Box) -> bool:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes and CRC-32 (eight hexadecimal digits) of one file."""
+    """Size in bytes and CRC-32 (eight hexadecimal digits) of a file."""
 
     size: int
     crc32: str
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:
-        """Read the regular file at ``path`` once, from beginning to end."""
+        """Make the record of the regular file at ``path``, which is read once."""
         size = checksum = 0
         with open_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
             while block := file.read(_READ_SIZE):
@@ -167,11 +168,11 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """A box of a global tensor, and where it is stored.
+    """A box of a global tensor and its place of storage.
 
     Attributes:
         offsets: first index of the box in each dimension.
-        sizes: number of indices in each dimension.
+        sizes: number of indices of the box in each dimension.
         file: name of a safetensors file of the checkpoint.
         key: name of the box in that file.
         checksum: the box's checksum (see ``storage.slice_checksum``).
@@ -184,7 +185,7 @@ class ChunkRecord:
     checksum: int
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; the inverse of ``from_json``."""
+        """Return plain JSON values for ``from_json``."""
         return vars(self) | {"checksum": f"{self.checksum:016x}"}
 
     @classmethod
@@ -198,9 +199,9 @@ class ChunkRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A global tensor: its shape and dtype, the chunks that fill it, and the layout that it was saved from.
+    """A global tensor: its shape and dtype, the chunks that fill it, and the layout at which it was saved.
 
-    Nothing is loaded by the layout, whose fields are kept for people to read.
+    Loading does not use the layout, which is stored for readers of the file.
     """
 
     shape: tuple[int, ...]
@@ -209,7 +210,7 @@ class TensorRecord:
     chunks: tuple[ChunkRecord, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; the inverse of ``from_json``."""
+        """Return plain JSON values for ``from_json``."""
         dtype = str(self.dtype).removeprefix("torch.")
         return vars(self) | {"dtype": dtype, "chunks": [chunk.to_json() for chunk in self.chunks]}
 
@@ -226,15 +227,15 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of ``meta.json``.
+    """Content of ``meta.json``.
 
     Attributes:
         step: training step of the checkpoint.
-        serial: place in the order in which the checkpoints of a folder were published, which may not be the order of
-            steps: a run may go on from an earlier step, or begin anew, in a folder with later ones.
+        serial: number of the checkpoint in the folder's order of publication. The order of steps may differ: a run may
+            resume from an earlier step, or start again, in a folder with later steps.
         meta: the user's JSON values.
-        tensors: the global tensors by name.
-        files: every other file of the checkpoint, by path relative to its folder.
+        tensors: global tensors by name.
+        files: all other files of the checkpoint, by path relative to its folder.
     """
 
     step: int
@@ -255,7 +256,7 @@ class Manifest:
                     )
 
     def to_text(self) -> str:
-        """JSON text, with a checksum."""
+        """Return JSON text with a checksum."""
         body = {
             "step": self.step,
             "serial": self.serial,
@@ -268,7 +269,7 @@ class Manifest:
 
     @classmethod
     def from_text(cls, text: str | bytes) -> Manifest:
-        """The inverse of ``to_text``; CheckpointError if the text is damaged, of another format, or no manifest."""
+        """Parse the text of ``to_text``; raise CheckpointError if it is damaged, of another format, or no manifest."""
         try:
             value = parse_json(text.encode() if isinstance(text, str) else text)
         except ValueError as error:
@@ -299,7 +300,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of the checkpoint at ``folder``; CheckpointError, which names it, if there is no good one."""
+        """Read the manifest of the checkpoint at ``folder``; raise CheckpointError, which names it, on failure."""
         path = existing_manifest(folder)
         manifest = cls.from_file(path)
         published = re.fullmatch(r"\.?step-(\d{8,})(\.replaced)?", folder.name)
@@ -309,7 +310,7 @@ class Manifest:
 
     @classmethod
     def from_file(cls, path: Path) -> Manifest:
-        """The manifest in the file at ``path``; CheckpointError, which names it, if it is not a good one."""
+        """Read the manifest in the file at ``path``; raise CheckpointError, which names it, on failure."""
         try:
             return cls.from_text(read_regular(path, limit=MAX_TABLE_BYTES))
         except OSError as error:
@@ -333,7 +334,7 @@ class Manifest:
                 raise damaged(folder, f"{name} has {status.st_size} bytes, expected {file.size}")
 
     def check_contents(self, folder: Path) -> None:
-        """Read every file and raise CheckpointError unless its checksum is as recorded."""
+        """Raise CheckpointError unless every recorded file has its recorded checksum."""
         for name, file in self.files.items():
             try:
                 found = FileRecord.of(folder / name)
@@ -344,18 +345,18 @@ class Manifest:
 
 
 def damaged(folder: Path, what: str) -> CheckpointError:
-    """The error of a checkpoint whose files are not what was saved."""
+    """Make the error of a checkpoint whose files differ from the saved ones."""
     return CheckpointError(f"checkpoint {folder} is damaged: {what}")
 
 
 def _is_inside(name: str) -> bool:
-    """True for the name of a file in the checkpoint's folder."""
+    """True if the name is of a file in the checkpoint's folder."""
     path = PurePosixPath(name)
     return can_be_a_name(name) and path.parts != () and not path.is_absolute() and ".." not in path.parts
 
 
 def existing_manifest(folder: Path) -> Path:
-    """The path of ``folder``'s ``meta.json``; CheckpointError, which says what is there instead, if there is none."""
+    """Return the path of ``folder``'s ``meta.json``; raise CheckpointError, which names what is there, if missing."""
     path = folder / MANIFEST_NAME
     # If the path exists and is not a regular file, reading it reports so.
     if os.path.lexists(path):
@@ -370,9 +371,9 @@ def existing_manifest(folder: Path) -> Path:
 
 
 def json_copy(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """``meta`` as it will be read back; CheckpointError if it is not JSON."""
+    """Return ``meta`` as a later read returns it; raise CheckpointError if it is not JSON."""
     try:
-        # The copy is made inside another object, since that is how deep it will be nested.
+        # Nest the copy in another object, because its depth in the file counts.
         copy: dict[str, Any] = parse_json(json.dumps({"meta": dict(meta)}, allow_nan=False).encode())["meta"]
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint's meta must be plain JSON values: {error}") from error
@@ -380,7 +381,7 @@ def json_copy(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json_lines(value: Any, depth: int, indent: str = "") -> str:
-    """``value`` as JSON text, with a line for each entry of the outer ``depth`` objects: one line per tensor."""
+    """Format ``value`` as JSON, with a line for each entry of the outer ``depth`` objects, so one line per tensor."""
     if depth == 0 or not isinstance(value, dict) or not value:
         return json.dumps(value, allow_nan=False)
     inner = indent + "  "
@@ -389,6 +390,6 @@ def _json_lines(value: Any, depth: int, indent: str = "") -> str:
 
 
 def _checksum(body: dict[str, Any]) -> str:
-    """CRC-32 of a value's JSON text in its one canonical form."""
+    """Return the CRC-32 of the canonical JSON text of ``body``."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return f"{zlib.crc32(canonical.encode()):08x}"

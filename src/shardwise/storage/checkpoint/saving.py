@@ -1,8 +1,8 @@
-"""Saving of a sharded state: begin, write, and publish once every rank has written.
+"""Save a sharded state: begin, write, and publish when every rank has written.
 
-torch.distributed.checkpoint plans who writes what. Its asynchronous saving runs collectives in a thread; here a thread
-only writes its rank's file, and the calling thread makes all collectives. A ``Snapshot`` in host memory lets the thread
-write while the tensors change.
+torch.distributed.checkpoint plans which rank writes which part. Its asynchronous saving runs collectives in a thread.
+Here, a thread only writes its rank's file, and the calling thread runs all collectives. The thread writes from a
+``Snapshot`` in host memory, so that the tensors may change meanwhile.
 """
 
 import contextlib
@@ -44,10 +44,10 @@ from shardwise.storage.checkpoint.storage import BoxData, BoxesToWrite, Written,
 
 
 class Snapshot:
-    """Host memory for the parts of a state that this rank writes, kept from one save to the next.
+    """Host copies of the parts of a state that this rank writes. The memory is reused by the next save.
 
-    For tensors of an accelerator it is pinned, and the copies run in the stream of the kernels before and after them:
-    the host waits only where it writes them. PyTorch rounds each pinned tensor up to a power of two.
+    Copies of an accelerator's tensors are in pinned memory, and are made in the current stream: the host waits for them
+    only before it writes them. PyTorch rounds the size of each pinned tensor up to a power of two.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Snapshot:
         self._copied: torch.Event | None = None
 
     def take(self, parts: Sequence[BoxData]) -> list[BoxData]:
-        """The parts with copies of their data, complete after ``wait``; copies of an earlier call are overwritten.
+        """Copy the parts; the copies are complete after ``wait``, and overwrite those of an earlier call.
 
         Raises:
             RuntimeError, MemoryError: there is not enough memory, or it cannot be pinned.
@@ -76,12 +76,12 @@ class Snapshot:
         return copies
 
     def wait(self) -> None:
-        """Wait for the copies; from any thread."""
+        """Wait for the copies. May be called from any thread."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._buffers, self._copied = {}, None
 
 
@@ -95,37 +95,39 @@ def save(
     keep: int | None = 3,
     extra_files: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Save ``state`` as the checkpoint ``root/step-NNNNNNNN``, complete or not at all.
+    """Save ``state`` as the checkpoint ``root/step-NNNNNNNN``, completely or not at all.
 
-    Collective over ``group``. Each interval of a tensor is written once, however many ranks hold it, and the work is
-    spread over them. The checkpoint appears under its name when every byte is on the disk, and replaces an earlier one
-    of that name. One run at a time saves into a folder, which all ranks share.
+    Collective over ``group``. Each interval of a tensor is written once, however many ranks hold it, and these ranks
+    share the work. The checkpoint gets its name when every byte is on the disk, and replaces an earlier checkpoint with
+    that name. All ranks must see the same folder; only one run at a time may save into it.
 
     Args:
-        root: folder of the run's checkpoints; made if it does not exist.
+        root: folder of the run's checkpoints; created if missing.
         step: training step, at least 0.
-        state: this rank's part of each tensor, by any name: a tensor is stored under its entry's ``key``. Ranks may
-            hold different tensors, but all entries of one key agree on dtype, shape and layout.
-        meta: plain JSON values to keep with it; rank 0's are written. Tuples are read back as lists. None is ``{}``.
-        group: all ranks that hold a part: tensor-parallel, and the data-parallel copies if they take part.
-        keep: how many checkpoints of ``root`` to keep, those published last; older ones are deleted once the new one is
-            published. None keeps all.
-        extra_files: called on rank 0 with a folder to add files to (tokenizer, configuration); they are part of the
-            checkpoint and checked by ``verify``.
+        state: this rank's part of each tensor. A tensor is stored under its entry's ``key``; the mapping's keys do not
+            matter. Ranks may hold different tensors, but all entries of one key must have the same dtype, shape and
+            layout.
+        meta: plain JSON values to store; rank 0's are written. Tuples are read back as lists. None means ``{}``.
+        group: all ranks that hold a part: tensor-parallel ranks, and data-parallel replicas if they take part.
+        keep: number of most recently published checkpoints of ``root`` to keep; older ones are deleted after the new
+            one is published. None keeps all.
+        extra_files: callback that adds files (tokenizer, configuration) to the folder that it gets, on rank 0. They are
+            part of the checkpoint, and ``verify`` checks them.
 
     Returns:
         The checkpoint's folder, on every rank.
 
     Raises:
-        ConfigError: ``step`` or ``keep`` out of range.
-        CheckpointError: it cannot be saved (no permission, disk full, ranks that disagree, ``meta`` that is not JSON);
-            the same message on every rank. Nothing is left of it, and earlier checkpoints are unchanged.
+        ConfigError: ``step`` or ``keep`` is out of range.
+        CheckpointError: the checkpoint cannot be saved (no permission, disk full, ranks that disagree, ``meta`` that is
+            not JSON); the message is the same on every rank. The new files are removed, and earlier checkpoints are
+            unchanged.
     """
     return PendingSave(root, step, state, meta, group=group, keep=keep, extra_files=extra_files).complete()
 
 
 class SaveProgress(enum.IntEnum):
-    """State of one rank's writing; the largest over the ranks is that of the save."""
+    """State of a rank's writing; the maximum over the ranks is the state of the save."""
 
     WRITTEN = 0
     WRITING = 1
@@ -133,25 +135,26 @@ class SaveProgress(enum.IntEnum):
 
 
 class PendingSave:
-    """A checkpoint that has begun, and is published by ``complete``; ``save`` is one right after the other.
+    """A checkpoint in progress, which ``complete`` publishes; ``save`` makes one and completes it at once.
 
-    With a snapshot, a thread writes this rank's file from it, and the tensors may change once the object is made. The
-    thread makes no collectives, so the ranks may make any meanwhile. Until ``complete`` has returned the checkpoint is
-    hidden, and earlier ones are unchanged. Making it and completing it are collective over ``group``.
+    With a snapshot, a thread writes this rank's file from it, and the tensors may change after construction. The thread
+    runs no collectives, so the ranks may run any meanwhile. Until ``complete`` returns, the checkpoint is hidden, and
+    earlier ones are unchanged. Construction and ``complete`` are collective over ``group``.
 
     Args:
         root, step, state, meta, group, keep, extra_files: as for ``save``.
-        snapshot: memory to copy to. If None, or where a rank has too little memory, that rank writes from the tensors
-            themselves, before this returns.
-        check: called with the stored name and the values of each part of this rank before its file is written, in the
-            thread if there is one; an error that it raises is the save's.
+        snapshot: memory for the copies. If None, or on a rank with too little memory, the constructor writes the file
+            from the tensors themselves.
+        check: callback for the stored name and the values of each part of this rank, called before the file is written,
+            in the thread if there is one. If it raises, the save fails with its error.
 
     Attributes:
-        step: as given.
-        note: a message for the user, empty if there is none: of this rank, and after ``complete`` of all ranks.
+        step: training step.
+        note: message of this rank for the user, or after ``complete`` the messages of all ranks; empty if there is
+            none.
 
     Raises:
-        ConfigError, CheckpointError: as for ``save``; ``complete`` raises errors of the thread.
+        ConfigError, CheckpointError: as for ``save``; ``complete`` raises the errors of the thread.
     """
 
     def __init__(
@@ -214,7 +217,7 @@ class PendingSave:
 
     @property
     def progress(self) -> SaveProgress:
-        """State of this rank's writing, without waiting for it."""
+        """State of this rank's writing; does not wait."""
         if self._thread is not None and self._thread.is_alive():
             return SaveProgress.WRITING
         return SaveProgress.WRITTEN if self._error is None else SaveProgress.FAILED
@@ -224,21 +227,21 @@ class PendingSave:
 
         Raises:
             CheckpointError: as for ``save``.
-            ShardwiseError: the error of ``check`` on any rank, on every rank.
+            ShardwiseError: the error of ``check`` on any rank; raised on every rank.
         """
         with self._failing_alike():
             self.note = decide(self._own_part, self._publish, group=self._group)
         return step_path(self._root, self.step)
 
     def wait(self) -> None:
-        """Wait until this rank has written, or failed; not collective."""
+        """Wait until this rank has written or failed. Not collective."""
         if self._thread is not None:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Stop this rank's thread at its next part; what it wrote is never published. Not collective.
+        """Stop this rank's thread before its next part; the checkpoint is never published. Not collective.
 
-        For a rank that leaves because of an error, its own or another rank's.
+        For a rank that ends because of an error, its own or another rank's.
         """
         self._abandoned = True
         self.wait()
@@ -268,7 +271,7 @@ class PendingSave:
                 self._written = write_parts(self._partial, self._rank, self._parts, go_on=self._go_on)
         except BaseException as error:
             self._error = error
-            # A KeyboardInterrupt of the caller's thread is the caller's.
+            # In the caller's thread, raise KeyboardInterrupt to the caller.
             if threading.current_thread() is not self._thread and not isinstance(error, Exception):
                 raise
         self._parts = []
@@ -279,14 +282,14 @@ class PendingSave:
 
     def _own_part(self) -> tuple[Written | None, str]:
         self.wait()
-        # One that was abandoned was so because of another rank's error, which is the one to tell.
+        # A save is abandoned because of another error, which is the one to report.
         if self._error is not None and not self._abandoned:
             raise self._error
         return self._written, self.note
 
     @checkpoint_errors()
     def _publish(self, ranks: list[tuple[Written | None, str]]) -> str:
-        """On rank 0: complete and publish the folder; returns the notes of all ranks."""
+        """Complete and publish the folder, on rank 0; return the notes of all ranks."""
         assert self._partial is not None
         chunks: dict[str, list[ChunkRecord]] = {}
         files: dict[str, FileRecord] = {}
@@ -313,12 +316,12 @@ class PendingSave:
 
     @contextlib.contextmanager
     def _failing_alike(self) -> Iterator[None]:
-        """On an error that all ranks have, remove the files of this save, and add to the error that they are all."""
+        """After an error on all ranks, remove this save's files, and add the state of earlier ones to the message."""
         try:
             try:
                 yield
             except DesyncError:
-                # A rank is gone, and nothing can be done together any more. The next save removes what is left.
+                # A rank is gone, so no collective can run. The next save removes the files.
                 raise
             except ShardwiseError:
                 decide(self._clear, lambda _: None, group=self._group)
@@ -343,7 +346,7 @@ class PendingSave:
 def _add_extra_files(
     folder: Path, write: Callable[[Path], None] | None, *, known: Mapping[str, FileRecord]
 ) -> dict[str, FileRecord]:
-    """Let ``write`` add files to ``folder``; returns their records."""
+    """Call ``write`` to add files to ``folder``, and return their records."""
     if write is None:
         return {}
     write(folder)

@@ -1,13 +1,13 @@
-"""The tensors that torch.distributed.checkpoint is given, and the reader and writer of a checkpoint's files.
+"""Tensors for torch.distributed.checkpoint, and the reader and the writer of a checkpoint's files.
 
-Each rank writes one safetensors file. PyTorch's own ``HuggingFaceStorageWriter`` stores one chunk of a tensor per file
-(a second interval of one rank would take the first one's name), has no checksums, and reads every file to know what
-there is; its other writers keep their metadata as a pickle.
+Each rank writes one safetensors file. PyTorch's ``HuggingFaceStorageWriter`` stores only one chunk of a tensor per file
+(a rank's second interval would have the same name), has no checksums, and must read every file to list the tensors.
+PyTorch's other writers store metadata as a pickle.
 
-Ranks compute the checksum of a chunk together, each from the slices that it reads anyway: no rank reads a whole file.
-Each row (last dimension) is cut into words of 4 bytes, the last filled up with zeros. The checksum is the sum of them
-times ``2 * position + 1``, modulo 2**64: the sums of disjoint slices add up to that of the whole, however it was cut,
-which CRCs do not. A wrong word never goes unnoticed, nor do two with one flipped bit each.
+Ranks compute the checksum of a chunk together, from the slices that they read anyway: no rank reads a whole file. Each
+row (last dimension) is cut into words of 4 bytes, padded with zeros. The checksum is the sum of each word times
+``2 * position + 1``, modulo 2**64. Unlike CRCs, the sums of any disjoint slices add up to the sum of the whole. The
+checksum detects every single wrong word, and any two words with one flipped bit each.
 """
 
 import contextlib
@@ -45,11 +45,11 @@ _BLOCK_BYTES = 1 << 20
 
 
 def slice_checksum(part: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> int:
-    """A slice's summand of the checksum of its tensor.
+    """Return the contribution of a slice to the checksum of its tensor.
 
     Args:
-        part: the slice, of any dtype of at most 8 bytes, on any device.
-        offsets, shape: its first index in each dimension of the tensor, and the tensor's shape.
+        part: the slice, on any device; its dtype has at most 8 bytes.
+        offsets, shape: first index of the slice in each dimension of the tensor, and the tensor's shape.
     """
     if part.dim() == 0:
         return slice_checksum(part.view(1), [0], [1])
@@ -59,7 +59,7 @@ def slice_checksum(part: Tensor, offsets: Sequence[int], shape: Sequence[int]) -
     per_element = bits.size(-1) // part.size(-1)
     bits = bits.view(-1, bits.size(-1))
     per_word = 4 // bits.element_size()
-    # These are the words that the slice's rows lie in; other ranks may hold the rest of the first and the last.
+    # The words in which the slice's rows lie; other ranks may hold the rest of the first and the last word.
     first, phase = divmod(offsets[-1] * per_element, per_word)
     num_words = -(-(phase + bits.size(1)) // per_word)
     weights = 2 * torch.arange(first, first + num_words) + 1
@@ -71,14 +71,14 @@ def slice_checksum(part: Tensor, offsets: Sequence[int], shape: Sequence[int]) -
         padded = block.new_zeros(block.size(0), num_words * per_word)
         padded[:, phase : phase + block.size(1)] = block
         words = padded.view(torch.int32).to(torch.int64)
-        # int64 arithmetic wraps around, which is what modulo 2**64 asks for.
+        # int64 arithmetic wraps around, so it is modulo 2**64.
         rows = words_of_rows[start : start + num_rows] * words.sum(1)
         total += int(rows.sum() + (words * weights).sum())
     return total % MODULUS
 
 
 def _row_numbers(part: Sequence[int], offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """``[rows of the part]``: the number of each of its rows among those of the tensor."""
+    """Return the row number in the tensor of each row of a part."""
     numbers = torch.zeros((), dtype=torch.int64)
     for dim in range(len(shape) - 1):
         along = torch.arange(offsets[dim], offsets[dim] + part[dim]) * math.prod(shape[dim + 1 : -1])
@@ -87,18 +87,18 @@ def _row_numbers(part: Sequence[int], offsets: Sequence[int], shape: Sequence[in
 
 
 class FolderStorage:
-    """Methods that torch.distributed.checkpoint asks of readers and writers alike."""
+    """Methods that torch.distributed.checkpoint requires of both readers and writers."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between two saves or loads."""
+        """Do nothing: there is no state between two saves or loads."""
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """The plan, unchanged."""
+        """Return the plan unchanged."""
         return plan
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Folders only; no URLs."""
+        """Accept folders but not URLs."""
         return "://" not in str(checkpoint_id)
 
 
@@ -107,10 +107,10 @@ class BoxData:
     """A box of a tensor that this rank writes.
 
     Attributes:
-        key: its stored name: the tensor's, with the slice if it is not whole, as in ``weight[0:51, 0:64]``.
-        name: the tensor's.
+        key: stored name: the tensor's name, with the slice unless it is the whole tensor, as in ``weight[0:51, 0:64]``.
+        name: name of the tensor.
         offsets: first index of the box in each dimension.
-        data: its values.
+        data: values of the box.
     """
 
     key: str
@@ -121,7 +121,7 @@ class BoxData:
 
 @dataclass(frozen=True)
 class Written:
-    """The file that one rank wrote, if any: its name, its record, and its chunks with the names of their tensors."""
+    """The file that a rank wrote, if any: name, record, and chunks with their tensors' names."""
 
     file: str | None = None
     record: FileRecord | None = None
@@ -129,20 +129,20 @@ class Written:
 
 
 class BoxesToWrite(FolderStorage, StorageWriter):
-    """Hands the parts that torch.distributed.checkpoint plans for this rank to ``take``, and writes nothing itself."""
+    """Passes the parts that torch.distributed.checkpoint plans for this rank to ``take``, and writes nothing."""
 
     def __init__(self, take: Callable[[list[BoxData]], None]) -> None:
         self._take = take
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
+        """Do nothing."""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans, unchanged."""
+        """Return the plans unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Hand the parts over; CheckpointError if two have the same name."""
+        """Pass the parts to ``take``; raise CheckpointError if two have the same name."""
         parts = []
         for item in plan.items:
             assert item.tensor_data is not None
@@ -157,18 +157,18 @@ class BoxesToWrite(FolderStorage, StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Nothing has been written yet."""
+        """Do nothing, because nothing has been written yet."""
 
 
 def write_parts(
     folder: Path, rank: int, parts: Sequence[BoxData], *, go_on: Callable[[], None] = lambda: None
 ) -> Written:
-    """Write a rank's parts into ``rank-NNNNN.safetensors``, through to the disk; read it back for its checksum.
+    """Write a rank's parts to ``rank-NNNNN.safetensors`` on disk, and read the file back for its checksum.
 
-    ``go_on`` is called before each part; an error that it raises ends the writing.
+    ``go_on`` is called before each part, and may raise an error to stop the writing.
 
     Raises:
-        CheckpointError: the file cannot be written; the message has the reason.
+        CheckpointError: the file cannot be written; the message states the reason.
     """
     if not parts:
         return Written()
@@ -198,12 +198,12 @@ def _chunk_key(item: WriteItem) -> str:
 def tensors_of(
     state: Mapping[str, ParamShard], stored_shapes: Mapping[str, Sequence[int]] | None = None
 ) -> dict[str, TensorPieces]:
-    """This rank's pieces of each tensor, by key. Entries with the same key and memory, such as tied weights, are one.
+    """Return this rank's pieces of each tensor by key. Entries with the same key and memory (tied weights) count once.
 
-    ``stored_shapes`` has shapes in the checkpoint that is to be loaded, for entries that allow another one.
+    ``stored_shapes`` has the shapes in the checkpoint to load, for entries that allow another shape.
 
     Raises:
-        CheckpointError: two entries would be the same part of one tensor.
+        CheckpointError: two entries are the same part of one tensor.
         ShardingError: the rank holds an index of a tensor twice.
     """
     pieces: dict[str, dict[tuple[int, ...], Tensor]] = {}
@@ -245,8 +245,8 @@ class SafetensorsReader(FolderStorage, StorageReader):
     """Reads the slices that this rank needs from the checkpoint at ``folder``.
 
     Attributes:
-        sums: after reading, this rank's summand of the checksum of each chunk.
-        bytes_read: after reading, bytes of tensors that were read.
+        sums: this rank's contribution to the checksum of each chunk, after reading.
+        bytes_read: number of bytes of tensors that were read.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -276,15 +276,15 @@ class SafetensorsReader(FolderStorage, StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
+        """Do nothing."""
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, each with the slices that its rank counts towards checksums."""
+        """Return the plans, each with the slices that its rank adds to checksums."""
         slices = share_out_slices([[_slice_of(item) for item in plan.items] for plan in plans], self._place)
         return [dataclasses.replace(plan, storage_data=mine) for plan, mine in zip(plans, slices, strict=True)]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy each wanted slice into the state; CheckpointError if a file has another tensor than was saved."""
+        """Copy each slice into the state; raise CheckpointError if a file's tensor is not the saved one."""
         counted: set[Slice] = plan.storage_data
         wanted: dict[str, list[tuple[Slice, ReadItem | None]]] = {}
         boxes: list[tuple[Slice, ReadItem | None]] = [(_slice_of(item), item) for item in plan.items]
@@ -319,7 +319,7 @@ class SafetensorsReader(FolderStorage, StorageReader):
         return part
 
     def check_sums(self, sums_of_ranks: Iterable[Mapping[MetadataIndex, int]]) -> None:
-        """Raise CheckpointError unless all ranks together read what was saved."""
+        """Raise CheckpointError unless the sums of all ranks add up to the saved checksums."""
         total: Counter[MetadataIndex] = Counter()
         for sums in sums_of_ranks:
             total.update(sums)
@@ -337,12 +337,12 @@ def read_slice(
     offsets: Sequence[int],
     sizes: Sequence[int],
 ) -> Tensor:
-    """A box of a stored chunk, by first index in the chunk and number of indices in each dimension.
+    """Read a box of a stored chunk, given by first index in the chunk and number of indices in each dimension.
 
-    ``header`` is of the chunk's file, ``dtype`` of its tensor.
+    ``header`` is the header of the chunk's file, ``dtype`` the dtype of its tensor.
 
     Raises:
-        CheckpointError: the file cannot be read, or has another tensor than was saved.
+        CheckpointError: the file cannot be read, or its tensor is not the saved one.
     """
     stored = header.get(chunk.key)
     if stored is not None and stored.shape == chunk.sizes:
@@ -353,16 +353,16 @@ def read_slice(
 
 
 def share_out_slices(wanted: list[list[Slice]], chunks: Mapping[MetadataIndex, ChunkRecord]) -> list[set[Slice]]:
-    """The slices that each rank counts towards the checksums of their chunks.
+    """Choose the slices that each rank adds to the checksums of their chunks.
 
     Args:
-        wanted: the slices that each rank reads.
-        chunks: the stored chunks.
+        wanted: slices that each rank reads.
+        chunks: stored chunks.
 
     Returns:
-        For each rank a set; each wanted slice is in one. A chunk that is not wanted whole (rows of a vocabulary that
-        was padded otherwise), or whose slices overlap (copies that ranks share out at different places), goes whole to
-        the first rank that reads of it, which reads the rest only for the checksum.
+        A set of slices for each rank; each wanted slice is in one of them. If a chunk is not wanted as a whole (its
+        vocabulary has other padding), or if slices of it overlap (stages cut copies of a weight at different places),
+        the first rank that reads from it gets the whole chunk, and reads the rest only for the checksum.
     """
     first: dict[Slice, int] = {}
     for rank, slices in enumerate(wanted):
