@@ -1,10 +1,10 @@
-"""What tests stand on: a pool of ranks, programs that are waited for, and the comparisons that all tests make.
+"""The test harness: a pool of ranks, programs started by tests, and comparisons used by all tests.
 
-``plugin`` teaches pytest the mark ``ranks``, ``pool`` owns the processes, ``worker`` is what runs in each of them,
-``report`` puts a failure into words, and ``parity`` compares tensors.
+``plugin`` adds the mark ``ranks`` to pytest, ``pool`` owns the processes, ``worker`` is the code that runs in each of
+them, ``report`` formats failures, and ``parity`` compares tensors.
 
-``program`` starts a program, such as the command as a user calls it: ``run(...)`` to its end, or ``Program(...)`` in a
-``with`` block, waited for by a line that it prints, a file that it writes, or its end::
+``program`` starts a program, such as the command line of a user: ``run(...)`` runs it to its end; ``Program(...)`` in a
+``with`` block waits for a printed line, a written file, or the end::
 
     from harness.program import Program, run
 
@@ -15,10 +15,10 @@
         program.interrupt()
         program.finish(exit_code=130)
 
-``watchdog`` has the other waits, ``wait_until(happened, what)`` and ``wait_until_ended(*pids)``, and the one limit of
-all, WATCHDOG_SECONDS. No test has a limit of its own for what must succeed: a busy machine may be fifty times slower.
-``stacks`` asks processes where they stand.
+``watchdog`` has the other waits, ``wait_until(happened, what)`` and ``wait_until_ended(*pids)``, and the common limit
+of all waits, WATCHDOG_SECONDS. Tests set no limits of their own for operations that must succeed, because a busy
+machine may be fifty times slower. ``stacks`` asks processes for their stack traces.
 
-``pretended_gpu`` runs a function where PyTorch believes in a GPU, with what is in ``on_pretended_gpu``: where tensors
-lie, what waits for the GPU, what is copied and what is launched, of whole steps at any size.
+``pretended_gpu`` runs a function in a process where PyTorch reports a GPU. ``on_pretended_gpu`` records, for whole
+steps of any size, the devices of tensors, waits for the GPU, copies and launches.
 """

@@ -1,4 +1,4 @@
-"""Which functions of the package lie on the way from one place to another."""
+"""Trace which functions of the package a call goes through."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PACKAGE = Path(shardwise.__file__).parent.as_posix() + "/"
 
 
 def name_of(frame: FrameType) -> str:
-    """``FILE:FUNCTION`` of a frame, such as ``nn/row.py:RowLinear.forward``; empty if it is not of the package."""
+    """Return a frame's ``FILE:FUNCTION``, such as ``nn/row.py:RowLinear.forward``; empty for code of other packages."""
     path = frame.f_code.co_filename
     return f"{path.removeprefix(PACKAGE)}:{frame.f_code.co_qualname}" if path.startswith(PACKAGE) else ""
 
 
 @contextmanager
 def noting_calls(note: Callable[[str, FrameType], None]):
-    """Within, ``note(name, frame)`` is called whenever a function of the package is."""
+    """During the block, call ``note(name, frame)`` at each call of a function of the package."""
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and (name := name_of(frame)):
@@ -36,7 +36,7 @@ def noting_calls(note: Callable[[str, FrameType], None]):
 
 
 def calls_until(stop: Callable[[str], bool], function: Callable[[], Any]) -> list[str]:
-    """Our functions that ``function()`` calls, one after the other or in each other, before the first ``stop``."""
+    """Return the package's functions that ``function()`` calls, directly or not, up to the first ``stop``."""
     called: list[str] = []
 
     def note(name: str, _: FrameType) -> None:
@@ -50,7 +50,7 @@ def calls_until(stop: Callable[[str], bool], function: Callable[[], Any]) -> lis
 
 
 def stacks_at(names: set[str], function: Callable[[], Any]) -> dict[str, list[str]]:
-    """Our functions that are on the stack when ``function()`` first calls each of ``names``, itself the last one."""
+    """Return, for each of ``names``, the package's functions on the stack at its first call, innermost last."""
     stacks: dict[str, list[str]] = {}
 
     def note(name: str, frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
-"""Faults that tests must find, planted one at a time in a copy of the source: ``faults.py [--list] [NAME ...]``.
+"""Plant faults that tests must find, one at a time in a copy of the source: ``faults.py [--list] [NAME ...]``.
 
-A fault changes one expression in one function, which is found by its name, wherever its file lies. First the tests of
-all chosen faults must pass in the source as it is; then each fault is planted, and its test must fail.
+A fault changes one expression in one function, which is found by its name in any folder. First the tests of all chosen
+faults must pass with the unmodified source. Then each fault is planted, and its test must fail.
 ``harness_test/test_faults.py`` checks that every fault of the table can still be planted.
 """
 
@@ -24,14 +24,14 @@ SOURCE = ROOT / "src"
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of one function that breaks it, and the test that must find it.
+    """A change that breaks one function, and the test that must find it.
 
     Attributes:
-        name: for the command line and the report.
-        function: the end of its module's name and its qualified name, ``moves:_Copy.backward``; one function has it.
-        old: a part of its source, which occurs once.
-        new: what stands there instead.
-        test: pytest's id of the narrowest test that fails, in the file of tests of that function.
+        name: name of the fault, for the command line and the report.
+        function: end of the module's name, and qualified name of the function: ``moves:_Copy.backward``. Unique.
+        old: part of the function's source that occurs once.
+        new: replacement for ``old``.
+        test: pytest id of the narrowest test that fails, in the test file of that function.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Fault:
 
 
 FAULTS = (
-    # A sum over ranks that is lost, or taken twice.
+    # Sums over ranks that are missing or doubled.
     Fault(
         "lost all-reduce of one path",
         "attention:SelfAttention.__init__",
@@ -304,7 +304,7 @@ FAULTS = (
 
 
 def functions(node: ast.AST, within: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Every function inside ``node``, by its qualified name."""
+    """Yield every function inside ``node`` with its qualified name."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef | ast.FunctionDef):
             if isinstance(child, ast.FunctionDef):
@@ -313,10 +313,11 @@ def functions(node: ast.AST, within: str = "") -> Iterator[tuple[str, ast.Functi
 
 
 def planted(fault: Fault, source: Path = SOURCE) -> tuple[Path, str]:
-    """The file of a fault's function, and its text with the fault.
+    """Return the file of a fault's function, and the file's text with the fault.
 
     Raises:
-        ValueError: no function has the name, or several; its source has ``old`` not once; the result is no Python.
+        ValueError: not exactly one function has the name, its source does not contain ``old`` exactly once, or the
+            result is not valid Python.
     """
     module, _, name = fault.function.partition(":")
     files = list(source.rglob(f"{module.replace('.', '/')}.py"))
@@ -345,15 +346,15 @@ def planted(fault: Fault, source: Path = SOURCE) -> tuple[Path, str]:
 
 
 def failure(tests: Collection[str], source: Path, scratch: Path) -> str | None:
-    """The first of the tests that fails with the package at ``source``, and why; None if all pass.
+    """Return the first test that fails with the package at ``source``, and the reason; None if all pass.
 
     Raises:
-        RuntimeError: they could not be run.
+        RuntimeError: the tests could not be run.
     """
     paths = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
-    # An example that failed with a fault is none to begin the next run with; pytest cuts the reason to the columns.
+    # The next run must not start with an example that failed because of a fault. COLUMNS: pytest truncates the reason.
     own = {"PYTHONPATH": paths, "HYPOTHESIS_STORAGE_DIRECTORY": str(scratch / "hypothesis"), "COLUMNS": "250"}
-    # As `make test` selects.
+    # The same selection as in `make test`.
     pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not matrix"]
     done = subprocess.run([*pytest, *tests], cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
     if done.returncode not in (0, 1):
@@ -362,11 +363,11 @@ def failure(tests: Collection[str], source: Path, scratch: Path) -> str | None:
 
 
 def failure_with(fault: Fault) -> str | None:
-    """How the fault's test fails in a copy of the source with the fault; None if it passes."""
+    """Return how the fault's test fails in a copy of the source with the fault; None if it passes."""
     path, text = planted(fault)
     with tempfile.TemporaryDirectory(prefix="shardwise-fault-") as folder:
         copy = Path(folder) / "src"
-        # With what Python has compiled, but for the file that changes.
+        # Copy compiled files too, except that of the changed file.
         shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns(f"{path.stem}.*.pyc"))
         (copy / path.relative_to(SOURCE)).write_text(text)
         return failure([fault.test], copy, Path(folder))

@@ -1,4 +1,4 @@
-"""Processes that begin where PyTorch is imported already, which takes longer than what many tests do in one."""
+"""Start processes with PyTorch already imported, because the import takes longer than many tests."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from harness.watchdog import wait_until
 def run_forked(
     function: Callable[..., object], calls: Sequence[tuple[Any, ...]], folder: Path
 ) -> list[tuple[int, str]]:
-    """Call a function in one process for each tuple of arguments, all at once, as children of the pool's fork server.
+    """Call a function once per tuple of arguments, in parallel processes that the pool's fork server starts.
 
-    Once one has failed the others are ended, as they may wait for it.
+    When one process has failed, the others are ended, because they may wait for it.
 
     Args:
-        function: of a module; its result is ignored, and ``sys.exit`` in it sets the exit code.
-        calls: the arguments of each call.
-        folder: for what they print; it must exist.
+        function: module-level function. Its result is ignored; ``sys.exit`` sets the exit code.
+        calls: arguments of each call.
+        folder: folder for the output of the processes; it must exist.
 
     Returns:
-        Each process's exit code, as in ``subprocess``, and what it printed on its standard output and error.
+        Each process's exit code, as in ``subprocess``, and its standard output and error.
     """
     pool._start_fork_server()
     context = multiprocessing.get_context("forkserver")

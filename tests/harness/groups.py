@@ -7,6 +7,6 @@ from torch.distributed import ProcessGroup
 
 
 def alone(group: ProcessGroup) -> ProcessGroup:
-    """A group of this rank only. Collective over ``group``, which has all ranks."""
+    """Create a group of only this rank. Collective over ``group``, which has all ranks."""
     groups = [dist.new_group([rank]) for rank in range(group.size())]
     return groups[group.rank()]

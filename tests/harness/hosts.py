@@ -1,7 +1,7 @@
 """Two hosts on this machine, joined by a cable that can be cut: network namespaces and a pair of virtual interfaces.
 
-Each has its own interfaces, its own name and its own ``/etc/hosts``; files and processes are this machine's. It takes
-root, and the commands of util-linux and iproute2.
+Each host has its own interfaces, its own name and its own ``/etc/hosts``, but shares files and processes with this
+machine. Needs root, and the commands of util-linux and iproute2.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import pytest
 from harness.program import Program
 
 ADDRESSES = ("192.0.2.1", "192.0.2.2")
-"""Of the two hosts: from a network for documentation (RFC 5737), so no other host has them."""
+"""Addresses of the hosts, from a network for documentation (RFC 5737), so that no other host has them."""
 
 NAMES = ("first", "second")
-"""Of the two hosts. As on Debian, each host's own name is its loopback address 127.0.1.1 for itself."""
+"""Names of the hosts. As on Debian, each host resolves its own name to its loopback address 127.0.1.1."""
 
 _INTERFACE = "eth0"
 _TOOLS = ("unshare", "nsenter", "ip", "mount")
 
 
 class Host:
-    """One of the two; programs run on it by ``program``."""
+    """One of the two hosts; ``program`` runs programs on it."""
 
     def __init__(self, number: int, folder: Path) -> None:
         self.name = NAMES[number]
@@ -53,21 +53,21 @@ class Host:
         self.call("ip", "link", "set", "lo", "up")
 
     def inside(self, *command: str) -> list[str]:
-        """The command line that runs ``command`` on this host."""
+        """Return the command line that runs ``command`` on this host."""
         return ["nsenter", "--target", str(self.pid), "--net", "--mount", "--uts", *command]
 
     def call(self, *command: str) -> None:
-        """Run a command on this host, to its end."""
+        """Run a command on this host and wait for its end."""
         subprocess.run(self.inside(*command), check=True, capture_output=True, text=True)
 
     def program(self, *command: str | os.PathLike[str], **variables: str | os.PathLike[str] | None) -> Program:
         """Start Python with these arguments on this host."""
-        # Nobody answers names here, and between processes of one machine there would be shared memory.
+        # There is no name server here. Without the variable, processes of one machine would use shared memory.
         network = {"RES_OPTIONS": "timeout:1 attempts:1", "SHARDWISE_SHARED_MEMORY": "0"}
         return Program(*self.inside(sys.executable), *command, **{**network, **variables})
 
     def cut(self) -> None:
-        """Pull the cable out: nothing arrives any more, and nobody is told."""
+        """Disconnect the cable: nothing arrives any more, and neither host is notified."""
         self.call("ip", "link", "set", _INTERFACE, "down")
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class Host:
 
 @contextlib.contextmanager
 def two_hosts(folder: Path) -> Iterator[Sequence[Host]]:
-    """Two hosts that reach each other; the test is skipped, and the reason said, where they cannot be made."""
+    """Create two hosts that reach each other; if this is impossible, skip the test with the reason."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
         pytest.skip(f"two hosts take root, and {', '.join(missing or ['nothing else'])} of util-linux and iproute2")

@@ -1,4 +1,4 @@
-"""Hypothesis on several ranks: every rank draws the same examples, and a failure is told once, at once."""
+"""Hypothesis on several ranks: every rank draws the same examples, and a failure is reported once and immediately."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 class FailedExample(BaseException):
     """An example failed.
 
-    Not an Exception, so that hypothesis lets it pass: to shrink or to replay the example, one rank would call
+    It is not an Exception, so that hypothesis does not catch it. To shrink or replay the example, one rank would call
     collectives that no other rank calls.
     """
 
@@ -21,9 +21,9 @@ class FailedExample(BaseException):
 
 
 def draw_alike(test: Callable[..., None]) -> None:
-    """Make a test with ``@given`` fit to run on several ranks at once; leave any other as it is.
+    """Prepare a test with ``@given`` for several ranks; other tests are not modified.
 
-    Examples come from the test's source alone (no random seed, no database), and nothing depends on how fast a rank is.
+    Examples depend only on the test's source (no random seed, no database), and nothing depends on a rank's speed.
     """
     if "hypothesis" not in sys.modules:
         return
@@ -46,7 +46,7 @@ def draw_alike(test: Callable[..., None]) -> None:
 
 
 def _passing_failures(body: Callable[..., None], control: type[Exception]) -> Callable[..., None]:
-    """``body``, whose errors become FailedExample, except those of type ``control`` that steer hypothesis itself."""
+    """Wrap ``body`` to raise errors as FailedExample, except errors of type ``control``, which steer hypothesis."""
 
     @functools.wraps(body)
     def run_example(*args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""How many bytes the forward keeps for the backward."""
+"""Count the bytes that the forward pass saves for the backward pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Kept:
-    """Tensors that are kept for the backward of what runs inside the block."""
+    """Records the tensors that operations in the block save for their backward pass."""
 
     def __init__(self, *modules: nn.Module) -> None:
         self._params = {param.untyped_storage()._cdata for module in modules for param in module.parameters()}
@@ -29,13 +29,13 @@ class Kept:
 
     @property
     def num_bytes(self) -> int:
-        """Of every storage once, as large as it is now; parameters left out."""
+        """Bytes of the saved storages at their current sizes, each counted once, without parameters."""
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors}
         return sum(storage.nbytes() for key, storage in storages.items() if key not in self._params)
 
 
 def kept_by(function: Any, *inputs: Any, **options: Any) -> int:
-    """Bytes that ``function`` keeps; its backward must find them."""
+    """Return the bytes that ``function`` saves for its backward pass, which is then run."""
     modules = [function] if isinstance(function, nn.Module) else []
     with Kept(*modules) as kept:
         output = function(*inputs, **options)

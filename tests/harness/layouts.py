@@ -1,7 +1,7 @@
-"""What it means to move a tensor from one layout to another, and a check that a function does it.
+"""The definition of a move between two layouts, and a check that a function conforms to it.
 
-A tensor of the whole group is what the ranks hold together: the sum of partial values, the shards side by side, or the
-one value that all hold. ``VALUES`` and ``GRADIENTS`` say which, for the values of a layout and for its gradients.
+The ranks of a group together hold one tensor: the sum of their partial values, the concatenation of their shards, or
+the value that all of them hold. ``VALUES`` and ``GRADIENTS`` have the case for the values and gradients of each layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.core.sharding import balanced_sizes
 
 
 class Held(Enum):
-    """How the ranks hold one tensor together."""
+    """How the ranks together hold one tensor."""
 
     SAME = "the same"
     PART = "a partial sum"
@@ -33,7 +33,7 @@ GRADIENTS = {"I": Held.SAME, "R": Held.PART, "V": Held.SHARD, "P": Held.SAME}
 
 
 def drawn_by_all(held: Held, shape: Sequence[int], dim: int, sizes: list[int], t: int) -> tuple[list[Tensor], Tensor]:
-    """What each rank holds, and the tensor that they hold together; integers, so that sums are exact."""
+    """Draw each rank's tensor; also return the tensor that they hold together. Integers, so that sums are exact."""
     if held is Held.SAME:
         whole = torch.randint(-9, 10, shape).double()
         return [whole] * t, whole
@@ -45,19 +45,19 @@ def drawn_by_all(held: Held, shape: Sequence[int], dim: int, sizes: list[int], t
 
 
 def taken_by_rank(held: Held, whole: Tensor, dim: int, sizes: list[int], rank: int) -> Tensor:
-    """What a rank must hold of ``whole``, where that is determined."""
+    """Return the part of ``whole`` that a rank must hold, if it is determined."""
     return whole if held is Held.SAME else whole.split(sizes, dim)[rank]
 
 
 def inner(values: Sequence[Tensor], gradients: Sequence[Tensor], held: Held) -> float:
-    """The inner product that every rank can compute alone: over the group, counting what all share once."""
+    """Return the inner product over the group, counting values that all ranks share once."""
     products = [float((v * g).sum()) for v, g in zip(values, gradients, strict=True)]
     return products[0] if held is Held.SAME else sum(products)
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A tensor's sizes, how the moved dimension is cut (by the balanced rule if ``cuts`` is None), and its strides."""
+    """Sizes of a tensor, cuts of the moved dimension (None: balanced sizes), and whether it is strided."""
 
     rows: int
     columns: int
@@ -67,7 +67,7 @@ class Drawn:
 
 
 def drawn_moves() -> st.SearchStrategy[Drawn]:
-    """Cases for ``assert_moves``."""
+    """Draw cases for ``assert_moves``."""
     counts = st.integers(0, 7)
     return st.builds(
         Drawn,
@@ -88,15 +88,15 @@ def assert_moves(
     dim: int | None,
     group: ProcessGroup,
 ) -> None:
-    """Check forward and backward of a move between two layouts, and that it modifies nothing.
+    """Check the forward and backward pass of a move between two layouts, and that it modifies nothing.
 
     Args:
-        move: of a tensor with three dimensions and every rank's size along ``dim``, or None.
-        source: the layout that it moves from.
-        target: the layout that it moves to.
+        move: function of a tensor with three dimensions and of every rank's size along ``dim``, or None.
+        source: layout of the input.
+        target: layout of the output.
         drawn: the case.
         dim: dimension of the move; None for a move of whole tensors, which has no sizes.
-        group: the ranks.
+        group: process group of the ranks.
     """
     t, me = group.size(), group.rank()
     axis = 0 if dim is None else dim
@@ -110,7 +110,7 @@ def assert_moves(
         edges = [0, *sorted(min(cut, n) for cut in drawn.cuts[: t - 1]), n]
         given_sizes = sizes = [stop - start for start, stop in pairwise(edges)]
     elif source == "V" and len(set(sizes)) > 1:
-        # A gather of uneven shards must be told them.
+        # A gather of uneven shards needs their sizes.
         given_sizes = sizes
 
     inputs, together = drawn_by_all(VALUES[source], shape, axis, sizes, t)
@@ -123,9 +123,9 @@ def assert_moves(
         y = move(x, given_sizes)
         y.backward(gradient)
 
-    # Forward: the tensor that the ranks hold together stays what it is.
+    # Forward: the tensor that the ranks together hold does not change.
     assert torch.equal(y, taken_by_rank(VALUES[target], together, axis, sizes, me))
-    # Backward: as the transposed linear map. Every rank computes all ranks' outputs by the formula just checked.
+    # Backward: the transposed linear map. Every rank computes all ranks' outputs by the formula checked above.
     outputs = [taken_by_rank(VALUES[target], together, axis, sizes, rank) for rank in range(t)]
     assert x.grad is not None
     grad_inputs = gather_all(x.grad, group)

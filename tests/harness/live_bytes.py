@@ -1,4 +1,4 @@
-"""How many bytes the tensors that a block made still hold."""
+"""Count the bytes that tensors created in a block still hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows every storage that an operation inside the block returns, autograd's saved values included.
+    """Tracks every storage returned by an operation in the block, including values saved by autograd.
 
     >>> with LiveBytes() as made:
     ...     x = torch.ones(1024)
@@ -31,12 +31,12 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 weak = StorageWeakRef(leaf.untyped_storage())
-                # The reference keeps the address from being used again, so that one entry is one storage.
+                # The weak reference prevents reuse of the address, so that each entry is one storage.
                 self._made.setdefault(weak.cdata, weak)
         return result
 
     def count(self) -> int:
-        """Bytes of the storages that are still alive, at their present sizes."""
+        """Return the bytes of the storages that are still alive, at their current sizes."""
         total = 0
         for weak in self._made.values():
             storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)

@@ -1,6 +1,6 @@
-"""What a pool and its ranks say to each other.
+"""Messages between a pool and its ranks.
 
-Messages are plain pickles between processes of one test session; nothing of them reaches a disk.
+Messages are plain pickles between processes of one test session; none is written to disk.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class RunTest:
 
     Attributes:
         module: name of the test module.
-        path: its file.
-        qualname: the function in the module, as ``TestClass.test_name``.
-        sys_path: ``sys.path`` of pytest, from which the module's own imports are found.
+        path: file of the test module.
+        qualname: qualified name of the function in the module, such as ``TestClass.test_name``.
+        sys_path: ``sys.path`` of pytest, for the imports of the module.
         folder: working directory of pytest.
-        traceback_style: pytest's ``--tb``, one of those that ``ExceptionInfo.getrepr`` knows.
-        warning_filters: pickle of ``warnings.filters`` as they shall be.
-        arguments: pickle of the function's arguments by name. They are pickles of their own because they may name
-            classes of the test module, which the rank must import first.
-        environment: pytest's environment variables that start with ``SHARDWISE_``, in force during the test.
+        traceback_style: pytest's ``--tb``, a style that ``ExceptionInfo.getrepr`` supports.
+        warning_filters: pickle of the ``warnings.filters`` for the test.
+        arguments: pickle of the function's arguments by name, separate because they may contain classes of the test
+            module, which the rank must import first.
+        environment: pytest's environment variables that start with ``SHARDWISE_``, set during the test.
     """
 
     module: str
@@ -48,7 +48,7 @@ class RunTest:
 
 @dataclass(frozen=True)
 class CleanUp:
-    """Remove what a test left behind. Sent when every rank has ended the test, as others may still need a group."""
+    """Clean up after a test. Sent when every rank has ended the test, because others may still need a group."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ Command = RunTest | CleanUp | Leave
 
 @dataclass(frozen=True)
 class Reply:
-    """How a command ended on one rank.
+    """Result of a command on one rank.
 
     Attributes:
-        outcome: how.
-        time: when, in seconds of the monotonic clock that all processes of a machine share.
-        summary: one line: the error, or the reason of a skip.
-        traceback: the error's traceback as text; empty unless it failed.
-        reusable: the rank's default process group is still the pool's.
+        outcome: outcome of the command.
+        time: time of its end, in seconds of the monotonic clock that all processes of a machine share.
+        summary: one line with the error or the reason of a skip.
+        traceback: traceback of the error as text; empty without a failure.
+        reusable: True if the rank's default process group is still the one of the pool.
     """
 
     outcome: Outcome

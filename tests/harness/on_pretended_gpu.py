@@ -1,13 +1,13 @@
-"""The process in which there is a pretended GPU, and what the functions that run in it need.
+"""The process with a pretended GPU, and helpers for functions that run in it.
 
-On the GPU there are fake tensors only (``torch._subclasses.FakeTensorMode``): they have shape, dtype and device, and no
-values. So a training step of any size, as one rank of any number, takes seconds: ``join`` a group that does nothing,
-make the model under ``fake_tensors``, and let a ``StepRecorder`` see what is placed where, what waits for the GPU, what
-is copied between devices and what is launched.
+All tensors on the GPU are fake (``torch._subclasses.FakeTensorMode``): they have shape, dtype and device, but no
+values. Therefore a training step of any size, on one of any number of ranks, takes seconds: ``join`` a group that does
+nothing, create the model under ``fake_tensors``, and record with a ``StepRecorder`` the devices of tensors, waits for
+the GPU, copies between devices and launches.
 
-Limits: no kernel can be launched, and the package's reference runs in place of its own in Triton; fused attention and
-norms are decomposed, so which kernel a GPU would choose is not seen; a model with fake parameters cannot be moved; a
-value that is read under a recorder is 0, and what makes a tensor of a size that depends on values raises an error.
+Limits: no kernel can be launched, and the package's reference code runs instead of its Triton kernels. Fused attention
+and norms are decomposed, so the kernel that a GPU would choose is unknown. A model with fake parameters cannot be
+moved. A value that is read under a recorder is 0. Operations whose output size depends on values raise an error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise
 
 _PACKAGE = str(Path(shardwise.__file__).parent) + os.sep
-# Operators that read values on the host, beside `item`: the size of their result depends on them.
+# Operators other than `item` that read values on the host, because the size of their result depends on the values.
 _READ_VALUES = {
     "aten.nonzero.default",
     "aten.masked_select.default",
@@ -55,9 +55,9 @@ def join(backend: str = "cuda:fake", *, world_size: int = 1, rank: int = 0) -> P
     """Become one of ``world_size`` ranks whose collectives do nothing.
 
     Args:
-        backend: for each device; ``"cuda:fake"`` is in the place of NCCL, ``"cpu:gloo,cuda:fake"`` of both.
-        world_size: number of ranks; 1 if gloo is one of the backends, which would wait for the others.
-        rank: which of them this is.
+        backend: backend per device; ``"cuda:fake"`` replaces NCCL, ``"cpu:gloo,cuda:fake"`` replaces gloo and NCCL.
+        world_size: number of ranks; 1 with gloo, which would wait for the others.
+        rank: this rank.
     """
     store: Any = dist.HashStore() if "gloo" in backend else FakeStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
@@ -68,7 +68,7 @@ def join(backend: str = "cuda:fake", *, world_size: int = 1, rank: int = 0) -> P
 
 @contextmanager
 def ranks_alike() -> Iterator[None]:
-    """Let every rank that this one exchanges objects with say what it says."""
+    """Make every object exchange return this rank's value for all ranks."""
 
     def gather(value: Any, gathered: list[Any] | None = None, **options: Any) -> None:
         if gathered is not None:
@@ -95,23 +95,24 @@ def ranks_alike() -> Iterator[None]:
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Let every tensor that is made inside be a fake one."""
+    """Make all tensors created in the block fake."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         yield mode
 
 
 class StepRecorder(TorchDispatchMode):
-    """Records what concerns the GPU inside its ``with`` block, backward passes included.
+    """Records what concerns the GPU inside its ``with`` block, including backward passes.
 
-    Enter it inside ``fake_tensors()``. A place is the innermost line of the package that led there, as
+    Enter it inside ``fake_tensors()``. A place is the innermost line of the package on the stack, such as
     ``"models/transformer/masks.py:120"``, or ``"autograd"``.
 
     Attributes:
-        waits: how often the host reads values and so waits for the GPU, by operator and place.
-        copies: copies from one device to another, by ``"cpu to cuda"`` and place.
-        pageable: those of them for which the host waits, since its memory is not pinned or it was not told to go on.
-        operators: how often each operator with a tensor on the GPU ran, by name.
-        made: operators that made a tensor from none, by device, dtype, shape and place.
+        waits: number of times that the host reads values and therefore waits for the GPU, by operator and place.
+        copies: number of copies between devices, by ``"cpu to cuda"`` and place.
+        pageable: number of these copies that the host waits for, because its memory is not pinned or the copy is
+            blocking.
+        operators: number of calls of each operator with a tensor on the GPU, by name.
+        made: number of tensors created from no other tensor, by device, dtype, shape and place.
     """
 
     def __init__(self) -> None:
@@ -180,10 +181,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def serve() -> None:
-    """Run what each line of the standard input asks for, in a fork, until there are no more lines."""
+    """Run the request in each line of the standard input in a fork, until the input ends."""
     faulthandler.enable()
     torch.set_num_threads(1)
-    # What PyTorch's Python would ask of a CUDA that it has not. For a GPU this old nobody chooses Triton's kernels.
+    # Replace PyTorch's queries to CUDA, which is missing. Triton's kernels are not chosen for a GPU this old.
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_name = lambda device=None: "pretended GPU"
     torch.cuda.max_memory_allocated = lambda device=None: 0
@@ -191,9 +192,9 @@ def serve() -> None:
     torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = lambda device: 0
     torch.cuda.get_device_capability = lambda device=None: (0, 0)
     torch.accelerator.current_device_index = lambda: 0
-    # All numbers of a tensor are read at once, and not one after the other.
+    # Read all values of a tensor at once, not one after the other.
     FakeTensor.tolist = _read_at_once
-    # Of memory that is not there, an address that tells which views begin at the same element.
+    # The memory does not exist. The address shows which views start at the same element.
     FakeTensor.data_ptr = lambda tensor: tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
     assert torch.accelerator.current_accelerator() == torch.device("cuda")
     for line in sys.stdin:
@@ -202,7 +203,7 @@ def serve() -> None:
         pid = os.fork()
         if pid == 0:
             _write(reply, _run(request))
-            # As after any fork, what the parent registered for its own end is not this process's.
+            # As after any fork, do not run the exit handlers of the parent.
             os._exit(0)
         _, status = os.waitpid(pid, 0)
         if not reply.exists():
@@ -220,7 +221,7 @@ def _run(request: Path) -> tuple[bool, Any]:
     try:
         module_name, path, qualname, args = pickle.loads(request.read_bytes())
         warnings.simplefilter("error")
-        # As a program on GPUs has it, which is told otherwise.
+        # The value that programs on GPUs have; others get a warning.
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         sys.path.insert(0, str(Path(path).parent))
         if module_name not in sys.modules:
@@ -231,13 +232,13 @@ def _run(request: Path) -> tuple[bool, Any]:
             spec.loader.exec_module(module)
         value = getattr(sys.modules[module_name], qualname)(*pickle.loads(args))
         return True, pickle.loads(pickle.dumps(value))
-    # Whatever it is, the test that asked is to fail with it.
+    # The test that sent the request must fail with any error.
     except BaseException:
         return False, traceback.format_exc()
 
 
 def _write(reply: Path, value: tuple[bool, Any]) -> None:
-    # The reader looks for the name, and shall find all of it.
+    # The reader waits for the final name, and must find a complete file.
     partial = reply.with_suffix(".partial")
     partial.write_bytes(pickle.dumps(value))
     partial.replace(reply)

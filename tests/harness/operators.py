@@ -1,4 +1,4 @@
-"""Which of PyTorch's operators run."""
+"""Record the PyTorch operators that run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operators(TorchDispatchMode):
-    """Records the operators that run inside its ``with`` block, those of backward passes included.
+    """Records the operators that run inside its ``with`` block, including backward passes.
 
     Attributes:
-        names: such as ``"aten::add.Tensor"``, in the order of the calls.
+        names: names of the operators, such as ``"aten::add.Tensor"``, in the order of the calls.
     """
 
     def __init__(self) -> None:

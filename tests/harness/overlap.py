@@ -1,6 +1,6 @@
-"""Collectives that arrive when a computation is done: whoever waits for them before it waits in vain.
+"""Collectives that complete only when a computation is done, to detect a wait that comes too early.
 
-Nothing here looks at a clock, so that it does not matter how busy the machine is.
+Nothing here reads a clock, so that the load of the machine does not matter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 
 
 class ProductsDone(TorchDispatchMode):
-    """Counts down to the moment when the given number of matrix products has been computed."""
+    """Counts down the given number of matrix products as they are computed."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class ArrivesAfter:
     """A collective whose result arrives when the products have been computed.
 
     Attributes:
-        arrived_early: it was there when it was waited for.
+        arrived_early: True if the result had arrived when it was waited for.
     """
 
     def __init__(self, pending: Any, products: ProductsDone) -> None:
@@ -43,7 +43,7 @@ class ArrivesAfter:
 
 
 class ProductTime(TorchDispatchMode):
-    """A clock that matrix products alone move on, by their number of multiplications, and waits by what they take."""
+    """A clock that only matrix products and waits advance: products by their number of multiplications."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,13 +57,13 @@ class ProductTime(TorchDispatchMode):
 
 
 class ArrivesLater:
-    """A collective whose result arrives a while after it was launched, by a clock of products.
+    """A collective whose result arrives a fixed time after its launch, by a clock of products.
 
     Args:
         pending: the collective.
-        clock: which clock.
-        delay: how much later, in its multiplications.
-        waited: is given how long was waited for it.
+        clock: clock that measures the delay.
+        delay: time from the launch to the result, in multiplications.
+        waited: list to which the length of each wait is appended.
     """
 
     def __init__(self, pending: Any, clock: ProductTime, delay: float, waited: list[float]) -> None:

@@ -1,4 +1,4 @@
-"""The examples of the documents, run."""
+"""Run the examples of the documentation."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def run_example(name: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Run the Python blocks of a page as one program, on the ranks of a test.
 
     Args:
-        name: of the page in docs/.
-        monkeypatch: the test's.
+        name: name of the page in docs/.
+        monkeypatch: fixture of the test.
 
     Returns:
-        What it prints, the first argument of each call.
+        The first argument of each call of ``print``.
     """
     text = (DOCS / name).read_text(encoding="utf-8")
     script = "\n".join(re.findall(r"^```python\n(.*?)```", text, re.DOTALL | re.MULTILINE))
     assert script
-    # The ranks of a test have joined already, and leave later.
+    # The ranks of a test are already in a group, and leave it later.
     monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     shown: list[object] = []

@@ -1,4 +1,4 @@
-"""Comparisons for tests that hold a parallel result against the dense one."""
+"""Comparisons of a parallel result with the dense result."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _MOST_DIMS = 7
 def assert_close_to(actual: Tensor, expected: Tensor, *, rtol_of_norm: float, name: str = "result") -> None:
     """Assert ``norm(actual - expected) <= rtol_of_norm * norm(expected)``, in the 2-norm over all elements.
 
-    The norm of the whole is the measure because rounding errors of a sum scale with its terms, not with the element
-    that is left of them: an element near zero may be off by more than itself. Where both tensors hold the same
-    infinity they agree. If all of ``expected`` is zero, so must ``actual`` be.
+    The bound is relative to the norm of the whole tensor, because the rounding error of a sum scales with its terms,
+    not with its value: the error of an element near zero may exceed the element. Equal infinities agree. If
+    ``expected`` is all zeros, ``actual`` must be too.
 
     Args:
-        actual: what is tested.
-        expected: what it must equal; of the same shape and dtype.
+        actual: tensor to test.
+        expected: expected tensor, of the same shape and dtype.
         rtol_of_norm: bound of the error relative to the norm of ``expected``.
-        name: what the tensors are, for the message.
+        name: name of the tensors, for the message.
 
     Raises:
-        AssertionError: the shapes or dtypes differ, or the error is above the bound or not a number. The message gives
-            the error, and the index and both values of the worst element.
+        AssertionError: the shapes or dtypes differ, or the error exceeds the bound or is NaN. The message has the
+            error, and the index and both values of the worst element.
     """
     __tracebackhide__ = True
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -43,7 +43,7 @@ def assert_close_to(actual: Tensor, expected: Tensor, *, rtol_of_norm: float, na
     difference = torch.where(a == e, torch.zeros_like(e), a - e).abs()
     error = float(torch.linalg.vector_norm(difference))
     norm = float(torch.linalg.vector_norm(torch.where(e.isinf(), torch.zeros_like(e), e)))
-    # Written so that an error that is not a number fails.
+    # Written so that a NaN fails.
     if error <= rtol_of_norm * norm:
         return
     worst = int(difference.nan_to_num(nan=torch.inf).argmax())
@@ -56,10 +56,10 @@ def assert_close_to(actual: Tensor, expected: Tensor, *, rtol_of_norm: float, na
 
 
 def assert_bit_equal(actual: Tensor, expected: Tensor, *, name: str = "result") -> None:
-    """Assert that two tensors have the same shape, dtype and bits; a NaN equals the same NaN, and 0 is not -0.
+    """Assert that two tensors have the same shape, dtype and bits. NaNs with equal bits are equal; 0 and -0 differ.
 
     Raises:
-        AssertionError: they do not. The message gives the number of elements that differ, and the first of them.
+        AssertionError: the tensors differ. The message has the number of elements that differ, and the first of them.
     """
     __tracebackhide__ = True
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -78,26 +78,26 @@ def assert_bit_equal(actual: Tensor, expected: Tensor, *, name: str = "result") 
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """``[n, itemsize]``: the bytes of each element."""
-    # A clone: tensors of one element count as contiguous whatever their strides, and then cannot be viewed as bytes.
+    """Return the bytes of each element, ``[n, itemsize]``."""
+    # Clone, because a tensor of one element counts as contiguous with any strides, but cannot be viewed as bytes.
     flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).flatten()
     return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
 
 
 @contextlib.contextmanager
 def assert_unmodified(*tensors: Tensor, **named: Tensor) -> Iterator[None]:
-    """Assert that the block leaves the tensors alone: the same bits, and nothing written to their storage.
+    """Assert that the block does not modify the tensors: the bits are the same, and nothing is written to the storage.
 
     >>> x = torch.ones(2)
     >>> with assert_unmodified(x=x):
     ...     y = x + 1
 
     Args:
-        tensors: called ``tensor 0``, ``tensor 1`` ... in the message.
-        named: called by their names in the message.
+        tensors: tensors, named ``tensor 0``, ``tensor 1`` and so on in the message.
+        named: tensors with names for the message.
 
     Raises:
-        AssertionError: a tensor's bits differ, or it was written to with the values that it had.
+        AssertionError: a tensor's bits have changed, or its own values were written to it.
     """
     __tracebackhide__ = True
     watched = {f"tensor {i}": tensor for i, tensor in enumerate(tensors)} | named
@@ -111,27 +111,27 @@ def assert_unmodified(*tensors: Tensor, **named: Tensor) -> Iterator[None]:
 
 
 def _version(tensor: Tensor) -> int:
-    # An inference tensor keeps no count.
+    # An inference tensor has no version counter.
     return 0 if tensor.is_inference() else tensor._version
 
 
 def gather_shards(
     local: Tensor, layout: ParamLayout, group: dist.ProcessGroup, *, check_replicas: bool = True
 ) -> Tensor:
-    """The whole tensor from every rank's part, on every rank: a parameter, or the gradient of one.
+    """Assemble a whole parameter or gradient from every rank's part, on every rank.
 
     Args:
         local: this rank's part, of shape ``layout.local_shape(rank)``.
-        layout: where each rank's part lies.
-        group: the ranks that ``layout`` is about.
-        check_replicas: assert that elements held by several ranks are bit-equal on them. Without it those of the first
+        layout: layout of the parts.
+        group: process group of the ranks in ``layout``.
+        check_replicas: assert that elements held by several ranks are bit-equal. If False, the elements of the first
             rank are taken.
 
     Returns:
         A tensor of shape ``layout.global_shape``, without gradient.
 
     Raises:
-        ShardingError: some rank's part is not of the shape that the layout gives it; on every rank.
+        ShardingError: some rank's part does not have the shape of the layout; on every rank.
         AssertionError: ranks hold different values of the same elements; on every rank.
     """
     __tracebackhide__ = True
@@ -144,9 +144,9 @@ def gather_shards(
 
 
 def gather_all(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's tensor, whatever its shape, on every rank; on the CPU, without gradient.
+    """Gather every rank's tensor on every rank, on the CPU and without gradient; shapes may differ.
 
-    By the library's own all-gather, which has tests of its own: tests gather thousands of tensors, and
+    This uses the library's all-gather, which has separate tests. Tests gather thousands of tensors, and
     ``all_gather_object`` takes forty times as long.
     """
     own = local.detach().cpu().contiguous()
@@ -155,7 +155,7 @@ def gather_all(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     shape[0, 1 : own.dim() + 1] = torch.tensor(own.shape)
     shapes = [tuple(row[1 : row[0] + 1]) for row in all_gather(shape, group=group).tolist()]
     sizes = [math.prod(other) * own.element_size() for other in shapes]
-    # As words of 8 bytes, since not every dtype travels.
+    # Send words of 8 bytes, because the backend does not support every dtype.
     words = torch.zeros(1, -(-max(sizes) // 8), dtype=torch.int64)
     words.view(torch.uint8)[0, : own.nbytes] = own.view(-1).view(torch.uint8)
     rows = all_gather(words, group=group).view(torch.uint8)

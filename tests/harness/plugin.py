@@ -5,18 +5,18 @@
     @pytest.mark.ranks(4)                # once, on four ranks
     @pytest.mark.ranks(1, 2, 4)          # once for each size; ids start with tp1, tp2, tp4
     @pytest.mark.ranks(4, timeout=2)     # for a test that hangs: the seconds that its ranks may sleep, see ``pool``
-    @pytest.mark.ranks(1, 2, 4, slow=(1, 4))  # some of its sizes have the mark `slow` too (see below)
+    @pytest.mark.ranks(1, 2, 4, slow=(1, 4))  # some sizes also have the mark `slow` (see below)
 
-Without ``slow`` in the mark, all but the smallest of several ranks are slow: of 1, 2, 3 and 4 those are 1, 3 and 4.
-Four ranks and more are also where no fewer are there.
+Without ``slow`` in the mark, all of several sizes are slow except one: 2, else 3, else the smallest. So of 1, 2, 3 and
+4, the slow sizes are 1, 3 and 4. A single size of four or more is also slow.
 
-The mark ``matrix`` is for the cases that ``make test`` leaves to ``make test-all``. Besides those that have it by hand,
-these get it here: of a test with several numbers of ranks, four and more where two or three are there too; and of a
-test with three parameters or more, the cases that are not needed for every pair of two parameters' values to occur.
+The mark ``matrix`` is for cases that ``make test`` leaves to ``make test-all``. In addition to cases marked by hand,
+the plugin marks sizes of four and more in tests that also have two or three ranks, and, in tests with three parameters
+or more, the cases that are not needed to cover every pair of two parameters' values.
 
-The body runs in the ranks, everything around it in pytest's process: collection, fixtures, set-up methods.
-The values of fixtures and parameters are pickled and sent, the same to every rank (so ``tmp_path`` is one folder).
-Two arguments are each rank's own: ``group``, its default process group, and ``monkeypatch``.
+The body runs in the ranks; everything else runs in pytest's process: collection, fixtures, set-up methods.
+Values of fixtures and parameters are pickled and sent, the same to every rank (so ``tmp_path`` is one folder).
+Each rank has its own values of two arguments: ``group``, its default process group, and ``monkeypatch``.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from harness.pool import TEST_TIMEOUT, Pools, RankError
 _POOLS = pytest.StashKey[Pools]()
 _SIZE = "_num_ranks"
 _Pair = tuple[tuple[str, str], tuple[str, str]]
-"""Two parameters of a case, each a name and a value."""
+"""Two parameters of a case, each with name and value."""
 
-# Seen once in several runs of all tests: gloo does not get the sockets of a new group connected, though no rank has
-# done anything wrong. A second time in a row it is the test's fault.
+# gloo sometimes fails to connect the sockets of a new group, about once in several runs of all tests, without an error
+# of a rank. If it fails twice in a row, the test is the cause.
 _NOT_CONNECTED = "Gloo connectFullMesh failed"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compute on one thread here, as in the ranks: threads that wait for each other spin, and ranks need the cores."""
+    """Compute on one thread here, as in the ranks: waiting threads spin, and the ranks need the cores."""
     torch.set_num_threads(1)
 
 
 class GroupOfRanks:
-    """Stands for ``group`` until a rank replaces it by its own."""
+    """Placeholder for ``group`` until each rank replaces it with its own group."""
 
 
-# Of the session's scope, or hypothesis would object to it: function-scoped fixtures do not suit @given.
+# Session scope, because hypothesis rejects function-scoped fixtures with @given.
 @pytest.fixture(scope="session")
 def group() -> GroupOfRanks:
-    """The default process group of the rank that runs the test."""
+    """Default process group of the rank that runs the test."""
     return GroupOfRanks()
 
 
@@ -80,7 +80,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is not None and len(sizes := _sizes(mark)) > 1:
         metafunc.fixturenames.append(_SIZE)
-        # Two, or three, find nearly all that one or more would.
+        # Two or three ranks find nearly all errors that other sizes would find.
         fast = min((size for size in sizes if 1 < size < 4), default=min(sizes))
         slow = mark.kwargs.get("slow", [size for size in sizes if size != fast])
         marks = {size: [pytest.mark.slow] if size in slow else [] for size in sizes}
@@ -92,7 +92,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """More ranks than cores take turns, and need processes of their own: that is for the whole suite."""
+    """Mark tests with four or more ranks as slow: they take turns on the cores, and need another pool."""
     mark = item.get_closest_marker("ranks")
     if mark is not None and "slow" not in mark.kwargs and len(mark.args) == 1 and mark.args[0] >= 4:
         item.add_marker(pytest.mark.slow)
@@ -100,7 +100,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases that a cover of pairs does without, before the marks on the command line select."""
+    """Mark the cases that a cover of pairs does not need, before the command line selects tests by marks."""
     cases: dict[str, list[tuple[pytest.Item, frozenset[_Pair]]]] = {}
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("matrix") is None:
@@ -113,7 +113,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _beyond_a_cover(cases: list[tuple[pytest.Item, frozenset[_Pair]]]) -> list[pytest.Item]:
-    """The cases that remain after taking, one at a time, the case with the most new pairs until no pair is new."""
+    """Return the cases that a greedy cover leaves out: it takes the case with the most new pairs until none is new."""
     missing = frozenset[_Pair]().union(*(pairs for _, pairs in cases))
     left = list(cases) if missing else []
     while missing:
@@ -125,7 +125,7 @@ def _beyond_a_cover(cases: list[tuple[pytest.Item, frozenset[_Pair]]]) -> list[p
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Literal[True] | None:
-    """Run the body of a test with the mark on a pool of ranks."""
+    """Run the body of a test with the mark ``ranks`` on a pool of ranks."""
     mark = pyfuncitem.get_closest_marker("ranks")
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     if mark is None:
@@ -149,7 +149,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Literal[True] | None:
         failure = str(error)
     else:
         if reply.outcome is Outcome.SKIPPED:
-            # The place to report is the test, not this line.
+            # Report the location of the test, not of this line.
             raise pytest.skip.Exception(reply.summary, _use_item_location=True)
         if reply.outcome is Outcome.XFAILED:
             pytest.xfail(reply.summary)
@@ -158,7 +158,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Literal[True] | None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what has been imported out of the garbage collector's way, as in the ranks."""
+    """Exclude imported objects from garbage collection, as in the ranks."""
     gc.collect()
     gc.freeze()
 
@@ -183,7 +183,7 @@ def _command(item: pytest.Function, arguments: dict[str, Any]) -> RunTest:
         folder=os.getcwd(),
         # pytest's default would quote whole functions of torch.distributed.
         traceback_style="short" if style == "auto" else style,
-        # The filters in force are pytest's: of its configuration, its command line and the test's marks.
+        # The current filters of pytest, from its configuration, its command line and the test's marks.
         warning_filters=pickle.dumps(list(warnings.filters)),
         arguments=pickle.dumps(sent),
         environment={name: value for name, value in os.environ.items() if name.startswith("SHARDWISE_")},
@@ -195,7 +195,7 @@ def _check_picklable(arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         try:
             pickle.dumps(value)
-        # What pickling raises is up to the value.
+        # Pickling can raise any error, depending on the value.
         except Exception as reason:
             failure = (
                 f"argument {name!r} of a test on ranks cannot be sent to them ({reason}); make it in the body of the "

@@ -1,7 +1,7 @@
 """Pools of ranks: processes that start once per test session and size, and run the bodies of tests.
 
-A rank is a child of multiprocessing's fork server, which has torch imported already, so that it starts in milliseconds
-and shares that memory. Ranks meet through a ``FileStore`` in a temporary folder, so no port is needed.
+A rank is a child of multiprocessing's fork server, which has already imported torch. Therefore the rank starts in
+milliseconds and shares that memory. Ranks connect through a ``FileStore`` in a temporary folder, without a port.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from harness.stacks import stacks
 from harness.watchdog import WATCHDOG_SECONDS, is_at_work
 
 TEST_TIMEOUT = 120.0
-"""Seconds that the ranks of a test, or of a start, may sleep unless its mark says otherwise.
+"""Default limit in seconds for the sleep of the ranks of a test, or of the start of a pool.
 
-Only while all that still have something to do sleep at once does time count against them: ranks that wait for each
-other in vain are found soon, and ranks that are slow, or that a busy machine does not let run, are waited for. Ranks
-that compute for ever are ended by ``WATCHDOG_SECONDS``.
+Time counts only while all unfinished ranks sleep at once. So a deadlock is found soon, but slow ranks, and ranks that a
+busy machine does not run, get the time that they need. Ranks that compute forever are ended by ``WATCHDOG_SECONDS``.
 """
 
 GRACE = 1.5
-"""Seconds that the other ranks may still sleep once one has failed; most of them wait for it in a collective."""
+"""Seconds that the other ranks may sleep after one has failed; most of them wait for it in a collective."""
 
 MAX_RANKS = 10
-"""Ranks alive at once, over all pools: one pool of each of the sizes 1, 2, 3 and 4."""
+"""Maximum number of ranks over all pools: one pool each of the sizes 1, 2, 3 and 4."""
 
-# With the compiler, because torch's checkpointing and optimizers import it at their first use, a second per rank.
+# Includes the compiler, because torch's checkpointing and optimizers import it at their first use: a second per rank.
 _PRELOADED = [
     "torch",
     "torch.distributed",
@@ -53,14 +52,14 @@ _PRELOADED = [
 
 
 class RankError(Exception):
-    """A test, or the start of a pool, went wrong on some rank. The message is the whole report."""
+    """Raised when a test or the start of a pool failed on some rank. The message is the whole report."""
 
 
 def _start_fork_server() -> None:
-    # Of what is tested, what the collected tests have imported here without an error.
+    # Modules of the package that the collected tests have imported here without an error.
     tested = sorted(name for name in sys.modules if name.partition(".")[0] == "shardwise")
     multiprocessing.set_forkserver_preload([*_PRELOADED, *tested])
-    # Read when torch and numpy are imported: the fork server must have no threads when it forks.
+    # torch and numpy read it at their import. The fork server must have no threads when it forks.
     with _environment("OMP_NUM_THREADS", "1"):
         forkserver.ensure_running()
 
@@ -79,17 +78,17 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 class Pool:
-    """``size`` ranks that have met. Usable until a command fails; then it is closed and another takes its place."""
+    """``size`` connected ranks. A pool is usable until a command fails; then it is closed and replaced."""
 
     def __init__(self, size: int, *, start_timeout: float = TEST_TIMEOUT) -> None:
         """Start the ranks.
 
         Args:
             size: number of ranks.
-            start_timeout: seconds that they may sleep meanwhile.
+            start_timeout: seconds that the ranks may sleep during the start.
 
         Raises:
-            RankError: a rank died or did not arrive in time; no process is left.
+            RankError: a rank died or did not arrive in time; all processes have been ended.
         """
         self.size = size
         self.usable = True
@@ -106,7 +105,7 @@ class Pool:
                     target=worker.main, args=(rank, size, self._folder, theirs), name=f"rank {rank}", daemon=True
                 )
                 self._connections.append(ours)
-                # A rank's death shows as the end of its pipe only if no copy of the rank's end is open here.
+                # The pipe ends when the rank dies only if no copy of the rank's end is open here.
                 with theirs:
                     process.start()
                 self._processes.append(process)
@@ -122,19 +121,19 @@ class Pool:
             raise
 
     def run(self, command: RunTest, timeout: float) -> Reply:
-        """Run a test on every rank, and clean up behind it.
+        """Run a test on every rank, and clean up after it.
 
-        What the ranks printed goes to ``sys.stdout``, each line with its rank in front.
+        The output of the ranks goes to ``sys.stdout``, with the rank at the start of each line.
 
         Args:
             command: the test.
-            timeout: its time limit: the seconds that its ranks may sleep.
+            timeout: seconds that the ranks may sleep.
 
         Returns:
-            How the test ended, on every rank alike: passed, skipped or expected to fail.
+            The outcome of the test, the same on every rank: passed, skipped or expected to fail.
 
         Raises:
-            RankError: it failed on some rank. The pool is closed then, as after any other exception.
+            RankError: the test failed on some rank. The pool is then closed, as after any other exception.
         """
         try:
             try:
@@ -152,7 +151,7 @@ class Pool:
         return replies[0]
 
     def close(self) -> None:
-        """Let the ranks leave; kill those that do not."""
+        """Ask the ranks to exit, and kill ranks that do not."""
         self.usable = False
         self._send(Leave())
         end = time.monotonic() + WATCHDOG_SECONDS
@@ -175,7 +174,7 @@ class Pool:
     def _send(self, command: Command) -> None:
         message = pickle.dumps(command)
         for ours in self._connections:
-            # A rank that is gone is found by the wait, which knows its exit code.
+            # The wait detects a rank that has ended, and knows its exit code.
             with contextlib.suppress(OSError):
                 ours.send_bytes(message)
 
@@ -215,21 +214,21 @@ class Pool:
             return RankState(exit_code=process.exitcode, stack=self._read_stack(rank))
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Where these ranks stand. Empty for one that is too far gone to answer a signal."""
+        """Return the stacks of these ranks; empty for a rank that cannot answer a signal."""
         pids = {rank: self._processes[rank].pid for rank in ranks}
         stacks({pid: worker.stack_file(self._folder, rank) for rank, pid in pids.items() if pid is not None})
         return {rank: self._read_stack(rank) for rank in ranks}
 
     def _read_stack(self, rank: int) -> str:
-        """What the rank last wrote to its stack file, down to the frame that the harness called."""
+        """Return the last stack in the rank's stack file, up to the frame called by the harness."""
         path = worker.stack_file(self._folder, rank)
         text = path.read_text() if path.exists() else ""
         above = text.partition(f'  File "{worker.__file__}"')[0].rstrip()
-        # Stuck in the harness itself, a rank has no other frames.
+        # A rank that is stuck in the harness itself has no other frames.
         return above if "  File " in above else text.rstrip()
 
     def _read_logs(self) -> str:
-        """What the ranks printed since the last call."""
+        """Return the output of the ranks since the last call."""
         lines = []
         for rank in range(self.size):
             path = worker.log_file(self._folder, rank)
@@ -240,7 +239,7 @@ class Pool:
                 data = file.read()
             self._log_offsets[rank] += len(data)
             for line in data.decode(errors="replace").splitlines():
-                # gloo reports every group that it connects.
+                # gloo prints a line for every group that it connects.
                 if not line.startswith("[Gloo] Rank "):
                     lines.append(f"[rank {rank}] {line}\n")  # noqa: PERF401
         return "".join(lines)
@@ -254,7 +253,7 @@ class Pools:
         self._pools: dict[int, Pool] = {}
 
     def run(self, size: int, command: RunTest, timeout: float) -> Reply:
-        """Run a test on a pool of the given size, as ``Pool.run``."""
+        """Run a test on a pool of the given size, like ``Pool.run``."""
         pool = self._pools.pop(size, None)
         if pool is None:
             while self._pools and sum(self._pools) + size > self._max_ranks:
@@ -267,6 +266,6 @@ class Pools:
                 self._pools[size] = pool
 
     def close(self) -> None:
-        """Close all."""
+        """Close all pools."""
         while self._pools:
             self._pools.popitem()[1].close()

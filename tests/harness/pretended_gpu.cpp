@@ -1,7 +1,7 @@
-// Registers with PyTorch a CUDA device that is not there: one GPU with one stream, on which nothing is ever pending.
+// Registers a CUDA device that does not exist with PyTorch: one GPU with one stream, on which nothing is ever pending.
 //
-// A PyTorch without CUDA then places fake tensors on "cuda:0" and runs their backward in autograd's thread for that
-// device. There are no kernels and no memory: a tensor with values cannot be made on it.
+// A PyTorch without CUDA then places fake tensors on "cuda:0" and runs their backward pass in autograd's thread for
+// that device. There are no kernels and no memory: a tensor with values cannot be created on it.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -10,7 +10,7 @@ namespace {
 c10::Device the_gpu() { return c10::Device(c10::DeviceType::CUDA, 0); }
 c10::Stream the_stream() { return c10::Stream(c10::Stream::DEFAULT, the_gpu()); }
 
-// What autograd and device guards ask for: the current device, its stream, and events, which have always happened.
+// The interface for autograd and device guards: the current device, its stream, and events, which are always complete.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
@@ -42,7 +42,7 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
 namespace at {
 
-// What PyTorch asks before it believes in an accelerator.
+// The hooks that PyTorch calls to detect an accelerator.
 struct PretendedGpuHooks final : CUDAHooksInterface {
   explicit PretendedGpuHooks(CUDAHooksArgs) {}
   void init() const override {}

@@ -1,16 +1,16 @@
-"""The fixture ``pretended_gpu``: run a function where PyTorch believes in a GPU, without one.
+"""The fixture ``pretended_gpu``: run a function in a process where PyTorch reports a GPU that does not exist.
 
 ::
 
-    def where_the_weights_are():                  # of the test module; what it returns is sent back
+    def where_the_weights_are():                  # in the test module; the return value is sent back
         with fake_tensors():
             return {str(weight.device) for weight in GPTModel(...).parameters()}
 
     def test_weights(pretended_gpu):
         assert pretended_gpu(where_the_weights_are) == {"cuda:0"}
 
-What a function can do there stands in ``harness.on_pretended_gpu``. Each runs in a process of its own, forked off one
-that has loaded PyTorch and this package already, so that only the first takes seconds.
+``harness.on_pretended_gpu`` describes what a function can do there. Each call runs in its own process, forked from one
+that has loaded PyTorch and this package, so that only the first call takes seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from harness.program import Program
 
 _SOURCE = Path(__file__).with_name("pretended_gpu.cpp")
-# PyTorch looks for accelerators while it is imported.
+# PyTorch detects accelerators while it is imported.
 _SERVER = """
 import ctypes, sys
 ctypes.CDLL(sys.argv[1])
@@ -45,8 +45,8 @@ class PretendedGpu:
     """Runs functions on the pretended GPU.
 
     Args:
-        server: a program that serves (``harness.on_pretended_gpu.serve``).
-        folder: for messages to it and from it.
+        server: program that runs ``harness.on_pretended_gpu.serve``.
+        folder: folder for messages to and from the server.
     """
 
     def __init__(self, server: Program, folder: Path) -> None:
@@ -55,14 +55,14 @@ class PretendedGpu:
         self._count = 0
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What ``function(*args)`` returns there.
+        """Call ``function(*args)`` there and return its result.
 
         Args:
-            function: defined at the top of a test module.
-            *args: picklable.
+            function: module-level function of a test module.
+            *args: picklable arguments.
 
         Raises:
-            AssertionError: it failed there; with its traceback.
+            AssertionError: the call failed; the message has its traceback.
         """
         __tracebackhide__ = True
         self._count += 1
@@ -80,7 +80,7 @@ class PretendedGpu:
 
 @pytest.fixture(scope="session")
 def pretended_gpu(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[PretendedGpu]:
-    """A ``PretendedGpu``; the test is skipped where there is no C++ compiler, or where PyTorch has CUDA of its own."""
+    """A ``PretendedGpu``; the test is skipped if there is no C++ compiler, or if PyTorch was built with CUDA."""
     if torch.version.cuda is not None or torch.version.hip is not None:
         pytest.skip("this PyTorch knows CUDA itself, and believes in no other")
     compiler = shutil.which(os.environ.get("CXX", "c++"))
@@ -101,7 +101,7 @@ def pretended_gpu(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
 
 
 def _library(compiler: str, config: pytest.Config) -> Path:
-    """``pretended_gpu.cpp``, compiled against this PyTorch; kept from run to run."""
+    """Compile ``pretended_gpu.cpp`` against this PyTorch; the library is cached between runs."""
     found = importlib.util.find_spec("torch")
     assert found is not None
     assert found.origin is not None
@@ -111,7 +111,7 @@ def _library(compiler: str, config: pytest.Config) -> Path:
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}")
         options = ["-std=c++20", "-shared", "-fPIC", f"-I{home}/include"]
-        # After the source, or the linker would leave them out.
+        # After the source; otherwise the linker would omit them.
         libraries = [f"-L{home}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home}/lib"]
         done = subprocess.run(
             [compiler, *options, str(_SOURCE), *libraries, "-o", str(made)], capture_output=True, text=True

@@ -1,8 +1,8 @@
-"""What is one kernel on a GPU, as one operator on the pretended one: nothing is launched there.
+"""Replace kernels by operators on the pretended GPU, where nothing is launched: one operator per kernel of a real GPU.
 
-PyTorch's fused attention and norm are chosen where its own CUDA code is, and would be decomposed here; Triton's kernels
-would be compiled and launched. ``as_on_a_gpu`` puts operators that have shapes only in their place, for the rest of the
-process.
+PyTorch chooses its fused attention and norm only in builds with CUDA, and would decompose them here; Triton's kernels
+would be compiled and launched. ``as_on_a_gpu`` replaces them with operators that only compute shapes, for the rest of
+the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LIBRARY = torch.library.Library("kernel", "DEF")
 
 
 def as_on_a_gpu() -> None:
-    """From here on fused attention, RMSNorm and each launch of a Triton kernel are an operator ``kernel.NAME``."""
+    """Make fused attention, RMSNorm and each launch of a Triton kernel an operator ``kernel.NAME`` from now on."""
     from triton.runtime.jit import JITFunction
 
     _define("attention(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)", _attention)
@@ -36,7 +36,7 @@ def as_on_a_gpu() -> None:
 
     def runs(path: FastPath, *tensors: Tensor, size: int | None = None, fits: Any = lambda: True) -> bool:
         if tensors[0].device.type == path.device_type == "cuda":
-            # What it computes with may be fake here, and the GPU too old.
+            # Skip the other conditions: the tensors may be fake, and the pretended GPU is too old.
             return all(tensor.dtype == tensors[0].dtype for tensor in tensors) and bool(fits())
         return own(path, *tensors, size=size, fits=fits)
 
@@ -56,7 +56,7 @@ def _launch(name: str, *args: Any, **options: Any) -> None:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    # Flash attention's output lies by tokens, as its queries do.
+    # Flash attention's output has the same strides as its queries.
     return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 

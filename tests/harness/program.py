@@ -1,4 +1,4 @@
-"""A program that a test starts: it is waited for by what it prints, writes and does, and never outlives the test."""
+"""Programs started by a test, which waits for their output, files and end, and which they never outlive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 
 
 class Program:
-    """A process, with all that it starts.
+    """A process, and all processes that it starts.
 
     ::
 
@@ -35,20 +35,20 @@ class Program:
         assert "interrupted" in program.stderr
 
     Every wait ends with its event, or with an AssertionError as soon as the program has ended without it. The watchdog
-    (``TEST_WATCHDOG_SECONDS``) is there for hangs alone; its message has what was printed, and the stacks of all Python
-    processes that the program started. At the end of the block no process is left that it started.
+    (``TEST_WATCHDOG_SECONDS``) is only for hangs; its message has the output, and the stacks of all Python processes
+    that the program started. At the end of the block all of these processes are ended.
 
     Args:
-        command: the program and its arguments. If the first begins with ``-`` it is Python that is started.
-        folder: its working directory.
-        stdin: where it reads, as for ``subprocess.Popen``; nothing by default.
-        stdout: where it prints, if the test itself looks after that, as for ``subprocess.Popen``.
-        stderr: likewise.
-        variables: environment variables besides this process's own, which lose those of a launcher; None takes one
-            away.
+        command: the program and its arguments. If the first one begins with ``-``, Python is started with them.
+        folder: working directory of the program.
+        stdin: standard input, as for ``subprocess.Popen``; empty by default.
+        stdout: standard output, as for ``subprocess.Popen``, if the test reads it itself.
+        stderr: the same for the standard error.
+        variables: environment variables in addition to those of this process, from which the variables of a launcher
+            are removed; None removes a variable.
 
     Attributes:
-        pid: its process id; also of its process group, which is its own.
+        pid: process id of the program, and id of its process group.
     """
 
     def __init__(
@@ -96,26 +96,26 @@ class Program:
 
     @property
     def stdin(self) -> Any:
-        """The pipe to its standard input, if ``stdin=subprocess.PIPE`` was asked for."""
+        """Pipe to the standard input, if the program was created with ``stdin=subprocess.PIPE``."""
         return self._process.stdin
 
     @property
     def stdout(self) -> str:
-        """What it has printed up to now; carriage returns are kept."""
+        """Standard output up to now, including carriage returns."""
         return self._printed["stdout"].decode(errors="replace")
 
     @property
     def stderr(self) -> str:
-        """What it has printed on the standard error up to now."""
+        """Standard error up to now."""
         return self._printed["stderr"].decode(errors="replace")
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code, a signal's number negated; None while it runs."""
+        """Exit code, or the negative number of a signal; None while the program runs."""
         return self._process.poll()
 
     def wait_for_line(self, pattern: str, *, times: int = 1) -> re.Match[str]:
-        """Wait until ``times`` whole lines of either output contain the regular expression; the last match."""
+        """Wait until ``times`` whole lines of either output match the regular expression, and return the last match."""
         __tracebackhide__ = True
         found: list[re.Match[str]] = []
 
@@ -132,16 +132,16 @@ class Program:
         return found[times - 1]
 
     def wait_for_file(self, path: str | os.PathLike[str]) -> None:
-        """Wait until something is there under this name."""
+        """Wait until a file or folder of this name exists."""
         __tracebackhide__ = True
         self.wait_until(Path(path).exists, f"there is {os.fspath(path)}")
 
     def wait_until(self, happened: Any, what: str) -> None:
-        """Wait until ``happened()``, while the program runs; ``what`` says it in words, for the message."""
+        """Wait until ``happened()`` while the program runs; ``what`` describes the event, for the message."""
         __tracebackhide__ = True
 
         def happened_or_ended() -> bool:
-            # In this order: it may have happened just before the end, and was printed when the readers have ended.
+            # In this order, because the event may come just before the end. Output is complete when the readers end.
             ended = self.returncode is not None and not any(reader.is_alive() for reader in self._readers)
             if happened():
                 return True
@@ -152,13 +152,13 @@ class Program:
         wait_until(happened_or_ended, what, report=self.report)
 
     def finish(self, *, exit_code: int | None = 0) -> Program:
-        """Wait until the program has ended, and until every process that could still print for it has.
+        """Wait until the program and all processes with its output pipes have ended.
 
         Args:
-            exit_code: the one that is expected; None if any will do.
+            exit_code: expected exit code; None for any.
 
         Returns:
-            The program, for its ``stdout``, ``stderr`` and ``returncode``.
+            The program itself, for its ``stdout``, ``stderr`` and ``returncode``.
         """
         __tracebackhide__ = True
         wait_until(
@@ -171,41 +171,41 @@ class Program:
         return self
 
     def wait(self) -> int:
-        """Wait until the program itself has ended, though others may still print for it; its exit code."""
+        """Wait until the program itself has ended, but not its children, and return its exit code."""
         __tracebackhide__ = True
         wait_until(lambda: self.returncode is not None, "the program ends", report=self.report)
         return self._process.returncode
 
     def send(self, number: int) -> None:
-        """Send a signal to the process itself, and to none of those that it started."""
+        """Send a signal to the process itself, but not to its children."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End the process itself with SIGKILL, and none of those that it started."""
+        """Kill the process itself with SIGKILL, but not its children."""
         self._process.kill()
 
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
-        """Send a signal to all processes of its group, as a terminal does at ctrl-C."""
+        """Send a signal to all processes of the group, as a terminal does on Ctrl-C."""
         os.killpg(self.pid, number)
 
     def children(self) -> list[int]:
-        """The processes that it started itself and that still run."""
+        """Return the running processes that the program started directly."""
         listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
         pairs = (tuple(map(int, line.split())) for line in listing.splitlines())
         return sorted(child for child, parent in pairs if parent == self.pid and is_alive(child))
 
     def processes(self) -> list[int]:
-        """All that run of the processes that it has started, at any depth, and itself."""
+        """Return the program and all processes that it started, at any depth, if they still run."""
         mark, found = os.fsencode(f"TEST_STACKS={self._files}"), []
         for path in Path("/proc").glob("[0-9]*/environ"):
-            # Most others are another user's, and some end meanwhile.
+            # Most other processes belong to another user, and some end in the meantime.
             with contextlib.suppress(OSError):
                 if mark in path.read_bytes().split(b"\0") and is_alive(int(path.parent.name)):
                     found.append(int(path.parent.name))
         return sorted(found)
 
     def report(self) -> str:
-        """What it printed last, how it ended, and where each of its processes stands."""
+        """Describe the program: last output, exit code, and the stack of each of its processes."""
         code = self.returncode
         lines = [f"command: {' '.join(self.command)}", "still running" if code is None else f"exit code {code}"]
         for name, text in (("stdout", self.stdout), ("stderr", self.stderr)):
@@ -219,7 +219,7 @@ class Program:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Again if there were any: one of them may just have been starting another.
+        # Repeat while there are any, because one of them may have started another.
         while left := self.processes():
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -241,7 +241,7 @@ class Program:
 
 
 def run(*command: str | os.PathLike[str], exit_code: int | None = 0, **options: Any) -> Program:
-    """Run a program to its end, as ``Program(...)`` and its ``finish`` do."""
+    """Run a program to its end; the arguments are those of ``Program`` and ``Program.finish``."""
     __tracebackhide__ = True
     with Program(*command, **options) as program:
         return program.finish(exit_code=exit_code)

@@ -1,9 +1,9 @@
-"""Turn the tests of an older commit into tests of today: ``python renamed.py FOLDER``, in place.
+"""Convert the tests of an older commit to the current names, in place: ``python renamed.py FOLDER``.
 
-``tests/renames.json`` is the map: ``modules`` has the old and new path of modules and packages (the longest match
-counts), ``names`` those of single names that left their module, ``tests`` the old and new places of files and folders
-of tests, ``calls`` what changed in the calls of a test file, named by its old place ("": imports that they need). Paths
-of the package are without the leading ``shardwise.``. docs/moved.md shows the same map as a page.
+``tests/renames.json`` is the map. ``modules`` has the old and new paths of modules and packages (the longest match
+counts), ``names`` the paths of single names that moved to another module, ``tests`` the old and new paths of test files
+and folders, and ``calls`` the changed calls of a test file, under its old path ("" stands for imports to add). Paths in
+the package are without the leading ``shardwise.``. docs/moved.md shows the same map as a page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _longest(map_: dict[str, str], path: str, separator: str) -> str:
 
 
 def new_module(path: str) -> str:
-    """The path of today of ``a.b`` or ``a.b.name``, without the leading ``shardwise.``."""
+    """Return the current path of ``a.b`` or ``a.b.name``, without the leading ``shardwise.``."""
     for length in range(path.count(".") + 1, 1, -1):
         head = ".".join(path.split(".")[:length])
         if head in RENAMES["names"]:
@@ -37,12 +37,12 @@ def new_module(path: str) -> str:
 
 
 def new_place(path: str) -> str:
-    """The path of today of a file of tests, relative to the folder of all tests."""
+    """Return the current path of a test file, relative to the folder of all tests."""
     return _longest(RENAMES["tests"], path, "/")
 
 
 def _import(node: ast.ImportFrom, indent: str) -> str:
-    """The import of today, one line for each module."""
+    """Return the current import statements, one line for each module."""
     module = (node.module or "").removeprefix("shardwise").removeprefix(".")
     lines: dict[str, list[str]] = {}
     for alias in node.names:
@@ -54,7 +54,7 @@ def _import(node: ast.ImportFrom, indent: str) -> str:
 
 
 def renamed(text: str, helpers: dict[str, str]) -> str:
-    """The text of a test with the paths of today; ``helpers`` maps old to new paths of modules of the tests."""
+    """Return the text of a test with the current paths; ``helpers`` maps old to new paths of test modules."""
     lines = text.split("\n")
     imports = [
         node
@@ -79,7 +79,7 @@ def renamed(text: str, helpers: dict[str, str]) -> str:
 
 
 def with_changed_calls(text: str, place: str) -> str:
-    """The renamed text of a test with the calls of today; ``place`` is its old one."""
+    """Return the renamed text of a test with the current calls; ``place`` is its old path."""
     for old, new in RENAMES["calls"].get(place, {}).items():
         assert old in text, f"{place} does not contain {old!r}"
         text = text.replace(old, new) if old else text.replace("\nfrom shardwise", f"\n{new}\nfrom shardwise", 1)
@@ -87,13 +87,13 @@ def with_changed_calls(text: str, place: str) -> str:
 
 
 def main(folder: Path) -> None:
-    """Rewrite and move every file of a folder of tests."""
+    """Rewrite and move every file in a folder of tests."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
     places = {path: new_place(path.relative_to(folder).as_posix()) for path in files}
     helpers = {}
     for path, place in places.items():
         old = path.relative_to(folder).as_posix()
-        # A file of tests may have another name; no test imports one.
+        # Skip files whose name has changed: they are test files, which no test imports.
         if old != place and path.suffix == ".py" and path.name == PurePosixPath(place).name:
             helpers[old.removesuffix(".py").replace("/", ".")] = place.removesuffix(".py").replace("/", ".")
     for path, place in places.items():
@@ -101,7 +101,7 @@ def main(folder: Path) -> None:
             old = path.relative_to(folder)
             text = with_changed_calls(renamed(path.read_text(encoding="utf-8"), helpers), old.as_posix())
             depth = len(PurePosixPath(place).parts) - len(old.parts)
-            # The folder above all tests is that many folders further up.
+            # The folder above all tests is ``depth`` levels further up.
             levels = re.split(r"(?<=__file__\)\.parents\[)(\d)(?=\])", text)
             levels[1::2] = [str(int(level) + depth) for level in levels[1::2]]
             path.write_text("".join(levels), encoding="utf-8")

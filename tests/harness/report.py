@@ -1,4 +1,4 @@
-"""A failed test of several ranks, in words."""
+"""Describe the failure of a test of several ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from harness.messages import Outcome, Reply
 
 @dataclass(frozen=True)
 class RankState:
-    """What is known of one rank when a command is over.
+    """State of one rank at the end of a command.
 
-    A rank that sent a reply has ended the command; one with an exit code died before it could; one with neither was
-    still running, and ``stack`` says where.
+    A rank with a reply has ended the command. A rank with only an exit code died before that. A rank with neither was
+    still running, at the position in ``stack``.
 
     Attributes:
-        reply: what the rank said.
-        exit_code: of its process; the negative number of a signal that ended it.
-        stack: its Python stack, innermost frame first, as faulthandler writes it.
+        reply: reply of the rank.
+        exit_code: exit code of the process, or the negative number of the signal that ended it.
+        stack: Python stack of the rank, innermost frame first, as written by faulthandler.
     """
 
     reply: Reply | None = None
@@ -41,15 +41,15 @@ class RankState:
 
 
 def describe_failure(states: Sequence[RankState], timeout: float, doing: str) -> str | None:
-    """Say what went wrong, the root cause first, or None if nothing did.
+    """Describe a failure, the root cause first; None if there is no failure.
 
-    A rank that died is the cause of whatever the others report, since its peers fail in their next collective; after
-    that comes the rank that failed first, and a rank that waits is the cause only if no other has failed.
+    A rank that died is the cause of all other failures, because its peers fail in their next collective. Otherwise the
+    rank that failed first is the cause. A waiting rank is the cause only if no other rank has failed.
 
     Args:
-        states: one per rank.
-        timeout: the time limit, in seconds.
-        doing: what the ranks were doing, as in "the test".
+        states: state of each rank.
+        timeout: time limit in seconds.
+        doing: activity of the ranks, such as "the test".
     """
     size = len(states)
     died = [rank for rank, state in enumerate(states) if state.died]
@@ -94,7 +94,7 @@ def _line(state: RankState, failed: Sequence[tuple[float, int]]) -> str:
     if state.died:
         return _death(state.exit_code)
     if state.reply is None:
-        # A waiting rank's own frames are in torch.distributed; the first outside of it says which call of the test.
+        # The innermost frames of a waiting rank are in torch.distributed. The first other frame shows the test's call.
         frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', state.stack)
         ours = [frame for frame in frames if "site-packages" not in frame[0] and "/lib/python" not in frame[0]]
         place = "".join(f", at {path}:{line} in {name}" for path, line, name in (ours or frames)[:1])

@@ -1,4 +1,4 @@
-"""Where processes stand, by ``faulthandler``: each writes it to a file of its own when it gets ``STACK_SIGNAL``."""
+"""Stacks of processes, from ``faulthandler``: each process writes its stack to its own file on ``STACK_SIGNAL``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _BUSY_SECONDS = 1.0
 
 
 def stacks(files: Mapping[int, Path]) -> dict[int, str]:
-    """Ask processes where they stand.
+    """Ask processes for their stacks.
 
     Args:
-        files: of each process by its id, the file to which it writes. One without a file has no handler yet, and the
-            signal would kill it: it is not asked.
+        files: stack file of each process, by process id. A process whose file does not exist has no handler yet, and is
+            not asked, because the signal would kill it.
 
     Returns:
-        What each wrote since; empty for one that is gone, stopped, or too far gone to answer.
+        The stacks by process id; empty for a process that has ended, is stopped or does not answer.
     """
     begins, texts, waiting = {}, dict.fromkeys(files, ""), set()
     for pid, path in files.items():
@@ -38,7 +38,7 @@ def stacks(files: Mapping[int, Path]) -> dict[int, str]:
     while waiting and time.monotonic() < begun + _ANSWER_SECONDS:
         time.sleep(0.02)
         for pid in list(waiting):
-            # Looked at before the file: whoever sleeps now is not in the middle of writing.
+            # Read the state before the file: a process that sleeps at this time is not in the middle of writing.
             found, now = states(pid), time.monotonic()
             with files[pid].open("rb") as file:
                 file.seek(begins[pid])

@@ -1,4 +1,4 @@
-"""A small time limit for what must time out, set when all that must succeed has."""
+"""Set a short timeout for a call that must time out, after all calls that must succeed."""
 
 import datetime
 
@@ -9,9 +9,9 @@ from shardwise.core.communication.transports.shared_memory import channel_of
 
 
 def set_time_limit(group: ProcessGroup, seconds: float) -> None:
-    """From now on a rank waits so long in ``group``, as if it had been made with that ``timeout``.
+    """Set the timeout of ``group`` for later waits of this rank.
 
-    Made with it, the group could fail to connect on a busy machine.
+    A group that is created with a short ``timeout`` may fail to connect on a busy machine.
     """
     group._get_backend(torch.device("cpu"))._set_default_timeout(datetime.timedelta(seconds=seconds))
     if (channel := channel_of(group)) is not None:

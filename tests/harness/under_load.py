@@ -1,12 +1,12 @@
-"""Run a command while processes that only compute compete with it for the cores: ``under_load.py 50 COMMAND ...``.
+"""Run a command while busy processes compete with it for the cores: ``under_load.py 50 COMMAND ...``.
 
-No test may fail for being slow. ``make test-under-load`` shows it.
+No test may fail because it is slow. ``make test-under-load`` checks this.
 
-The busy processes are shared out among ``NUM_SESSIONS`` sessions, as if other users had started them. Linux, where its
-scheduler groups processes by session (``/proc/sys/kernel/sched_autogroup_enabled``), gives each session that has work
-the same time: the command gets one part of ``NUM_SESSIONS + 1``, and each program that a test starts, which has a
-session of its own, gets as much. In the command's own session the 50 would leave it one part in 51 of its share, which
-is what no other user can do to it. Where sessions are not grouped, each process gets one part in 51 or so.
+The busy processes are distributed over ``NUM_SESSIONS`` sessions, as if other users had started them. If Linux's
+scheduler groups processes by session (``/proc/sys/kernel/sched_autogroup_enabled``), all sessions with work get the
+same time: the command gets a share of 1 / (``NUM_SESSIONS`` + 1), and so does each program that a test starts, which
+has its own session. If the 50 processes were in the command's own session, it would get 1/51 of the session's share,
+which no other user could cause. Without groups, each process gets about 1/51.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Sequence
 
 NUM_SESSIONS = 5
 
-# The first process of a session starts the others. Each looks after its parent: they end with this program, whatever
-# ends it.
+# The first process of a session starts the others. Each process watches its parent, so that all of them end with this
+# program, for any reason.
 _BUSY = """
 import os, sys
 parent, num_others = map(int, sys.argv[1:])
@@ -36,7 +36,7 @@ while os.getppid() == parent:
 
 
 def under_load(num_busy: int, command: Sequence[str]) -> int:
-    """Run ``command`` beside ``num_busy`` busy processes, and end these by their sessions' ids; its exit code."""
+    """Run ``command`` next to ``num_busy`` busy processes, end them by their session ids, and return the exit code."""
     sizes = [len(range(first, num_busy, NUM_SESSIONS)) for first in range(min(num_busy, NUM_SESSIONS))]
     sessions = [
         subprocess.Popen([sys.executable, "-S", "-c", _BUSY, str(os.getpid()), str(size - 1)], start_new_session=True)
@@ -48,7 +48,7 @@ def under_load(num_busy: int, command: Sequence[str]) -> int:
         return subprocess.call(command)
     finally:
         for session in sessions:
-            # A session's first process leads a process group too, and all that it started are in it.
+            # The first process of a session also leads a process group, which contains all processes it started.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(session.pid, signal.SIGKILL)
         for session in sessions:
@@ -59,7 +59,7 @@ def main() -> int:
     if len(sys.argv) < 3 or not sys.argv[1].isdecimal() or int(sys.argv[1]) < 1:
         print(f"{sys.argv[0]}: the number of busy processes and a command, please", file=sys.stderr)
         return 2
-    # As Ctrl-C does, so that the busy processes are ended.
+    # Handle SIGTERM like Ctrl-C, so that the busy processes are ended.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return under_load(int(sys.argv[1]), sys.argv[2:])

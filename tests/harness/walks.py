@@ -1,8 +1,8 @@
-"""Count the files of the package that a command walks through: ``python walks.py SRC train|plan|chat``.
+"""Count the files of the package that a command goes through: ``python walks.py SRC train|plan|chat``.
 
-``SRC`` is the ``src`` folder of a checkout, so that commits can be compared. The command runs twice in this process,
-on one rank, and is followed the second time. Two figures are printed: the files that the main thread entered, and its
-returns: calls into a file that it had entered and left before, counted once for each pair of caller and callee.
+``SRC`` is the ``src`` folder of a checkout, so that commits can be compared. The command runs twice in this process, on
+one rank, and is traced the second time. Two numbers are printed: the files that the main thread entered, and its
+returns, which are calls into a file that it had entered and left before, counted once per pair of caller and callee.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 class Walk:
-    """A profile function that follows the calls between files.
+    """A profile function that traces the calls between files.
 
     Attributes:
-        files: the files entered.
-        returns: pairs of caller and callee, the latter in a file that was entered and left before.
+        files: entered files.
+        returns: pairs of caller and callee, where the callee's file was entered and left before.
     """
 
     def __init__(self, root: Path) -> None:
@@ -34,7 +34,7 @@ class Walk:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        # Comprehensions and class bodies are steps within a function or an import.
+        # Skip comprehensions and class bodies, which are parts of a function or an import.
         if event != "call" or code.co_name.startswith("<") or not code.co_filename.startswith(self._root):
             return
         caller = frame.f_back
@@ -49,7 +49,7 @@ class Walk:
 
 
 def arguments_of(command: str, folder: Path) -> list[str]:
-    """The command line; ``chat`` talks with the model of a run of two steps in ``folder``."""
+    """Return the command line; ``chat`` uses the model of a run of two steps in ``folder``."""
     small = ["--model.num-layers", "2", "--model.hidden-size", "32", "--model.num-heads", "2"]
     small += ["--model.vocab-size", "300", "--model.sequence-length", "32"]
     if command == "plan":
@@ -62,7 +62,7 @@ def arguments_of(command: str, folder: Path) -> list[str]:
 
 
 def main(source: Path, command: str) -> None:
-    """Run the command and print both figures."""
+    """Run the command and print both numbers."""
     sys.path.insert(0, str(source.resolve()))
     from shardwise.cli.main import main as shardwise
 
@@ -77,7 +77,7 @@ def main(source: Path, command: str) -> None:
                 (step / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
         for folder in folders:
             sys.stdin = io.StringIO("Hello\n")
-            # Imports, which the first run makes, are not a part of the walk.
+            # The first run does the imports, so that they are not traced.
             sys.setprofile(walk if folder is folders[-1] else None)
             try:
                 _quietly(shardwise, arguments_of(command, folder))

@@ -1,4 +1,4 @@
-"""How tests wait: for the event itself, however slow the machine is, under one generous limit."""
+"""Waits of tests: for the event itself, however slow the machine is, with one generous limit."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 WATCHDOG_SECONDS = float(os.environ.get("TEST_WATCHDOG_SECONDS", "600"))
-"""After this many seconds a wait has failed. Only a hang should ever meet it; while you look for one, make it short."""
+"""Seconds after which a wait fails. Only a hang should reach this limit; to debug a hang, make it short."""
 
 
 def wait_until(happened: Callable[[], bool], what: str, *, report: Callable[[], str] = str) -> None:
     """Wait until a condition holds.
 
     Args:
-        happened: the condition; cheap, since it is asked a hundred times a second.
-        what: it, in words, for the message.
-        report: what else is to be said when it does not come to hold; called before anything is ended.
+        happened: the condition; it must be cheap, because it is called a hundred times per second.
+        what: description of the condition, for the message.
+        report: returns more text for the message; called at the limit, before any process is ended.
 
     Raises:
         AssertionError: the watchdog ended the wait.
@@ -32,12 +32,12 @@ def wait_until(happened: Callable[[], bool], what: str, *, report: Callable[[], 
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs. One that has ended is not alive, though its parent may not have asked for it yet."""
+    """True if a process runs. A zombie, which has ended but was not waited for by its parent, is not alive."""
     return states(pid)[:1] not in ("", "Z", "X")
 
 
 def is_at_work(pid: int | None) -> bool:
-    """Whether a thread of a process, or of one that it started, runs, waits for a core, or reads from a disk."""
+    """True if a thread of a process or of one of its descendants runs, waits for a core, or reads from a disk."""
     if pid is None:
         return False
     if not set(states(pid)).isdisjoint("RD"):
@@ -50,18 +50,18 @@ def is_at_work(pid: int | None) -> bool:
 
 
 def wait_until_ended(*pids: int) -> None:
-    """Wait until these processes have ended by themselves."""
+    """Wait until these processes have ended."""
     __tracebackhide__ = True
     wait_until(lambda: not any(map(is_alive, pids)), f"processes {', '.join(map(str, pids))} end")
 
 
 def states(pid: int) -> str:
-    """What each thread of a process does, the main one first, a letter each as in ``ps``; empty if there is none.
+    """Return the state of each thread of a process, the main thread first, as letters of ``ps``; empty if it ended.
 
-    S sleeps, as one in a collective does; R runs, or waits for a core to run on; T is stopped; Z and X have ended.
+    S sleeps, for example in a collective; R runs or waits for a core; T is stopped; Z and X have ended.
     """
     found = ""
-    # A thread, or the process, may end meanwhile.
+    # A thread or the process may end in the meantime.
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda task: task.name != str(pid)):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):

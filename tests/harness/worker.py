@@ -1,4 +1,4 @@
-"""A rank: one process of a pool, which runs the bodies of tests."""
+"""A rank: a process of a pool, which runs the bodies of tests."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ from harness.messages import Command, Leave, Outcome, Reply, RunTest
 from harness.stacks import STACK_SIGNAL
 
 SEED = 20_240_817
-"""Every test starts from this seed, on every rank the same."""
+"""Seed of every test, the same on every rank."""
 
 
 def log_file(folder: Path, rank: int) -> Path:
-    """What the rank prints, by Python or not."""
+    """Return the file for the output of a rank, from Python and from C."""
     return folder / f"rank{rank}.log"
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Where the rank stood at a ``STACK_SIGNAL``, even if stuck inside a collective, or at a crash."""
+    """Return the file for a rank's stacks on ``STACK_SIGNAL``, even inside a collective, and on a crash."""
     return folder / f"rank{rank}.stack"
 
 
 def main(rank: int, size: int, folder: Path, connection: Connection) -> None:
-    """Join the pool's default group, then obey commands until told to leave or until the parent is gone."""
-    # What the fork server imported stays. Left to the collector, each full collection would look through all of it, a
-    # tenth of a second, and by that copy the memory that the ranks share.
+    """Join the pool's default group, then run commands until ``Leave`` or until the parent has ended."""
+    # The imports of the fork server stay alive. Without the freeze, each full collection would visit all of them, which
+    # takes a tenth of a second and copies the memory that the ranks share.
     gc.freeze()
-    # Ctrl-C reaches every process of the terminal; the parent alone decides what it means.
+    # Ctrl-C reaches every process of the terminal, but only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect_output(log_file(folder, rank))
     with stack_file(folder, rank).with_suffix(".new").open("w") as stack:
         faulthandler.enable(file=stack, all_threads=False)
         faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
-        # Its name says that the signal is answered now, and no longer ends the process.
+        # The final name shows that the signal has a handler now and no longer ends the process.
         os.rename(stack.name, stack_file(folder, rank))
         commands = _listen(connection, folder)
-        # Being a pytest process gives the rank pytest's rewriting of assertions. Nothing of the outer run's options
-        # applies here: what matters of them comes with each test.
+        # The rank runs pytest for its rewriting of assertions. The options of the outer run do not apply here; each
+        # test brings the relevant ones.
         for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
             os.environ.pop(name, None)
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
@@ -77,13 +77,13 @@ def _redirect_output(path: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    # The streams may be wrappers that the fork server inherited; these write to the file and lose nothing at a crash.
+    # The streams may be wrappers inherited from the fork server. These write to the file and lose nothing in a crash.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
 def _listen(connection: Connection, folder: Path) -> queue.SimpleQueue[Command]:
-    """Receive commands in a thread, which also ends the process as soon as the parent is gone, whatever it is doing."""
+    """Receive commands in a thread, which also ends the process at any time when the parent has ended."""
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     def receive() -> None:
@@ -102,7 +102,7 @@ def _listen(connection: Connection, folder: Path) -> queue.SimpleQueue[Command]:
 
 
 class _Rank:
-    """A pytest plugin that serves a pool in place of a test session."""
+    """A pytest plugin that serves a pool instead of running a test session."""
 
     def __init__(
         self, rank: int, size: int, folder: Path, connection: Connection, commands: queue.SimpleQueue[Command]
@@ -139,13 +139,13 @@ class _Rank:
 
 
 def _ended(body: Callable[[], None], path: str, traceback_style: str, *, reusable: bool = True) -> Reply:
-    """Run ``body`` and say how it ended.
+    """Run ``body`` and return its result.
 
     Args:
-        body: what to run.
-        path: tracebacks start at the first frame of this file.
+        body: function to run.
+        path: file whose first frame is the start of tracebacks.
         traceback_style: style of the traceback.
-        reusable: for the reply.
+        reusable: value for the reply.
     """
     try:
         body()
@@ -153,7 +153,7 @@ def _ended(body: Callable[[], None], path: str, traceback_style: str, *, reusabl
         return Reply(Outcome.SKIPPED, time.monotonic(), str(error), reusable=reusable)
     except pytest.xfail.Exception as error:
         return Reply(Outcome.XFAILED, time.monotonic(), str(error), reusable=reusable)
-    # A test may end in SystemExit, or in what pytest.fail raises: both are failures of the test, not of the rank.
+    # A test may end with SystemExit or the exception of pytest.fail: both are failures of the test, not of the rank.
     except BaseException as error:
         now = time.monotonic()
         cause = error.cause if isinstance(error, FailedExample) else error
@@ -194,20 +194,20 @@ def _set_environment(wanted: dict[str, str], group: dist.ProcessGroup) -> None:
     os.environ.update(wanted)
     shared_memory = sys.modules.get("shardwise.core.communication.transports.shared_memory")
     if shared_memory is not None:
-        # What the variables say is read once per group.
+        # The variables are read once per group.
         shared_memory.close_channel(group)
 
 
 @contextlib.contextmanager
 def _replaced(arguments: dict[str, Any], group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
-    """The arguments, with those that must be this process's own in place of the parent's."""
+    """Yield the arguments, with this process's own ``group`` and ``monkeypatch``."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         own = {"group": group, "monkeypatch": monkeypatch}
         yield {name: own.get(name, value) for name, value in arguments.items()}
 
 
 def _import_test_module(name: str, path: str) -> ModuleType:
-    """Import a test module as pytest did: from its file, under its name, with its assertions rewritten."""
+    """Import a test module like pytest: from its file, under its name, with rewritten assertions."""
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == path:
         return loaded
@@ -238,13 +238,13 @@ def _clean_up(group: dist.ProcessGroup) -> None:
     is_initialized = getattr(parallel_state, "model_parallel_is_initialized", None)
     if is_initialized is not None and is_initialized():
         parallel_state.destroy_model_parallel()  # type: ignore[union-attr]
-    # Groups that nobody destroyed would keep their sockets and threads until the session ends.
+    # Groups that were not destroyed would keep their sockets and threads until the session ends.
     for other in list(dist.distributed_c10d._world.pg_map):
         if other is not group:
             dist.destroy_process_group(other)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    # Even to turn it off imports the compiler, which takes a second.
+    # Even turning it off imports the compiler, which takes a second.
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)

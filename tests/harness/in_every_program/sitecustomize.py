@@ -1,7 +1,7 @@
-"""Python imports this at its start, in every program that ``harness.program`` starts and in all that these start.
+"""Imported by Python at start-up, in every program that ``harness.program`` starts and in their child programs.
 
-The process then writes where all its threads stand to its own file in ``$TEST_STACKS`` whenever it gets SIGUSR1, even
-when it is stuck in C code. Modules that are named in ``$TEST_WITHOUT_MODULES`` cannot be imported there.
+On SIGUSR1 the process writes the stacks of all its threads to its own file in ``$TEST_STACKS``, even if it is stuck in
+C code. It cannot import the modules named in ``$TEST_WITHOUT_MODULES``.
 """
 
 import faulthandler
@@ -12,10 +12,10 @@ import sys
 
 def _answer_signals() -> None:
     path = os.path.join(os.environ["TEST_STACKS"], str(os.getpid()))
-    # A descriptor and no file object, which would warn of not being closed when the program ends.
+    # A descriptor, because an unclosed file object would cause a warning when the program ends.
     file = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-    # Its name says that the signal is answered now, and no longer ends the process.
+    # The final name shows that the signal has a handler now and no longer ends the process.
     os.rename(f"{path}.new", path)
 
 
@@ -23,5 +23,5 @@ if os.path.isdir(os.environ.get("TEST_STACKS", "")):
     _answer_signals()
     os.register_at_fork(after_in_child=_answer_signals)
 
-# None in the place of a module makes its import an error.
+# None as an entry of sys.modules makes the import of that module fail.
 sys.modules.update(dict.fromkeys(os.environ.get("TEST_WITHOUT_MODULES", "").split()))  # type: ignore[arg-type]
