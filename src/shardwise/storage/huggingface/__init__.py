@@ -1,7 +1,7 @@
-"""Models in and out of Hugging Face's layout.
+"""Load models from Hugging Face folders and save them.
 
-``architectures`` has one table for each model type. A rank that reads a model reads only the slices that it holds; a
-rank that writes one holds at most one whole parameter.
+``architectures`` has a table for each model type. When loading, a rank reads only its own slices; when saving, it holds
+at most one whole parameter.
 """
 
 from shardwise.models.description import (

@@ -1,4 +1,4 @@
-"""Export of a model to a Hugging Face folder, complete or absent, without the whole model in any rank's memory."""
+"""Save a model as a Hugging Face folder, completely or not at all, without the whole model in any rank's memory."""
 
 import glob
 import itertools
@@ -52,32 +52,32 @@ def save_pretrained(
     fields: Mapping[str, Any] | None = None,
     card: str | None = None,
 ) -> None:
-    """Write a model as a Hugging Face folder, which transformers loads unchanged.
+    """Save a model as a Hugging Face folder, which transformers can load.
 
-    Collective over the model's tensor-, pipeline- and data-parallel ranks, which share the file system. Parameters are
-    gathered and written one at a time: next to its part of the model a rank needs memory for less than three of the
-    largest parameters. The folder appears under its name when every byte is on the disk.
+    Collective over the model's tensor-, pipeline- and data-parallel ranks, which must share a file system. Parameters
+    are gathered and written one at a time: in addition to its part of the model, a rank needs memory for less than
+    three of the largest parameters. The folder gets its name when every byte is on the disk.
 
     Args:
-        model: ``GPT`` or ``Bert``, or this stage's chunks; not modified.
-        folder: to write; it must not exist, or be empty.
-        source: a folder whose companion files are copied (of tokenizer, processors and generation, licence, readme),
-            and whose ``config.json``, if it is of the same architecture, is kept where it describes this model.
-        architecture: the ``model_type`` to write; that of ``source`` if None, or else the first that fits.
-        dtype: dtype of the stored weights; the parameters' own if None.
-        max_file_size: bytes of weights in one file; a larger tensor has its own file, and so has each stage.
-        fields: more of ``config.json``, such as the ids of special tokens.
-        card: the ``README.md``; that of ``source`` then becomes ``BASE_README.md``.
+        model: a ``GPT`` or ``Bert``, or this stage's chunks; not modified.
+        folder: destination; must not exist, or must be empty.
+        source: folder from which companion files are copied (tokenizer, processors, generation, licence, readme). If
+            its ``config.json`` has the same architecture, its fields are kept unless they contradict this model.
+        architecture: the ``model_type`` to write; None for that of ``source``, or else the first that fits.
+        dtype: dtype of the stored weights; None for the parameters' own.
+        max_file_size: maximum bytes of weights in a file, unless one parameter is larger. Each stage writes its own files.
+        fields: further fields of ``config.json``, such as the ids of special tokens.
+        card: text of ``README.md``; the readme of ``source`` is then copied to ``BASE_README.md``.
 
     Raises:
-        ConfigError: the model cannot be written as that architecture, or ``folder`` exists.
-        CheckpointError: it cannot be written (no permission, disk full). Every rank raises the same error, and nothing
-            is left.
+        ConfigError: the architecture cannot express the model, or ``folder`` exists.
+        CheckpointError: the folder cannot be written (no permission, disk full). Every rank raises the same error, and
+            all new files are removed.
     """
     models = cast("list[Model]", list(model) if isinstance(model, ModelChunks | Sequence) else [model])
     groups = models[0].groups
     replicas: ProcessGroup | None = getattr(groups, "dp_cp", None) or getattr(groups, "dp", None)
-    # The unfinished folder is named after the target, and a path such as "." has no name until it is absolute.
+    # The unfinished folder is named after the target; a path such as "." has a name only when it is absolute.
     target = Path(os.path.abspath(folder))
 
     is_first = replicas is None or replicas.rank() == 0
@@ -92,13 +92,13 @@ def save_pretrained(
         # Each replica holds a part of every parameter.
         export([*model_groups(groups), replicas])
     else:
-        # The other replicas wait here and receive the error if the export fails.
+        # The other replicas wait here, and get the error if the export fails.
         agree(lambda: export(model_groups(groups)) if is_first else None, group=replicas)
 
 
 @dataclass(frozen=True)
 class _StoredParameter:
-    """A parameter, and the tensors that it becomes."""
+    """A parameter, and the tensors in which it is stored."""
 
     shard: ParamShard
     composition: Composition
@@ -115,7 +115,7 @@ class _StoredParameter:
 
 @dataclass(frozen=True)
 class _Export:
-    """Contents of a folder: ``config.json``, where to copy other files from, this stage's parameters, ``README.md``."""
+    """Contents of a folder: ``config.json``, source of other files, this stage's parameters, and ``README.md``."""
 
     config: Mapping[str, Any]
     source: Path | None
@@ -159,7 +159,7 @@ def _write_folder(
 ) -> None:
     is_first = all(group.rank() == 0 for group in ranks)
     keys = gather_from_stages(list(content.parts), "the names of parameters", groups)
-    # The last stage's copy of a tied weight must not be written a second time.
+    # Do not write the last stage's copy of a tied weight.
     before = {key for earlier in keys[: groups.stage] for key in earlier}
     own_files = _dealt_out([part for key, part in content.parts.items() if key not in before], max_file_size)
     own_contents = [
@@ -185,7 +185,7 @@ def _write_folder(
 
 
 def _dealt_out(parts: Sequence[_StoredParameter], max_file_size: int) -> list[list[_StoredParameter]]:
-    """Parameters in files of at most ``max_file_size`` bytes, or of one parameter."""
+    """Distribute parameters over files of at most ``max_file_size`` bytes, or of one parameter."""
     files: list[list[_StoredParameter]] = []
     room = 0
     for part in parts:
@@ -200,8 +200,8 @@ def _dealt_out(parts: Sequence[_StoredParameter], max_file_size: int) -> list[li
 def _write_files(
     partial: Path, files: Mapping[str, Sequence[_StoredParameter]], group: ProcessGroup, *, writes: bool
 ) -> None:
-    """Gather this stage's parameters, and write each file on another rank."""
-    # A rank that fails goes on gathering, since the others could not go on without it, and raises its error at the end.
+    """Gather this stage's parameters, and write the files in turn on its ranks."""
+    # A rank that fails still takes part in the gathers, because the others need it, and raises its error at the end.
     failure: Exception | None = None
     for number, (name, parts) in enumerate(files.items()):
         file: TensorFile | None = None
@@ -218,14 +218,14 @@ def _write_files(
                     failure = error
                     if file is not None:
                         file.close()
-            # The whole parameter is released before the next one is gathered.
+            # Free the whole parameter before the next one is gathered.
             del whole
     if failure is not None:
         raise failure
 
 
 def check_target(target: Path) -> None:
-    """Raise ConfigError unless ``target`` does not exist, or is an empty folder."""
+    """Raise ConfigError unless ``target`` does not exist or is an empty folder."""
     with write_errors(target):
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise ConfigError(f"{target} exists; choose another folder, or remove it first")
@@ -233,7 +233,7 @@ def check_target(target: Path) -> None:
 
 @contextmanager
 def _begun(target: Path, partial: Path) -> Iterator[None]:
-    """Make and lock the unfinished folder for the block; what a killed export left, and in the end this one, goes."""
+    """Make and lock the unfinished folder, which is removed in the end; first remove those of killed exports."""
     check_target(target)
     with FolderLock(**lock_of_target(target)), ExitStack() as stack:
         with write_errors(target):
@@ -245,7 +245,7 @@ def _begun(target: Path, partial: Path) -> Iterator[None]:
 
 
 def _finish(target: Path, partial: Path, content: _Export, index: Mapping[str, Any] | None) -> None:
-    """Add all but the tensors, and give the folder its name."""
+    """Add all files but the tensors, and rename the folder to its name."""
     texts = {CONFIG_NAME: content.config} | ({} if index is None else {INDEX_NAME: index})
     for name, value in texts.items():
         with write_errors(target / name):
@@ -263,6 +263,6 @@ def _finish(target: Path, partial: Path, content: _Export, index: Mapping[str, A
         for path in partial.iterdir():
             fsync(path)
         fsync(partial)
-        # The rename replaces an empty folder and fails on one that was filled in the meantime.
+        # The rename replaces an empty folder, and fails if the folder was filled in the meantime.
         partial.rename(target)
         fsync(target.parent)

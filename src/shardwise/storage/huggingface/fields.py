@@ -1,4 +1,4 @@
-"""The fields of a ``config.json``: defaults, synonyms, types, values that are not offered, and rotary positions.
+"""Fields of a ``config.json``: defaults, synonyms, types, unsupported values, and rotary positions.
 
 Files up to 2025 have ``rope_theta`` and ``rope_scaling``; files of transformers 5 have ``rope_parameters``.
 """
@@ -30,11 +30,11 @@ ACTIVATION_NAMES = {
     "silu": "silu",
     "swish": "silu",
 }
-"""Hugging Face's names of activations, and ours."""
+"""Our name for each of Hugging Face's names of activations."""
 
 
 class Fields:
-    """The fields of a ``config.json``, as they were read, and the file's name for messages (``where``)."""
+    """Fields of a ``config.json``, and the file's name for messages (``where``)."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
         self.values = values
@@ -47,13 +47,13 @@ class Fields:
         default: _T | None = None,
         within: tuple[float, float] = (-math.inf, math.inf),
     ) -> _T:
-        """The value of the first of the synonyms ``names`` that is present and not null.
+        """Return the value of the first field of the synonyms ``names`` that is present and not null.
 
         Args:
-            kind: its type; an integer is accepted as a float.
-            *names: names of the field.
-            default: the value if none is present.
-            within: the smallest and the largest number.
+            kind: type of the value; an integer is accepted as a float.
+            *names: synonymous names of the field.
+            default: value if none is present.
+            within: minimum and maximum of a number.
 
         Raises:
             ConfigError: the value has another type or is out of range, or none is present and there is no default.
@@ -76,23 +76,23 @@ class Fields:
         return kind(value)
 
     def optional(self, kind: type[_T], name: str, default: _T | None = None) -> _T | None:
-        """As ``get``, but None if it is null, and ``default`` if it is missing."""
+        """Return the value as ``get`` does, but None for null, and ``default`` if the field is missing."""
         if name not in self.values:
             return default
         return None if self.values[name] is None else self.get(kind, name)
 
     def require(self, name: str, value: object) -> None:
-        """Raise ConfigError unless ``name`` is missing or ``value``, the default and the only one that is offered."""
+        """Raise ConfigError unless the field is missing or is ``value``, the default and only supported value."""
         found = self.values.get(name, value)
         if found != value:
             raise self.error(name, found, f"{shown(value)}, the only value that is supported")
 
     def error(self, name: str, found: object, expected: str) -> ConfigError:
-        """An error that names the field and its value."""
+        """Make an error that names the field and its value."""
         return ConfigError(f"{self.where}: {name} is {shown(found)}; it must be {expected}")
 
 
-# By kind, the fields that must be there, and those that may be missing or null.
+# For each kind, the required fields, and the fields that may be missing or null.
 _CONTEXT = "original_max_position_embeddings"
 _YARN = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", _CONTEXT)
 _SCALINGS = {
@@ -110,17 +110,17 @@ _OLD_KINDS = {"su": "longrope"}
 def read_rope(
     fields: Fields, longest: int, *, theta: float = 10000.0, theta_name: str = "rope_theta", share: float | None = None
 ) -> dict[str, Any]:
-    """The fields of a ``ModelDescription`` about rotary positions.
+    """Return the fields of a ``ModelDescription`` about rotary positions.
 
     Args:
-        fields: the fields of the ``config.json``.
-        longest: the longest sequence, by ``max_position_embeddings``.
-        theta: the base where none is given.
-        theta_name: the name of the base in files without ``rope_parameters``.
-        share: the share of a head that is rotated where none is given; None if the architecture rotates whole heads.
+        fields: fields of the ``config.json``.
+        longest: maximum sequence length, from ``max_position_embeddings``.
+        theta: default base.
+        theta_name: name of the base in files without ``rope_parameters``.
+        share: default fraction of a head that is rotated; None if the architecture rotates whole heads.
 
     Raises:
-        ConfigError: a kind of scaling that is not offered, or a missing or wrong value.
+        ConfigError: the kind of scaling is not supported, or a value is missing or wrong.
     """
     name = next((name for name in ("rope_scaling", "rope_parameters") if fields.values.get(name)), "rope_parameters")
     values = fields.values.get(name) or {}
@@ -133,7 +133,7 @@ def read_rope(
         stated = fields.get(float, "partial_rotary_factor", "rotary_pct", default=share)
         percent = rope.get(float, "partial_rotary_factor", default=stated)
     else:
-        # These architectures rotate whole heads, as transformers does.
+        # These architectures rotate whole heads, also in transformers.
         for each in (rope, fields):
             if each.values.get("partial_rotary_factor") is not None:
                 each.require("partial_rotary_factor", 1.0)
@@ -162,7 +162,7 @@ def _read_scaling(kind: str, rope: Fields, fields: Fields, longest: int) -> Rota
         original = fields.optional(int, _CONTEXT) or values.get(_CONTEXT) or longest
         values = {"factor": longest / max(original, 1), **values, _CONTEXT: original}
     try:
-        # The kind is a key of the table, which lists exactly the supported kinds.
+        # The kind is a key of the table, which has exactly the supported kinds.
         return RotaryScaling(kind=kind, **values)  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{rope.where}: {error}") from error
@@ -176,11 +176,11 @@ def _numbers(rope: Fields, name: str) -> tuple[float, ...]:
 
 
 def rope_json(description: ModelDescription) -> dict[str, Any]:
-    """The fields of ``config.json``, in the old form and the new one: each is all that some readers know."""
+    """Return the fields of ``config.json`` in both the old and the new form, because readers may know only one."""
     old: dict[str, Any] | None = None
     scaling = description.rope_scaling
     if scaling is not None:
-        # Every reader truncates by default, and old readers do not know the field.
+        # All readers truncate by default, and old readers do not know the field.
         old = {"rope_type": scaling.kind} | {
             name: list(value) if isinstance(value, tuple) else value
             for name in itertools.chain(*_SCALINGS[scaling.kind])

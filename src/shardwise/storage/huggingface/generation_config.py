@@ -1,4 +1,4 @@
-"""``generation_config.json``: a model's settings for sampling, and the tokens that end a text."""
+"""``generation_config.json``: a model's sampling settings, and the tokens that end a text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from shardwise.storage.huggingface.tensor_folder import read_json
 GENERATION_CONFIG_NAME = "generation_config.json"
 
 USUAL_SAMPLING = Sampling(temperature=0.8, top_k=50)
-"""For a model without such settings."""
+"""Sampling settings of a model without its own."""
 
 USUAL_MAX_NEW_TOKENS = 200
 
@@ -23,7 +23,7 @@ _MOST_TOKENS = 10**9
 _HIGHEST_TEMPERATURE = 1e6
 
 _READ = ("do_sample", "temperature", "top_k", "top_p", "max_new_tokens", "max_length", "eos_token_id")
-# These fields concern memory, speed, what is returned, or another way to generate.
+# These fields concern memory, speed, outputs, or other methods of generation.
 _ABOUT_OTHER_THINGS = """
 _from_model_config transformers_version bos_token_id pad_token_id decoder_start_token_id use_cache cache_implementation
 cache_config max_cache_len return_legacy_cache return_dict_in_generate output_attentions output_hidden_states
@@ -50,13 +50,13 @@ _NEUTRAL = dict.fromkeys(
 
 @dataclass(frozen=True)
 class GenerationChoice:
-    """How a text is continued.
+    """Settings of the continuation of a text.
 
     Attributes:
-        sampling: how a token is chosen.
-        max_new_tokens: most tokens to add.
-        eos_ids: the tokens that end the text, the tokenizer's own first.
-        notes: settings of the model that are not followed, one line each.
+        sampling: settings by which a token is chosen.
+        max_new_tokens: maximum number of tokens to add.
+        eos_ids: tokens that end the text, the tokenizer's own first.
+        notes: settings of the model that have no effect, one line each.
     """
 
     sampling: Sampling
@@ -66,14 +66,14 @@ class GenerationChoice:
 
 
 class GenerationDefaults:
-    """A model's own settings of generation: ``generation_config.json``, and ``config.json`` for ends of texts.
+    """A model's own settings of generation, from ``generation_config.json``, and ``config.json`` for end tokens.
 
     Args:
-        folder: the model's folder, with or without a ``generation_config.json``; None if there is none.
-        config: the fields of ``config.json``.
+        folder: folder of the model, with or without a ``generation_config.json``; or None.
+        config: fields of ``config.json``.
 
     Raises:
-        CheckpointError: the file cannot be read or is no JSON object.
+        CheckpointError: the file cannot be read or is not a JSON object.
     """
 
     def __init__(self, folder: Path | None = None, config: Mapping[str, Any] | None = None) -> None:
@@ -93,20 +93,20 @@ class GenerationDefaults:
         vocab_size: int,
         eos_id: int,
     ) -> GenerationChoice:
-        """The values given here, or else the model's, or else the default ones.
+        """Choose settings: the values given here, or else the model's, or else the defaults.
 
-        With ``do_sample: true``, fields that the file leaves out are as in ``transformers``: temperature 1, top-k 50.
-        With ``do_sample: false``, the likeliest token is taken unless a temperature is given.
+        With ``do_sample: true``, fields that the file omits have the defaults of ``transformers``: temperature 1, top-k
+        50. With ``do_sample: false``, the most likely token is taken unless a temperature is given.
 
         Args:
-            temperature, top_k, top_p: see ``Sampling``; the model's value if None.
-            max_new_tokens: most tokens to add; the model's value if None.
+            temperature, top_k, top_p: as for ``Sampling``; None for the model's value.
+            max_new_tokens: maximum number of tokens to add; None for the model's value.
             num_prompt_tokens: length of the prompt, which counts towards ``max_length``.
             vocab_size: size of the model's vocabulary.
-            eos_id: the tokenizer's end of a text, which always ends one.
+            eos_id: the tokenizer's end-of-text token, which always ends a text.
 
         Raises:
-            ConfigError: a value out of range; the message names file, field and value.
+            ConfigError: a value is out of range; the message names file, field and value.
         """
         notes = self._unsupported()
         samples = self._fields.optional(bool, "do_sample")

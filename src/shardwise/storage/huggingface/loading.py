@@ -1,6 +1,6 @@
-"""From a Hugging Face folder to a model: each rank reads the rows and columns that it holds, and no others.
+"""Load a model from a Hugging Face folder. Each rank reads only the rows and columns that it holds.
 
-Weights that are quantised are quantised as they are read, so that a rank never holds more than one of them as stored.
+Weights are quantised while they are read, so that a rank never holds more than one of them unquantised.
 """
 
 from __future__ import annotations
@@ -42,40 +42,39 @@ def load_pretrained(
     quantization: BaseQuantization | None = None,
     **settings: Any,
 ) -> Model | ModelChunks:
-    """The model in a Hugging Face folder, split over the ranks.
+    """Load the model in a Hugging Face folder, split over the ranks.
 
     Collective over the tensor- and pipeline-parallel groups. Each rank allocates its own part and reads it slice by
-    slice, so that no rank needs memory for more than that and the largest of its tensors once more.
+    slice, so that a rank needs memory only for its part and a second copy of its largest tensor.
 
     Args:
         folder: a folder with ``config.json`` and safetensors files.
         groups: the model's process groups.
-        dtype: dtype of the parameters; if None that of ``config.json``, or else that of the first tensor.
-        device: device of the parameters; PyTorch's default device if None, or this rank's GPU for groups of GPUs.
-        max_sequence_length: longest sequence, for models without learned positions; that of ``config.json`` if None.
-        vocab_size: number of the model's ids; that of ``config.json`` if None. Rows of ids that the folder lacks are 0;
-            rows of ids that the model lacks are not read.
-        classification: the model's head. If the folder's has another task or size, the head is a new one, whose initial
-            values depend on the state of PyTorch's default generator, the same at every layout; tensors of the
-            folder's other heads are not read.
-        quantization: which weights are quantised, once they are read, and stay frozen; none if None.
-        **settings: fields of ``ModelConfig`` that the folder does not decide, or that replace its values
-            (``hidden_dropout``).
+        dtype: dtype of the parameters; None for the dtype of ``config.json``, or else of the first tensor.
+        device: device of the parameters; None for PyTorch's default device, or this rank's GPU for groups of GPUs.
+        max_sequence_length: maximum length, for models without learned positions; None for that of ``config.json``.
+        vocab_size: size of the vocabulary; None for that of ``config.json``. Rows of ids that the folder lacks are 0;
+            surplus rows are not read.
+        classification: classification head. If the folder's head has another task or size, a new head is initialised
+            from PyTorch's default generator, with the same values at every layout; the folder's other heads are not
+            read.
+        quantization: which weights are quantised and frozen; None for none.
+        **settings: fields of ``ModelConfig`` that the folder lacks, or that override its values (``hidden_dropout``).
 
     Returns:
         A ``GPT`` or ``Bert`` in training mode; ``ModelChunks`` of them if ``settings`` has
         ``virtual_pipeline_model_parallel_size``.
 
     Raises:
-        ConfigError: an unknown architecture or value, heads or layers that cannot be split over the ranks, a
-            quantisation that this machine cannot do.
-        CheckpointError: a file or tensor that is missing, unexpected, or of another shape than the config says. Every
+        ConfigError: the architecture or a value is not supported, heads or layers cannot be split over the ranks, or
+            this machine cannot quantise.
+        CheckpointError: a file or tensor is missing or unexpected, or has another shape than the config states. Every
             rank raises the same error, which names the field or tensor.
     """
     ranks = model_groups(groups)
     source = agree(lambda: _opened(folder, classification, vocab_size), group=ranks)
     settings = {"params_dtype": dtype or source.dtype, "pipeline_model_parallel_size": groups.num_stages, **settings}
-    # Every value is read from the files, so none is initialised.
+    # All values are read from files, so do not initialise any.
     config = agree(lambda: model_config(source.description, perform_initialization=False, **settings), group=ranks)
     where = torch.device(device) if device is not None else default_device(groups.tp)
 
@@ -83,7 +82,7 @@ def load_pretrained(
         sizes: dict[str, Any] = {"groups": groups, "device": on, "max_sequence_length": max_sequence_length}
         return [build_model(source.description, config, **sizes, vp_stage=chunk) for chunk in chunks_of(config)]
 
-    # A size that contradicts the tensors is reported before memory is allocated for it.
+    # Report a size that contradicts the tensors before allocating memory for it.
     agree(lambda: _check_sizes(source), group=ranks)
     outlines = built(torch.device("meta"))
     outline_parts, _ = _compositions_and_names(outlines, source, groups)
@@ -95,7 +94,7 @@ def load_pretrained(
             make_room_(model, outline_parts, quantization, where)
         models = outlines
     for model in models:
-        # Modules that are added to the model later are initialised as in any other model.
+        # Modules that are added to the model later must be initialised.
         model.config.perform_initialization = True
     parts, names = _compositions_and_names(models, source, groups)
 
@@ -138,7 +137,7 @@ def _start_head_(model: Model, filled: Container[str], seed: int) -> None:
 
 
 def _check_sizes(source: PretrainedFolder) -> None:
-    """Check the sizes that decide how much memory a model takes."""
+    """Check the sizes that determine the memory of a model."""
     description, stored = source.description, source.tensors.tensors.values()
     if description.num_layers > len(stored):
         raise CheckpointError(
@@ -154,7 +153,7 @@ def _check_sizes(source: PretrainedFolder) -> None:
 def _compositions_and_names(
     models: Sequence[Model], source: PretrainedFolder, groups: Groups
 ) -> tuple[dict[str, tuple[ParamShard, Composition]], dict[str, str]]:
-    """This stage's parameters, each with its composition, and the stored names of tensors. Collective."""
+    """Return this stage's parameters, each with its composition, and the stored names of tensors. Collective."""
 
     def compositions() -> dict[str, tuple[ParamShard, Composition]]:
         heads = source.description.heads
@@ -176,19 +175,19 @@ def _compositions_and_names(
             if composition.stored_shapes.keys() <= names.keys():
                 check_shapes(source.tensors, composition, names)
             else:
-                # Of a new head.
+                # A parameter of a new head.
                 del parts[key]
         return names
 
     return parts, agree(check, group=model_groups(groups))
 
 
-# This many rows at both ends of each interval of a copy are compared.
+# Number of rows to compare at both ends of each interval of a copy.
 _ROWS = 16
 
 
 def check_shapes(folder: TensorFolder, composition: Composition, names: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless the tensors have the shapes that the model gives them, and a dtype of weights."""
+    """Raise CheckpointError unless the tensors have the model's shapes and a dtype of weights."""
     for name, shape in composition.stored_shapes.items():
         stored = folder.tensors[names[name]]
         if stored.shape != shape:
@@ -201,9 +200,9 @@ def check_shapes(folder: TensorFolder, composition: Composition, names: Mapping[
 
 @torch.no_grad()
 def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolder, names: Mapping[str, str]) -> None:
-    """Read this rank's part of a parameter into ``shard.data``; at most as much memory again is used.
+    """Read this rank's part of a parameter into ``shard.data``, with at most as much additional memory.
 
-    Rows that the parameter has beyond the stored ones are 0.
+    Rows beyond the stored ones are set to 0.
     """
     layout, target = shard.layout, shard.data.detach()
     if layout.global_shape[0] > composition.shape[0]:
@@ -215,7 +214,7 @@ def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolde
     for name, intervals in _intervals_by_tensor(composition, rows).items():
         for together in _neighbours(intervals):
             first, count = together[0].start, sum(stored.rows for stored in together)
-            # A vector has no columns; one empty interval stands for them.
+            # A vector has no columns; use one empty interval.
             place = 0
             for start, stop in columns or [(0, 0)]:
                 values = _read(folder, names[name], composition, (first, start), (count, stop - start))
@@ -226,7 +225,7 @@ def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolde
 
 
 def _own_rows(shard: ParamShard) -> Sequence[Interval]:
-    """The rows of the whole parameter that this rank holds, whole or in part."""
+    """Return the rows of the whole parameter of which this rank holds all or some columns."""
     layout = shard.layout
     return layout.intervals[shard.rank] if layout.dim == 0 else [(0, layout.global_shape[0])]
 
@@ -234,7 +233,7 @@ def _own_rows(shard: ParamShard) -> Sequence[Interval]:
 def _read(
     folder: TensorFolder, name: str, composition: Composition, offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> Tensor:
-    """Rows and columns (of a vector, rows) of a stored tensor, in the parameter's orientation."""
+    """Read rows and columns (of a vector, rows) of a stored tensor, in the parameter's orientation."""
     dims = len(composition.shape)
     if composition.turns:
         return folder.read(name, offsets[::-1], sizes[::-1]).t()
@@ -242,7 +241,7 @@ def _read(
 
 
 class _StoredInterval(NamedTuple):
-    """Consecutive rows of a stored tensor, and this rank's row for the first of them."""
+    """Consecutive rows of a stored tensor, and the first row's position in this rank's part."""
 
     start: int
     rows: int
@@ -263,7 +262,7 @@ def _intervals_by_tensor(composition: Composition, rows: Sequence[Interval]) -> 
 
 
 def _neighbours(intervals: Sequence[_StoredInterval]) -> list[list[_StoredInterval]]:
-    """Runs of intervals that follow each other in the file, to be read at once."""
+    """Group intervals that follow each other in the file, to read each group at once."""
     result: list[list[_StoredInterval]] = []
     for stored in sorted(intervals):
         if result and result[-1][-1].start + result[-1][-1].rows == stored.start:
@@ -276,10 +275,10 @@ def _neighbours(intervals: Sequence[_StoredInterval]) -> list[list[_StoredInterv
 def check_copies(
     shard: ParamShard, composition: Composition, source: PretrainedFolder, names: Mapping[str, str]
 ) -> None:
-    """Raise CheckpointError if files store a tied weight twice, with different values.
+    """Raise CheckpointError if files store two copies of a tied weight with different values.
 
-    A few rows of this rank's part are compared: a copy that was trained apart differs in all rows, and to read it whole
-    would cost as much as the first.
+    Only a few rows of this rank's part are compared: a copy that was trained separately differs in all rows, and
+    reading all of it would double the cost.
     """
     for copy, original in source.copies().items():
         if names.get(copy) in (None, names.get(original)) or original not in composition.stored_shapes:
@@ -287,7 +286,7 @@ def check_copies(
         pieces = tuple(Piece(copy, piece.start, piece.rows) for piece in composition.pieces)
         repeated = Composition(composition.shape, pieces, composition.transposed)
         check_shapes(source.tensors, repeated, names)
-        # A weight split by columns is never tied, so there is nothing to compare.
+        # A weight with split columns is never tied.
         if shard.layout.dim != 1 and not _same_rows(shard, repeated, source.tensors, names):
             raise CheckpointError(
                 f"{source.path} has tensors {names[original]!r} and {names[copy]!r}, which differ, but its config.json "
@@ -311,18 +310,19 @@ def _same_rows(shard: ParamShard, repeated: Composition, folder: TensorFolder, n
 
 @dataclass(frozen=True)
 class BaseQuantization:
-    """Quantisation of a model's linear layers, the output layer included if its weight is not tied.
+    """Quantisation of a model's linear layers, including an untied output layer.
 
     Attributes:
-        kind: "int8", with a scale for each row, or "nf4", with one for 64 columns.
-        keeps: true for a module (by its Hugging Face path) that is not quantised; it may be trained.
+        kind: "int8", with a scale for each row, or "nf4", with a scale for each 64 columns.
+        keeps: function that returns True for the Hugging Face path of a module that is not quantised, and may be
+            trained.
     """
 
     kind: Quantization
     keeps: Callable[[str], bool] = lambda path: False
 
     def check(self) -> None:
-        """Raise ConfigError, with the reason, if this machine cannot quantise."""
+        """Raise ConfigError with the reason if this machine cannot quantise."""
         check_available(self.kind)
 
 
@@ -332,9 +332,9 @@ def make_room_(
     quantization: BaseQuantization,
     where: torch.device,
 ) -> None:
-    """Allocate a model that was made on the meta device, its linear layers' weights quantised and without values."""
+    """Allocate a model that was made on the meta device, with quantised weights of linear layers, without values."""
     whole: Any = model
-    # A weight that is the embedding's too stays as that is, also where the last stage has a copy of it.
+    # Do not quantise a tied output weight, nor its copy on the last stage.
     tied = getattr(whole, "output_layer", None) if whole.share_embeddings_and_output_weights else None
     owners = {
         id(layer.weight): layer for layer in model.modules() if isinstance(layer, ParallelLinear) and layer is not tied
@@ -346,7 +346,7 @@ def make_room_(
             continue
         arithmetic_of(layer.group).refuse(f"a base in {quantization.kind} has no exact sums; leave one of the two out")
         chosen.append((layer, shard))
-        # It must not be allocated with the others.
+        # Do not allocate this weight with the others.
         layer.weight = Parameter(shard.data.new_empty(0), requires_grad=False)
     model.to_empty(device=where)
     for layer, shard in chosen:
@@ -358,7 +358,7 @@ def make_room_(
 def fill_quantized_(
     shard: ParamShard, composition: Composition, source: PretrainedFolder, names: Mapping[str, str], groups: Groups
 ) -> None:
-    """Read and quantise one weight; every tensor-parallel rank calls."""
+    """Read and quantise one weight; called on every tensor-parallel rank."""
     weight = shard.data
     assert isinstance(weight, QuantizedTensor)
 

@@ -1,11 +1,11 @@
-"""How our parameters are made of Hugging Face's tensors: a small language for tables.
+"""Composition of our parameters from Hugging Face's tensors, as rows of tables.
 
-A table's row says for one parameter, or for its weight and bias alike (``*``), which tensors its rows come from::
+A row of a table states which tensors contain a parameter's rows; ``*`` stands for both weight and bias::
 
     "decoder.layers.{layer}.mlp.linear_fc1.*": stacked("model.layers.{layer}.mlp.gate_proj.*",
                                                        "model.layers.{layer}.mlp.up_proj.*"),
 
-For a parameter of known shape a row becomes a ``Composition``; tensors are read, written and checked by it.
+With a parameter's shape, a row gives a ``Composition``, by which tensors are read, written and checked.
 """
 
 import re
@@ -23,11 +23,11 @@ Shape = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """Consecutive rows of a parameter, and where they are stored.
+    """Consecutive rows of a parameter, and their place of storage.
 
     Attributes:
         tensor: name of the tensor.
-        start: first row in it, in the parameter's orientation.
+        start: first row in the tensor, in the parameter's orientation.
         rows: number of rows.
     """
 
@@ -38,12 +38,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Composition:
-    """A whole parameter in terms of stored tensors.
+    """Composition of a whole parameter from stored tensors.
 
     Attributes:
         shape: shape of the parameter.
-        pieces: the stored rows that make up its rows, in order; together every row of every tensor, once.
-        transposed: the stored matrices are ``[in, out]``.
+        pieces: stored rows in the order of the parameter's rows; every row of every tensor occurs once.
+        transposed: whether stored matrices are ``[in, out]``.
     """
 
     shape: Shape
@@ -52,7 +52,7 @@ class Composition:
 
     @property
     def stored_shapes(self) -> dict[str, Shape]:
-        """The shape that each tensor has in a file."""
+        """Shape of each tensor in a file."""
         rows: dict[str, int] = {}
         for piece in self.pieces:
             rows[piece.tensor] = rows.get(piece.tensor, 0) + piece.rows
@@ -60,11 +60,11 @@ class Composition:
 
     @property
     def starts(self) -> list[int]:
-        """The parameter's row at which each piece begins."""
+        """Row of the parameter at which each piece begins."""
         return [0, *accumulate(piece.rows for piece in self.pieces)][:-1]
 
     def take_apart(self, whole: Tensor) -> dict[str, Tensor]:
-        """The tensors as they are stored, contiguous, from the whole parameter, which is not modified."""
+        """Split the whole parameter, which is not modified, into contiguous tensors as stored."""
         if len(self.pieces) == 1 and not self.turns:
             return {self.pieces[0].tensor: whole.contiguous()}
         result = {name: whole.new_empty(shape) for name, shape in self.stored_shapes.items()}
@@ -75,7 +75,7 @@ class Composition:
 
     @property
     def turns(self) -> bool:
-        """Whether it is stored with rows and columns exchanged: a matrix of a transposed composition."""
+        """Whether the parameter is stored transposed: a matrix of a transposed composition."""
         return self.transposed and len(self.shape) == 2
 
     def _oriented(self, shape: Shape) -> Shape:
@@ -83,14 +83,14 @@ class Composition:
 
 
 Source = Callable[[Shape, Heads, Mapping[str, str]], Composition]
-"""From a parameter's global shape, the model's heads, and the values of the placeholders in names."""
+"""Function from a parameter's global shape, the model's heads, and the values of the placeholders in names."""
 
 Table = Mapping[str, Source]
-"""A source for each name of a parameter, with the placeholders ``{layer}`` (from 0) and ``*`` (weight or bias)."""
+"""Source for each parameter name, with the placeholders ``{layer}`` (from 0) and ``*`` (weight or bias)."""
 
 
 def whole(name: str, *, transposed: bool = False) -> Source:
-    """One tensor; ``transposed`` if it is stored as ``[in, out]``."""
+    """Make a parameter of one tensor; ``transposed`` if it is stored as ``[in, out]``."""
 
     def compose(shape: Shape, heads: Heads, values: Mapping[str, str]) -> Composition:
         return Composition(shape, (Piece(_filled(name, values), 0, shape[0]),), transposed)
@@ -99,7 +99,7 @@ def whole(name: str, *, transposed: bool = False) -> Source:
 
 
 def stacked(*names: str) -> Source:
-    """Tensors of equal size, one under the other."""
+    """Stack the rows of tensors of equal size."""
 
     def compose(shape: Shape, heads: Heads, values: Mapping[str, str]) -> Composition:
         rows = shape[0] // len(names)
@@ -109,7 +109,7 @@ def stacked(*names: str) -> Source:
 
 
 def separate_qkv(query: str, key: str, value: str) -> Source:
-    """Blocks of queries, key and value, one for each key-value head, from a tensor for each of the three."""
+    """Make blocks of queries, key and value, one for each key-value head, from three tensors."""
 
     def compose(shape: Shape, heads: Heads, values: Mapping[str, str]) -> Composition:
         names = [_filled(name, values) for name in (query, key, value)]
@@ -119,7 +119,7 @@ def separate_qkv(query: str, key: str, value: str) -> Source:
 
 
 def joint_qkv(name: str, *, transposed: bool = False) -> Source:
-    """The same from one tensor: all queries, then all keys, then all values."""
+    """Make the same blocks from one tensor: all queries, then all keys, then all values."""
 
     def compose(shape: Shape, heads: Heads, values: Mapping[str, str]) -> Composition:
         keys, all_values = heads.queries * heads.width, (heads.queries + heads.groups) * heads.width
@@ -146,10 +146,10 @@ _LEAF = re.compile(r"(weight|bias)$")
 
 
 def compose(table: Table, key: str, shape: Shape, heads: Heads) -> Composition:
-    """The composition of the parameter called ``key``, of global shape ``shape``.
+    """Return the composition of the parameter ``key``, of global shape ``shape``.
 
     Raises:
-        ConfigError: the table has no row for it: the architecture has no such parameter.
+        ConfigError: the table has no row for it, because the architecture has no such parameter.
     """
     layer, leaf = _LAYER.search(key), _LEAF.search(key)
     pattern = _LAYER.sub("{layer}", key)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder: its ``config.json``, and which stored tensor is which of the architecture's."""
+"""A Hugging Face folder: its ``config.json``, and the stored name of each tensor of the architecture."""
 
 import contextlib
 import dataclasses
@@ -29,13 +29,13 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class PretrainedConfig:
-    """The content of a ``config.json``.
+    """Content of a ``config.json``.
 
     Attributes:
-        architecture: the model's architecture.
-        description: the model.
-        dtype: dtype of the weights; None if the file does not say.
-        values: all fields, as read.
+        architecture: architecture of the model.
+        description: description of the model.
+        dtype: dtype of the weights; None if the file does not state it.
+        values: all fields of the file.
     """
 
     architecture: Architecture
@@ -51,21 +51,21 @@ def read_config(folder: str | Path) -> PretrainedConfig:
     """Read the ``config.json`` of a Hugging Face folder; see ``config_from_json``.
 
     Raises:
-        CheckpointError: there is none, or it is no JSON object.
+        CheckpointError: the file is missing or is not a JSON object.
     """
     path = Path(folder) / CONFIG_NAME
     return config_from_json(read_json(path), where=str(path))
 
 
 def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> PretrainedConfig:
-    """The meaning of the fields of a ``config.json``; fields that change no number are ignored.
+    """Interpret the fields of a ``config.json``; fields that do not affect results are ignored.
 
     Args:
-        values: the fields as they were read.
-        where: the file's name, for messages.
+        values: the fields.
+        where: name of the file, for messages.
 
     Raises:
-        ConfigError: an unknown architecture, or a value that is not offered; the message names field and value.
+        ConfigError: the architecture or a value is not supported; the message names field and value.
     """
     fields = Fields(values, where)
     model_type = fields.get(str, "model_type")
@@ -87,7 +87,7 @@ def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> 
     try:
         description = architecture.read(fields)
     except ConfigError as error:
-        # Fields that are each valid may contradict each other; that error does not name the file yet.
+        # The error of valid fields that contradict each other does not name the file yet.
         if str(error).startswith(where):
             raise
         raise ConfigError(f"{where}: {error}") from error
@@ -101,16 +101,17 @@ def config_to_json(
     dtype: torch.dtype | None = None,
     base: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The ``config.json`` of a model.
+    """Return the ``config.json`` of a model.
 
     Args:
-        description: the model's description.
-        architecture: its ``model_type``; if None that of ``base``, or else the first that can express the model.
+        description: the model.
+        architecture: the ``model_type``; None for the one of ``base``, or without it the first that can express the
+            model.
         dtype: dtype of the weights.
-        base: a ``config.json`` whose other fields (ids of special tokens, for one) are kept.
+        base: a ``config.json`` whose other fields, such as ids of special tokens, are kept.
 
     Raises:
-        ConfigError: the architecture is unknown, or cannot express the model.
+        ConfigError: the architecture is unknown or cannot express the model.
     """
     chosen = architecture or (base or {}).get("model_type")
     if chosen is not None and chosen not in ARCHITECTURES:
@@ -121,7 +122,7 @@ def config_to_json(
             return _written_as(candidate, description, dtype, base)
         except ConfigError as error:
             attempts[candidate.model_type] = str(error)
-    # The shortest reasons are those of the architectures that come closest.
+    # The closest architectures have the shortest reasons.
     closest = sorted(attempts, key=lambda name: len(attempts[name]))
     reasons = "; ".join(f"{name}: {attempts[name]}" for name in closest[:_NUM_REASONS])
     others = f"; nor as {', '.join(closest[_NUM_REASONS:])}" if len(closest) > _NUM_REASONS else ""
@@ -134,7 +135,7 @@ def _written_as(
     values = {"architectures": [architecture.class_name(description)], "model_type": architecture.model_type}
     head = description.classification
     if dtype is not None:
-        # Every reader knows this name; transformers 5 writes "dtype" instead.
+        # All readers know this name; transformers 5 writes "dtype" instead.
         values["torch_dtype"] = str(dtype).removeprefix("torch.")
     if base is not None and base.get("model_type") == architecture.model_type:
         kept = {name: value for name, value in base.items() if name not in ("dtype", "torch_dtype", "architectures")}
@@ -153,19 +154,19 @@ def _written_as(
 
 
 class PretrainedFolder:
-    """A Hugging Face folder that is open for reading.
+    """A Hugging Face folder, open for reading.
 
     Args:
         folder: a folder with ``config.json`` and safetensors files.
 
     Attributes:
-        config: the content of ``config.json``.
-        description: the model to be loaded, with the changes that were asked for.
-        tensors: the stored tensors.
-        changes_head: the model gets another head than the folder's.
+        config: content of ``config.json``.
+        description: the model to load, with the requested changes.
+        tensors: stored tensors.
+        changes_head: whether the model gets another head than the folder's.
 
     Raises:
-        ConfigError, CheckpointError: see ``load_pretrained``.
+        ConfigError, CheckpointError: as for ``load_pretrained``.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -180,43 +181,43 @@ class PretrainedFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights, by ``config.json``, or else by the first weight."""
+        """Dtype of the weights from ``config.json``, or else of the first weight."""
         stored = list(self.tensors.tensors.values())
-        # Old files store integer positions among their tensors, so the first floating-point tensor is taken. If there
-        # is none, the first tensor's dtype is what the error names.
+        # Old files also store integer positions, so take the first floating-point tensor. If there is none, the error
+        # names the first tensor's dtype.
         first = next((tensor for tensor in stored if is_weight_dtype(tensor)), next(iter(stored), None))
         if self.config.dtype is not None or first is None:
             return self.config.dtype or torch.float32
         return weight_dtype(first)
 
     def change_head_(self, head: Classification) -> None:
-        """Give the model a classification head: the folder's if it has the same task and size, else a new one.
+        """Set the classification head: the folder's if it has the same task and size, otherwise a new one.
 
         Raises:
             ConfigError: the architecture has no such head.
         """
         self.architecture.classifier_of(head.task)
         own = self.description.classification
-        # The same head may have other names of labels and another padding token.
+        # Names of labels and the padding token may differ.
         self.changes_head = own is None or (own.task, own.num_labels) != (head.task, head.num_labels)
         self.description = self.architecture.with_head(self.description, head)
 
     def change_vocabulary_(self, size: int) -> None:
-        """Give the model ``size`` ids, at least 1: the folder's first ones; further ones have rows of 0."""
+        """Set the size of the vocabulary, at least 1: the folder's first ids; ids that it lacks get rows of 0."""
         if size < 1:
             raise ConfigError(f"vocab_size is {size}; a vocabulary needs at least 1 id")
         self.description = dataclasses.replace(self.description, vocab_size=size)
 
     def stored_shape(self, key: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape that the parameter ``key``, of ``shape`` in the model, has in the folder."""
+        """Return the shape in the folder of the parameter ``key``, which has ``shape`` in the model."""
         is_of_vocabulary = key.startswith(("embedding.word_embeddings.", "output_layer."))
         return (self._stored_vocab_size, *shape[1:]) if is_of_vocabulary else tuple(shape)
 
     def stored_names(self, expected: Set[str]) -> dict[str, str]:
-        """The stored name of each of the ``expected`` tensors; tensors of a new head may be absent.
+        """Return the stored name of each ``expected`` tensor; tensors of a new head may be absent.
 
         Raises:
-            CheckpointError: one is missing, or there is one that is not expected.
+            CheckpointError: a tensor is missing or unexpected.
         """
         found: dict[str, str] = {}
         extra = []
@@ -242,7 +243,7 @@ class PretrainedFolder:
         return found
 
     def copies(self) -> dict[str, str]:
-        """Tensors that repeat another one: where files have both, they must be equal."""
+        """Return tensors that are copies, with their originals; if files have both, they must be equal."""
         tied = self.architecture.tied if self.description.share_embeddings_and_output_weights else {}
         return {**self.architecture.copies, **tied}
 
@@ -256,16 +257,16 @@ class PretrainedFolder:
 
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
-"""The file that marks a folder of adapters of the ``peft`` library."""
+"""Name of the file that marks a folder of adapters of the ``peft`` library."""
 
-# People type an organisation and a name, or an old model's name alone, with or without the hub's address.
+# Users type an organisation and a name, or only the name of an old model, with or without the hub's address.
 _HUB_ID = re.compile(
     r"(?:https?:/+)?(?:(?:huggingface\.co|hf\.co)/)?((?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95})/?"
 )
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise CheckpointError, with what to do, if there is no such folder, or one of adapters alone."""
+    """Raise CheckpointError, with a remedy, if the folder is missing or has only adapters."""
     if not os.path.isdir(folder):
         raise CheckpointError(no_folder(folder))
     if holds_adapters_alone(folder):
@@ -276,18 +277,18 @@ def check_model_folder(folder: Path) -> None:
 
 
 def holds_adapters_alone(folder: Path) -> bool:
-    """True for a folder with adapters and no model, though perhaps with a copy of their model's configuration."""
+    """True if the folder has adapters and no model, even if it has a copy of the model's configuration."""
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     return (folder / ADAPTER_CONFIG_NAME).exists() and all(file.name.startswith("adapter_") for file in weights)
 
 
 def no_folder(folder: Path, hint: str = "") -> str:
-    """The message for a missing folder, with ``hint``; if it may be a model on the Hugging Face hub, how to get it."""
+    """Return the message for a missing folder, with ``hint``, or how to download it if it may be a model on the hub."""
     exists = os.path.exists(folder)
     said = f"{folder} is not a folder" if exists else f"there is no folder {folder}"
     said += hint and f"; {hint}"
     match = _HUB_ID.fullmatch(str(folder))
-    # If the first part of the path is a folder here, the path is misspelt rather than a name on the hub.
+    # If the first part of the path is a folder here, this is a misspelt path, not a name on the hub.
     if match is None or exists or (len(folder.parts) > 1 and os.path.isdir(folder.parts[0])):
         return said
     name = match[1].rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder: tensors in one safetensors file, or several and an index, and companion files."""
+"""Files of a Hugging Face folder: one safetensors file, or several with an index, and companion files."""
 
 import os
 import shutil
@@ -21,12 +21,12 @@ _WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def is_weight_dtype(stored: StoredTensor) -> bool:
-    """True if a weight may have the stored tensor's dtype."""
+    """True if the stored tensor has a dtype of weights."""
     return stored.dtype in _WEIGHT_DTYPES
 
 
 def weight_dtype(stored: StoredTensor) -> torch.dtype:
-    """The dtype of a stored weight; CheckpointError if a weight cannot have it."""
+    """Return the dtype of a stored weight; raise CheckpointError if it is not a dtype of weights."""
     if not is_weight_dtype(stored):
         raise CheckpointError(
             f"tensor {stored.name!r} of {stored.file} is of dtype {stored.dtype}; weights must be of one of "
@@ -36,16 +36,16 @@ def weight_dtype(stored: StoredTensor) -> torch.dtype:
 
 
 class TensorFolder:
-    """The tensors of a folder with one ``model.safetensors``, or several files and their index.
+    """Tensors of a folder with one ``model.safetensors``, or several files and their index.
 
-    Opening it reads the headers of the files and no tensor.
+    The constructor reads the headers of the files but no tensors.
 
     Attributes:
-        tensors: by stored name.
-        bytes_read: bytes of tensors that were read so far.
+        tensors: stored tensors by name.
+        bytes_read: number of bytes of tensors read so far.
 
     Raises:
-        CheckpointError: a file is missing, truncated, or not of the format; weights are there as a pickle only.
+        CheckpointError: a file is missing, truncated, or of another format; or the only weights are a pickle.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,14 +65,14 @@ class TensorFolder:
             )
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of a weight, on the CPU, by stored name, first index and number of indices in each dimension."""
+        """Read a box of a weight to the CPU, given by name, first index and number of indices in each dimension."""
         box = read_box(self.tensors[name], offsets, sizes)
         self.bytes_read += box.nbytes
         return box
 
 
 def read_json(path: Path, *, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """``core.files.read_json`` with every error as a CheckpointError that names the file."""
+    """Read a JSON file as ``core.files.read_json`` does; any error is a CheckpointError that names the file."""
     try:
         return files.read_json(path, limit=limit)
     except OSError as error:
@@ -89,7 +89,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     if not isinstance(files, dict) or not files:
         raise CheckpointError(f"{path} has no weight_map that names a file for each tensor")
     for name, file in files.items():
-        # A name that contains folders could point anywhere on the disk.
+        # A name with folders could point anywhere on the disk.
         if not isinstance(file, str) or PurePosixPath(file).name != file or not can_be_a_name(file):
             raise CheckpointError(f"{path}: tensor {name!r} cannot be in a file called {file!r}")
         if not os.path.lexists(folder / file):
@@ -118,22 +118,22 @@ merges.txt chat_template.json chat_template.jinja generation_config.json preproc
 image_processor_config.json video_preprocessor_config.json
 """
 COMPANION_FILES = tuple(_COMPANIONS.split())
-"""Files to copy from a model's folder, next to licences and the readme."""
+"""Files to copy from a model's folder, in addition to licences and the readme."""
 
 README_NAME = "README.md"
 BASE_README_NAME = "BASE_README.md"
-"""Name of a model's readme next to the card of a model that was trained from it."""
+"""Name of a base model's readme in the folder of a model that was trained from it."""
 
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
 _TEXTS = ("", ".md", ".txt", ".rst", ".html", ".pdf")
-# A larger file of such a name is not a licence or readme.
+# A larger file with such a name is not a licence or readme.
 _LARGEST_TEXT = 16 << 20
 
 
 def companion_files(folder: Path, *, beside_card: bool = False) -> Iterator[tuple[Path, str]]:
-    """The files to copy from a model's folder, and the name of each copy; symbolic links are followed.
+    """Yield the files to copy from a model's folder, and the name of each copy; symbolic links are followed.
 
-    With ``beside_card`` the target has another card, and the readme becomes ``BASE_README.md``.
+    With ``beside_card``, the target has its own card, and the readme is copied to ``BASE_README.md``.
     """
     for name in COMPANION_FILES:
         if (folder / name).is_file():
@@ -149,8 +149,8 @@ def companion_files(folder: Path, *, beside_card: bool = False) -> Iterator[tupl
 
 
 def copy_companion_files(source: Path, target: Path, *, beside_card: bool = False) -> None:
-    """Copy ``companion_files`` into a folder; OSError if one cannot be read or written."""
+    """Copy ``companion_files`` to a folder; raise OSError if one cannot be read or written."""
     for path, name in companion_files(source, beside_card=beside_card):
-        # Never onto itself, where a link leads back.
+        # A link may point to the file itself.
         if not (target / name).exists() or not os.path.samefile(path, target / name):
             shutil.copyfile(path, target / name)

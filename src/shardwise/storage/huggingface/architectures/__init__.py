@@ -1,4 +1,4 @@
-"""The architectures that can be read and written, one table each."""
+"""The supported architectures, with a table for each."""
 
 from shardwise.storage.huggingface.architectures.architecture import Architecture
 from shardwise.storage.huggingface.architectures.gemma import GEMMA2, GEMMA3
@@ -16,6 +16,6 @@ from shardwise.storage.huggingface.architectures.llama import (
 
 _ALL = (GPT2, BLOOM, LLAMA, MISTRAL, QWEN2, QWEN3, BERT, PHI3, SMOLLM3, GRANITE, OLMO2, GEMMA2, GEMMA3, GPT_NEOX, OPT)
 ARCHITECTURES = {each.model_type: each for each in _ALL}
-"""By ``model_type``, in the order in which they are tried for a model that does not say which it is."""
+"""Architectures by ``model_type``, in the order in which they are tried if none is given."""
 
 __all__ = ["ARCHITECTURES", "Architecture"]

@@ -1,4 +1,4 @@
-"""An architecture of Hugging Face: which fields and which tensors mean what ours do, classification heads included."""
+"""A Hugging Face architecture: its fields, tensors and classification heads, and the corresponding ones here."""
 
 import dataclasses
 from collections.abc import Mapping, Set
@@ -20,15 +20,15 @@ _USUAL_DROPOUT = 0.1
 
 @dataclass(frozen=True)
 class ClassifierFormat:
-    """An architecture's class for a task.
+    """An architecture's class with a classification head.
 
     Attributes:
-        task: sequences or tokens have labels.
-        class_name: in ``architectures``.
-        tensor: the head's name in files.
-        bias: the head has one.
-        dropout: fields with the dropout before the head, 0.1 if none is there; None without dropout.
-        pads: the head of sequences reads the last token that is not padding.
+        task: task of the head: labels of sequences or of tokens.
+        class_name: name of the class in ``architectures``.
+        tensor: name of the head in files.
+        bias: whether the head has a bias.
+        dropout: names of fields with the dropout before the head, 0.1 if all are missing; None if there is no dropout.
+        pads: whether a head of sequences reads the last token that is not padding.
     """
 
     task: HeadTask
@@ -39,10 +39,10 @@ class ClassifierFormat:
     pads: bool = True
 
     def read(self, fields: Fields) -> Classification:
-        """The head that a ``config.json`` describes.
+        """Read the head from a ``config.json``.
 
         Raises:
-            ConfigError: a value that is not offered, or label names that contradict their number.
+            ConfigError: a value is not supported, or the label names contradict their number.
         """
         names = self.dropout
         dropout = 0.0 if names is None else fields.get(float, *names, default=_USUAL_DROPOUT, within=(0, 1))
@@ -56,12 +56,12 @@ class ClassifierFormat:
     def head(
         self, num_labels: int, *, problem_type: Any = None, pad_token_id: int | None = None, dropout: float = 0.0
     ) -> Classification:
-        """The head of that many labels, as this class has it."""
+        """Make this class's head for ``num_labels`` labels."""
         pad = pad_token_id if self.pads and self.task == "sequence-classification" else None
         return Classification(self.task, num_labels, problem_type, self.bias, pad, dropout)
 
     def write(self, head: Classification) -> dict[str, Any]:
-        """The fields of a head, without the names of labels; ConfigError if the class has no such head."""
+        """Return the fields of a head, without label names; raise ConfigError if the class has no such head."""
         if head.bias != self.bias:
             raise ConfigError(
                 f"{self.class_name} has a head {'with' if self.bias else 'without'} a bias, and this one is otherwise"
@@ -81,7 +81,7 @@ def classifiers(
     token_tensor: str = "score",
     token_dropout: tuple[str, ...] = ("classifier_dropout", "hidden_dropout"),
 ) -> tuple[ClassifierFormat, ...]:
-    """The usual heads of a causal model: ``NameForSequenceClassification`` and ``NameForTokenClassification``."""
+    """Return a causal model's usual classes, ``NameForSequenceClassification`` and ``NameForTokenClassification``."""
     of_sequences = ClassifierFormat("sequence-classification", f"{name}ForSequenceClassification", "score", bias=False)
     tokens = ClassifierFormat(
         "token-classification", f"{name}ForTokenClassification", token_tensor, bias=True, dropout=token_dropout
@@ -90,10 +90,10 @@ def classifiers(
 
 
 def label_names(fields: Fields) -> list[str]:
-    """The labels' names in order, by ``id2label``; if that is missing, ``num_labels`` usual names, or two.
+    """Return the label names of ``id2label`` in order; if it is missing, ``num_labels`` (or two) default names.
 
     Raises:
-        ConfigError: ``id2label`` is no such table, or its length is not ``num_labels``.
+        ConfigError: ``id2label`` is invalid, or its length is not ``num_labels``.
     """
     given = fields.optional(int, "num_labels")
     table = fields.values.get("id2label")
@@ -112,12 +112,12 @@ def label_names(fields: Fields) -> list[str]:
 
 
 def usual_names(count: int) -> list[str]:
-    """Default names of labels."""
+    """Return default names of labels."""
     return [f"LABEL_{index}" for index in range(count)]
 
 
 def label_fields(names: list[str]) -> dict[str, Any]:
-    """``id2label`` and ``label2id`` of labels with these names."""
+    """Return ``id2label`` and ``label2id``."""
     return {
         "id2label": {str(index): name for index, name in enumerate(names)},
         "label2id": {name: index for index, name in enumerate(names)},
@@ -125,7 +125,7 @@ def label_fields(names: list[str]) -> dict[str, Any]:
 
 
 def with_label_fields(values: Mapping[str, Any], num_labels: int) -> dict[str, Any]:
-    """``values`` with names for so many labels: their own if there are as many, else the default names."""
+    """Return ``values`` with ``num_labels`` label names: their own if the number is right, else default names."""
     kept = {name: value for name, value in values.items() if name != "num_labels"}
     table = values.get("id2label")
     return (
@@ -135,12 +135,12 @@ def with_label_fields(values: Mapping[str, Any], num_labels: int) -> dict[str, A
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of ``config.json`` that has the meaning of one field of the description.
+    """A field of ``config.json`` that corresponds to one field of the description.
 
     Attributes:
-        name: the field's name.
-        default: its value where it is missing; of the field's type.
-        synonym: another name, which is read, and wins where both are there, but is not written.
+        name: name of the field.
+        default: value if the field is missing; its type is the field's type.
+        synonym: another name, which is read but not written, and takes precedence.
     """
 
     name: str
@@ -148,18 +148,18 @@ class Setting:
     synonym: str | None = None
 
     def read(self, fields: Fields) -> Any:
-        """The description's value; ConfigError if the field has another type, or a value that is not offered."""
+        """Return the description's value; raise ConfigError if the field's type or value is not supported."""
         names = (self.name,) if self.synonym is None else (self.synonym, self.name)
         kind: Any = type(self.default)
         return fields.get(kind, *names, default=self.default)
 
     def write(self, value: Any) -> Any:
-        """The field's value; ConfigError if Hugging Face has none of the same meaning."""
+        """Return the field's value; raise ConfigError if Hugging Face has no such value."""
         return value
 
 
 class ActivationSetting(Setting):
-    """The field that names the activation."""
+    """Field with the name of the activation."""
 
     def read(self, fields: Fields) -> str:
         name: str = super().read(fields)
@@ -168,7 +168,7 @@ class ActivationSetting(Setting):
         return ACTIVATION_NAMES[name]
 
     def write(self, value: str) -> str:
-        # The architecture's default wins over other names of the same activation.
+        # Prefer the architecture's default to other names of the same activation.
         for theirs in (str(self.default), *ACTIVATION_NAMES):
             if ACTIVATION_NAMES[theirs] == value:
                 return theirs
@@ -180,18 +180,18 @@ class Architecture:
     """One ``model_type``: its configuration and its table of tensors.
 
     Attributes:
-        model_type: the value in ``config.json``.
-        classes: names of its classes in ``architectures``.
-        settings: by the description's name, fields of ``config.json`` with the same meaning.
-        fixed: fields of the description that are the same for all models.
-        required: fields of ``config.json`` for which only one value is offered.
-        prefix: start of the tensors' names that files of a model without its head leave out.
-        table: for each parameter, tied ones included, the tensors that it is made of.
-        tied: tensors that repeat a tied weight, and the tensor that each repeats.
-        ignored: regular expressions for names of tensors that are no parameters, such as buffers.
-        copies: tensors that repeat another one even in a model that ties nothing: either may be missing.
-        renamed: pairs of an old ending of names and today's.
-        classifiers: its classes with a classification head.
+        model_type: value of the field in ``config.json``.
+        classes: names of the classes in ``architectures``.
+        settings: field of ``config.json`` for each field of the description.
+        fixed: fields of the description that are the same for all models of the architecture.
+        required: fields of ``config.json`` with only one supported value.
+        prefix: start of tensor names that files of a model without a head omit.
+        table: tensors of each parameter, including tied ones.
+        tied: tensors that are copies of a tied weight, with their originals.
+        ignored: regular expressions for names of tensors that are not parameters, such as buffers.
+        copies: tensors that are copies even in an untied model, with their originals; either may be missing.
+        renamed: pairs of an old ending of names and the current ending.
+        classifiers: classes with a classification head.
     """
 
     model_type: str
@@ -208,10 +208,10 @@ class Architecture:
     classifiers: tuple[ClassifierFormat, ...] = ()
 
     def read(self, fields: Fields) -> ModelDescription:
-        """The model that a ``config.json`` describes.
+        """Read the description of a model from a ``config.json``.
 
         Raises:
-            ConfigError: a value that is not offered, or values that contradict each other.
+            ConfigError: a value is not supported, or values contradict each other.
         """
         for name, value in self.required.items():
             fields.require(name, value)
@@ -223,7 +223,7 @@ class Architecture:
         return description
 
     def write(self, model: ModelDescription) -> dict[str, Any]:
-        """The inverse of ``read``: fields of a ``config.json``; ConfigError if a value has no field."""
+        """Return the fields of a ``config.json`` for ``model``; raise ConfigError if a value has no field."""
         values = {setting.name: setting.write(getattr(model, name)) for name, setting in self.settings.items()}
         values |= self.write_others(model)
         if model.classification is not None:
@@ -231,7 +231,7 @@ class Architecture:
         return values
 
     def classifier_of(self, task: HeadTask) -> ClassifierFormat:
-        """The class for a task; ConfigError if there is none."""
+        """Return the class for a task, or raise ConfigError."""
         for format in self.classifiers:
             if format.task == task:
                 return format
@@ -239,18 +239,18 @@ class Architecture:
         raise ConfigError(f"{self.model_type} models in Hugging Face have no head for {task}, but {others}")
 
     def with_head(self, model: ModelDescription, head: Classification) -> ModelDescription:
-        """The same model with another head."""
+        """Return the same model with another head."""
         return dataclasses.replace(model, classification=head, add_binary_head=False)
 
     def table_of(self, head: Classification | None) -> Table:
-        """``table``, with the head's row for a model that classifies."""
+        """Return ``table``, with a row for the classification head, if any."""
         if head is None:
             return self.table
         return {**self.table, "classifier.*": whole(f"{self.classifier_of(head.task).tensor}.*")}
 
     @property
     def tensors_of_heads(self) -> set[str]:
-        """The names of tensors of heads."""
+        """Names of the tensors of all heads."""
         found = {f"{format.tensor}.{leaf}" for format in self.classifiers for leaf in ("weight", "bias")}
         for pattern, source in self.table.items():
             if pattern.startswith(("output_layer.", "lm_head.", "binary_head.", "pooler.")):
@@ -259,7 +259,7 @@ class Architecture:
         return found
 
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of the description that are neither fixed nor in ``values``; here a key and a value for each head."""
+        """Return further fields of the description; here the number of key-value heads and the size of a head."""
         heads, hidden = values["num_attention_heads"], values["hidden_size"]
         if heads < 1 or hidden % heads != 0:
             name, width = (self.settings[key].name for key in ("num_attention_heads", "hidden_size"))
@@ -267,18 +267,18 @@ class Architecture:
         return {"num_query_groups": heads, "kv_channels": hidden // heads}
 
     def write_others(self, model: ModelDescription) -> dict[str, Any]:
-        """Fields of ``config.json`` that are not in ``settings``; none here."""
+        """Return fields of ``config.json`` that are not in ``settings``; none here."""
         return {}
 
     def class_of(self, model: ModelDescription) -> str:
-        """The name in ``architectures`` to write."""
+        """Return the name to write to ``architectures``."""
         return self.classes[0]
 
     def class_name(self, model: ModelDescription) -> str:
-        """``class_of``, or that of a classification head."""
+        """Return the class of the classification head, or else ``class_of``."""
         head = model.classification
         return self.class_of(model) if head is None else self.classifier_of(head.task).class_name
 
     def adapt(self, model: ModelDescription, stored: Set[str]) -> ModelDescription:
-        """The description corrected by the names of the stored tensors."""
+        """Return the description, corrected by the names of the stored tensors."""
         return model

@@ -1,4 +1,4 @@
-"""Gemma 2 and the text model of Gemma 3: norms around attention and MLP, windows in some layers, soft caps."""
+"""Gemma 2 and the text model of Gemma 3: norms before and after attention and MLP, windows, soft caps."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,10 @@ from shardwise.storage.huggingface.mapping import whole
 
 @dataclass(frozen=True, kw_only=True)
 class _Gemma(Decoder):
-    """``query_pre_attn_scalar`` is the square of what scores are divided by; words are multiplied by ``sqrt(h)``.
+    """Scores are divided by the square root of ``query_pre_attn_scalar``, and embeddings multiplied by ``sqrt(h)``.
 
     Attributes:
-        caps: defaults of the soft caps of logits and of scores.
+        caps: default soft caps of logits and of scores.
     """
 
     caps: tuple[float | None, float | None] = (None, None)
@@ -65,7 +65,7 @@ class _Gemma(Decoder):
         return read_layer_types(fields, window, [(layer + 1) % every != 0 for layer in range(num_layers)])
 
     def full_every(self, fields: Fields) -> int:
-        """One of how many layers has no window, where ``layer_types`` is missing."""
+        """Return n if every n-th layer has no window, for files without ``layer_types``."""
         return 2
 
     def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class _Gemma(Decoder):
 
 
 class _Gemma3(_Gemma):
-    """Layers with a window rotate by another base, which files have in one of two forms."""
+    """Layers with a window have another rotary base, which files store in one of two forms."""
 
     def full_every(self, fields: Fields) -> int:
         return fields.get(int, "sliding_window_pattern", "_sliding_window_pattern", default=6, within=(1, 1 << 16))
@@ -96,7 +96,7 @@ class _Gemma3(_Gemma):
 
     def write_positions(self, model: ModelDescription) -> dict[str, Any]:
         written = rope_json(model)
-        # A model whose layers all have one base has it twice in a file.
+        # If all layers have the same base, the file has it twice.
         local = model.rotary_base if model.window_rotary_base is None else model.window_rotary_base
         return {
             "rope_theta": written["rope_theta"],
@@ -144,7 +144,7 @@ GEMMA3 = _Gemma3(
     settings=_SETTINGS
     | {"vocab_size": Setting("vocab_size", 262208), "max_sequence_length": Setting("max_position_embeddings", 131072)},
     fixed={**_FIXED, "qk_layernorm": True},
-    # Gemma 3 in transformers caps the logits of words, and ignores this field, a cap of scores.
+    # For Gemma 3, transformers caps output logits but ignores this field, the cap of attention scores.
     required={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
     table=_TABLE | QK_NORMS,
     num_key_value_heads=4,

@@ -1,8 +1,8 @@
-"""GPT-2, OPT, BLOOM, GPT-NeoX with Pythia, and BERT: LayerNorm and biases everywhere.
+"""GPT-2, OPT, BLOOM, GPT-NeoX (Pythia), and BERT: LayerNorm and biases everywhere.
 
-GPT-2 stores matrices as ``[in, out]``. The learned positions of OPT begin at the third row. BLOOM has ALiBi and a
-LayerNorm after the embedding. GPT-NeoX has attention and MLP side by side, and rotates a quarter of each head. BERT has
-a norm after each addition, tokens of two types, and heads for masked tokens and for the next sentence.
+GPT-2 stores matrices as ``[in, out]``. OPT's learned positions begin at the third row. BLOOM has ALiBi and a LayerNorm
+after the embedding. GPT-NeoX has parallel attention and MLP, and rotates a quarter of each head. BERT has a norm after
+each residual addition, two token types, and heads for masked tokens and for next-sentence prediction.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _BIASES = {"attention_bias": True, "qkv_bias": True, "mlp_bias": True}
 
 
 def _fused_layer(stored: str, attention: str) -> Table:
-    """The rows of a layer whose query, key and value are one tensor, stored as ours is: BLOOM's and GPT-NeoX's."""
+    """Return the table of a BLOOM or GPT-NeoX layer, whose query-key-value tensor has the same order as ours."""
     return {
         _LAYER + "input_layernorm.*": whole(stored + "input_layernorm.*"),
         _LAYER + "self_attention.linear_qkv.*": whole(f"{stored}{attention}.query_key_value.*"),
@@ -104,7 +104,7 @@ _OPT_STORED = "model.decoder.layers.{layer}."
 _OPT_TABLE = {
     "embedding.word_embeddings.*": whole("model.decoder.embed_tokens.*"),
     "embedding.position_embeddings.*": whole("model.decoder.embed_positions.*"),
-    # One model of the family, of 350 million parameters, norms after attention and MLP.
+    # One model of the family, with 350 million parameters, has its norms after attention and MLP.
     _LAYER + "input_layernorm.*": whole(_OPT_STORED + "self_attn_layer_norm.*"),
     _LAYER + "post_self_attn_layernorm.*": whole(_OPT_STORED + "self_attn_layer_norm.*"),
     _LAYER + "self_attention.linear_qkv.*": separate_qkv(
@@ -178,7 +178,7 @@ BLOOM = _Bloom(
     classifiers=classifiers("Bloom", token_tensor="classifier"),
     settings={
         "vocab_size": Setting("vocab_size", 250880),
-        # The field is optional: ALiBi bounds no sequence.
+        # The field is optional, because ALiBi does not limit the length.
         "max_sequence_length": Setting("seq_length", 2048),
         "hidden_size": Setting("hidden_size", 64, "n_embed"),
         "num_layers": Setting("n_layer", 2, "num_hidden_layers"),
@@ -283,7 +283,7 @@ class _Bert(Architecture):
         return self.classes[0] if model.add_binary_head else self.classes[1]
 
     def adapt(self, model: ModelDescription, stored: Set[str]) -> ModelDescription:
-        # A file may hold more heads than ``architectures`` says; that of ``bert-base-uncased`` does.
+        # A file may have more heads than ``architectures`` states, as in ``bert-base-uncased``.
         if model.classification is not None:
             return model
         has_head = model.add_binary_head or "cls.seq_relationship.weight" in stored
@@ -327,9 +327,9 @@ BERT = _Bert(
     prefix="bert.",
     table=_BERT_TABLE,
     tied={"cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"},
-    # These are buffers, and the pooler of a model without the head that would read it.
+    # These are buffers, and the pooler of a model without a head that reads it.
     ignored=(r"embeddings\.position_ids", r"embeddings\.token_type_ids", r"pooler\.dense\.(weight|bias)"),
     copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
-    # Files converted from TensorFlow have these names.
+    # Files converted from TensorFlow have these old endings.
     renamed=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
 )

@@ -1,9 +1,10 @@
-"""Llama 3 and its kin (Mistral, Granite, OLMo, Phi, Qwen, SmolLM): rotary positions, RMSNorm, SwiGLU, grouped queries.
+"""Llama 3 and similar models: rotary positions, RMSNorm, SwiGLU, grouped queries.
 
 Granite 3 is Llama with factors on the embedding, the residual branches, the scores and the logits. OLMo 2 is Llama with
-norms after attention and MLP instead of before, and norms of all queries and of all keys. Phi-3 and Phi-4 have joint
-tensors (query, key and value; gate and up), and rotate a share of each head. Qwen 2 has biases on query, key and value,
-and Qwen 3 norms of each head's query and key. Some layers of SmolLM 3 rotate nothing, and some have a window.
+norms after attention and MLP instead of before, and with a norm over all queries and one over all keys. Phi-3 and Phi-4
+have joint tensors (query, key and value; gate and up), and rotate a fraction of each head. Mistral has a sliding
+window. Qwen 2 has biases on query, key and value, and Qwen 3 has norms of each head's query and key. In SmolLM 3, some
+layers do not rotate, and some have a window.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ _LAYER = "decoder.layers.{layer}."
 _STORED = "model.layers.{layer}."
 
 Window = tuple[int | None, tuple[bool, ...] | None]
-"""How many tokens a token sees, itself included, and which layers have the window; all if None."""
+"""Number of tokens that a token sees, including itself, and which layers have the window; None: all layers."""
 
 TABLE = {
     "embedding.word_embeddings.*": whole("model.embed_tokens.*"),
@@ -68,7 +69,7 @@ _SETTINGS = {
 
 
 def decoder_settings(**defaults: float) -> dict[str, Setting]:
-    """The common settings of these decoders: Llama's, with an architecture's own defaults."""
+    """Return the common settings of these decoders: Llama's, with other defaults."""
     return {
         name: dataclasses.replace(setting, default=defaults.get(name, setting.default))
         for name, setting in _SETTINGS.items()
@@ -77,11 +78,11 @@ def decoder_settings(**defaults: float) -> dict[str, Setting]:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder(Architecture):
-    """The common part of these decoders.
+    """Common part of these decoders.
 
     Attributes:
-        num_key_value_heads: default of that field; the number of query heads if None.
-        head_dim: default of that field; ``hidden_size / num_attention_heads`` if None.
+        num_key_value_heads: default of the field; None for the number of query heads.
+        head_dim: default of the field; None for ``hidden_size / num_attention_heads``.
     """
 
     fixed: Mapping[str, Any] = field(default_factory=lambda: {"gated_linear_unit": True, "normalization": "RMSNorm"})
@@ -94,7 +95,7 @@ class Decoder(Architecture):
     head_dim: int | None = None
 
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Heads, sliding window and rotary positions."""
+        """Read heads, sliding window and rotary positions."""
         hidden, heads = values["hidden_size"], values["num_attention_heads"]
         width = fields.optional(int, "head_dim", self.head_dim)
         if width is None and (heads < 1 or hidden % heads != 0):
@@ -107,7 +108,7 @@ class Decoder(Architecture):
         return {
             "num_query_groups": groups,
             "kv_channels": width or hidden // heads,
-            # ``ModelConfig`` counts the positions before and after a token that the token attends to.
+            # ``ModelConfig`` counts the visible positions before and after a token.
             "window_size": None if window is None else (window - 1, 0),
             "windowed_layers": layers,
             **({"qkv_bias": values["attention_bias"]} if "attention_bias" in values else {}),
@@ -115,7 +116,7 @@ class Decoder(Architecture):
         }
 
     def write_others(self, model: ModelDescription) -> dict[str, Any]:
-        """As ``read_others``."""
+        """Write heads, sliding window and rotary positions."""
         window = None if model.window_size is None else model.window_size[0] + 1
         return {
             "num_key_value_heads": model.num_query_groups,
@@ -125,24 +126,24 @@ class Decoder(Architecture):
         }
 
     def read_window(self, fields: Fields, num_layers: int) -> Window:
-        """The window, as the fields have it."""
+        """Read the window; none here."""
         return None, None
 
     def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
-        """The fields that say so."""
+        """Return the fields of the window; none here."""
         return {}
 
     def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
-        """The fields of the description about rotary positions."""
+        """Return the description's fields of rotary positions."""
         return read_rope(fields, longest)
 
     def write_positions(self, model: ModelDescription) -> dict[str, Any]:
-        """The fields of ``config.json`` that say so."""
+        """Return the fields of ``config.json`` about rotary positions."""
         return rope_json(model)
 
 
 def read_layer_types(fields: Fields, window: int | None, default: Sequence[bool]) -> Window:
-    """The window, and in which layers it is, by ``layer_types``, or by ``default`` where that is missing."""
+    """Return the window and its layers, which ``layer_types`` lists, or ``default`` if that is missing."""
     types = fields.values.get("layer_types")
     names = ("full_attention", "sliding_attention")
     layers = tuple(default)
@@ -156,7 +157,7 @@ def read_layer_types(fields: Fields, window: int | None, default: Sequence[bool]
 
 
 def layer_types(layers: Sequence[bool]) -> list[str]:
-    """``layer_types`` of layers that have the window, or not."""
+    """Return ``layer_types``, from whether each layer has the window."""
     return ["sliding_attention" if each else "full_attention" for each in layers]
 
 
@@ -234,7 +235,7 @@ class _Phi3(_Mistral):
         return super().read_others(fields, values)
 
     def write_others(self, model: ModelDescription) -> dict[str, Any]:
-        # The default of padding is an id that smaller vocabularies lack.
+        # The default padding id is outside smaller vocabularies.
         return {"embd_pdrop": model.hidden_dropout, "pad_token_id": None, **super().write_others(model)}
 
     def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
@@ -243,7 +244,7 @@ class _Phi3(_Mistral):
     def write_positions(self, model: ModelDescription) -> dict[str, Any]:
         written = rope_json(model)
         context = None if model.rope_scaling is None else model.rope_scaling.original_max_position_embeddings
-        # Readers take it from here, and not from ``rope_scaling``.
+        # Readers take the context from this field, not from ``rope_scaling``.
         return written if context is None else {"original_max_position_embeddings": context, **written}
 
 
@@ -314,7 +315,7 @@ class _SmolLM3(Decoder):
         rotated = model.rotary_layers or (True,) * model.num_layers
         return {
             "no_rope_layers": [int(each) for each in rotated],
-            # The default is an id that smaller vocabularies lack.
+            # The default id is outside smaller vocabularies.
             "pad_token_id": None,
             **super().write_others(model),
         }
@@ -334,7 +335,7 @@ class _SmolLM3(Decoder):
 
 
 def _rotated(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Which layers rotate: despite its name, a 1 in ``no_rope_layers`` is a layer that does."""
+    """Return whether each layer rotates; despite the name, a 1 in ``no_rope_layers`` means that it does."""
     given = fields.values.get("no_rope_layers")
     if given is None:
         every = fields.get(int, "no_rope_layer_interval", default=4, within=(1, 1 << 16))
