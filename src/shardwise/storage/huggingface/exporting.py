@@ -65,7 +65,8 @@ def save_pretrained(
             its ``config.json`` has the same architecture, its fields are kept unless they contradict this model.
         architecture: the ``model_type`` to write; None for that of ``source``, or else the first that fits.
         dtype: dtype of the stored weights; None for the parameters' own.
-        max_file_size: maximum bytes of weights in a file, unless one parameter is larger. Each stage writes its own files.
+        max_file_size: maximum bytes of weights in a file, unless one parameter has more. Each stage writes its own
+            files.
         fields: further fields of ``config.json``, such as the ids of special tokens.
         card: text of ``README.md``; the readme of ``source`` is then copied to ``BASE_README.md``.
 
