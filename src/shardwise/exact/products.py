@@ -1,15 +1,14 @@
-"""The products of a linear layer whose bits do not depend on how many ranks share it.
+"""Products of a linear layer whose bits do not depend on the number of ranks that share the layer.
 
-A dimension that is summed is cut into the layer's parts, one product each, and the products are summed by a tree
-(``core.communication.trees``). A dimension that is not summed may be cut anywhere: a matrix product computes each
-element in an order that depends on the summed dimension alone. That holds for wide matrices; a narrow one goes another
-way through the library, so narrow parts are one product each there too.
+A summed dimension is cut into the layer's parts. Each part is one product, and a tree adds the products
+(``core.communication.trees``). A dimension that is not summed may be cut anywhere, because a matrix product computes
+each element in an order that depends only on the summed dimension. This holds for wide matrices. Libraries multiply
+narrow matrices in another way, so in such a dimension narrow parts are one product each too.
 
-Which library multiplies, and whether parts go by themselves, follows from the whole layer, and never from this rank's
-shard of it. Large products are oneDNN's, those of gradients too: it was seen to keep all of this on AMD's processors,
-and is up to twice as fast as MKL there. Parts that are too small for it are multiplied in one call (``torch.bmm``). On
-Intel's processors the order in which an element is summed depends on all sizes of a product: each part is a product of
-its own there.
+The whole layer, never this rank's shard, determines which library multiplies and whether parts are separate products.
+Large products, also of gradients, use oneDNN: on AMD processors it was observed to have all these properties, and is up
+to twice as fast as MKL. Parts that are too small for oneDNN are multiplied in one call (``torch.bmm``). On Intel
+processors all sizes of a product affect the order in which it sums an element, so each part is a separate product.
 """
 
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from shardwise.core.sharding import Interval, LocalParts
 from shardwise.kernels import products
 from shardwise.kernels.products import Products
 
-# MKL multiplies matrices of up to about 10 columns otherwise than wider ones.
+# MKL multiplies matrices of up to about 10 columns differently from wider ones.
 _NARROW = 16
 _BY_ROWS = torch.contiguous_format
 
@@ -37,10 +36,10 @@ class ExactProducts(Products):
 
     Attributes:
         parts: this rank's parts of the split dimension.
-        split: which of the weight's dimensions it is: ``"output"`` features, or ``"input"``.
-        size: of the split dimension, over all ranks.
-        num_parts: over all ranks.
-        is_narrow: the other dimension is; then every part is one product everywhere.
+        split: dimension of the weight that is split: ``"output"`` or ``"input"`` features.
+        size: size of the split dimension, over all ranks.
+        num_parts: number of parts, over all ranks.
+        is_narrow: whether the other dimension is narrow; then every part is a separate product everywhere.
     """
 
     parts: LocalParts
@@ -53,8 +52,8 @@ class ExactProducts(Products):
     adds_bias = False
 
     def _runs(self, factor: Tensor) -> list[slice] | None:
-        """The parts of a split dimension that is not summed, if each is one product of ``factor``; else None."""
-        # Sizes of parts differ by one at most, and no rank sees all of them.
+        """Return the parts of a split, not summed dimension if each is one product of ``factor``; otherwise None."""
+        # Part sizes differ by at most one, and no rank sees all of them.
         is_wide = not self.is_narrow and self.size // (len(self.parts[0]) * self.num_parts) >= _NARROW
         if is_wide and not products.sums_by_shape(factor):
             return None
@@ -99,13 +98,13 @@ class ExactProducts(Products):
         return torch.cat([grad_output.t() @ input_[:, run] for run in runs], 1)
 
     def bias_gradient(self, grad_output: Tensor) -> Tensor:
-        """The sums of the columns of ``[n, o]``, where the output is split, part by part."""
+        """Sum each column of ``[n, o]``, part by part of a split output."""
         return torch.cat([grad_output[:, start:stop].sum(dim=0) for start, stop in self._intervals])
 
     def _sum(self, left: Tensor, right: Tensor) -> Tensor:
-        """``left @ right`` by parts, which the tree adds: ``[..., k]`` and ``[k, m]`` to ``[..., m]``."""
+        """Compute ``left @ right`` by parts and add them by the tree: ``[..., k]`` and ``[k, m]`` to ``[..., m]``."""
         rows = left.reshape(left.shape[:-1].numel(), left.size(-1))
-        # The largest part, as no rank sees all of them.
+        # Choose by the largest part, since no rank sees all parts.
         length, rest = divmod(self.size, len(self.parts[0]) * self.num_parts)
         size = rows.size(0) * (length + (rest > 0)) * right.size(1)
         onednn = products.prefers_onednn(rows[:0], right[:0], size)
@@ -116,7 +115,7 @@ class ExactProducts(Products):
             for part in self.parts:
                 factors = ((rows[:, start:stop], right[start:stop]) for start, stop in part)
                 if self.is_narrow:
-                    # Where these lie, and how far apart their rows, decides how a library multiplies them.
+                    # The addresses and row strides of the factors affect how a library multiplies them.
                     factors = (
                         (left.clone(memory_format=_BY_ROWS), right.clone(memory_format=_BY_ROWS))
                         for left, right in factors
@@ -129,7 +128,7 @@ class ExactProducts(Products):
         return total.view(*left.shape[:-1], right.size(1))
 
     def _sum_in_one_call(self, rows: Tensor, right: Tensor) -> Tensor:
-        """``_sum`` of parts of one size; each has the bits that it has alone."""
+        """Compute ``_sum`` of parts of one size; each has the same bits as in a separate product."""
         total: Tensor | None = None
         for section in zip(*self.parts, strict=True):
             (start, stop), last = section[0], section[-1][1]
@@ -140,14 +139,14 @@ class ExactProducts(Products):
         return tree_sum_stacked_(total)
 
     def _multiply(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``input_ @ weight.T + bias``, by the library that the whole layer's product is for."""
+        """Compute ``input_ @ weight.T + bias`` with the library that suits the whole layer's product."""
         input_ = input_.contiguous()
         if products.prefers_onednn(input_, weight, input_.numel() * self.size):
             return products.onednn_linear(input_, weight, bias)
         return F.linear(input_, weight, bias)
 
     def _weight_gradient(self, grad_output: Tensor, input_: Tensor) -> Tensor:
-        """``grad_output.T @ input_`` of contiguous factors, by the library that the whole layer's product is for."""
+        """Compute ``grad_output.T @ input_`` of contiguous factors with the library that suits the whole product."""
         whole = input_ if self.split == "output" else grad_output
         if products.prefers_onednn(input_.t(), grad_output.t(), whole.numel() * self.size):
             return products.onednn_linear(grad_output.t(), input_.t(), None)
@@ -158,5 +157,5 @@ def _product(left: Tensor, right: Tensor, onednn: bool) -> Tensor:
     if not onednn:
         return left @ right
     right = right.t()
-    # For a matrix that lies neither by rows nor by columns oneDNN may have no code but its slow reference.
+    # oneDNN may use its slow reference code for a matrix that is neither row-major nor column-major.
     return products.onednn_linear(left, right if right.t().is_contiguous() else right.contiguous(), None)

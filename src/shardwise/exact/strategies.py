@@ -1,8 +1,7 @@
-"""The arithmetic of exact mode: that of layers whose group sums over parts (``core.communication.trees``).
+"""The arithmetic of exact mode, for layers whose group sums over parts (``core.communication.trees``).
 
-The gradient of a parameter that every rank holds whole is a sum over tokens. The sequence is cut into ``exact_parts``
-parts, and each part's tokens are summed separately. With sequence parallelism a rank has some of the parts, without it
-all of them.
+The gradient of a replicated parameter is a sum over tokens. The sequence is cut into ``exact_parts`` parts, and the
+tokens of each part are summed separately. With sequence parallelism a rank has some of the parts, otherwise all.
 """
 
 import dataclasses
@@ -27,22 +26,22 @@ from shardwise.kernels.elementwise import blockwise
 from shardwise.nn.arithmetic import Activation, Arithmetic, Norm
 from shardwise.nn.norm import HeadsRMSNorm, NormFunction
 
-# MKL multiplies fewer than 12 rows in other ways at other numbers of threads.
+# For fewer than 12 rows, the way in which MKL multiplies depends on the number of threads.
 _FEW = 16
 
 
 def norm_by_parts(norm: nn.Module, input_: Tensor, number: int, others: ProcessGroup | None = None) -> Tensor:
-    """``norm(input_)``, part by part of the sequence.
+    """Compute ``norm(input_)``, part by part of the sequence.
 
     Args:
         norm: one of ``nn.norm.NORMS``.
         input_: ``[s, b, h]``, or ``[s/t, b, h]`` with sequence parallelism.
-        number: of this rank's parts.
-        others: the group whose ranks have the other parts; None if this rank has all.
+        number: number of this rank's parts.
+        others: group whose ranks have the other parts; None if this rank has all parts.
     """
     function = NormFunction.of(norm)
     if _is_compiled(function, input_):
-        # A row does not depend on the others; only the weight's gradient goes by parts.
+        # Rows are independent; only the weight's gradient is summed by parts.
         normed: Tensor = _RMSNormByParts.apply(input_, function.whole_weight, function.eps, number, others)
         return normed
     return torch.cat(_normed(function, input_.chunk(number), others))
@@ -59,24 +58,24 @@ def _normed(norm: NormFunction, parts: Sequence[Tensor], others: ProcessGroup | 
 
 
 def add_bias_by_parts(output: Tensor, bias: Tensor, number: int, others: ProcessGroup | None = None) -> Tensor:
-    """``output + bias``; arguments are as for ``norm_by_parts``."""
+    """Compute ``output + bias``; for the arguments see ``norm_by_parts``."""
     result: Tensor = _AddBias.apply(output, bias, number, others)
     return result
 
 
 def linear_by_rows(input_: Tensor, weight: Tensor, *, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
-    """``input_ @ weight.T`` by a weight ``[o, i]`` that every rank holds, in the input's dtype.
+    """Compute ``input_ @ weight.T`` with a replicated weight ``[o, i]``, in the input's dtype.
 
-    The input is ``[s, b, i]``, or with sequence parallelism ``[s/t, b, i]``, whose sequence the group shares.
+    The input is ``[s, b, i]``, or ``[s/t, b, i]`` with sequence parallelism over the group.
 
     Raises:
-        ShardingError: the parts are not of one size.
+        ShardingError: the parts do not all have the same size.
     """
     return linear_by_parts(input_, weight, *_own_parts(input_, group, sequence_parallel))
 
 
 def linear_by_parts(input_: Tensor, weight: Tensor, number: int, others: ProcessGroup | None = None) -> Tensor:
-    """``linear_by_rows``; arguments are as for ``norm_by_parts``."""
+    """Compute ``linear_by_rows``; for the arguments see ``norm_by_parts``."""
     weights = moves.copies(weight, number, group=others)
     return torch.cat(
         [_linear(part, each.to(part.dtype)) for part, each in zip(input_.chunk(number), weights, strict=True)]
@@ -84,7 +83,7 @@ def linear_by_parts(input_: Tensor, weight: Tensor, number: int, others: Process
 
 
 def _linear(input_: Tensor, weight: Tensor) -> Tensor:
-    """The product for any number of rows. Those of few rows have other bits at other numbers of threads."""
+    """Compute the product. Few rows are padded, since their bits would depend on the number of threads."""
     rows = input_.flatten(0, -2)
     few = rows.size(0) if rows.size(0) < _FEW else None
     if few is not None:
@@ -93,7 +92,7 @@ def _linear(input_: Tensor, weight: Tensor) -> Tensor:
 
 
 def _norm_heads(norm: nn.Module, heads: Tensor, group: ProcessGroup) -> Tensor:
-    # Sums over all ranks' heads are cut into as many parts of whole heads as there can be.
+    # Sums over the heads of all ranks have as many parts of whole heads as possible.
     parts, local = trees.exact_parts(group), heads.size(2)
     assert parts is not None
     number, others = min(parts // group.size(), local & -local), group if group.size() > 1 else None
@@ -123,7 +122,7 @@ def _norm_by_rows(norm: NormFunction, input_: Tensor) -> Tensor:
 
 
 def _is_compiled(norm: NormFunction, input_: Tensor) -> bool:
-    """Whether our loops norm the rows, at any number of them."""
+    """True if the compiled loops norm the rows, which they then do for any number of rows."""
     if norm.normalization != "RMSNorm" or input_.size(-1) % 2:
         return False
     return dispatch.ELEMENTWISE.runs(input_, norm.weight, size=dispatch.ELEMENTWISE.min_size)
@@ -155,7 +154,7 @@ class _RMSNormByParts(Function):
 
 
 class _LayerNormByRows(Function):
-    """LayerNorm whose gradients of weight and bias are sums over the rows in one order, however many threads add."""
+    """LayerNorm whose weight and bias gradients sum the rows in one order, at any number of threads."""
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -192,7 +191,7 @@ class _AddBias(Function):
 
 
 def _own_parts(input_: Tensor, group: ProcessGroup, sequence_parallel: bool) -> tuple[int, ProcessGroup | None]:
-    """The number of parts of the sequence whose tokens this rank has, and the group that has the others."""
+    """Return the number of parts of the sequence that this rank has, and the group that has the other parts."""
     parts = trees.exact_parts(group)
     assert parts is not None
     number, others = (parts // group.size(), group) if sequence_parallel and group.size() > 1 else (parts, None)
@@ -203,12 +202,12 @@ def _own_parts(input_: Tensor, group: ProcessGroup, sequence_parallel: bool) -> 
             f"exact: {input_.size(0)} positions of a sequence cannot be cut into {number} equal parts on each of "
             f"{group.size()} ranks; use a length that is a multiple of {parts}, or fewer exact_parts"
         )
-    # There is no gradient to sum.
+    # There is no gradient to sum by parts.
     return 1, others
 
 
 class ExactNorm(Norm):
-    """``Norm`` by parts of the sequence or of the heads: a gradient is whole as soon as it is made."""
+    """``Norm`` by parts of the sequence or the heads; gradients are complete as soon as they are computed."""
 
     partial_gradients = False
 
@@ -230,7 +229,7 @@ class ExactNorm(Norm):
 
 
 class ExactActivation(Activation):
-    """``Activation`` in blocks of a fixed size, so that an element has the same bits wherever it lies."""
+    """``Activation`` in blocks of a fixed size, so that the bits of an element do not depend on its position."""
 
     at_any_size = True
     rotates_while_splitting = False
@@ -240,7 +239,7 @@ class ExactActivation(Activation):
         return blockwise(function, input_)
 
     def counted_heads(self, local: int, whole: int) -> int:
-        """All heads: gradients of keys and values are sums over blocks, so these may not depend on the ranks."""
+        """Count all heads: gradients of keys and values are sums over blocks, which must not depend on the ranks."""
         return whole
 
 
@@ -249,14 +248,14 @@ class ExactArithmetic(Arithmetic):
 
     norm = ExactNorm
     activation = ExactActivation()
-    # The gradient of a row is summed in the order of the ids: in the same with sequence parallelism and without.
+    # The gradient of a row is summed in the order of the ids, the same with and without sequence parallelism.
     sequence_first = True
     fuses_loss = False
-    # Sums are of all tokens, however many count.
+    # Sums are over all tokens, including those that do not count.
     leaves_out_tokens = False
 
     def products(self, layout: ParamLayout, split: Literal["output", "input"], *, group: ProcessGroup) -> ExactProducts:
-        """See ``Arithmetic``; ConfigError if the parts are not shared by so many ranks."""
+        """See ``Arithmetic``; raise ConfigError if the ranks cannot share the parts."""
         number = trees.exact_parts(group)
         assert number is not None
         assert layout.dim is not None
@@ -266,7 +265,7 @@ class ExactArithmetic(Arithmetic):
     def parts_of_vocabulary(
         self, ranges: Sequence[Interval], *, group: ProcessGroup
     ) -> tuple[list[Interval], Sequence[Interval], int]:
-        """See ``Arithmetic``: as many parts as the group sums over. All go one way, however many are here."""
+        """See ``Arithmetic``: the parts that the group sums over. The whole vocabulary decides the kernels."""
         number = trees.exact_parts(group)
         assert number is not None
         first, vocab_size, per_rank = ranges[group.rank()][0], ranges[-1][1], number // group.size()
@@ -280,11 +279,11 @@ class ExactArithmetic(Arithmetic):
         return [(start - first, stop - first) for start, stop in own], parts, vocab_size
 
     def sums_in_order(self, ids: Tensor) -> bool:
-        """On CUDA the zeros that stand for other ranks' ids would shift the runs that are added."""
+        """True on CUDA, where the zeros that replace other ranks' ids would shift the runs that are added."""
         return ids.is_cuda
 
     def refuse(self, message: str) -> None:
-        """Raise a ConfigError of this message."""
+        """Raise a ConfigError with this message."""
         raise ConfigError(message)
 
 
@@ -292,9 +291,9 @@ _EXACT = ExactArithmetic()
 
 
 def sum_in_parts(group: ProcessGroup, parts: int) -> None:
-    """From now on sum over ``group`` by a tree over ``parts`` parts, and let layers that are made on it sum theirs so.
+    """Sum over ``group`` by a tree over ``parts`` parts from now on, also in layers created on it later.
 
-    Args and errors: those of ``core.communication.trees.sum_in_parts``.
+    For arguments and errors see ``core.communication.trees.sum_in_parts``.
     """
     trees.sum_in_parts(group, parts)
     context_of(group).arithmetic = _EXACT

@@ -1,1 +1,1 @@
-"""Kernels: each next to its plain PyTorch reference, and one place that chooses (``dispatch``)."""
+"""Kernels, each next to its plain PyTorch reference; ``dispatch`` chooses between them."""

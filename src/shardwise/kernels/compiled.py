@@ -1,10 +1,10 @@
-"""Kernels in C for the CPU, compiled by the machine's own compiler when first needed.
+"""C kernels for the CPU, compiled on first use by the machine's own compiler.
 
-Plain PyTorch goes over a tensor once for each operation, even if it is in cache; a loop in C reads and writes it once.
-``elementwise_cpu.c`` has SwiGLU, rotary embedding, RMSNorm and sums of squares, in fp32; ``loss_cpu.c`` has the loss'
-work on this rank's logits, in fp32 and bf16, which ``loss_reference`` defines. Compiling a file takes a fraction of a
-second. Nothing is kept on disk: the library is built in a temporary folder and loaded from there. Where there is no
-compiler, or ``dispatch`` chooses so, PyTorch computes the same up to rounding. Autograd records nothing here.
+PyTorch passes over a tensor once per operation, even if it is in cache; a loop in C reads and writes it once.
+``elementwise_cpu.c`` has SwiGLU, rotary embedding, RMSNorm and sums of squares, in fp32. ``loss_cpu.c`` has the loss on
+this rank's logits, in fp32 and bf16, as ``loss_reference`` defines it. Compiling a file takes a fraction of a second.
+Nothing stays on disk: the library is built in a temporary folder and loaded from there. Without a compiler, or if
+``dispatch`` chooses so, PyTorch computes the same up to rounding. Autograd does not record these functions.
 """
 
 import ctypes
@@ -24,20 +24,20 @@ from torch import Tensor
 from shardwise.core.processes import temporary_prefix
 from shardwise.kernels import dispatch
 
-# No exceptions for wrong or inexact results are read, which lets the compiler use vectors; no sum is reordered.
+# The kernels do not read errno or floating-point exceptions, so the compiler may vectorize; it reorders no sum.
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")
-# Of this machine, for its own use; compilers for ARM know the second. The last is what every compiler knows.
+# Flags for this machine's processor. Compilers for ARM accept the second set, and every compiler accepts the last.
 _TUNING = (("-march=native",), ("-mcpu=native",), ())
-# The smallest library, with the headers that all files need.
+# The smallest library, with the headers that all files include.
 _TRIAL = "#include <math.h>\n#include <stdint.h>\nint32_t trial(void) { return 1; }\n"
-# It takes a second or two, and on a busy machine a hundred times as long.
+# A compilation takes a second or two, and on a busy machine a hundred times as long.
 _COMPILE_SECONDS = 600
-# Starting threads takes about as long as a thread needs for a quarter of this.
+# A thread processes a quarter of this in about the time that starting threads takes.
 _MIN_ELEMENTS_PER_THREAD = 1 << 21
 
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
-# The file of each function, and a letter for the type of each argument.
+# File of each function, and one letter for the type of each argument.
 _FUNCTIONS = {
     "swiglu": ("elementwise_cpu.c", "ppll"),
     "swiglu_gradient": ("elementwise_cpu.c", "pppll"),
@@ -52,7 +52,7 @@ _FUNCTIONS = {
 
 @cache
 def compile_c(source: str, defines: tuple[str, ...] = ()) -> ctypes.CDLL | str:
-    """The library of a file of this folder, or why it could not be compiled."""
+    """Compile a file of this folder and return the library, or why that failed."""
     library = _compiled(*defines, str(Path(__file__).with_name(source)))
     if isinstance(library, ctypes.CDLL):
         for name, (file, types) in _FUNCTIONS.items():
@@ -63,19 +63,19 @@ def compile_c(source: str, defines: tuple[str, ...] = ()) -> ctypes.CDLL | str:
 
 @cache
 def why_no_compiler() -> str | None:
-    """Why nothing can be compiled on this machine; None if a line of C can, which takes a fiftieth of a second."""
+    """Return why this machine cannot compile a line of C, which takes a fiftieth of a second; None if it can."""
     library = _compiled("-x", "c", "-", text=_TRIAL)
     return library if isinstance(library, str) else None
 
 
 def why_not(source: str, dtype: torch.dtype = torch.float32) -> str | None:
-    """Why there is no library of a file of this folder for ``dtype``; None if there is. Compiles when first asked."""
+    """Return why there is no library of a file for ``dtype``; None if there is. The first call compiles."""
     library = compile_c(source, _DEFINES[dtype])
     return library if isinstance(library, str) else None
 
 
 def _kernel(name: str, dtype: torch.dtype = torch.float32) -> Callable[..., None]:
-    """A function that ``why_not`` says nothing against."""
+    """Return a function for which ``why_not`` returns None."""
     library = compile_c(_FUNCTIONS[name][0], _DEFINES[dtype])
     assert isinstance(library, ctypes.CDLL), library
     found: Callable[..., None] = getattr(library, name)
@@ -83,7 +83,7 @@ def _kernel(name: str, dtype: torch.dtype = torch.float32) -> Callable[..., None
 
 
 def _compiled(*arguments: str, text: str = "") -> ctypes.CDLL | str:
-    """The library made of a file or of ``text``, or why there is none."""
+    """Compile a file or ``text`` and return the library, or why that failed."""
     compiler = _compiler()
     if compiler is None:
         return "no C compiler: neither $CC nor cc, gcc or clang is there"
@@ -96,7 +96,7 @@ def _compiled(*arguments: str, text: str = "") -> ctypes.CDLL | str:
                 command = [compiler, *_FLAGS, *tuning, *arguments, "-o", str(built), "-lm"]
                 done = subprocess.run(command, input=text, **options)
                 if done.returncode == 0:
-                    # Loaded, it no longer needs the file.
+                    # A loaded library no longer needs its file.
                     return ctypes.CDLL(str(built))
                 refusal = refusal or f"{compiler}: {(done.stderr.strip() or 'failed').splitlines()[0]}"
     except (OSError, subprocess.SubprocessError) as error:
@@ -106,7 +106,7 @@ def _compiled(*arguments: str, text: str = "") -> ctypes.CDLL | str:
 
 @cache
 def compiler_version() -> str | None:
-    """The first line of the compiler's ``--version``; None if there is no compiler."""
+    """Return the first line of the compiler's ``--version``; None if there is no compiler."""
     compiler = _compiler()
     if compiler is None:
         return None
@@ -124,7 +124,7 @@ def _compiler() -> str | None:
 
 
 def _address(tensor: Tensor, row: int) -> int:
-    """Where a row of ``tensor`` begins."""
+    """Return the address at which a row of ``tensor`` begins."""
     return tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size()
 
 
@@ -133,19 +133,19 @@ def _rows_of(tensor: Tensor) -> Tensor:
 
 
 def _over_rows(compute: Callable[[int, int], None], num_rows: int, row_length: int) -> None:
-    """``compute(start, stop)`` on runs of rows, one for each of PyTorch's threads if there is enough for them."""
+    """Call ``compute(start, stop)`` on blocks of rows, one for each of PyTorch's threads if there is enough work."""
     num_threads = min(torch.get_num_threads(), num_rows, 1 + num_rows * row_length // _MIN_ELEMENTS_PER_THREAD)
     if num_threads <= 1:
         compute(0, num_rows)
         return
     bounds = [num_rows * k // num_threads for k in range(num_threads + 1)]
-    # The compiled functions run without Python's lock.
+    # The compiled functions run without Python's global interpreter lock.
     with ThreadPoolExecutor(num_threads) as pool:
         list(pool.map(compute, bounds[:-1], bounds[1:]))
 
 
 def _run(name: str, matrices: Sequence[Tensor], *numbers: float) -> None:
-    """A function of as many rows of each matrix, their number, and some numbers."""
+    """Call a function on the same rows of each matrix, with the number of rows and ``numbers``."""
     kernel = _kernel(name)
 
     def compute(start: int, stop: int) -> None:
@@ -155,7 +155,7 @@ def _run(name: str, matrices: Sequence[Tensor], *numbers: float) -> None:
 
 
 def swiglu(inner: Tensor) -> Tensor:
-    """``elementwise.swiglu`` of a contiguous tensor."""
+    """Compute ``elementwise.swiglu`` of a contiguous tensor."""
     width = inner.size(-1) // 2
     output = inner.new_empty(*inner.shape[:-1], width)
     _run("swiglu", (_rows_of(inner), _rows_of(output)), width)
@@ -163,7 +163,7 @@ def swiglu(inner: Tensor) -> Tensor:
 
 
 def swiglu_gradient(inner: Tensor, grad_output: Tensor) -> Tensor:
-    """The gradient of ``swiglu``'s input."""
+    """Return the gradient of ``swiglu``'s input."""
     grad_inner = torch.empty_like(inner)
     matrices = (_rows_of(inner), _rows_of(grad_output.contiguous()), _rows_of(grad_inner))
     _run("swiglu_gradient", matrices, inner.size(-1) // 2)
@@ -173,22 +173,22 @@ def swiglu_gradient(inner: Tensor, grad_output: Tensor) -> Tensor:
 def rotate_halves(
     input_: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool = False, at_any_size: bool = False
 ) -> Tensor | None:
-    """Turn the pairs ``(i, i + d/2)`` of every head by its position's angles.
+    """Rotate the pairs ``(i, i + d/2)`` of every head by the angles of its position.
 
     Args:
         input_: ``[s, b, heads, d]``.
         cos: ``[s, 1, 1, d/2]``.
         sin: like ``cos``.
-        backwards: by the negative angles.
-        at_any_size: of small tensors too, and of any strides: let neither size nor strides choose.
+        backwards: whether to rotate by the negative angles.
+        at_any_size: whether to accept small tensors and any strides, so that neither affects the choice.
 
     Returns:
-        A new tensor like ``input_``; None where compiled code is not for it.
+        A new tensor like ``input_``; None if the compiled code does not support the call.
     """
     if at_any_size:
         input_ = input_.contiguous()
     rows, batch, heads, width = input_.shape
-    # The stride of a dimension of one element says nothing.
+    # The stride of a dimension of size 1 is arbitrary.
     column_stride = input_.stride(2) if heads > 1 else input_.stride(1)
 
     def fits() -> bool:
@@ -215,7 +215,7 @@ def rotate_halves(
 
 
 def rms_norm(input_: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``norms.rms_norm`` of contiguous tensors.
+    """Compute ``norms.rms_norm`` of contiguous tensors.
 
     Returns:
         The output, and ``rsqrt(mean(x^2) + eps)`` of each row, ``[..., 1]``.
@@ -236,9 +236,9 @@ def rms_norm_gradient(
     needs_weight: bool,
     num_parts: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of input and weight, where needed, from the arguments and results of ``rms_norm``.
+    """Return the gradients of input and weight, where needed, from the arguments and results of ``rms_norm``.
 
-    With ``num_parts`` the weight's is ``[num_parts, n]``: sums over equal runs of rows.
+    With ``num_parts`` the weight's gradient is ``[num_parts, n]``: sums over equal blocks of rows.
     """
     grad_input = torch.empty_like(input_) if needs_input else None
     rows, grad_rows, scales = _rows_of(input_), _rows_of(grad_output.contiguous()), _rows_of(scale)
@@ -267,16 +267,16 @@ def rms_norm_gradient(
         _over_rows(compute_parts, num_parts, each * width)
     if not needs_weight:
         return grad_input, None
-    # In the order of the rows, whichever thread was done first.
+    # Add in the order of the rows, not in the order in which threads finish.
     in_order = torch.stack([sums[start] for start in sorted(sums)])
     return grad_input, (in_order.sum(0) if num_parts is None else in_order).to(weight.dtype)
 
 
 def sums_of_squares(flat: Tensor, length: int) -> Tensor | None:
-    """The sums of squares, in fp64, of each run of ``length`` elements of ``[n]``, each added up in one order.
+    """Return the sum of squares, in fp64, of each run of ``length`` elements of ``[n]``, in a fixed order of addition.
 
     Returns:
-        None where compiled code is not for it.
+        The sums; None if the compiled code does not support the call.
     """
     if not dispatch.ELEMENTWISE.runs(flat, size=dispatch.ELEMENTWISE.min_size, fits=flat.is_contiguous):
         return None
@@ -300,7 +300,7 @@ def row_statistics(
     want_sum: bool = False,
     exponentiate_: bool = False,
 ) -> Tensor:
-    """``loss_reference.row_statistics`` without a softcap; columns lie side by side."""
+    """Compute ``loss_reference.row_statistics`` without a softcap; the columns must be adjacent in memory."""
     assert softcap is None
     kernel = _kernel("row_statistics", logits.dtype)
     target_local = target_local.contiguous()
@@ -329,7 +329,7 @@ def gradient_(
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> None:
-    """``loss_reference.gradient_`` without a softcap; columns lie side by side."""
+    """Compute ``loss_reference.gradient_`` without a softcap; the columns must be adjacent in memory."""
     assert softcap is None
     kernel = _kernel("gradient", logits.dtype)
     numbers = [x if x is None else x.contiguous() for x in (target_local, shift, scale, at_target, rest)]
@@ -340,5 +340,5 @@ def gradient_(
         kernel(*matrices, stop - start, logits.size(1), *of_rows, 1.0 / temperature)
 
     _over_rows(compute, *logits.shape)
-    # PyTorch did not see the writing; autograd must not take what is there now for what it saved.
+    # PyTorch did not see this write. Autograd must not mistake the new values for the values that it saved.
     torch.autograd.graph.increment_version(out)

@@ -1,7 +1,7 @@
-"""Attention of one new token to a cache of fixed size, whose filled length is a number on the device.
+"""Attention of one new token to a cache of fixed size, whose filled length is a tensor on the device.
 
-Shapes and addresses are the same at every token, and the host does not know the length: so a GPU's pass over a token
-can be recorded once and repeated (``models.generation.decoding``).
+Shapes and addresses are the same for every token, and the host does not read the length. A GPU's pass over a token can
+therefore be captured once and replayed (``models.generation.decoding``).
 """
 
 import torch
@@ -21,25 +21,25 @@ def attend_to_cache(
     softcap: float | None = None,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """``softmax(query keys^T) values`` over the positions up to the query's own; no gradient.
+    """Compute ``softmax(query keys^T) values`` over the positions up to the query's own; there is no gradient.
 
-    The definition reads all of the cache, in fp32 (fp64 for fp64). The kernel reads what is filled, and each key once
-    for all queries of its group (``dispatch.DECODE_TRITON``).
+    The definition reads the whole cache, in fp32 (fp64 for fp64). The kernel reads only the filled part, and each key
+    once for all queries of its group (``dispatch.DECODE_TRITON``).
 
     Args:
-        query: ``[b, groups * n, 1, d]``, ``n`` queries of each group side by side.
-        keys: ``[b, groups, capacity, d]``, any numbers after the query's position.
+        query: ``[b, groups * n, 1, d]``; the ``n`` queries of a group are adjacent.
+        keys: ``[b, groups, capacity, d]``; values after the query's position are arbitrary.
         values: like ``keys``.
-        position: int64 ``[1]``, position of the query; its own key is in ``keys``.
+        position: int64 ``[1]``, position of the query; ``keys`` includes the key at this position.
         scale: factor of the scores.
-        before: number of positions before its own that a query sees; -1 for all.
-        softcap: scores ``x`` become ``softcap · tanh(x / softcap)``; none if None.
-        slopes: ``[groups * n]``, scores fall by so much per position of distance; None for 0.
+        before: number of earlier positions that a query sees; -1 means all.
+        softcap: scores ``x`` become ``softcap · tanh(x / softcap)``; None means no cap.
+        slopes: ``[groups * n]``, decrease of the scores per position of distance; None means 0.
 
     Returns:
         ``[b, groups * n, 1, d]``.
 
-    Source: the kernel is that of Dao et al. 2023, "Flash-Decoding for long-context inference".
+    Source: Dao et al. 2023, "Flash-Decoding for long-context inference" (the kernel).
     """
 
     def fits() -> bool:
@@ -61,6 +61,6 @@ def attend_to_cache(
     if before >= 0:
         hidden = hidden | (place < position - before)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
-    # Unwritten values may be NaN, and 0 times NaN would be, too.
+    # Unwritten values may be NaN, and 0 times NaN is NaN.
     seen = values.to(wide).masked_fill(hidden.unsqueeze(-1), 0.0)
     return (weights @ seen).to(query.dtype).view(query.shape)

@@ -1,10 +1,10 @@
-"""``decode_attention.attend_to_cache`` as two Triton kernels; see there.
+"""Two Triton kernels for ``decode_attention.attend_to_cache``.
 
-One token has few queries, and its cache many keys: so each group's keys are dealt out to several programs, and their
-results are combined afterwards. The number of programs depends on shapes alone; the number of keys of each, on the
-position, which is read on the device.
+One token has few queries, but its cache has many keys. Several programs therefore share the keys of each group, and a
+second kernel combines their results. The number of programs depends only on the shapes. The number of keys of each
+program depends on the position, which the device reads.
 
-This module needs Triton: ``dispatch`` imports it where it can be had.
+This module requires Triton; ``dispatch`` imports it only if Triton is available.
 """
 
 import torch
@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Triton's convention: what is known when a kernel is compiled has a name in capitals.
+# Triton's convention: compile-time constants have names in capitals.
 # ruff: noqa: N803
 
-# Of 2 bytes and of 4, which take twice the registers.
+# By the element size in bytes; keys of 4 bytes take twice the registers.
 _BLOCK_KEYS = {2: 32, 4: 16}
-# Two programs for each multiprocessor of the largest GPUs, and at most so many for a group.
+# Two programs for each multiprocessor of the largest GPUs, and the maximum for one group.
 _PROGRAMS, _MAX_SPLITS = 264, 64
 
 
@@ -48,7 +48,7 @@ def decode_kernel(
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """The queries of one group on some of its keys. A cap of 0 means no cap."""
+    """Compute the queries of one group on some of its keys. A cap of 0 means no cap."""
     group, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     own = tl.load(position).to(tl.int32)
     first = 0
@@ -81,7 +81,7 @@ def decode_kernel(
         if HAS_SLOPES:
             scores += slope[:, None] * (place - own)[None, :]
         scores = tl.where((place < stop)[None, :], scores, float("-inf"))
-        # There is a key in each block, so it is finite.
+        # Each block has a key, so this is finite.
         larger = tl.maximum(maximum, tl.max(scores, 1))
         lower = tl.exp(maximum - larger)
         weights = tl.exp(scores - larger[:, None])
@@ -99,12 +99,12 @@ def decode_kernel(
 def combine_kernel(
     sums, maxima, totals, output, num_rows, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """One query's result from those of all programs that had some of its keys."""
+    """Combine the results of all programs that had some of the keys of one query."""
     row = tl.program_id(0)
     rows = tl.arange(0, SPLITS) * num_rows + row
     column = tl.arange(0, BLOCK_WIDTH)[None, :]
     maximum = tl.load(maxima + rows)
-    # Of a program without keys it is 0: the others' maximum is finite.
+    # The factor of a program without keys is 0, since the maximum of the others is finite.
     factor = tl.exp(maximum - tl.max(maximum, 0))
     part = tl.load(sums + rows[:, None].to(tl.int64) * WIDTH + column, mask=column < WIDTH, other=0.0)
     result = tl.sum(part * factor[:, None], 0) / tl.sum(tl.load(totals + rows) * factor, 0)
@@ -122,7 +122,7 @@ def attend_to_cache(
     softcap: float | None,
     slopes: Tensor | None,
 ) -> Tensor:
-    """As ``decode_attention.attend_to_cache``."""
+    """Compute ``decode_attention.attend_to_cache``."""
     b, num_groups, _, width = keys.shape
     num_rows = b * query.size(1)
     splits = num_splits(b * num_groups)
@@ -137,7 +137,7 @@ def attend_to_cache(
             keys,
             values,
             position,
-            # Not looked at where there are none.
+            # The kernel ignores this if there are no slopes.
             position if slopes is None else slopes.contiguous(),
             sums,
             maxima,
@@ -163,7 +163,7 @@ def attend_to_cache(
 
 
 def num_splits(num_groups: int) -> int:
-    """The number of programs that share the keys of each of so many groups: a power of two."""
+    """Return the number of programs that share the keys of each group, a power of two."""
     splits = 1
     while splits < _MAX_SPLITS and 2 * splits * num_groups <= _PROGRAMS:
         splits *= 2

@@ -1,11 +1,11 @@
-"""Which implementation of a kernel runs: every fast path is chosen here, from plain values, and reported from here.
+"""Choose the implementation of each kernel, and report the choices.
 
-A ``FastPath`` says which calls a kernel takes and what the machine must have for it. The kernel itself lies in another
-file next to its definition in PyTorch, which runs where no path does: for small tensors, other dtypes, devices and
-layouts, tensor subclasses, and under ``torch.compile``, which makes its own kernels.
+A ``FastPath`` states which calls a kernel accepts and what it requires of the machine. All choices depend on plain
+values. The kernel itself is in another file, next to its definition in PyTorch. The definition runs if no fast path
+does: for small tensors, other dtypes, devices and layouts, tensor subclasses, and under ``torch.compile``.
 
-The ranks of a group choose alike (``agree_on_kernels``), since kernels round differently: a rank on a machine without a
-compiler, or with a GPU on which a kernel fails, would compute norms, say, with other bits than the rest.
+Kernels round differently, so the ranks of a group make the same choices (``agree_on_kernels``). Otherwise a rank
+without a compiler, or with a GPU on which a kernel fails, would compute a norm with other bits than the other ranks.
 """
 
 import importlib
@@ -28,7 +28,7 @@ from shardwise.core.communication.context import context_of
 from shardwise.core.errors import ConfigError
 from shardwise.kernels import loss_reference
 
-# Of flash attention, and of the attention to a cache.
+# Widest head of flash attention, and of the attention to a cache.
 WIDEST_HEAD = 256
 
 
@@ -36,11 +36,11 @@ class Call(NamedTuple):
     """The values that a choice depends on.
 
     Attributes:
-        device_type: such as ``"cuda"``.
-        dtype: dtype that the kernel reads; None for any of the path's.
-        size: amount of work, in the path's unit; None if it is enough.
-        device_index: number of the device among those of its type.
-        is_autocast: autocast is on for the type of device.
+        device_type: type of the device, such as ``"cuda"``.
+        dtype: dtype that the kernel reads; None means any dtype of the path.
+        size: amount of work, in the path's unit; None means enough.
+        device_index: index among the devices of this type.
+        is_autocast: whether autocast is on for this type of device.
     """
 
     device_type: str
@@ -51,12 +51,12 @@ class Call(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A line of a report.
+    """One line of a report.
 
     Attributes:
         name: name of the fast path.
-        on: whether it is used.
-        why: where or how if on; why not if off.
+        on: whether the path is used.
+        why: where the path is used if it is on, otherwise why it is off.
     """
 
     name: str
@@ -66,23 +66,23 @@ class Choice(NamedTuple):
 
 @dataclass(eq=False)
 class FastPath:
-    """An optional implementation of something that single operations of PyTorch compute too.
+    """An optional implementation of a computation that PyTorch's operations define.
 
     Attributes:
-        name: name, for reports.
-        where: cases that it is used for, for reports.
-        device_type: type of device that it is for.
-        dtypes: dtypes that it is for; all if empty.
-        min_size: less work than this is not worth it. The choice depends on nothing but the call, so that a run that is
-            resumed computes the same bits.
+        name: name of the path in reports.
+        where: cases in which the path is used, for reports.
+        device_type: type of device that the path supports.
+        dtypes: dtypes that the path supports; empty means all dtypes.
+        min_size: smallest amount of work for which the path pays off. The choice depends only on the call, so that a
+            resumed run computes the same bits.
         unit: unit of sizes.
-        in_autocast: it is used under autocast.
-        missing: why this machine cannot run it, None if it can. Asked last, since the answer may take a compilation.
-        trial: the part of ``missing`` that costs little, for ranks that agree on a path before they need it.
-        refusal: why another rank cannot run it, so that this one does not either (``agree_on_kernels``); else None.
-        is_agreed: the ranks of a group have all said that they can run it.
-        rounds: results have other bits than PyTorch's.
-        module: name of the module with the kernels; "" if ``runs`` alone is asked.
+        in_autocast: whether the path is used under autocast.
+        missing: returns why this machine cannot run the path; None if it can. Called last, since it may compile.
+        trial: cheap part of ``missing``, for ranks that agree on a path before they need it.
+        refusal: why another rank cannot run the path, so that this rank does not either (``agree_on_kernels``).
+        is_agreed: whether all ranks of a group have reported that they can run the path.
+        rounds: whether results differ from PyTorch's by rounding.
+        module: name of the module with the kernels; "" if callers only use ``runs``.
     """
 
     name: str
@@ -100,30 +100,30 @@ class FastPath:
     module: str = ""
 
     def why_not(self, call: Call) -> str | None:
-        """Why this path does not run for ``call``; None if it does."""
+        """Return why this path does not run for ``call``; None if it does."""
         return self._refusal(call) or self._why_missing(call)
 
     def try_out(self, call: Call) -> str | None:
-        """Why this path would not run for ``call`` on this machine, by its trial if it has one."""
+        """Return why this path would not run for ``call`` on this machine, using its trial if it has one."""
         return self._refusal(call) or self.refusal or (self.trial or self.missing)(call)
 
     def report(self, call: Call) -> Choice:
-        """The choice for ``call``, for people."""
+        """Return the choice for ``call`` as a line of a report."""
         why_not = self.why_not(call)
         return Choice(f"{self.name} on {call.device_type}", why_not is None, why_not or self.where)
 
     def runs(self, *tensors: Tensor, size: int | None = None, fits: Callable[[], bool] = lambda: True) -> bool:
-        """Whether this path computes with ``tensors``.
+        """True if this path computes with ``tensors``.
 
         Args:
-            tensors: on the first one's device. The path takes them only if they have one dtype, and none is of a
-                subclass (fake, functional, distributed), which has no memory of its own.
-            size: amount of work; the first tensor's number of elements if None.
-            fits: whether the kernel takes the tensors' layout and the options.
+            tensors: tensors on one device. The path requires a single dtype, and plain tensors: the subclasses (fake,
+                functional, distributed) have no memory for a kernel.
+            size: amount of work; None means the first tensor's number of elements.
+            fits: returns whether the kernel accepts the tensors' layout and the options.
         """
         first = tensors[0]
         size = first.numel() if size is None else size
-        # First what costs least and most often decides: small tensors pass here many times in a step.
+        # Cheap and decisive conditions come first: a step makes many calls with small tensors.
         if torch.compiler.is_compiling() or size < self.min_size or first.device.type != self.device_type:
             return False
         for tensor in tensors:
@@ -134,7 +134,7 @@ class FastPath:
         return self._refusal(call) is None and fits() and self._why_missing(call) is None
 
     def kernels(self, *tensors: Tensor, size: int | None = None, fits: Callable[[], bool] = lambda: True) -> Any:
-        """The path's module if it computes with ``tensors``, as for ``runs``; else None."""
+        """Return the path's module if ``runs`` is True for these arguments; otherwise None."""
         return _module(self.module) if self.runs(*tensors, size=size, fits=fits) else None
 
     def _why_missing(self, call: Call) -> str | None:
@@ -161,13 +161,13 @@ class FastPath:
 
 
 def _module(name: str) -> Any:
-    """A kernel's module, imported when it is first asked for: most of them import this one."""
+    """Import a kernel's module on first use, since most of these modules import this one."""
     return importlib.import_module(f"shardwise.kernels.{name}")
 
 
 @cache
 def _no_kernel(name: str, dtype: torch.dtype | None, device_index: int) -> str | None:
-    """Why a kernel of Triton's does not run on a CUDA device; None if it does. It is tried on few numbers."""
+    """Return why a Triton kernel does not run on a CUDA device; None if it does. Try it on a few numbers."""
     why_not: str | None = _no_triton(device_index)
     return why_not or _module("triton_trial").why_not_kernel(name, dtype or torch.float32, device_index)
 
@@ -178,12 +178,12 @@ def _triton(name: str) -> Callable[[Call], str | None]:
 
 @cache
 def _no_triton(device_index: int) -> str | None:
-    """Why Triton's kernels do not run on a CUDA device; None if they do. The smallest is tried."""
+    """Return why Triton kernels do not run on a CUDA device; None if they do. Try the smallest kernel."""
     if not processes.is_on(processes.TRITON):
         return f"{processes.TRITON} is 0"
     try:
         _module("loss_triton")
-    # Without an optional package the reference runs.
+    # Triton is an optional package; the reference runs without it.
     except Exception as error:
         return f"the triton kernels cannot be imported: {type(error).__name__}: {error}"
     major, minor = torch.cuda.get_device_capability(torch.device("cuda", device_index))
@@ -195,7 +195,7 @@ def _no_triton(device_index: int) -> str | None:
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-# The savings at this size, a quarter of a millisecond a step, are worth the compilation in a thousand steps.
+# At this size the kernel saves a quarter of a millisecond per step: a thousand steps pay for the compilation.
 LOSS_CPU = FastPath(
     "compiled loss",
     "for fp32 and bf16 logits, 2^18 of them or more",
@@ -264,7 +264,7 @@ CUDA_GRAPHS = FastPath(
     ),
 )
 RMS_NORM = FastPath("RMSNorm in few passes", "for fp32 and fp64", "cpu", (torch.float32, torch.float64))
-# Under this many multiplications oneDNN's 10 microseconds to prepare a product are not won back.
+# Products with fewer multiplications do not recover the 10 microseconds that oneDNN takes to prepare a product.
 ONEDNN = FastPath(
     "oneDNN's fp32 products",
     "for large matrices",
@@ -274,7 +274,7 @@ ONEDNN = FastPath(
     "multiplications",
     missing=lambda call: _module("products").why_not_onednn(),
 )
-# Smaller tensors get memory that the allocator already had.
+# Smaller tensors get memory that the allocator already holds.
 HUGE_PAGES = FastPath(
     "huge pages",
     "for tensors of 16 MiB or more",
@@ -286,13 +286,13 @@ HUGE_PAGES = FastPath(
     missing=lambda call: _module("host_memory").why_not_huge_pages(),
     rounds=False,
 )
-# The C library maps anything larger anew and gives it back when it is freed, page faults and all (mallopt(3),
-# M_MMAP_THRESHOLD).
+# The C library maps new memory for each larger block and unmaps it when the block is freed, so that every block causes
+# page faults (mallopt(3), M_MMAP_THRESHOLD).
 PLACED_OUTPUTS = FastPath(
     "outputs in huge pages", "for those of 32 MiB or more", "cpu", (), 32 << 20, "bytes", rounds=False
 )
 
-# Between ranks, and so not one of the paths of a device.
+# This path runs between ranks, so it is not among the paths of a device.
 REDUCE_NORM = FastPath(
     "Triton exchange of inference layers",
     "in fused mode with sequence parallelism, where the ranks reach each other's memory",
@@ -315,13 +315,13 @@ def report(
     sizes: Mapping[FastPath, int] | None = None,
     device_index: int = 0,
 ) -> list[Choice]:
-    """The choices for a device.
+    """Return the choices for a device.
 
     Args:
-        device_type: such as ``"cuda"``.
-        dtype: dtype of the work; any if None.
-        sizes: amount of work for each path that matters; all paths, and enough for each, if None.
-        device_index: number of the device among those of its type.
+        device_type: type of the device, such as ``"cuda"``.
+        dtype: dtype of the work; None means any dtype.
+        sizes: amount of work for each path to report; None means all paths, with enough work for each.
+        device_index: index among the devices of this type.
     """
     return [
         path.report(Call(device_type, dtype, None if sizes is None else sizes[path], device_index))
@@ -331,22 +331,22 @@ def report(
 
 
 def agree_on_kernels(like: Tensor, *, group: ProcessGroup) -> list[str]:
-    """Turn off on every rank, for the rest of the process, the fast paths that some rank of ``group`` cannot run.
+    """Turn off on every rank, for the rest of the process, each fast path that some rank of ``group`` cannot run.
 
-    The first call for a group, a device and a dtype is collective: one gather of Python objects. Later ones, and calls
-    in traced code, do nothing.
+    The first call for a group, a device and a dtype is collective: one gather of Python objects. Later calls, and calls
+    in traced code, are no-ops.
 
     Args:
-        like: a tensor of the device and dtype of the work; nothing happens if it is of a subclass.
-        group: the ranks that must compute alike.
+        like: tensor with the device and dtype of the work; the call is a no-op for a subclass of Tensor.
+        group: the ranks that must choose the same kernels.
 
     Returns:
-        A line for each path that is turned off by this call on ranks that could run it; the same on every rank.
+        A line for each path that this call turns off on ranks that could run it; the same on every rank.
 
     Raises:
-        DesyncError: a rank is gone, or does not come within the group's time limit.
+        DesyncError: a rank is gone, or does not arrive within the group's timeout.
     """
-    # Traced code, and a tensor without memory, take no fast path.
+    # Traced code and tensors without memory use no fast path.
     if group.size() == 1 or torch.compiler.is_compiling() or type(like) not in (Tensor, Parameter):
         return []
     agreed, device = context_of(group).agreed_kernels, like.device
@@ -354,7 +354,7 @@ def agree_on_kernels(like: Tensor, *, group: ProcessGroup) -> list[str]:
         return []
     call = Call(device.type, like.dtype, device_index=device.index or 0)
     paths = [path for path in (*PATHS, REDUCE_NORM) if path.device_type == device.type and path.rounds]
-    # The caller's modes are for the model's operations, and not for trials.
+    # The caller's modes apply to the model's operations, not to trials.
     with _disable_current_modes(), accounting.uncounted():
         own = platform.node(), [path.try_out(call) for path in paths]
         every = gather_objects(own, "which kernels each can run", group=group)
@@ -364,7 +364,7 @@ def agree_on_kernels(like: Tensor, *, group: ProcessGroup) -> list[str]:
 
 
 def _settle(path: FastPath, answers: list[tuple[str, str | None]]) -> str | None:
-    """Choose a path for all ranks from the host of each and why it cannot run there; a line if some could."""
+    """Turn a path on or off from each rank's host and refusal; return a line if only some ranks refuse."""
     refusing = [(rank, host, why) for rank, (host, why) in enumerate(answers) if why is not None]
     path.is_agreed |= not refusing
     if not refusing or len(refusing) == len(answers):
@@ -377,13 +377,13 @@ def _settle(path: FastPath, answers: list[tuple[str, str | None]]) -> str | None
 def loss_kernels(
     logits: Tensor, out: Tensor | None = None, *, softcap: float | None = None, size: int | None = None
 ) -> Any:
-    """The module that does the loss' work on this rank's logits: ``loss_reference``, or one with the same functions.
+    """Return the module for the loss on this rank's logits: ``loss_reference`` or one with the same functions.
 
     Args:
         logits: ``[n, v]``.
-        out: memory that a gradient is written to; the logits' own if None.
+        out: memory for a gradient; None means the logits' memory.
         softcap: option of the loss.
-        size: number of logits to choose by on a CPU, where these are a part of more; their number if None.
+        size: number of logits that decides the choice on a CPU, if ``logits`` is a part of more; None means this part.
     """
     matrices = (logits,) if out is None else (logits, out)
 
@@ -398,34 +398,34 @@ def loss_kernels(
 
 
 def why_not_fused_optimizer(device_type: str, *, has_copies: bool) -> str | None:
-    """Why an optimizer's step is not one fused kernel; None if it is.
+    """Return why an optimizer's step is not one fused kernel; None if it is.
 
     Args:
         device_type: type of a parameter's device.
-        has_copies: several ranks hold a part of it, which must stay the same bit for bit.
+        has_copies: whether several ranks hold the same part of the parameter, which must keep the same bits.
     """
     if device_type == "cpu" and has_copies:
-        # The last elements of a tensor are rounded otherwise than those before, and copies of a key-value head do not
-        # lie at the same place on all of their ranks.
+        # The kernel rounds the last elements of a tensor differently from the others, and the copies of a key-value
+        # head have different positions on their ranks.
         return "on a CPU it rounds copies of a key-value head differently on their ranks"
     return None
 
 
 def why_repeat_keys(backend: str, device_type: str, dtype: torch.dtype, *, head_dim: int, masked: bool) -> str | None:
-    """Why keys and values are repeated for all of their query heads; None where they are not.
+    """Return why keys and values are repeated for all of their query heads; None if they are not.
 
-    On CUDA two kernels take grouped heads (flash, and cuDNN's, which is narrower) and one more has less than quadratic
-    memory: the memory-efficient one, to which every head must be given its own keys. Without them PyTorch falls back to
-    explicit products, which keep all ``s * s`` weights of each head.
+    On CUDA two kernels accept grouped heads: flash attention, and cuDNN's kernel, which is more limited. A third kernel
+    with less than quadratic memory, memory-efficient attention, needs separate keys for every head. Otherwise
+    PyTorch falls back to explicit products, which keep all ``s * s`` weights of each head.
 
     Args:
         backend: ``config.attention_backend``.
-        device_type: such as ``"cuda"``.
+        device_type: type of the device, such as ``"cuda"``.
         dtype: dtype of the queries.
         head_dim: width of a head.
-        masked: attention has a mask or bias besides the causal one.
+        masked: whether attention has a mask or bias besides the causal mask.
 
-    Source: the conditions are PyTorch's, ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``.
+    Source: PyTorch's conditions, ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``.
     """
     if backend == "fused":
         return "the backend 'fused' is that of kernels of which one takes no grouped heads"
@@ -435,7 +435,7 @@ def why_repeat_keys(backend: str, device_type: str, dtype: torch.dtype, *, head_
         return "flash attention takes no mask"
     if dtype == torch.float32:
         return "flash attention takes no float32"
-    # In fp64 there are only explicit products.
+    # fp64 only has explicit products.
     if head_dim > WIDEST_HEAD and dtype != torch.float64:
         return f"flash attention takes no heads wider than {WIDEST_HEAD}"
     return None

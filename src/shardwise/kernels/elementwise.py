@@ -1,13 +1,13 @@
-"""SwiGLU, and the rotation of pairs of elements: single operations of PyTorch, or one loop or kernel.
+"""SwiGLU and the rotation of pairs of elements, by several PyTorch operations or by one loop or kernel.
 
-A rotation turns the pairs ``(i, i + r/2)`` of the first ``r`` elements of a head, or with ``interleaved`` the pairs
-``(2i, 2i + 1)``; the other elements do not change. The gradient is rotated back. The kernel rotates queries and keys
-while it splits a query-key-value projection.
+A rotation applies to the pairs ``(i, i + r/2)`` of the first ``r`` elements of a head, or with ``interleaved`` to the
+pairs ``(2i, 2i + 1)``; the other elements do not change. The gradient is rotated back. The kernel rotates queries and
+keys while it splits a query-key-value projection.
 
-``blockwise`` computes elementwise functions whose bits do not depend on where a tensor begins or ends, nor on the
-number of threads. PyTorch computes most elements of a tensor on a CPU by vectors, and the last few of each thread's
-share by the C library, which rounds exponentials and error functions otherwise. In blocks that are small enough for one
-thread, and whole vectors long, all elements are computed alike.
+``blockwise`` computes elementwise functions whose bits depend neither on where a tensor begins or ends nor on the
+number of threads. On a CPU PyTorch computes most elements of a tensor with vector instructions. For the last few of
+each thread's share it calls the C library, which rounds exponentials and error functions differently. Blocks that are
+small enough for one thread, and a multiple of the vector length, need only vector instructions.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.kernels import compiled, dispatch
 
-# PyTorch gives a thread 2^15 elements at least, and its widest loop takes 64 at once.
+# PyTorch gives each thread at least 2^15 elements, and its widest loop processes 64 at once.
 _BLOCK = 1 << 14
 _VECTORS = 64
 
@@ -33,8 +33,8 @@ def rotate(input_: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fals
         input_: ``[s, b, heads, d]``; not modified.
         cos: ``[s, 1 or b, 1, r/2]``.
         sin: like ``cos``.
-        interleaved: rotate pairs of neighbours.
-        at_any_size: let the number of heads not choose the implementation.
+        interleaved: whether to rotate pairs of adjacent elements.
+        at_any_size: whether to choose the implementation without regard to the number of heads.
 
     Returns:
         A new tensor of the same shape.
@@ -46,21 +46,21 @@ def rotate(input_: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fals
 def split_and_rotate(
     mixed: Tensor, cos: Tensor, sin: Tensor, *, queries_per_group: int, head_dim: int, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a projection, the first two rotated.
+    """Split a projection into queries, keys and values, and rotate the queries and keys.
 
-    A kernel makes all three as new tensors in one pass, and the projection's output can be freed. With single
-    operations the values, and queries of one for each key, stay views of it.
+    The kernel makes all three new tensors in one pass, so the projection's output can be freed. With single operations
+    the values remain a view of it, and so do the queries if each key has one query.
 
     Args:
-        mixed: ``[s, b, groups * (n + 2) * d]``: for each group its ``n`` queries, its key, its value; not modified.
+        mixed: ``[s, b, groups * (n + 2) * d]``: for each group ``n`` queries, a key and a value; not modified.
         cos: ``[s, 1 or b, 1, r/2]``.
         sin: like ``cos``.
         queries_per_group: ``n``.
         head_dim: ``d``.
-        interleaved: rotate pairs of neighbours.
+        interleaved: whether to rotate pairs of adjacent elements.
 
     Returns:
-        ``[s, b, groups * n, d]`` and twice ``[s, b, groups, d]``.
+        Queries ``[s, b, groups * n, d]``, and keys and values ``[s, b, groups, d]``.
     """
     kernels = dispatch.ELEMENTWISE_TRITON.kernels(mixed, cos, sin, fits=lambda: _angles_fit(mixed, cos, sin))
     if kernels is not None:
@@ -73,7 +73,7 @@ def split_and_rotate(
 
 
 def split(mixed: Tensor, *, queries_per_group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``split_and_rotate`` without the rotation: views, but for queries of several for each key."""
+    """Split as ``split_and_rotate`` does, without the rotation; returns views, except of several queries per key."""
     s, b, _ = mixed.shape
     mixed = mixed.view(s, b, -1, queries_per_group + 2, head_dim)
     query, key, value = mixed.split((queries_per_group, 1, 1), dim=3)
@@ -133,7 +133,7 @@ def _rotate(
     rotated = 2 * cos.size(-1)
     first, second = _pairs(input_, rotated, interleaved)
     if torch.compiler.is_compiling():
-        # The compiler does not trace results that are written into parts of a tensor, and needs no such help.
+        # The compiler does not trace writes into parts of a tensor, and does not need them.
         turned = (first * cos - second * sin, second * cos + first * sin)
         together = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
         return torch.cat((together, input_[..., rotated:]), dim=-1) if rotated < input_.size(-1) else together
@@ -153,21 +153,21 @@ def _angles_fit(input_: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def _pairs(tensor: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Views of the first and of the second element of each pair."""
+    """Return views of the first and of the second element of each pair."""
     if interleaved:
         return tensor[..., 0:rotated:2], tensor[..., 1:rotated:2]
     return tensor[..., : rotated // 2], tensor[..., rotated // 2 : rotated]
 
 
 def swiglu(inner: Tensor, *, at_any_size: bool = False) -> Tensor:
-    """``silu(gate) * up`` (Shazeer 2020, arXiv:2002.05202).
+    """Compute ``silu(gate) * up`` (Shazeer 2020, arXiv:2002.05202).
 
-    The definition is what runs where ``dispatch`` chooses nothing faster: as single operations it keeps gate, up and
-    the activated gate for the backward, and rounds the activated gate to the tensors' dtype.
+    The definition runs if ``dispatch`` chooses nothing faster. Its single operations keep gate, up and the activated
+    gate for the backward, and round the activated gate to the tensors' dtype.
 
     Args:
         inner: ``[..., 2f]``, the gates first.
-        at_any_size: let neither the number of elements nor where a row ends change a bit of one.
+        at_any_size: whether an element has the same bits for any number of elements and any row length.
 
     Returns:
         ``[..., f]``.
@@ -200,10 +200,10 @@ class _SwiGLU(Function):
 
 
 def blockwise(function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
-    """``function(input_)``, block by block on a CPU.
+    """Compute ``function(input_)``, block by block on a CPU.
 
     Args:
-        function: elementwise, with a gradient.
+        function: elementwise function with a gradient.
         input_: any shape.
 
     Returns:
@@ -236,7 +236,7 @@ class _InBlocks(Function):
 
 
 def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """All elements in order, in blocks of whole vectors; the last is filled up with zeros."""
+    """Split all elements, in order, into blocks of whole vectors; zeros pad the last block."""
     flat = tensor.detach().reshape(-1)
     blocks: tuple[Tensor, ...] = F.pad(flat, (0, -flat.numel() % _VECTORS)).split(_BLOCK)
     return blocks

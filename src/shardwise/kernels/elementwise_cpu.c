@@ -1,12 +1,12 @@
-/* Elementwise functions of a transformer layer on one CPU core, float32, each reading and writing its tensors once;
- * elementwise_cpu.py says what they compute. */
+/* Elementwise functions of a transformer layer on one CPU core, in float32. Each reads and writes its tensors once;
+ * elementwise.py and norms.py define them. */
 
 #include <math.h>
 #include <stdint.h>
 
 #include "exponential.h"
 
-/* Sums are kept by lane, so that the compiler need not reorder any to use vectors. */
+/* With one sum per lane the compiler can use vector instructions without reordering a sum. */
 #define LANES 16
 
 static inline float sigmoid(float x) {
@@ -14,7 +14,7 @@ static inline float sigmoid(float x) {
     return (x < 0.0f ? e : 1.0f) / (1.0f + e);
 }
 
-/* Rows of `inner` are `width` gates, then as many ups. */
+/* Each row of `inner` has `width` gates, then `width` ups. */
 void swiglu(const float *inner, float *out, int64_t rows, int64_t width) {
     for (int64_t row = 0; row < rows; row++) {
         const float *restrict gate = inner + row * 2 * width, *restrict up = gate + width;
@@ -36,8 +36,8 @@ void swiglu_gradient(const float *inner, const float *grad_output, float *grad_i
     }
 }
 
-/* Pairs half a head apart, turned by the angles of their row: `x` is [rows, columns, 2 half] with strides of its own,
- * `out` lies in one piece, `cos` and `sin` are [rows, half]. `sign` is -1 to turn back. */
+/* Rotate pairs half a head apart by the angles of their row. `x` is [rows, columns, 2 half] with the given strides,
+ * `out` is contiguous, `cos` and `sin` are [rows, half]. `sign` is -1 to rotate back. */
 void rotate(const float *x, int64_t row_stride, int64_t column_stride, float *out, int64_t rows, int64_t columns,
             int64_t half, const float *cos, const float *sin, float sign) {
     for (int64_t row = 0; row < rows; row++) {
@@ -71,7 +71,7 @@ void rms_norm(const float *x, const float *weight, float *out, float *scale, int
     }
 }
 
-/* `grad_x` may be null. `grad_weight` are sums over these rows, in double; null if not wanted. */
+/* `grad_x` and `grad_weight` may be null. The sums over these rows are added to `grad_weight`, in double. */
 void rms_norm_gradient(const float *x, const float *grad, const float *weight, const float *scale, float *grad_x,
                        double *grad_weight, int64_t rows, int64_t width) {
     for (int64_t row = 0; row < rows; row++) {

@@ -1,6 +1,6 @@
-"""SwiGLU and rotary embedding as one Triton kernel each; ``elementwise`` says what they compute.
+"""SwiGLU and rotary embedding as one Triton kernel each; ``elementwise`` defines them.
 
-All is computed in fp32 (fp64 for fp64) and rounded once. Offsets have 64 bits, so tensors may have more than 2^31
+Computations are in fp32 (fp64 for fp64), with one rounding. Offsets have 64 bits, so tensors may have more than 2^31
 elements.
 """
 
@@ -9,16 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Triton's convention: what is known when a kernel is compiled has a name in capitals.
+# Triton's convention: compile-time constants have names in capitals.
 # ruff: noqa: N803
 
-# Elements of a program, of each of the tensors that it reads.
+# Number of elements that a program reads from each tensor.
 _BLOCK = 1024
 
 
 @triton.jit
 def swiglu_kernel(inner, output, stride, width, IS_DOUBLE: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of one row."""
+    """Compute one block of one row."""
     wide = tl.float64 if IS_DOUBLE else tl.float32
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -34,7 +34,7 @@ def swiglu_kernel(inner, output, stride, width, IS_DOUBLE: tl.constexpr, BLOCK: 
 def swiglu_gradient_kernel(
     inner, grad_output, grad_inner, stride, grad_stride, width, IS_DOUBLE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """With ``p`` the sigmoid of the gate, ``d silu = p (1 + gate (1 - p))``."""
+    """Compute one block of one row. If ``p`` is the gate's sigmoid, ``d silu = p (1 + gate (1 - p))``."""
     wide = tl.float64 if IS_DOUBLE else tl.float32
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -44,7 +44,7 @@ def swiglu_gradient_kernel(
     gate = tl.load(inner + columns, mask=inside, other=0.0).to(wide)
     up = tl.load(inner + width + columns, mask=inside, other=0.0).to(wide)
     grad = tl.load(grad_output + row * grad_stride + columns, mask=inside, other=0.0).to(wide)
-    # Of two exponentials the one that cannot overflow, and 1 - p without the difference.
+    # This exponential cannot overflow, and 1 - p needs no subtraction.
     decay = tl.exp(-tl.abs(gate))
     larger, smaller = 1.0 / (1.0 + decay), decay / (1.0 + decay)
     p, rest = tl.where(gate >= 0.0, larger, smaller), tl.where(gate >= 0.0, smaller, larger)
@@ -89,9 +89,9 @@ def rotary_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Some heads of one token: between ``mixed``, in groups of queries and with 2 others a key and a value, and parts.
+    """Rotate some heads of one token and move them between ``mixed`` and its parts. ``sign`` is -1 for negative angles.
 
-    ``sign`` is -1 for the negative angles. Without others all heads are queries.
+    With ``NUM_OTHERS`` 2, ``mixed`` has groups of queries, a key and a value; with 0, all heads are queries.
     """
     wide = tl.float64 if IS_DOUBLE else tl.float32
     dtype = mixed.dtype.element_ty
@@ -123,7 +123,7 @@ def rotary_kernel(
 
     half = tl.arange(0, BLOCK_HALF)[None, :]
     angles = s * angle_s + b * angle_b + half
-    # Angles of 0 for the values, which are copied so.
+    # Values have angles of 0, which copies them.
     c = tl.where(turns, tl.load(cos + angles, mask=half < HALF, other=0.0).to(wide), 1.0)
     d = tl.where(turns, tl.load(sin + angles, mask=half < HALF, other=0.0).to(wide) * sign, 0.0)
     if INTERLEAVED:
@@ -148,7 +148,7 @@ def rotary_kernel(
 
 
 def swiglu(inner: Tensor) -> Tensor:
-    """As ``elementwise.swiglu``; not recorded by autograd."""
+    """Compute ``elementwise.swiglu``; autograd does not record this."""
     width = inner.size(-1) // 2
     output = inner.new_empty(*inner.shape[:-1], width)
     rows = rows_of(inner)
@@ -161,7 +161,7 @@ def swiglu(inner: Tensor) -> Tensor:
 
 
 def swiglu_gradient(inner: Tensor, grad_output: Tensor) -> Tensor:
-    """The gradient of ``swiglu``'s input."""
+    """Return the gradient of ``swiglu``'s input."""
     width = inner.size(-1) // 2
     grad_inner = torch.empty(inner.shape, dtype=inner.dtype, device=inner.device)
     rows, grad_rows = rows_of(inner), rows_of(grad_output)
@@ -182,7 +182,7 @@ def swiglu_gradient(inner: Tensor, grad_output: Tensor) -> Tensor:
 
 
 def rotate(input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backwards: bool) -> Tensor:
-    """As ``elementwise.rotate``, or by the negative angles; not recorded by autograd."""
+    """Compute ``elementwise.rotate``, optionally by the negative angles; autograd does not record this."""
     output = torch.empty(input_.shape, dtype=input_.dtype, device=input_.device)
     _launch(
         _with_columns_together(input_),
@@ -200,7 +200,7 @@ def rotate(input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backw
 def split_and_rotate(
     mixed: Tensor, cos: Tensor, sin: Tensor, per_group: int, head_dim: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``elementwise.split_and_rotate``; not recorded by autograd."""
+    """Compute ``elementwise.split_and_rotate``; autograd does not record this."""
     s, b, rows = mixed.shape
     num_groups = rows // (head_dim * (per_group + 2))
     query = mixed.new_empty(s, b, num_groups * per_group, head_dim)
@@ -221,7 +221,7 @@ def split_and_rotate(
 def split_and_rotate_gradient(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> Tensor:
-    """The gradient of ``split_and_rotate``'s input, from those of its results."""
+    """Return the gradient of ``split_and_rotate``'s input from the gradients of its results."""
     s, b, num_groups, head_dim = key.shape
     per_group = query.size(2) // num_groups
     mixed = query.new_empty(s, b, num_groups * (per_group + 2), head_dim)
@@ -283,13 +283,13 @@ def _launch(
 
 
 def block_size(width: int) -> int:
-    """The number of columns of a row that a program has."""
+    """Return the number of columns of a row that a program computes."""
     size: int = triton.next_power_of_2(width)
     return min(_BLOCK, size)
 
 
 def _num_warps(block: int) -> int:
-    # A thread has 8 elements, which in bf16 are 16 bytes.
+    # Each thread has 8 elements, which are 16 bytes in bf16.
     return max(1, min(4, block // 256))
 
 
@@ -298,7 +298,7 @@ def _is_double(tensor: Tensor) -> bool:
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """``[n, width]``: a view where rows lie evenly and columns side by side, else a copy."""
+    """Return ``[n, width]``: a view if rows are evenly spaced and columns adjacent, otherwise a copy."""
     return _with_columns_together(tensor.reshape(-1, tensor.size(-1)))
 
 

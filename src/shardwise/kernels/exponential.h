@@ -17,8 +17,8 @@ static inline uint32_t as_bits(float value) {
 
 /* exp(x) for x <= 0, to a few units in the last place; 0 where it is below the normal numbers; NaN stays NaN.
  *
- * exp(x) = 2^n 2^f, where n is the integer nearest to x / log 2. Adding a number so large that float32 has no room for
- * a fraction beside it rounds to n, and leaves n in the lowest bits. For |f| <= 1/2 the polynomial is within 2e-7 of
+ * exp(x) = 2^n 2^f, where n is the integer nearest to x / log 2. Adding a number so large that float32 has no bits for
+ * a fraction rounds to n, and leaves n in the lowest bits. For |f| <= 1/2 the polynomial is within 2e-7 of
  * 2^f. */
 static inline float exponential(float x) {
     const float large = 12582912.0f; /* 1.5 * 2^23 */

@@ -1,9 +1,9 @@
-/* The two passes of the loss over the logits on one CPU core; loss_reference.py says what they compute.
+/* The two passes of the loss over the logits on one CPU core; loss_reference.py defines them.
  *
- * Compiled once for each type of logits: with BFLOAT16 defined, or without for float32. The statistics read each logit
- * from memory once: a chunk that fits the first-level cache is searched for its largest and then exponentiated against
- * the largest so far. The gradient reads and writes each once. The inner loops over LANES are what a compiler turns
- * into vector instructions; sums are kept by lane, so that it need not reorder any. */
+ * The file is compiled once for each type of logits: with BFLOAT16 defined, or without it for float32. The statistics
+ * read each logit from memory once: they find the largest logit of a chunk that fits the first-level cache, and then
+ * exponentiate the chunk relative to the largest logit so far. The gradient reads and writes each logit once. Compilers
+ * turn the inner loops over LANES into vector instructions. No sum is reordered, since each lane has its own. */
 
 #include <float.h>
 #include <math.h>
@@ -20,7 +20,7 @@ typedef uint16_t element;
 
 static inline float load(element x) { return as_float((uint32_t)x << 16); }
 
-/* To the nearest, ties to even. A NaN of arithmetic has zeros below, and stays one. */
+/* Round to nearest, ties to even. A NaN from arithmetic has zeros in its low bits, so it stays a NaN. */
 static inline element store(float x) {
     uint32_t bits = as_bits(x);
     return (element)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
@@ -86,7 +86,7 @@ void row_statistics(element *logits, int64_t stride, int64_t rows, int64_t colum
     for (int64_t row = 0; row < rows; row++) {
         element *x = logits + row * stride;
         float maximum = -INFINITY;
-        /* So far all may be -inf. Whatever finite number is subtracted then, exp(-inf) is 0. */
+        /* All logits so far may be -inf. Their exponentials are then 0 for any finite base. */
         float base = -FLT_MAX;
         double sum_exp = 0.0, sum = 0.0;
         for (int64_t start = 0; start < columns; start += CHUNK) {

@@ -1,11 +1,11 @@
-"""The loss' work on this rank's logits in plain PyTorch: the definition that every kernel is tested against.
+"""The loss on this rank's logits in plain PyTorch, the definition that every kernel is tested against.
 
 A logit ``x`` enters the softmax as ``y = softcap(x) / temperature`` with ``softcap(x) = c tanh(x / c)``; its *slope* is
-``dy/dx = (1 - tanh²(x / c)) / temperature``. All is computed in fp32 (fp64 for fp64 logits). Targets are this rank's
-column numbers, and -1 where another rank holds the target.
+``dy/dx = (1 - tanh²(x / c)) / temperature``. Computations are in fp32 (fp64 for fp64 logits). Targets are column
+indices on this rank, or -1 if another rank holds the target.
 
-Rows are taken in blocks that suit the device, so that no copy of the logits is made; while ``torch.compile`` traces
-they are taken at once, since the compiler makes its own loops.
+Rows are processed in blocks that suit the device, so that the logits are never copied as a whole. Under
+``torch.compile`` all rows are processed at once, since the compiler generates its own loops.
 """
 
 from collections.abc import Iterator
@@ -17,17 +17,17 @@ from shardwise.core.communication.trees import deterministic_sum
 
 # Elements of one block on a CPU: 1 MiB of fp32, about a core's second-level cache.
 BLOCK_ELEMENTS = 1 << 18
-# Elsewhere 64 MiB of it: enough that each operation keeps a GPU busy for longer than it takes to launch.
+# On other devices 64 MiB of fp32: each operation then keeps a GPU busy for longer than its launch takes.
 GPU_BLOCK_ELEMENTS = 1 << 24
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of computations with logits of ``dtype``."""
+    """Return the dtype of computations with logits of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def row_blocks(matrix: Tensor) -> Iterator[slice]:
-    """Consecutive rows whose temporaries suit the matrix' device; all of them under ``torch.compile``."""
+    """Yield slices of consecutive rows whose temporaries suit the device; all rows under ``torch.compile``."""
     num_rows, num_columns = matrix.shape
     if torch.compiler.is_compiling():
         yield slice(0, num_rows)
@@ -46,16 +46,16 @@ def row_statistics(
     want_sum: bool = False,
     exponentiate_: bool = False,
 ) -> Tensor:
-    """Each row's maximum, sum of exponentials and target.
+    """Compute each row's maximum, sum of exponentials and target.
 
     Args:
         logits: ``[n, v]``, any strides.
-        target_local: ``[n]`` columns, -1 where the target is not among them.
+        target_local: ``[n]``, column of the target, -1 if it is not among the ``v`` columns.
         softcap: the cap ``c``, or None.
         temperature: divisor of the capped logits.
-        want_sum: compute a fourth number, the sum.
-        exponentiate_: overwrite the logits with ``slope · exp(y - m)``: the softmax's gradient but for a factor per
-            row. The target's entry becomes 0: it needs a difference that only the whole vocabulary tells exactly.
+        want_sum: whether to compute a fourth number, the sum.
+        exponentiate_: whether to overwrite the logits with ``slope · exp(y - m)``, the softmax's gradient up to a
+            factor per row. The target's entry becomes 0: its exact value needs a difference over the whole vocabulary.
 
     Returns:
         ``[n, 3]`` or ``[n, 4]``: ``m = max y``, ``Σ exp(y - m)``, ``y_target - m`` (-inf without a target), and
@@ -100,20 +100,20 @@ def gradient_(
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> None:
-    """``out = slope · (scale · exp(y - shift) - rest)``, and ``slope · at_target`` in the target's column.
+    """Write ``slope · (scale · exp(y - shift) - rest)`` to ``out``, and ``slope · at_target`` in the target's column.
 
-    A row whose numbers are all 0, as an ignored token's are, becomes 0 for any logits.
+    If all numbers of a row are 0, such as those of an ignored token, the row becomes 0 for any logits.
 
     Args:
         out: ``[n, v]`` of the logits' dtype, any strides; overwritten. May be ``logits`` itself.
         logits: ``[n, v]``, any strides.
-        target_local: ``[n]`` columns, -1 where the target is not among them.
-        shift: ``[n]``, fp32 (fp64 for fp64 logits), as all of the following; -inf counts as the least finite number.
+        target_local: ``[n]``, column of the target, -1 if it is not among the ``v`` columns.
+        shift: ``[n]``, fp32 (fp64 for fp64 logits), like the next three; -inf counts as the least finite number.
         scale: ``[n]``.
-        at_target: ``[n]``; not looked at where there is no target.
-        rest: ``[n]``, or None for 0.
-        softcap: as in ``row_statistics``.
-        temperature: as in ``row_statistics``.
+        at_target: ``[n]``; ignored in rows without a target.
+        rest: ``[n]``; None means 0.
+        softcap: see ``row_statistics``.
+        temperature: see ``row_statistics``.
     """
     if logits.size(1) == 0:
         return
@@ -136,25 +136,25 @@ def gradient_(
 
 
 def _sums(matrix: Tensor) -> Tensor:
-    """The sum of each row; that of a single row, which threads would share, at any number of threads."""
+    """Return the sum of each row. Threads share a single row, so its sum must not depend on their number."""
     return deterministic_sum(matrix).view(1) if matrix.size(0) == 1 else matrix.sum(dim=1)
 
 
 def finite(maximum: Tensor) -> Tensor:
-    """The maximum to subtract before the exponential: finite also for a row of -inf, whose exponentials are 0."""
+    """Return the maximum to subtract before the exponential, finite even for a row of -inf (exponentials of 0)."""
     return maximum.clamp(min=torch.finfo(maximum.dtype).min)
 
 
 def below_maximum(y: Tensor, maximum: Tensor, target_local: Tensor) -> tuple[Tensor, Tensor]:
-    """``y - maximum`` of each row, and its element in the target's column, -inf where there is none.
+    """Return ``y - maximum`` of each row, and its element in the target's column (-inf without a target).
 
     Args:
         y: ``[n, v]``.
         maximum: ``[n]``.
-        target_local: ``[n]`` columns, -1 where the target is not among them.
+        target_local: ``[n]``, column of the target, -1 if it is not among the ``v`` columns.
 
     Returns:
-        ``[n, v]`` and ``[n]``, both new.
+        New tensors ``[n, v]`` and ``[n]``.
     """
     shifted = y - finite(maximum).unsqueeze(1)
     at_target = shifted.gather(1, target_local.clamp(min=0).unsqueeze(1)).squeeze(1)
@@ -162,7 +162,7 @@ def below_maximum(y: Tensor, maximum: Tensor, target_local: Tensor) -> tuple[Ten
 
 
 def transformed(logits: Tensor, softcap: float | None, temperature: float) -> tuple[Tensor, Tensor | float | None]:
-    """``y`` in fp32 (fp64 for fp64 logits), the logits themselves where nothing changes; and its slope, None for 1."""
+    """Return ``y`` in fp32 (fp64 for fp64 logits), not copied if unchanged, and its slope, where None means 1."""
     y = logits.to(compute_dtype(logits.dtype))
     slope: Tensor | float | None = None
     if softcap is not None:

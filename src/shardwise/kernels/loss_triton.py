@@ -1,18 +1,18 @@
-"""The loss' work on this rank's logits as Triton kernels; ``loss_reference`` says what each function computes.
+"""Triton kernels for the loss on this rank's logits; ``loss_reference`` defines each function.
 
-For the statistics one program reads a row, and each of its threads keeps a maximum and a sum of exponentials below it
-for every column that it holds of a block. They become the row's at its end: threads wait for each other a few times a
-row, however long it is. A block has several columns for each of these sums, so that they are lowered to a new maximum
-once for all of them.
+For the statistics one program reads one row. Each thread keeps a maximum, and a sum of exponentials relative to it, for
+every column of a block that it holds. The program combines them at the end of the row, so that threads wait for each
+other only a few times per row of any length. Each sum takes several columns of a block at once, and is rescaled to a
+new maximum once for all of them.
 
-Where the logits become exponentials a row is read a second time, from the GPU's second-level cache: the longer a row,
-the more warps it has (``launch_shape``), and with their registers an H100 works on 132 rows of 2^17 columns at once,
-which in bf16 are 35 of its 50 MB; on shorter rows it needs less. Every row is read again from its end, which was read
-last, so that a part of a row that does not fit is still there.
+With ``exponentiate_`` a row is read a second time, from the GPU's second-level cache. Longer rows have more warps
+(``launch_shape``). The registers of an H100 then suffice for 132 rows of 2^17 columns at once, which in bf16 take 35 MB
+of its 50 MB cache; shorter rows take less. The second pass begins at the end of the row, which was read last, so that
+part of a row that does not fit is still in the cache.
 
-Rows are found with 64-bit offsets, so logits may have more than 2^31 elements. A thread reads 16 bytes at once if rows
-begin at multiples of 16 bytes, for any number of columns: those after the last 16 bytes are read separately. A program
-reads columns that lie side by side; there must be some.
+Rows have 64-bit offsets, so logits may have more than 2^31 elements. A thread reads 16 bytes at once if rows begin at
+multiples of 16 bytes, for any number of columns: the columns after the last 16 bytes are read separately. Columns must
+be adjacent in memory, and there must be at least one.
 """
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwise.kernels.loss_reference import compute_dtype
 
-# Triton's convention: what is known when a kernel is compiled has a name in capitals.
+# Triton's convention: compile-time constants have names in capitals.
 # ruff: noqa: N803
 
 _GRADIENT_BLOCK = 4096
@@ -31,15 +31,15 @@ _VECTOR_BYTES = 16
 
 @triton.jit
 def _transform(x, CAP: tl.constexpr, TEMPERATURE: tl.constexpr):
-    """``y`` and its slope. A cap of 0 means no cap."""
+    """Return ``y`` and its slope. A cap of 0 means no cap."""
     y = x
     slope = tl.full(x.shape, 1.0, x.dtype)
     if CAP > 0.0:
-        # tanh, from an exponential that cannot overflow.
+        # tanh from an exponential that cannot overflow.
         decay = tl.exp(-2.0 * tl.abs(x / CAP))
         tanh = (1.0 - decay) / (1.0 + decay)
         y = tl.where(x < 0.0, -tanh, tanh) * CAP
-        # 1 - tanh², without the difference.
+        # 1 - tanh² without a subtraction.
         slope = 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
     if TEMPERATURE != 1.0:
         y = y / TEMPERATURE
@@ -67,7 +67,7 @@ def statistics_kernel(
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``row_statistics`` of one row."""
+    """Compute ``row_statistics`` of one row."""
     row = tl.program_id(0).to(tl.int64)
     logits += tl.multiple_of(row * stride, VECTOR)
     wide = statistics.dtype.element_ty
@@ -78,7 +78,7 @@ def statistics_kernel(
     maximum = tl.full((BLOCK,), float("-inf"), wide)
     sum_exp = tl.zeros((BLOCK,), wide)
     total = tl.zeros((BLOCK,), wide)
-    # A bound that is known to cut through no vector.
+    # The compiler knows that this bound cuts through no vector.
     full = num_columns // VECTOR * VECTOR
     num_tiles = tl.cdiv(full, DEPTH * BLOCK)
     for tile in range(num_tiles):
@@ -90,13 +90,13 @@ def statistics_kernel(
         before = maximum
         maximum = tl.maximum(before, tl.max(y, 0))
         higher = _finite(maximum)
-        # While all was -inf there is nothing to lower, and `before` makes the factor 0.
+        # While all values are -inf there is nothing to rescale, and `before` makes the factor 0.
         sum_exp = sum_exp * tl.exp(before - higher) + tl.sum(tl.exp(y - higher[None, :]), 0)
         if WANT_SUM:
             # Blocks before the last are full.
             total += (_finite(before) - higher) * (tile * DEPTH)
             total += tl.sum(tl.where(inside, y - higher[None, :], 0.0), 0)
-    # The columns after the last vector; a thread keeps what it read.
+    # The columns after the last vector; each thread keeps its values.
     last = full + tl.arange(0, 32)
     inside_last = last < num_columns
     x_last = tl.load(logits + last, mask=inside_last, other=0.0).to(wide)
@@ -117,7 +117,7 @@ def statistics_kernel(
     tl.store(statistics + 1, tl.sum(sum_exp * tl.exp(maximum - shift), 0) + tl.sum(exponentials_last, 0))
     tl.store(statistics + 2, tl.where(owned, at_target - shift, float("-inf")))
     if EXPONENTIATE:
-        # Another thread may overwrite below what this one reads above (the target's logit, the last columns).
+        # Below, other threads may overwrite values that this one reads above (the target's logit, the last columns).
         tl.debug_barrier()
         result_last = tl.where(last == target, 0.0, exponentials_last * slope_last)
         tl.store(logits + last, result_last.to(logits.dtype.element_ty), mask=inside_last)
@@ -148,7 +148,7 @@ def gradient_kernel(
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``gradient_`` of one block of one row."""
+    """Compute ``gradient_`` of one block of one row."""
     row = tl.program_id(0).to(tl.int64)
     out += tl.multiple_of(row * out_stride, VECTOR)
     logits += tl.multiple_of(row * stride, VECTOR)
@@ -191,7 +191,7 @@ def row_statistics(
     want_sum: bool = False,
     exponentiate_: bool = False,
 ) -> Tensor:
-    """As ``loss_reference.row_statistics``."""
+    """Compute ``loss_reference.row_statistics``."""
     num_rows, num_columns = logits.shape
     numbers = 4 if want_sum else 3
     statistics = torch.empty(num_rows, numbers, dtype=compute_dtype(logits.dtype), device=logits.device)
@@ -227,7 +227,7 @@ def gradient_(
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> None:
-    """As ``loss_reference.gradient_``."""
+    """Compute ``loss_reference.gradient_``."""
     num_rows, num_columns = logits.shape
     block, num_warps = gradient_shape(num_columns)
     with torch.cuda.device_of(logits):
@@ -253,19 +253,19 @@ def gradient_(
 
 
 def launch_shape(num_columns: int, wide_bytes: int = 4) -> tuple[int, int, int]:
-    """The launch of ``statistics_kernel``: columns with separate sums, rows of a block, and warps.
+    """Return the launch of ``statistics_kernel``: columns with separate sums, rows of a block, and warps.
 
     Args:
         num_columns: number of columns of a row.
-        wide_bytes: bytes of a number in the type of the computation.
+        wide_bytes: size of a number in the dtype of the computation.
     """
     block, depth, num_warps = next(shape for columns, *shape in _SHAPES if num_columns <= columns)
     # Registers hold half as many numbers of twice the size.
     return (block, depth, num_warps) if wide_bytes == 4 else (max(32, block // 2), max(1, depth // 2), num_warps)
 
 
-# Up to how many columns; and the columns of a block, its rows, and warps. A thread has 8 columns that lie side by side,
-# which in bf16 are 16 bytes, or 4 in fp64. It was not tuned on a GPU yet.
+# Largest number of columns; columns of a block, rows of a block, and warps. A thread has 8 adjacent columns (16 bytes
+# in bf16), or 4 in fp64. These values have not been tuned on a GPU yet.
 _SHAPES = (
     (256, 256, 1, 1),
     (1024, 1024, 1, 4),
@@ -276,13 +276,13 @@ _SHAPES = (
 
 
 def gradient_shape(num_columns: int) -> tuple[int, int]:
-    """The columns of a program of ``gradient_kernel``, and its warps."""
+    """Return the number of columns of a program of ``gradient_kernel``, and of its warps."""
     block: int = max(32, min(_GRADIENT_BLOCK, triton.next_power_of_2(num_columns)))
     return block, max(1, block // 512)
 
 
 def vector_size(matrix: Tensor) -> int:
-    """The number of elements that can be read at once at the start of every row: at most 16 bytes."""
+    """Return the number of elements, of at most 16 bytes, that one load can read at the start of every row."""
     size = matrix.element_size()
     elements = _VECTOR_BYTES // size
     while matrix.data_ptr() % (elements * size) or matrix.stride(0) % elements:

@@ -1,8 +1,8 @@
-"""RMSNorm on a CPU in few passes over memory, and on CUDA one pass for a residual's addition and the norm after it.
+"""RMSNorm in few passes over memory on a CPU; on CUDA, a residual addition and the norm after it in one pass.
 
-PyTorch has one kernel for RMSNorm on CUDA. On a CPU it and its backward are single operations: some twenty passes over
-tensors as large as the input, many of them saved. The function here saves the input and one number per row, and takes a
-half to a quarter of the time (forward and backward, one core of an EPYC); a loop in C does large ones in fp32.
+PyTorch has one kernel for RMSNorm on CUDA. On a CPU its forward and backward are single operations: about twenty passes
+over tensors as large as the input, and autograd saves many of these. The function here saves the input and one number
+per row; forward and backward take half to a quarter of the time (one core of an EPYC). A C loop does large fp32 inputs.
 
 With ``r = rsqrt(mean(x^2) + eps)`` per row of ``n``, ``y = x r w``, and for an incoming ``g``
 
@@ -10,12 +10,12 @@ With ``r = rsqrt(mean(x^2) + eps)`` per row of ``n``, ``y = x r w``, and for an 
 
 Source: Zhang & Sennrich 2019 (arXiv:1910.07467), equation 4.
 
-``reduce_norm_`` defines the work between two products of a model's inference in fused mode, on memory that the ranks
-reach in each other. Each rank has its partial sum ``[n, h]`` in its buffer and owns some of the rows. There it sums the
-partial sums of all ranks, adds the residual and a bias, which makes the new residual, and writes its norm into the same
-rows of every buffer: reduce-scatter, residual, norm and all-gather in one pass over each row. Each row has one owner,
-so that nothing is read after it was written. On CUDA devices ``fused_reduce_norm_`` does it by one Triton kernel
-between two barriers: all products are in the buffers before it, and all norms after it.
+``reduce_norm_`` defines the work between two products of inference in fused mode, where the ranks can access each
+other's memory. Each rank's buffer holds its partial sum ``[n, h]``, and each rank owns some of the rows. For its rows a
+rank sums the partial sums of all ranks and adds the residual and a bias. This is the new residual, and the rank writes
+its norm into the same rows of every buffer. One pass over each row thus does reduce-scatter, residual, norm and
+all-gather. Each row has one owner, so no row is read after it was written. On CUDA ``fused_reduce_norm_`` runs one
+Triton kernel between two barriers: all products are in the buffers before it, and all norms after it.
 """
 
 from collections.abc import Sequence
@@ -29,22 +29,22 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.kernels import compiled, dispatch
 
-# Of a row in the type in which it is computed: with more, a program's registers do not hold it.
+# Size of a row in the dtype of the computation; the registers of a program do not hold a larger row.
 _MAX_ROW_BYTES = 1 << 15
-# A program of the exchange holds a row.
+# Each program of the exchange holds a whole row.
 MAX_WIDTH = 1 << 14
 
 
 def rms_norm(input_: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
-    """``x * rsqrt(mean(x^2) + eps) * weight`` over the last dimension.
+    """Compute ``x * rsqrt(mean(x^2) + eps) * weight`` over the last dimension.
 
-    Ours in fp32 and fp64 on a CPU, outside ``torch.compile`` and autocast; elsewhere ``torch.nn.functional.rms_norm``,
-    whose results differ by rounding.
+    This implementation runs in fp32 and fp64 on a CPU, outside ``torch.compile`` and autocast. Otherwise
+    ``torch.nn.functional.rms_norm`` runs, whose results differ by rounding.
 
     Args:
         input_: ``[..., n]``.
         weight: ``[n]``.
-        eps: added to the mean square; the dtype's machine epsilon if None.
+        eps: added to the mean square; None means the dtype's machine epsilon.
 
     Returns:
         ``[..., n]``.
@@ -56,16 +56,16 @@ def rms_norm(input_: Tensor, weight: Tensor, eps: float | None = None) -> Tensor
 
 
 def add_rms_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float | None = None) -> tuple[Tensor, Tensor]:
-    """``residual + added``, and ``rms_norm`` of that.
+    """Return ``residual + added``, and ``rms_norm`` of this sum.
 
-    The definition is what runs where ``dispatch.ADD_NORM_TRITON`` does not. On CUDA a kernel does both; two operations
-    read the sum once more, in the backward too.
+    The definition runs where ``dispatch.ADD_NORM_TRITON`` does not. On CUDA one kernel computes both; two operations
+    would read the sum once more, in the backward too.
 
     Args:
         residual: ``[..., n]``.
         added: like ``residual``.
         weight: ``[n]``.
-        eps: added to the mean square; the dtype's machine epsilon if None.
+        eps: added to the mean square; None means the dtype's machine epsilon.
 
     Returns:
         Two tensors ``[..., n]``.
@@ -92,7 +92,7 @@ class _AddRMSNorm(Function):
         total, normed, scale = kernels.add_rms_norm(residual, added, weight, eps)
         ctx.save_for_backward(total, weight, scale)
         ctx.kernels = kernels
-        # Zeros for an unused result would be read like any gradient.
+        # Otherwise autograd creates zeros for an unused result, and the kernel reads them.
         ctx.set_materialize_grads(False)
         return total, normed
 
@@ -137,9 +137,9 @@ class _RMSNorm(Function):
             return *gradients, None
         width = input_.size(-1)
         products = grad_output * input_
-        # The sums of a row's products with the weight, before the products become the weight gradient's.
+        # Sum each row's products with the weight before the weight gradient overwrites the products.
         sums = products.matmul(weight).unsqueeze_(-1) if needs_input else None
-        # ``sum`` adds in pairs; a matrix product with the scales would be quicker, and six times less exact.
+        # ``sum`` adds pairwise; a matrix product with the scales would be faster, but six times less exact.
         grad_weight = products.mul_(scale).reshape(-1, width).sum(0) if needs_weight else None
         grad_input = None
         if sums is not None:
@@ -157,19 +157,19 @@ def reduce_norm_(
     norm_bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """The work of the rank that owns the rows from ``start`` on.
+    """Do the work of the rank that owns the rows from ``start`` on.
 
     Args:
         buffers: each rank's partial sum, ``[n, h]``; the owned rows are overwritten with the norm of the new residual.
-        start: the first row.
-        residual: ``[m, h]``, of these rows; not modified.
+        start: first owned row.
+        residual: ``[m, h]``, residual of the owned rows; not modified.
         bias: ``[h]`` or None, added once.
-        weight: ``[h]``, of the norm.
-        norm_bias: ``[h]`` of LayerNorm; None for RMSNorm.
+        weight: ``[h]``, weight of the norm.
+        norm_bias: ``[h]``, bias of LayerNorm; None for RMSNorm.
         eps: added to the variance.
 
     Returns:
-        The new residual, ``[m, h]``. Sums and norm are in fp32 (fp64 for fp64); the norm is that of the rounded result.
+        The new residual, ``[m, h]``. Sums and norm are in fp32 (fp64 for fp64). The norm uses the rounded residual.
     """
     rows = slice(start, start + residual.size(0))
     wide = torch.promote_types(residual.dtype, torch.float32)
@@ -189,7 +189,7 @@ def reduce_norm_(
 
 
 def runs_fused(buffer: Tensor) -> bool:
-    """True if ``fused_reduce_norm_`` takes a buffer ``[..., h]`` in symmetric memory; the same on every rank."""
+    """True if ``fused_reduce_norm_`` accepts a buffer ``[..., h]`` in symmetric memory; the same on every rank."""
     return dispatch.REDUCE_NORM.runs(buffer, fits=lambda: 0 < buffer.size(-1) <= MAX_WIDTH)
 
 
@@ -203,12 +203,12 @@ def fused_reduce_norm_(
     norm_bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """``reduce_norm_`` on every rank at once.
+    """Run ``reduce_norm_`` on every rank at once.
 
     Args:
         handle: PyTorch's symmetric-memory handle of the buffers.
-        addresses: int64 ``[t]``, where each rank's buffer lies in this rank's address space.
-        start, residual, bias, weight, norm_bias, eps: as there.
+        addresses: int64 ``[t]``, address of each rank's buffer in this rank's address space.
+        start, residual, bias, weight, norm_bias, eps: see ``reduce_norm_``.
     """
     from shardwise.kernels import norms_triton
 

@@ -1,12 +1,12 @@
-"""``norms.add_rms_norm`` as one Triton kernel each way, and ``norms.reduce_norm_`` as one; see there.
+"""Triton kernels for the forward and the backward of ``norms.add_rms_norm``, and for ``norms.reduce_norm_``.
 
-Two operations would read the sum once more, in the forward and in the backward; here a program holds a row. In the
-backward a program goes over many rows and keeps its sum for the weight's gradient, so that few partial sums are left;
-the number of programs depends on the number of rows alone, and so do the bits of the sum.
+Two operations would read the sum once more, in the forward and in the backward; here a program holds a whole row. In
+the backward each program processes many rows and adds up its part of the weight's gradient, so that few partial sums
+remain. The number of programs, and with it the bits of the sum, depends only on the number of rows.
 
-``reduce_norm_`` has one program per row that this rank owns. It reads the row in every rank's buffer and writes it
-there, by addresses that are valid in this process. The norm needs a sum over the row, so all of it is read before any
-of it is written.
+``reduce_norm_`` has one program per row that this rank owns. It reads and writes the row in every rank's buffer, at
+addresses that are valid in this process. The norm needs a sum over the row, so the program reads the whole row before
+it writes any of it.
 """
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.kernels.elementwise_triton import rows_of
 
-# Triton's convention: what is known when a kernel is compiled has a name in capitals.
+# Triton's convention: compile-time constants have names in capitals.
 # ruff: noqa: N803
 
 # Programs of the backward: two for each multiprocessor of the largest GPUs.
@@ -38,7 +38,7 @@ def add_rms_norm_kernel(
     IS_DOUBLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row."""
+    """Compute one row."""
     wide = tl.float64 if IS_DOUBLE else tl.float32
     dtype = total.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -46,7 +46,7 @@ def add_rms_norm_kernel(
     inside = columns < num_columns
     x = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(wide)
     x += tl.load(added + row * added_stride + columns, mask=inside, other=0.0).to(wide)
-    # The norm is that of the sum as it is kept, after rounding.
+    # The norm uses the stored sum, which is rounded.
     rounded = x.to(dtype)
     tl.store(total + row * num_columns + columns, rounded, mask=inside)
     x = rounded.to(wide)
@@ -74,7 +74,7 @@ def add_rms_norm_gradient_kernel(
     IS_DOUBLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every so many rows, from this program's number on."""
+    """Compute every ``num_programs``-th row, from this program's index on."""
     wide = tl.float64 if IS_DOUBLE else tl.float32
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
@@ -100,7 +100,7 @@ def add_rms_norm_gradient_kernel(
 
 
 def add_rms_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """``norms.add_rms_norm``, and ``rsqrt(mean(x^2) + eps)`` of each row of the sum, ``[n]``."""
+    """Compute ``norms.add_rms_norm``, and ``rsqrt(mean(x^2) + eps)`` of each row of the sum, ``[n]``."""
     rows, added_rows = rows_of(residual), rows_of(added)
     num_rows, num_columns = rows.shape
     total, normed = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2))
@@ -129,7 +129,7 @@ def add_rms_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float) ->
 def add_rms_norm_gradient(
     total: Tensor, weight: Tensor, scale: Tensor, grad_normed: Tensor, grad_total: Tensor | None, *, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of either term of the sum, and the weight's where needed, from what ``add_rms_norm`` gave."""
+    """Return the gradient of each term of the sum, and the weight's if needed, from ``add_rms_norm``'s results."""
     grad_rows = rows_of(grad_normed)
     more_rows = grad_rows if grad_total is None else rows_of(grad_total)
     num_rows, num_columns = grad_rows.shape
@@ -160,13 +160,13 @@ def add_rms_norm_gradient(
 
 
 def block_size(num_columns: int) -> int:
-    """The number of columns that a program holds: a row."""
+    """Return the number of columns that a program holds: a whole row."""
     size: int = triton.next_power_of_2(num_columns)
     return size
 
 
 def num_warps(block: int) -> int:
-    """The number of warps whose threads hold 8 numbers each."""
+    """Return the number of warps whose threads hold 8 numbers each."""
     return max(1, min(32, block // 256))
 
 
@@ -187,7 +187,7 @@ def reduce_norm_kernel(
     IS_DOUBLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row."""
+    """Compute one row."""
     dtype = residual.dtype.element_ty
     wide = tl.float64 if IS_DOUBLE else tl.float32
     row = tl.program_id(0).to(tl.int64)
@@ -223,11 +223,11 @@ def reduce_norm_(
     norm_bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """As ``norms.reduce_norm_``, on buffers of the residual's dtype.
+    """Compute ``norms.reduce_norm_`` on buffers of the residual's dtype.
 
     Args:
-        addresses: addresses of the buffers, int64 ``[t]``, multiples of 16.
-        start, residual, bias, weight, norm_bias, eps: as there.
+        addresses: int64 ``[t]``, addresses of the buffers, multiples of 16.
+        start, residual, bias, weight, norm_bias, eps: see ``norms.reduce_norm_``.
     """
     num_columns = residual.size(-1)
     num_rows = residual.shape[:-1].numel()
@@ -240,7 +240,7 @@ def reduce_norm_(
                 addresses,
                 residual,
                 new,
-                # Not looked at where there is none.
+                # The kernel ignores this if there is no bias.
                 weight if bias is None else bias,
                 weight,
                 weight if norm_bias is None else norm_bias,

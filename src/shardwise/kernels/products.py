@@ -1,14 +1,14 @@
-"""The three matrix products of a linear layer, by the faster of PyTorch's two CPU libraries, into memory that is there.
+"""The three matrix products of a linear layer, by the faster of PyTorch's two CPU libraries.
 
-PyTorch multiplies fp32 matrices on a CPU with MKL. On AMD's processors oneDNN, which PyTorch brings too and uses for
-bf16, is 8 to 20 % faster (106 against 82 to 94 GFLOP/s on a core of an EPYC). Both sum in fp32, in another order, so
-results agree to rounding. All other products (other dtypes, devices and processors, small matrices, traced code) are
-PyTorch's own.
+PyTorch multiplies fp32 matrices on a CPU with MKL. On AMD processors oneDNN, which PyTorch also includes and uses for
+bf16, is 8 to 20 % faster (106 against 82 to 94 GFLOP/s on a core of an EPYC). Both sum in fp32 but in different orders,
+so results agree up to rounding. All other products (other dtypes, devices and processors, small matrices, traced code)
+use PyTorch's default operators.
 
-oneDNN's operator allocates its output. PyTorch's own can write into huge pages, which for a large output of few terms
-(the logits of a narrow model) is worth more than the faster product.
+oneDNN's operator allocates its output. PyTorch's default operator can write into huge pages. For a large output that
+sums few terms, such as the logits of a narrow model, this saves more time than the faster product.
 
-``add_product_`` adds a weight's gradient to its ``main_grad``, which may be wider than the factors.
+``add_product_`` adds a weight's gradient to its ``main_grad``, whose dtype may be wider than that of the factors.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from shardwise.core.errors import ConfigError
 from shardwise.kernels import dispatch
 from shardwise.kernels.host_memory import empty_in_huge_pages
 
-# The page faults of an output take longer than oneDNN wins on sums of up to so many terms.
+# In sums of up to this many terms, the page faults of the output take more time than oneDNN saves.
 _MAX_SHORT_SUM = 512
-# A narrow weight gradient is computed transposed by oneDNN, which then needs no copy of a wide factor, but a temporary
-# of the gradient's size.
+# oneDNN computes a narrow weight gradient transposed. It then needs no copy of a wide factor, but a temporary of the
+# gradient's size.
 _NARROW = range(64, 257)
 _MIN_WIDE = 2048
 _MAX_TEMPORARY_BYTES = 4 << 20
@@ -38,7 +38,7 @@ _ALIGNED_BYTES = 16
 
 
 def autocast(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The factors of a linear layer in autocast's dtype; call it where autocast is on.
+    """Cast the factors of a linear layer to autocast's dtype; call this only under autocast.
 
     Autocast ends with the forward, but the backward of an autograd function needs factors of one dtype.
     """
@@ -52,7 +52,7 @@ def autocast(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> tupl
 
 @cache
 def why_not_onednn() -> str | None:
-    """Why fp32 products on the CPU are left to PyTorch's choice; None if large ones go to oneDNN."""
+    """Return why fp32 products on the CPU use PyTorch's default library; None if large products use oneDNN."""
     if not processes.is_on(processes.ONEDNN):
         return f"{processes.ONEDNN} is 0"
     if _vendor() != "AuthenticAMD":
@@ -62,14 +62,14 @@ def why_not_onednn() -> str | None:
     left, right = torch.ones(2, 3), torch.ones(4, 3)
     try:
         agrees = bool((onednn_linear(left, right, None) == 3.0).all())
-    # It is no public operator, so another PyTorch may lack it, or have it otherwise.
+    # The operator is not public, so another release of PyTorch may lack or change it.
     except Exception as error:
         return f"oneDNN's product fails: {type(error).__name__}: {error}"
     return None if agrees else "oneDNN's product is wrong"
 
 
 def linear(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``input_ @ weight.T + bias``; where autograd records, PyTorch's own.
+    """Compute ``input_ @ weight.T + bias``, by PyTorch's default operator while autograd records.
 
     Args:
         input_: ``[..., i]``.
@@ -92,7 +92,7 @@ def linear(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def linear_into_(output: Tensor, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``linear``, written into ``output [..., o]``, which is contiguous, and is returned; not recorded by autograd."""
+    """Write ``linear`` into the contiguous ``output [..., o]`` and return it; autograd does not record this."""
     rows = input_.reshape(input_.shape[:-1].numel(), input_.size(-1))
     if prefers_onednn(rows, weight):
         return output.copy_(onednn_linear(input_, weight, bias))
@@ -101,10 +101,10 @@ def linear_into_(output: Tensor, input_: Tensor, weight: Tensor, bias: Tensor | 
 
 
 def linear_in_aligned_rows(input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``linear`` whose output's rows begin at multiples of 16 bytes on CUDA, for rows of any length.
+    """Compute ``linear`` with output rows that begin at multiples of 16 bytes on CUDA, for rows of any length.
 
-    There kernels read 16 bytes at once, and cuBLAS takes its fast products of the output, and of a gradient written in
-    its place. Not recorded by autograd.
+    Kernels can then read 16 bytes at once, and cuBLAS uses its fast products for the output, and for a gradient that
+    overwrites it. Autograd does not record this.
 
     Args:
         input_: ``[n, i]``.
@@ -112,7 +112,7 @@ def linear_in_aligned_rows(input_: Tensor, weight: Tensor, bias: Tensor | None =
         bias: ``[o]`` or None.
 
     Returns:
-        ``[n, o]``, a view of the first ``o`` columns of a wider matrix if ``o`` elements are no multiple of 16 bytes.
+        ``[n, o]``; a view of the first ``o`` columns of a wider matrix unless a row is a multiple of 16 bytes.
     """
     width = padded_width(weight.size(0), weight.element_size())
     if not needs_alignment(input_, weight):
@@ -121,51 +121,51 @@ def linear_in_aligned_rows(input_: Tensor, weight: Tensor, bias: Tensor | None =
 
 
 class Products:
-    """The products of a linear layer; this class has those of this file.
+    """The products of a linear layer; this class uses the functions of this file.
 
     Attributes:
-        is_usual: autograd's own linear computes the same, and products may overlap with communication.
-        adds_bias: ``linear`` may take the bias of a layer whose input features are split, on one rank.
+        is_usual: whether autograd's own linear computes the same, and products may overlap with communication.
+        adds_bias: whether ``linear`` may add the bias on one rank in a layer with split input features.
     """
 
     is_usual = True
     adds_bias = True
 
     def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``input_ @ weight.T + bias``: ``[..., i]`` and ``[o, i]`` to ``[..., o]``."""
+        """Compute ``input_ @ weight.T + bias``: ``[..., i]`` and ``[o, i]`` to ``[..., o]``."""
         return linear(input_, weight, bias)
 
     def input_gradient(self, grad_output: Tensor, weight: Tensor) -> Tensor:
-        """``grad_output @ weight``: ``[..., o]`` and ``[o, i]`` to ``[..., i]``."""
+        """Compute ``grad_output @ weight``: ``[..., o]`` and ``[o, i]`` to ``[..., i]``."""
         return input_gradient(grad_output, weight)
 
     def weight_gradient(self, grad_output: Tensor, input_: Tensor) -> Tensor:
-        """``grad_output.T @ input_``: ``[n, o]`` and ``[n, i]`` to ``[o, i]``."""
+        """Compute ``grad_output.T @ input_``: ``[n, o]`` and ``[n, i]`` to ``[o, i]``."""
         return weight_gradient(grad_output, input_)
 
     def bias_gradient(self, grad_output: Tensor) -> Tensor:
-        """The sums of the columns of ``[n, o]``."""
+        """Sum each column of ``[n, o]``."""
         return grad_output.sum(dim=0)
 
     def aligned(self, input_: Tensor, weight: Tensor) -> Products:
-        """The same products, with an output whose rows lie aligned where a gradient is recorded and it matters."""
+        """Return the same products, with aligned output rows if autograd records and alignment matters."""
         return AlignedProducts() if torch.is_grad_enabled() and needs_alignment(input_, weight) else self
 
     def in_dtype(self, dtype: torch.dtype) -> Products:
-        """The same products, with an output of this dtype.
+        """Return the same products, with an output of this dtype.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: these products cannot change the dtype.
         """
         return ProductsIn(dtype)
 
     def cast(self, output: Tensor) -> Tensor:
-        """A product that another function made, in the output's dtype."""
+        """Cast a product that another function computed to the output's dtype."""
         return output
 
 
 class AlignedProducts(Products):
-    """The products of a linear layer whose output is ``linear_in_aligned_rows``; not recorded by autograd."""
+    """Products whose output comes from ``linear_in_aligned_rows``; autograd does not record them."""
 
     is_usual = False
 
@@ -175,9 +175,9 @@ class AlignedProducts(Products):
 
 
 class ProductsIn(Products):
-    """The products of a linear layer whose output has another dtype than the factors; not recorded by autograd.
+    """Products whose output has another dtype than the factors; autograd does not record them.
 
-    Sums are never rounded to a narrower dtype than the output's: fp32 logits of bf16 factors have their fp32 sums.
+    Sums are never rounded to a dtype narrower than the output's: fp32 logits of bf16 factors are the fp32 sums.
     Gradients have the factors' dtype.
     """
 
@@ -195,7 +195,7 @@ class ProductsIn(Products):
     def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if torch.is_autocast_enabled(input_.device.type):
             input_, weight, bias = autocast(input_, weight, bias)
-            # It would narrow the wide factors again.
+            # Autocast would narrow the wide factors again.
             with torch.autocast(input_.device.type, enabled=False):
                 return self._linear(input_, weight, bias)
         return self._linear(input_, weight, bias)
@@ -203,7 +203,7 @@ class ProductsIn(Products):
     def _linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         is_narrow = input_.dtype in (torch.float16, torch.bfloat16)
         if input_.is_cuda and is_narrow and self.dtype == torch.float32:
-            # Only CUDA has a product of narrow factors whose result is wide.
+            # Only CUDA has a product of narrow factors with a wide result.
             rows = input_.reshape(input_.shape[:-1].numel(), input_.size(-1))
             output = torch.mm(rows, weight.t(), out_dtype=torch.float32)
             return (output if bias is None else output.add_(bias)).view(*input_.shape[:-1], weight.size(0))
@@ -213,14 +213,14 @@ class ProductsIn(Products):
 
 
 def needs_alignment(input_: Tensor, weight: Tensor) -> bool:
-    """True if adjacent rows of ``input_ @ weight.T`` would begin where 16-byte loads cannot."""
+    """True if contiguous rows of ``input_ @ weight.T`` would begin at addresses without 16-byte alignment."""
     if not input_.is_cuda or torch.compiler.is_compiling():
         return False
     return padded_width(weight.size(0), input_.element_size()) != weight.size(0)
 
 
 def padded_width(width: int, element_size: int) -> int:
-    """The least number of elements, no fewer than ``width``, that fill a multiple of 16 bytes."""
+    """Return the smallest number of elements, at least ``width``, that fills a multiple of 16 bytes."""
     step = max(_ALIGNED_BYTES // element_size, 1)
     return -(-width // step) * step
 
@@ -232,17 +232,17 @@ def _linear_into(output: Tensor, input_: Tensor, weight: Tensor, bias: Tensor | 
 
 
 def input_gradient(grad_output: Tensor, weight: Tensor) -> Tensor:
-    """``grad_output @ weight``: ``[..., o]`` and ``[o, i]`` to ``[..., i]``; not recorded by autograd."""
+    """Compute ``grad_output @ weight``, ``[..., o]`` and ``[o, i]`` to ``[..., i]``; autograd does not record this."""
     if prefers_onednn(grad_output, weight.t()):
         return onednn_linear(grad_output, weight.t(), None)
     return grad_output.matmul(weight)
 
 
 def weight_gradient(grad_output: Tensor, input_: Tensor) -> Tensor:
-    """``grad_output.T @ input_``: ``[n, o]`` and ``[n, i]`` to ``[o, i]``; not recorded by autograd.
+    """Compute ``grad_output.T @ input_``, ``[n, o]`` and ``[n, i]`` to ``[o, i]``; autograd does not record this.
 
-    PyTorch's own product: oneDNN's would need a copy of the transposed factor, which takes what it gains, unless ``i``
-    is much smaller than ``o``.
+    PyTorch's default operator computes it unless ``i`` is much smaller than ``o``. oneDNN would need a copy of the
+    transposed factor, which takes as long as oneDNN saves.
     """
     if torch.compiler.is_compiling():
         return grad_output.t().mm(input_)
@@ -258,10 +258,10 @@ def prefers_onednn(input_: Tensor, weight: Tensor, num_multiplications: int | No
 
     Args:
         input_, weight: the factors.
-        num_multiplications: number to choose by; that of this product if None.
+        num_multiplications: number of multiplications to choose by; None means those of this product.
     """
 
-    # For a matrix that lies neither by rows nor by columns oneDNN may have no code but its slow reference.
+    # oneDNN may use its slow reference code for a matrix that is neither row-major nor column-major.
     def lie_evenly() -> bool:
         return all(x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous()) for x in (input_, weight))
 
@@ -270,23 +270,23 @@ def prefers_onednn(input_: Tensor, weight: Tensor, num_multiplications: int | No
 
 
 def onednn_linear(input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``input_ @ weight.T + bias`` by oneDNN."""
+    """Compute ``input_ @ weight.T + bias`` with oneDNN."""
     operator: Any = torch.ops.mkldnn._linear_pointwise
     output: Tensor = operator(input_, weight, bias, "none", [], "")
     return output
 
 
 def sums_by_shape(factor: Tensor) -> bool:
-    """True where the order of the sum of a product's element depends on all of its sizes; ``factor`` is either factor.
+    """True if all sizes of a product affect the order in which it sums an element; ``factor`` is either factor.
 
-    On Intel's processors it does for MKL's products in fp32, and oneDNN's in bf16 on AMX.
+    This holds on Intel processors, for MKL's fp32 products, and for oneDNN's bf16 products on AMX.
     """
     return factor.is_cpu and is_intel()
 
 
 @cache
 def is_intel() -> bool:
-    """True on Intel's processors."""
+    """True on Intel processors."""
     return _vendor() == "GenuineIntel"
 
 
@@ -295,7 +295,7 @@ def _vendor() -> str | None:
 
 
 def processor_says(field: str) -> str | None:
-    """A field of the first processor in ``/proc/cpuinfo``, such as ``"model name"``, if any."""
+    """Return a field of the first processor in ``/proc/cpuinfo``, such as ``"model name"``; None if missing."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             line = next((line for line in file if line.startswith(field)), "")
@@ -304,17 +304,17 @@ def processor_says(field: str) -> str | None:
     return line.partition(":")[2].strip() or None
 
 
-# Elements of the temporary through which factors pass on their way into a wider sum: 16 MiB of fp32.
+# Elements of the temporary that holds factors cast to a wider dtype: 16 MiB of fp32.
 _TEMPORARY_ELEMENTS = 1 << 22
-# A product over fewer rows than this spends its time on reading and writing the sum.
+# A product over fewer rows spends most of its time reading and writing the sum.
 _MIN_ROWS = 256
 
 
 def main_grad_of(weight: Tensor) -> Tensor:
-    """``weight.main_grad``, for one backward to add to; ConfigError if it has none.
+    """Return ``weight.main_grad``, for one backward to add to; raise ConfigError if the weight has none.
 
-    A parameter of Megatron-FSDP (it has ``__fsdp_param__``) gets a new one, of zeros, from its ``get_main_grad()``:
-    call once for all terms.
+    A parameter of Megatron-FSDP (it has ``__fsdp_param__``) gets a new ``main_grad`` of zeros from its
+    ``get_main_grad()``, so call this function once for all terms.
     """
     if hasattr(weight, "__fsdp_param__"):
         fsdp_weight: Any = weight
@@ -330,9 +330,9 @@ def main_grad_of(weight: Tensor) -> Tensor:
 
 
 def placeholder(weight: Any) -> Tensor | None:
-    """The gradient for autograd where the real one went to ``main_grad``: None, or zeros without memory.
+    """Return the gradient for autograd after the real one was added to ``main_grad``: None, or zeros without memory.
 
-    If the weight has the attribute ``grad_added_to_main_grad``, that becomes True and autograd gets zeros, so that
+    If the weight has the attribute ``grad_added_to_main_grad``, this sets it to True, and autograd gets zeros so that
     hooks on the weight run, whether or not ``weight.zero_out_wgrad`` asks for that.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
@@ -344,12 +344,12 @@ def placeholder(weight: Any) -> Tensor | None:
 
 @torch.no_grad()
 def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """``out += left.T @ right``, with products and sums in ``out``'s dtype.
+    """Add ``left.T @ right`` to ``out``, with products and sums in ``out``'s dtype.
 
-    Where that is wider than the factors', they are widened a bounded number of rows at a time.
+    If that dtype is wider than the factors' dtype, the factors are cast a bounded number of rows at a time.
 
     Args:
-        out: ``[o, i]``, overwritten.
+        out: ``[o, i]``, modified in place.
         left: ``[n, o]``.
         right: ``[n, i]``.
     """
@@ -357,7 +357,7 @@ def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
         out.addmm_(left.t(), right)
         return
     if out.is_cuda and out.dtype == torch.float32 and right.dtype in (torch.float16, torch.bfloat16):
-        # Only CUDA has a product of narrow factors that is added to a wide sum.
+        # Only CUDA can add a product of narrow factors to a wide sum.
         torch.addmm(out, left.t(), right, out_dtype=torch.float32, out=out)
         return
     num_rows = max(_MIN_ROWS, _TEMPORARY_ELEMENTS // max(left.size(1) + right.size(1), 1))

@@ -1,9 +1,9 @@
-"""Trials of Triton's kernels on this machine: first of the smallest one, and then of each.
+"""Trials of the Triton kernels on this machine: first the smallest kernel, then each of the others.
 
-Triton compiles a kernel when it is first called: its own ``ptxas`` makes machine code, and a C compiler with Python's
-headers the function that launches it. Images without them import Triton all the same. And on a GPU or a release of
-Triton one kernel may fail where others run. So each is tried on few numbers before a tensor needs it, when the ranks of
-a group can still agree not to use it (``dispatch.agree_on_kernels``).
+Triton compiles a kernel on its first call: Triton's ``ptxas`` makes machine code, and a C compiler with Python's
+headers makes the launcher. A container image without them can still import Triton. On some GPU or release of Triton one
+kernel may also fail while others run. Each kernel is therefore tried on a few numbers before a tensor needs it, while
+the ranks of a group can still agree not to use it (``dispatch.agree_on_kernels``).
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-# Triton's convention: what is known when a kernel is compiled has a name in capitals.
+# Triton's convention: compile-time constants have names in capitals.
 # ruff: noqa: N803
 
 _SIZE = 32
@@ -28,7 +28,7 @@ def _double_kernel(numbers, SIZE: tl.constexpr):
 
 
 def why_not(device_index: int) -> str | None:
-    """Why no kernel of Triton's runs on a CUDA device, in one line; None if one does."""
+    """Return in one line why no Triton kernel runs on a CUDA device; None if one does."""
 
     def double() -> Iterator[bool]:
         numbers = torch.ones(_SIZE, device="cuda")
@@ -39,22 +39,22 @@ def why_not(device_index: int) -> str | None:
 
 
 def why_not_kernel(name: str, dtype: torch.dtype, device_index: int) -> str | None:
-    """Why a kernel of ``NAMES`` does not run for a dtype on a CUDA device, in one line; None if it does."""
+    """Return in one line why a kernel of ``NAMES`` does not run for a dtype on a CUDA device; None if it does."""
     return _tried(lambda: outcomes(name, dtype, torch.device("cuda")), device_index, f"{name} of {dtype}")
 
 
 def outcomes(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[bool]:
-    """For each result of a kernel's trial, True if it is that of the definition."""
+    """Yield for each result of a kernel's trial whether it agrees with the definition."""
     return (_agree(found, expected) for found, expected in _TRIALS[name](dtype, device))
 
 
 def _tried(trial: Callable[[], Iterator[bool]], device_index: int, what: str) -> str | None:
-    """Why a trial fails, or gives other numbers than are expected; None if it does neither."""
+    """Return why a trial fails or computes wrong numbers; None if it succeeds."""
     try:
-        # The caller's modes are not for trials.
+        # The caller's modes do not apply to trials.
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device_index):
             agrees = all(trial())
-    # Where an optional package or its compilers fail, PyTorch's own operations run.
+    # If an optional package or its compilers fail, PyTorch's own operations run.
     except Exception as error:
         reason = (str(error).strip() or "failed").splitlines()[0]
         return f"Triton cannot run {what} here: {type(error).__name__}: {reason}"
@@ -62,12 +62,12 @@ def _tried(trial: Callable[[], Iterator[bool]], device_index: int, what: str) ->
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
-    """True if numbers are those of the definition, up to two roundings to 16 bits."""
+    """True if the numbers agree with the definition, up to two roundings to 16 bits."""
     return torch.allclose(found.double().cpu(), expected.double().cpu(), rtol=0.05, atol=0.05)
 
 
 def _numbers(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Numbers on the CPU, where the definitions and no kernel compute the expected results."""
+    """Return numbers on the CPU, where definitions, not kernels, compute the expected results."""
     size = torch.Size(shape).numel()
     return (torch.arange(size, device="cpu") % 13 / 6.0 - 1.0).view(shape).to(dtype)
 
@@ -104,7 +104,7 @@ def _try_elementwise(dtype: torch.dtype, device: torch.device) -> Iterator[tuple
     there = mixed.to(device), cos.to(device), sin.to(device)
     parts = elementwise_triton.split_and_rotate(*there, 2, 8, False)
     yield from zip(parts, expected, strict=True)
-    # A rotation back undoes it.
+    # Rotating back undoes the rotation.
     yield elementwise_triton.split_and_rotate_gradient(*parts, *there[1:], False), mixed
 
 
@@ -154,4 +154,4 @@ _TRIALS = {
     "reduce_norm": _try_reduce_norm,
 }
 NAMES = tuple(_TRIALS)
-"""The kernels that are tried."""
+"""Names of the kernels that are tried."""
