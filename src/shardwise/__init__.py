@@ -1,6 +1,6 @@
 """Shardwise: Megatron-style tensor parallelism for PyTorch, small and exact, on any device.
 
-Nothing heavy is imported here, so that ``import shardwise`` and ``shardwise --help`` are quick; import what you use::
+``import shardwise`` does not import PyTorch, which keeps it and ``shardwise --help`` fast. Import what you use::
 
     from shardwise import Topology
     from shardwise.nn import ColumnLinear, RowLinear
@@ -19,7 +19,7 @@ __all__ = ["Groups", "Topology"]
 
 
 class _Doors:
-    """Finds the two packages whose modules lie in ``shardwise.megatron.core``."""
+    """Meta path finder of the two packages whose modules are in ``shardwise.megatron.core``."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
@@ -34,7 +34,7 @@ sys.meta_path.append(_Doors)
 
 
 def __getattr__(name: str) -> object:
-    # PyTorch is imported with the first class that is asked for.
+    # The first access to a class imports PyTorch.
     if name in ("Groups", "Topology"):
         from shardwise.core import topology
 

@@ -1,4 +1,4 @@
-"""``python -m shardwise`` is ``shardwise``."""
+"""Run the ``shardwise`` command as ``python -m shardwise``."""
 
 import sys
 

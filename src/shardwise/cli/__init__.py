@@ -1,1 +1,1 @@
-"""The command line: one small module per command, whose dataclass is its arguments; ``main`` finds it."""
+"""The command line. A dataclass per command defines its arguments and its work; ``main`` finds the dataclass."""

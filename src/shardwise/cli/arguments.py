@@ -1,7 +1,7 @@
-"""The arguments of the commands: read into a dataclass, whose fields are the flags; tyro writes the help.
+"""Arguments of the commands: dataclasses whose fields are the flags. tyro writes their help.
 
-Flags are read in one pass, with one line for each mistake, over the settings of a TOML file. ``VARIABLES`` are the
-environment variables that are read or set.
+Flags are parsed in one pass and override the settings of a TOML file. A mistake gives an error of one line.
+``VARIABLES`` lists the environment variables that are read or set.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 _TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 _MAX_BYTES = 1_000_000
 _MAX_DEPTH = 16
-# A key of many parts: for each part the reader keeps all before it.
+# A key of many parts. For each part, tomllib stores all parts before it.
 _LONG_KEY = re.compile(
     r"""^[ \t\[]*+(?:[ \t]*+(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.){17}""",
     re.MULTILINE,
@@ -48,31 +48,31 @@ _LONG_KEY = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(Checked, prefix="--"):
-    """The arguments of every command, and its work.
+    """Arguments that all commands have, and the work of a command.
 
     Attributes:
         debug: show stack traces, and the launcher's log.
-        lasts: it goes on when nobody reads its output.
+        lasts: whether the command continues when its output loses its reader.
     """
 
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     lasts: ClassVar[bool] = False
 
     def work(self) -> Callable[[], object] | None:
-        """Do the work of the command, on one rank, or return the function that does it.
+        """Do the work of the command on one rank, or return the function that does it.
 
-        It is imported only here, because PyTorch takes seconds.
+        Imports of the work are inside this method, because PyTorch takes seconds.
         """
         raise NotImplementedError
 
     def resume_hint(self) -> str:
-        """A hint how the command can go on after it ended early; empty if there is none."""
+        """Return how to resume the command after it ended early; empty if it cannot be resumed."""
         return ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchArguments(Arguments):
-    """The arguments of every command that starts ranks.
+    """Arguments of the commands that start ranks.
 
     Attributes:
         nproc: ranks to start on this machine; as many as parallel.tp x parallel.pp if not given.
@@ -82,7 +82,7 @@ class LaunchArguments(Arguments):
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks to start if neither the user nor a launcher says."""
+        """Number of ranks to start if neither the user nor a launcher specifies it."""
         raise NotImplementedError
 
     def check_world(self, world_size: int) -> None:
@@ -90,21 +90,21 @@ class LaunchArguments(Arguments):
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise other mistakes that are found in no time; not called in a rank of several."""
+        """Raise other mistakes that are quick to find; not called in a rank of several."""
 
     def prepare(self, world_size: int) -> None:
-        """Raise the mistakes that a rank of ``world_size`` would; imports PyTorch, as the ranks do."""
+        """Raise the mistakes that one of ``world_size`` ranks would raise; imports PyTorch, as the ranks do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitArguments(LaunchArguments):
-    """The arguments of every command whose ranks do nothing but split the layers of one model.
+    """Arguments of the commands whose ranks only split the layers of one model.
 
     Attributes:
-        tp: ranks that split each layer; all that there are if not given.
-        pp: pipeline stages; this command has one.
+        tp: number of ranks that split each layer; all ranks if not given.
+        pp: number of pipeline stages; this command has one.
         nproc: ranks to start on this machine; as many as tp if not given.
-        timeout: seconds that a rank waits for another, before all end with an error that names it.
+        timeout: seconds that a rank waits for another rank, before all ranks end with an error that names it.
     """
 
     tp: Annotated[int | None, LOCAL_RANKS, tyro.conf.arg(aliases=("--parallel.tp",))] = None
@@ -116,7 +116,7 @@ class SplitArguments(LaunchArguments):
             raise ConfigError(f"--pp is {self.pp}, but this command has no pipeline stages; split the layers with --tp")
 
     def keywords(self) -> dict[str, Any]:
-        """The keyword arguments of the function of ``shardwise.run``: all but those of a launch."""
+        """Return the keyword arguments of the function of ``shardwise.run``: all fields but those of the launch."""
         names = {field.name for field in dataclasses.fields(self)} - {"debug", "nproc", "tp", "pp"}
         return {name: getattr(self, name) for name in names}
 
@@ -134,11 +134,11 @@ class SplitArguments(LaunchArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsArguments(Arguments):
-    """The arguments of a command that has the settings of a run.
+    """Arguments of a command that takes the settings of a run.
 
     Attributes:
         config: TOML file with settings, which flags override.
-        settings: the run.
+        settings: settings of the run.
     """
 
     config: str | None = None
@@ -147,7 +147,7 @@ class SettingsArguments(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class RunArguments(SettingsArguments, LaunchArguments):
-    """The arguments of a command that trains."""
+    """Arguments of a command that trains."""
 
     lasts: ClassVar[bool] = True
 
@@ -165,7 +165,7 @@ class RunArguments(SettingsArguments, LaunchArguments):
         folder = Path(self.settings.out) / "checkpoints"
         if not folder.exists():
             return resume_hint(None)
-        # Late, because PyTorch takes seconds to import.
+        # Imported here because PyTorch takes seconds.
         from shardwise.storage.checkpoint import latest
 
         try:
@@ -176,13 +176,13 @@ class RunArguments(SettingsArguments, LaunchArguments):
 
 @dataclass(frozen=True)
 class _Argument:
-    """A flag, or an argument without one.
+    """A flag or a positional argument.
 
     Attributes:
-        path: the fields that lead to its value, the last one its own.
-        annotation: the field's type.
-        required: it has no default.
-        sets, negation: the value of a switch, and the switch for the other one.
+        path: names of the nested fields that lead to its value; the last name is its own.
+        annotation: type of the field.
+        required: whether it has no default.
+        sets, negation: value that a switch sets, and switch that sets the opposite value.
     """
 
     path: tuple[str, ...]
@@ -194,15 +194,15 @@ class _Argument:
 
 @dataclass(frozen=True)
 class FlagReader:
-    """Reads the flags and arguments of a dataclass, and of those in it, named as in tyro's help.
+    """Reads the flags and arguments of a dataclass and of its nested dataclasses, with the names of tyro's help.
 
-    It follows ``Positional`` and ``FlagCreatePairsOff`` of ``tyro.conf``, and of its ``arg`` ``name=""`` (the flags of
-    a dataclass have no prefix), ``metavar`` and ``aliases``. An ``_`` may stand for a ``-``.
+    It supports ``Positional`` and ``FlagCreatePairsOff`` of ``tyro.conf``, and the options ``name=""`` (flags of a
+    dataclass have no prefix), ``metavar`` and ``aliases`` of its ``arg``. Flags may contain ``_`` instead of ``-``.
 
     Attributes:
         cls: the dataclass.
-        flags: by name, such as ``--model.num-layers``.
-        positional: those without a flag by their names in help, in order.
+        flags: arguments by flag, such as ``--model.num-layers``.
+        positional: positional arguments by their names in help, in order.
     """
 
     cls: type
@@ -237,11 +237,11 @@ class FlagReader:
                     self.flags[no] = dataclasses.replace(argument, sets=False)
 
     def read(self, argv: Sequence[str]) -> dict[str, Any]:
-        """The values that are given, by field; those of a field that is a dataclass as a dict of their own.
+        """Return the given values by field; a nested dataclass gives a nested dict.
 
         Raises:
-            ConfigError: an unknown flag, a value that is missing, of the wrong kind or after a switch, a flag with many
-                values that is given twice, an argument that no flag takes or that is missing.
+            ConfigError: an unknown flag; a value that is missing, of the wrong type or after a switch; a repeated flag
+                of many values; an argument that no flag takes; or a missing argument.
         """
         found: dict[tuple[str, ...], Any] = {}
         words, waiting = deque(argv), deque(self.positional.items())
@@ -269,7 +269,7 @@ class FlagReader:
         return values
 
     def _read_flag(self, word: str, words: deque[str], found: dict[tuple[str, ...], Any]) -> None:
-        """Read the flag ``word``, and from ``words`` its values."""
+        """Read the flag ``word`` and take its values from ``words``."""
         name, equals, text = word.partition("=")
         name = name.replace("_", "-")
         flag = self.flags.get(name)
@@ -303,7 +303,7 @@ def _value_of(name: str, annotation: Any, text: str) -> Any:
         try:
             value = cast(Any, kind)(text)
         except ValueError as error:
-            # Python reads integers of a few thousand digits at most.
+            # Python limits integers to a few thousand digits.
             if text.lstrip("+-").isdecimal():
                 raise ConfigError(f"{name} is too large an integer") from error
     check_value(name, value, annotation)
@@ -311,11 +311,11 @@ def _value_of(name: str, annotation: Any, text: str) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The values of a TOML file.
+    """Return the values of a TOML file.
 
     Raises:
-        ConfigError: it is not TOML, and the message names the line; it is no regular file, larger than ``_MAX_BYTES``,
-            or nested deeper than settings are.
+        ConfigError: the file is not TOML (the message names the line), is not a regular file, is larger than
+            ``_MAX_BYTES``, or is nested more than ``_MAX_DEPTH`` deep.
     """
     try:
         text = read_regular(path, limit=_MAX_BYTES).decode()
@@ -323,11 +323,11 @@ def read_toml(path: Path) -> dict[str, Any]:
             return values
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    # Among them TOMLDecodeError, text that is not UTF-8, and integers of more digits than Python reads.
+    # This covers TOMLDecodeError, text that is not UTF-8, and integers with more digits than Python reads.
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     except RecursionError:
-        pass  # It is nested deeper still.
+        pass  # Nested even deeper.
     raise ConfigError(f"{path} is nested more than {_MAX_DEPTH} deep; settings stand in tables of one level")
 
 
@@ -337,9 +337,9 @@ def _depth(value: object) -> int:
 
 
 def parse_command(cls: type[_T], argv: Sequence[str], prog: str) -> _T:
-    """Parse the arguments of a command into a dataclass, whose docstring is the help.
+    """Parse the arguments of a command into a dataclass whose docstring is the help.
 
-    Settings come from their defaults, then from the TOML file of ``--config``, then from flags.
+    Flags override the TOML file of ``--config``, which overrides the defaults.
 
     Args:
         cls: a dataclass.
@@ -347,12 +347,12 @@ def parse_command(cls: type[_T], argv: Sequence[str], prog: str) -> _T:
         prog: the command's name, for help.
 
     Raises:
-        ConfigError: an unknown flag or setting, a value that is missing or of the wrong kind, a mistake found by the
-            dataclass, or a TOML file that cannot be read.
-        SystemExit: help was asked for and printed.
+        ConfigError: an unknown flag or setting, a missing value, a value of the wrong type, a mistake that the
+            dataclass finds, or an unreadable TOML file.
+        SystemExit: help was requested and printed.
     """
     if "-h" in argv or "--help" in argv:
-        # Two spaces keep tyro from joining lines, such as examples. It shows the attributes as flags.
+        # Indentation keeps tyro from joining lines, such as examples. tyro shows the attributes as flags.
         summary = (inspect.getdoc(cls) or "").partition("\n\nAttributes:\n")[0]
         text = textwrap.indent(summary.replace("\n\n", "\n"), "  ") if issubclass(cls, SettingsArguments) else None
         tyro.cli(cls, prog=prog, description=text, args=["--help"], config=(tyro.conf.DisallowNone,))
@@ -409,4 +409,4 @@ VARIABLES = {
     "SHARDWISE_RANK_REPORTS": "set by the launcher: folder in which ranks leave their errors",
     "SHARDWISE_LAUNCHER_PID": "set by the launcher: its process; ranks end when it ends",
 }
-"""Name and meaning, those for users first."""
+"""Name and meaning of each environment variable, the ones for users first."""

@@ -1,4 +1,4 @@
-"""``shardwise import-hf`` and ``export-hf``: from a Hugging Face folder to a checkpoint, and back."""
+"""``shardwise import-hf`` and ``export-hf``, which convert a Hugging Face folder to a checkpoint and back."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +14,15 @@ from shardwise.training.bounds import DEFAULT_FILE_GB, FILE_GB, Folder
 
 @dataclass(frozen=True)
 class ImportArguments(SplitArguments):
-    """Make a checkpoint of a model in Hugging Face's layout (config.json and safetensors).
+    """Make a checkpoint from a model in Hugging Face's layout (config.json and safetensors).
 
-    shardwise generate reads it, and programs through shardwise.storage.checkpoint, at any layout. (To train further
-    from a Hugging Face folder there is shardwise finetune, which needs no import.)
+    shardwise generate reads the checkpoint at any layout, and so do programs through shardwise.storage.checkpoint.
+    To train a model from a Hugging Face folder, use shardwise finetune, which needs no import.
 
     Attributes:
-        folder: of the model, of an architecture that docs/huggingface.md lists.
-        out: folder for the checkpoint, which must not have one yet.
-        dtype: of the weights; the model's own if not given.
+        folder: folder of the model; docs/huggingface.md lists the supported architectures.
+        out: folder for the checkpoint, which must not contain one yet.
+        dtype: dtype of the weights; the model's own if not given.
     """
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER"), Folder("")]
@@ -50,20 +50,20 @@ class ImportArguments(SplitArguments):
 
 @dataclass(frozen=True)
 class ExportArguments(SplitArguments):
-    """Write a checkpoint's model in Hugging Face's layout, with its tokenizer: transformers loads it unchanged.
+    """Write a checkpoint's model and tokenizer in Hugging Face's layout, which transformers loads unchanged.
 
-    With --merge the model of adapters, with these merged into its weights:
+    With --merge, write the base model of adapters, with the adapters merged into its weights:
       shardwise export-hf adapters --out merged --merge
 
     Attributes:
-        checkpoint: folder of a run or an import, for its newest checkpoint, or of one of its checkpoints; with merge of
-            adapters.
-        out: folder to write, which must not exist or be empty.
-        dtype: of the weights; the checkpoint's own if not given.
-        architecture: model_type to write, such as "mistral"; the one that it was imported from, or else the first that
-            fits (llama or gpt2 for a training run), if not given.
-        max_file_gb: largest file of weights, in 1e9 bytes.
-        merge: checkpoint is a folder of adapters, which names the model's folder; write that with them merged.
+        checkpoint: folder of a run or an import (its newest checkpoint is used), or of one checkpoint; with merge,
+            folder of adapters.
+        out: folder to write, which must be empty or not exist.
+        dtype: dtype of the weights; the checkpoint's own if not given.
+        architecture: model_type to write, such as "mistral"; if not given, the one that was imported, or else the first
+            that fits (llama or gpt2 for a training run).
+        max_file_gb: largest size of a file of weights, in 1e9 bytes.
+        merge: read checkpoint as a folder of adapters, which names its base model, and write the merged model.
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]

@@ -22,22 +22,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GeneratingArguments(SplitArguments):
-    """The arguments of every command that lets a model write.
+    """Arguments of the commands that generate text.
 
     Attributes:
-        checkpoint: folder of a run or an import, for its newest checkpoint, or of one of its checkpoints; or a Hugging
-            Face folder, a fine-tuned one included; or adapters, with the model that they name.
-        adapter: folder of adapters (LoRA, in the files of the peft library) to use with the model.
-        max_new_tokens: most tokens to add. Here and below, if not given: what the model's generation_config.json says,
-            or else 200.
-        temperature: under 1 favours likely tokens; 0 always takes the likeliest. If not given: see above, or else 0.8.
-        top_k: choose among this many likeliest tokens; 0 is off. If not given: see above, or else 50.
-        top_p: choose among the fewest likeliest tokens whose probabilities reach this sum; 1 is off. If not given: see
+        checkpoint: folder of a run or an import (its newest checkpoint is used), of one checkpoint, of a Hugging Face
+            model, fine-tuned or not, or of adapters, which name their base model.
+        adapter: folder of LoRA adapters, in the peft library's format, to use with the model.
+        max_new_tokens: most tokens to add. Default, here and below: the model's generation_config.json, or else 200.
+        temperature: under 1 favours likely tokens; 0 always takes the likeliest. Default: see above, or else 0.8.
+        top_k: choose among this many likeliest tokens; 0 is off. Default: see above, or else 50.
+        top_p: choose among the fewest likeliest tokens whose probabilities reach this sum; 1 is off. Default: see
             above, or else 1.
-        seed: of the choices.
-        device: where to compute; "auto" takes a GPU if there is one for each rank.
-        layers: those of training; those for inference; or these "fused", with one exchange per half block. "auto" takes
-            those for inference where the model can have them, which are the fastest where this was measured.
+        seed: seed of the sampling.
+        device: device to compute on; "auto" takes a GPU if there is one for each rank.
+        layers: kind of layers; "fused" means inference layers with one exchange per half block. "auto" takes inference
+            layers if the model supports them, because they were the fastest in all measurements.
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]
@@ -51,7 +50,7 @@ class GeneratingArguments(SplitArguments):
     layers: Literal["auto", "training", "inference", "fused"] = "auto"
 
     def request(self) -> "SamplingRequest":
-        """The choice of tokens that was asked for. Imported only here, because PyTorch takes seconds."""
+        """Return the requested sampling. The import is here because PyTorch takes seconds to load."""
         from shardwise.run.commands.text_generation import SamplingRequest
 
         return SamplingRequest(self.max_new_tokens, self.temperature, self.top_k, self.top_p)
@@ -59,14 +58,14 @@ class GeneratingArguments(SplitArguments):
 
 @dataclass(frozen=True)
 class GenerateArguments(GeneratingArguments):
-    """Continue a text with a model of shardwise train, demo, finetune or import-hf, or in a Hugging Face folder.
+    """Continue a text with a model from shardwise train, demo, finetune or import-hf, or from a Hugging Face folder.
 
-    The same seed gives the same text on every number of ranks.
+    The same seed gives the same text on any number of ranks.
 
     Attributes:
-        prompt: text to continue; a new text begins if it is empty.
-        special_tokens: read the names of special tokens in the prompt, such as <|im_start|>, as these tokens, as
-            transformers does; as letters with --no-special-tokens, for text of people whom you don't trust.
+        prompt: text to continue; an empty prompt starts a new text.
+        special_tokens: parse names of special tokens in the prompt, such as <|im_start|>, as transformers does; with
+            --no-special-tokens they are plain characters, which is safer for untrusted text.
     """
 
     prompt: str = ""
@@ -94,13 +93,13 @@ _EXIT = "/exit"
 
 @dataclass(frozen=True)
 class ChatArguments(GeneratingArguments):
-    """Talk with a model of shardwise finetune, or in a Hugging Face folder, by its own chat template.
+    """Talk with a model from shardwise finetune or from a Hugging Face folder, using its own chat template.
 
-    Each line of standard input is a turn, and all turns before are read with it. /reset begins a new conversation,
-    /exit or the end of the input ends it.
+    Each line of standard input is a turn; the model reads it together with all earlier turns. /reset begins a new
+    conversation, and /exit or the end of the input ends the command.
 
     Attributes:
-        system: what the model is told before the conversation.
+        system: system message at the start of a conversation.
     """
 
     system: str = ""
@@ -142,25 +141,25 @@ def _read_line() -> str | None:
 
 @dataclass(frozen=True)
 class ClassifyArguments(SplitArguments):
-    """Label texts with a model that has a head for it, such as shardwise finetune --task sequence-classification makes.
+    """Label texts with a classifier, such as a model from shardwise finetune --task sequence-classification.
 
-    Prints a line of JSON for each text, as the pipeline of transformers answers: {"label": ..., "score": ...}; of a
-    model of several labels a list of those that are likelier than not, of a regression {"scores": [...]}, and of a
-    model that labels words (--task token-classification) a list of {"word": ..., "label": ..., "score": ...}, with null
-    of words that were cut off. Texts are cut into words at blanks.
+    Prints a line of JSON for each text, in the format of transformers' pipelines: {"label": ..., "score": ...}. A
+    multi-label model gives a list of the labels that are likelier than not, and a regression {"scores": [...]}. A model
+    that labels words (--task token-classification) gives a list of {"word": ..., "label": ..., "score": ...}, with null
+    for words that were truncated. Words are separated by whitespace.
 
     Attributes:
-        checkpoint: Hugging Face folder, or adapters, with the model that they name, or an import.
-        text: texts to label; if there are none, and no data, each line of standard input is one.
-        data: files and folders of records with a text and, for two texts, text_pair, or with tokens, a list of words,
-            in the forms that shardwise finetune reads.
-        adapter: folder of adapters (LoRA, in the files of the peft library) to use with the model.
-        sequence_length: most tokens of a text, which loses its end otherwise; 512, or the model's longest if that is
-            less, if not given.
-        batch_size: texts at once.
-        special_tokens: read the names of special tokens in texts as these tokens.
-        text_key: field of a record that holds the text, or the words.
-        device: where to compute; "auto" takes a GPU if there is one for each rank.
+        checkpoint: folder of a Hugging Face model, of adapters, which name their base model, or of an import.
+        text: texts to label; without text and data, each line of standard input is one text.
+        data: files and folders of records in the forms that shardwise finetune reads: text, and text_pair for pairs of
+            texts, or tokens, a list of words.
+        adapter: folder of LoRA adapters, in the peft library's format, to use with the model.
+        sequence_length: most tokens of a text; longer texts lose their end. Default: 512, or the model's maximum if
+            that is less.
+        batch_size: number of texts at once.
+        special_tokens: parse names of special tokens in texts as these tokens.
+        text_key: field of a record that holds the text or the words.
+        device: device to compute on; "auto" takes a GPU if there is one for each rank.
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]
@@ -196,32 +195,32 @@ _OF_DATA = {"data", "sequence_length", "mask_prompts", "special_tokens", "text_k
 
 @dataclass(frozen=True)
 class EvalArguments(SplitArguments):
-    """Measure a model of shardwise train, demo, finetune or import-hf, or in a Hugging Face folder, on data.
+    """Measure a model from shardwise train, demo, finetune or import-hf, or from a Hugging Face folder, on data.
 
-    Prints the loss in nats per token, the perplexity, and bits per byte, which can be compared between tokenizers; of a
-    model that labels texts, or their words, the accuracy, the mean of the labels' F1 (macro) or that of the entities
-    that words make, and the loss.
+    Prints the loss in nats per token, the perplexity, and bits per byte, which are comparable between tokenizers. For a
+    model that labels texts, prints the accuracy, the labels' mean F1 (macro) and the loss; for a model that labels
+    words, the F1 is that of the entities that the words form.
 
-    With --tasks, measures it by tasks of EleutherAI's lm-evaluation-harness (pip install 'shardwise[eval]').
+    With --tasks, runs tasks of EleutherAI's lm-evaluation-harness (pip install 'shardwise[eval]').
 
     Attributes:
-        checkpoint: folder of a run or an import, for its newest checkpoint, or of one of its checkpoints; or a Hugging
-            Face folder, a fine-tuned one included; or adapters, with the model that they name.
+        checkpoint: folder of a run or an import (its newest checkpoint is used), of one checkpoint, of a Hugging Face
+            model, fine-tuned or not, or of adapters, which name their base model.
         data: files and folders, in the forms that shardwise finetune reads.
-        adapter: folder of adapters (LoRA, in the files of the peft library) to use with the model.
-        sequence_length: tokens that the model reads at once; 512, or the model's longest if that is less, if not given.
-            A longer text is cut into windows, a longer chat is split.
-        batch_size: windows at once.
-        mask_prompts: measure what the assistant says, and completions, only; with --no-mask-prompts all of the text.
-        special_tokens: read the names of special tokens in texts as these tokens.
-        text_key: field of a record that holds the text, or the words.
-        tasks: names of tasks of lm-evaluation-harness, in place of data.
-        task_path: folder of tasks of one's own (YAML), which are then all there are.
-        num_fewshot: solved examples before each question; what the task says if not given.
-        limit: questions of each task; all if not given.
-        chat: ask by the model's chat template.
-        output: file for what the harness reports, in JSON.
-        device: where to compute; "auto" takes a GPU if there is one for each rank.
+        adapter: folder of LoRA adapters, in the peft library's format, to use with the model.
+        sequence_length: number of tokens that the model reads at once; longer texts are cut into windows, longer chats
+            are split. Default: 512, or the model's maximum if that is less.
+        batch_size: number of windows at once.
+        mask_prompts: measure only assistant messages and completions; --no-mask-prompts measures all of the text.
+        special_tokens: parse names of special tokens in texts as these tokens.
+        text_key: field of a record that holds the text or the words.
+        tasks: names of lm-evaluation-harness tasks, instead of data.
+        task_path: folder of your own tasks (YAML), which replace the harness's tasks.
+        num_fewshot: number of solved examples before each question; the task's own number if not given.
+        limit: number of questions of each task; all if not given.
+        chat: ask with the model's chat template.
+        output: JSON file for the harness's report.
+        device: device to compute on; "auto" takes a GPU if there is one for each rank.
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]

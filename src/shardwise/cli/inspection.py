@@ -1,4 +1,4 @@
-"""The commands that only look: ``plan``, ``compare`` and ``env``."""
+"""The commands that only report: ``plan``, ``compare`` and ``env``."""
 
 import json
 from dataclasses import dataclass, field
@@ -16,20 +16,20 @@ _SHOWN = 20
 
 @dataclass(frozen=True, kw_only=True)
 class PlanArguments(SettingsArguments):
-    """Show what each rank of a run needs, before anything is started.
+    """Show the memory and traffic of each rank of a run, without starting it.
 
-    Bytes of weights, gradients, optimizer state and activations, and bytes that
-    a rank sends in a step. Settings are those of shardwise train; the model may
-    also be that of a Hugging Face folder, of which config.json alone is read:
+    Prints the bytes of weights, gradients, optimizer state and activations, and
+    the bytes that a rank sends in a step. The settings are those of shardwise
+    train. The model may also be a Hugging Face folder; only its config.json is
+    read. Examples:
       shardwise plan --config run.toml --ranks 64 --tp 8
       shardwise plan MODEL_DIR --device cuda --ranks 8 --fit 80GiB
 
     Attributes:
-        model_dir: Hugging Face folder with the config.json of the model to plan; that of the settings if not given.
-        ranks: number of ranks; tp x pp if not given. With --fit there may be several numbers.
-        fit: memory of a rank, such as 80GiB or 16GB: list the layouts that fit, best first, in place of the plan of
-            one.
-        ranks_per_host: with --fit, the largest tp, since ranks that split layers exchange the most.
+        model_dir: Hugging Face folder with the config.json of the model to plan; the settings' model if not given.
+        ranks: number of ranks; tp x pp if not given. With --fit, several numbers are allowed.
+        fit: memory of a rank, such as 80GiB or 16GB; lists the layouts that fit, best first, instead of one plan.
+        ranks_per_host: with --fit, the largest tp, because ranks that split layers exchange the most data.
         json: print JSON.
     """
 
@@ -46,7 +46,7 @@ class PlanArguments(SettingsArguments):
         self.world_sizes()
 
     def world_sizes(self) -> tuple[int, ...]:
-        """The numbers of ranks."""
+        """Return the numbers of ranks to plan for."""
         parallel = self.settings.parallel
         if not self.ranks:
             return (parallel.tp * parallel.pp,)
@@ -87,14 +87,14 @@ class PlanArguments(SettingsArguments):
 
 @dataclass(frozen=True)
 class CompareArguments(Arguments):
-    """Show where two runs part: the first step, tensor and element in which their metrics or checkpoints differ.
+    """Show where two runs diverge: the first step, tensor and element in which their metrics or checkpoints differ.
 
-    Runs may have had different layouts. The exit code is 0 if both have metrics of the same steps with the same
-    results, and the checkpoints that both have are the same, bit for bit; else 1.
+    The runs may have different layouts. The exit code is 0 if both runs have the same results for the same steps, and
+    their checkpoints of common steps are bit-identical; otherwise it is 1.
 
     Attributes:
-        run_a: --out of a training run, or one of its checkpoints.
-        run_b: that of another.
+        run_a: --out folder of a training run, or one of its checkpoints.
+        run_b: the same for the other run.
     """
 
     run_a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_A"), Folder("")]

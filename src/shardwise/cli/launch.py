@@ -1,6 +1,6 @@
-"""Start ranks on this machine by PyTorch's elastic agent, and say in one line why they ended if they failed.
+"""Start ranks on this machine with PyTorch's elastic agent, and report a failure in one line.
 
-Nothing but the loopback interface is used, and no name is looked up.
+Only the loopback interface is used, and no host name is looked up.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ if TYPE_CHECKING:
 
 _SHUTDOWN_SECONDS = 5
 _MONITOR_SECONDS = 0.1
-# A rank found killed this much later than another one's failure did not cause it.
+# A rank that was killed this long after another rank's failure did not cause the failure.
 _SAME_MOMENT_SECONDS = 5.0
 
 
 def shardwise_command(*arguments: str) -> list[str]:
-    """The command line that runs ``shardwise ARGUMENTS`` with this interpreter, as a rank's program."""
-    # `-m` puts the current folder first on the path, where a user's core/random.py would be taken for Python's own. It
-    # is wanted only if this process was started that way.
+    """Return the command line that runs ``shardwise ARGUMENTS`` as a rank, with this interpreter."""
+    # `-m` puts the current folder first on the path, where a user's random.py would shadow Python's. -P prevents that,
+    # unless this process was started with that path too.
     here = bool(sys.path) and sys.path[0] in ("", os.getcwd())
     return [sys.executable, *([] if here else ["-P"]), "-m", "shardwise", *arguments]
 
 
 def physical_cores() -> int:
-    """Physical cores that this process may run on; logical ones if the system does not tell them apart."""
+    """Return the number of physical cores this process may use, or of logical cores if siblings are unknown."""
     if hasattr(os, "sched_getaffinity"):
         usable = os.sched_getaffinity(0)
     else:
@@ -84,20 +84,20 @@ def launch_ranks(
 ) -> int:
     """Run ``argv`` as ``nproc`` ranks on this machine, and wait for all of them.
 
-    Each finds its place in ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. If one fails,
-    the others are ended within seconds. Provided that they run inside ``run_command``: if this process is killed, the
-    ranks end by themselves; on a first SIGINT, SIGTERM or SIGHUP they end as on that signal, in their own time (a
-    training step is done and saved). A further one ends them at once.
+    Each rank reads its place from ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. If a
+    rank fails, the others are ended within seconds. Ranks inside ``run_command`` also end when this process is killed.
+    On a first SIGINT, SIGTERM or SIGHUP they handle the signal and end in their own time (a training step is finished
+    and saved). A further signal ends them at once.
 
     Args:
         nproc: number of ranks.
         argv: the program and its arguments; see ``shardwise_command``.
-        command: the beginning of an error line.
-        debug: show stack traces and the agent's log.
-        resume_hint: gives the hint how the command can go on, for the line about a killed rank.
+        command: prefix of an error line.
+        debug: whether to show stack traces and the agent's log.
+        resume_hint: returns how to resume the command, for the line about a killed rank.
 
     Returns:
-        0, or the exit code after the line with the reason: 2 for the user's mistakes, 1 for failures.
+        0, or after the line with the reason the exit code: 2 for the user's mistakes, 1 for failures.
 
     Raises:
         Interrupted: SIGINT, SIGTERM or SIGHUP reached this process; the ranks have ended.
@@ -109,7 +109,7 @@ def launch_ranks(
         _surroundings(_rank_variables(nproc, Path(name), debug), silent=not debug),
         _first_signal_asks(Path(name)) as asked,
     ):
-        # Late, because it takes seconds, and once the environment has what keeps it quiet.
+        # Imported late, because it takes seconds and reads the environment variables that keep it quiet.
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -125,11 +125,11 @@ def launch_ranks(
             local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=_MONITOR_SECONDS,
-            # The others are handled here, and it needs one.
+            # The agent needs at least one signal; this file handles the others.
             signals_to_handle="SIGQUIT",
             **_shutdown_options(LaunchConfig),
         )
-        # The agent expands "${local_rank}" in arguments; ours are to arrive as they are.
+        # The agent expands "${local_rank}" in arguments; escaped arguments arrive unchanged.
         arguments = [argument.replace("$", "$$") for argument in argv[1:]]
         try:
             elastic_launch(config, argv[0])(*arguments)
@@ -160,19 +160,19 @@ def _report(
         return EXIT_FAILURE
     first = reports[0]
     if first.exit_code - 128 in ENDING_SIGNALS:
-        # All ranks ended alike because one of them was asked to: no error.
+        # A signal to one rank ended all ranks: no error.
         print_line(f"{command}: {first.message}")
         return first.exit_code
     unanimous = len(reports) == nproc and all(report.message == first.message for report in reports)
-    # A user's mistake reads the same whichever rank finds it first.
+    # A user's mistake reads the same on every rank, so the line names no rank.
     named = first.exit_code == EXIT_FAILURE and not unanimous
     print_error(command, f"rank {first.rank}: {first.message}" if named else first.message)
     return first.exit_code
 
 
 def _end_without_report(failures: Mapping[int, ProcessFailure], reports: list[FailureReport]) -> str:
-    """How the rank ended that ended the others, if it left no report itself."""
-    # In the order in which the agent found them. SIGTERM is how it then ends the other ranks.
+    """Return how the first rank ended, which ended the others, or an empty string if it left a report."""
+    # The agent lists failures in the order in which it found them. It ends the other ranks with SIGTERM.
     rank, failure = next(iter(failures.items()))
     killed = [item for item in failures.items() if item[1].exitcode < 0 and item[1].exitcode != -signal.SIGTERM]
     silent = rank not in {report.rank for report in reports}
@@ -182,7 +182,7 @@ def _end_without_report(failures: Mapping[int, ProcessFailure], reports: list[Fa
         if failure.exitcode == -signal.SIGKILL:
             how += ", by hand or for lack of memory"
     elif not reports or (silent and reports[0].in_collective):
-        # One that a signal ended has its number, negative, or says it by its exit code.
+        # For a rank that a signal ended, the exit code is minus the signal's number or 128 plus the number.
         signum = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
         if signum in ENDING_SIGNALS:
             how = f"was ended by {signal.Signals(signum).name}"
@@ -194,7 +194,7 @@ def _end_without_report(failures: Mapping[int, ProcessFailure], reports: list[Fa
 
 
 def _rank_variables(nproc: int, folder: Path, debug: bool) -> dict[str, str]:
-    """The ranks' environment beyond what the agent sets; the user's own values go first."""
+    """Return the variables that the ranks need besides the agent's; the user's own values take precedence."""
     variables = {
         "OMP_NUM_THREADS": str(max(1, physical_cores() // nproc)),
         # PyTorch's store looks up the name of 127.0.0.1 for its log; where DNS does not answer, that takes 10 s.
@@ -204,29 +204,29 @@ def _rank_variables(nproc: int, folder: Path, debug: bool) -> dict[str, str]:
     if loopback is not None:
         variables["GLOO_SOCKET_IFNAME"] = variables["NCCL_SOCKET_IFNAME"] = loopback
     if not debug:
-        # Or each rank that survives another one warns of its closed connection.
+        # Otherwise each surviving rank warns about the closed connection of a failed rank.
         variables["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     variables = {name: os.environ.get(name, value) for name, value in variables.items()}
     return variables | {REPORTS_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(os.getpid())}
 
 
 def _shutdown_options(config: type[LaunchConfig]) -> dict[str, Any]:
-    """The time that the ranks have to end; PyTorch 2.11 gives them 30 seconds, and cannot be told."""
+    """Return the option for the ranks' time to end. PyTorch 2.11 lacks it and gives them 30 seconds."""
     known = any(field.name == "shutdown_timeout" for field in dataclasses.fields(config))
     return {"shutdown_timeout": _SHUTDOWN_SECONDS} if known else {}
 
 
 @contextlib.contextmanager
 def _surroundings(variables: Mapping[str, str], *, silent: bool) -> Iterator[None]:
-    """Within, ``variables`` are in ``os.environ``, from which the ranks get them, and a silent agent logs nothing.
+    """Set ``variables`` in ``os.environ`` in the block, for the ranks, and turn off the agent's log if ``silent``.
 
-    The agent's own changes are put back too.
+    Changes by the agent are undone too.
     """
     logger = logging.getLogger("torch.distributed.elastic")
     environment, handler, propagate = dict(os.environ), signal.getsignal(signal.SIGQUIT), logger.propagate
     full_name, nothing = socket.getfqdn, logging.NullHandler()
     os.environ.update(variables)
-    # The agent asks for it at every event, for logs that are off; where DNS does not answer, each takes many seconds.
+    # The agent calls it at every event, for logs that are off; where DNS does not answer, each call takes many seconds.
     socket.getfqdn = lambda name="": name or socket.gethostname()
     if silent:
         logger.addHandler(nothing)
@@ -246,9 +246,9 @@ def _surroundings(variables: Mapping[str, str], *, silent: bool) -> Iterator[Non
 
 @contextlib.contextmanager
 def _first_signal_asks(reports: Path) -> Iterator[list[int]]:
-    """Within, a first signal asks the ranks to end, and a further one has the agent end them; yields the signals.
+    """In the block, a first signal asks the ranks to end, and a further one makes the agent end them.
 
-    One that is ignored (``nohup``) stays so.
+    Yields a list that receives the first signal. Ignored signals (``nohup``) stay ignored.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 

@@ -29,7 +29,7 @@ _OPTIONAL = ("matplotlib", "tensorboard", "triton")
 
 
 def gather() -> dict[str, Any]:
-    """The report of ``shardwise env``, as JSON values."""
+    """Return the report of ``shardwise env`` as JSON values."""
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", 0))
@@ -49,7 +49,7 @@ def gather() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The version of each package, or why it cannot be used."""
+    """Return the version of each package, or why it cannot be used."""
     found = {"shardwise": shardwise.__version__, "python": platform.python_version()}
     for name in _REQUIRED:
         found[name] = importlib.metadata.version(name)
@@ -59,13 +59,13 @@ def versions() -> dict[str, str]:
             found[name] = str(getattr(module, "__version__", "installed"))
         except ModuleNotFoundError as error:
             found[name] = "not installed" if error.name == name else f"does not import: {error}"
-        except Exception as error:  # an optional package can fail in any way
+        except Exception as error:  # importing an optional package can raise anything
             found[name] = f"does not import: {type(error).__name__}: {error}"
     return found
 
 
 def fast_paths(devices: Iterable[torch.device]) -> list[Choice]:
-    """The fast paths of ``shardwise train`` on ``devices``, each tried out."""
+    """Try each fast path of ``shardwise train`` on ``devices`` and return the results."""
     choices = []
     for device in devices:
         refusal = _refusal(partial(_try_fused_adamw, device))
@@ -133,13 +133,13 @@ def _try_attention(device: torch.device, backend: Any, dtype: torch.dtype, dropo
 
 
 def _refusal(attempt: Callable[[], None]) -> str | None:
-    """PyTorch's reason against an attempt, in one line; None if it succeeds."""
+    """Return PyTorch's reason for a failed attempt in one line, or None if it succeeds."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             attempt()
         except (RuntimeError, ValueError) as error:
-            # PyTorch says the reason in warnings, and then only that no kernel is left.
+            # PyTorch gives the reason in warnings; the error only says that no kernel is available.
             reasons = [*(str(warning.message) for warning in caught), str(error)]
             reasons = [reason.partition(" (Triggered")[0].partition("\n")[0] for reason in reasons]
             return next((reason for reason in reasons if not reason.endswith(":")), type(error).__name__)
@@ -154,7 +154,7 @@ def _accelerators() -> list[str]:
             found.append(f"cuda:{index} {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
         return found
     other = torch.accelerator.current_accelerator()
-    # `shardwise train` knows "cpu" and "cuda".
+    # `shardwise train` supports only "cpu" and "cuda".
     return [] if other is None else [f"{other.type}, which `shardwise train` does not use"]
 
 
@@ -175,7 +175,7 @@ def _backends() -> dict[str, str]:
 
 
 def as_table(report: dict[str, Any]) -> str:
-    """``gather``'s report in two columns, no wider than the terminal."""
+    """Format ``gather``'s report in two columns, no wider than the terminal."""
     accelerators = report["machine"]["accelerators"] or ["none"]
     rows = [
         *report["versions"].items(),

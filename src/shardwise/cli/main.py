@@ -1,6 +1,6 @@
-"""The ``shardwise`` command: finds the subcommand, and runs it here or in ranks that it starts.
+"""The ``shardwise`` command, which runs a subcommand in this process or in ranks that it starts.
 
-Standard input and outputs that are closed, or that nobody reads any more, end no command.
+Any command can start with closed standard streams. Training also continues when its outputs lose their readers.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ class Command:
     """A subcommand.
 
     Attributes:
-        module: the module of ``shardwise.cli`` that has the class of its arguments.
-        arguments: the name of that class.
+        module: module of ``shardwise.cli`` that defines the class of its arguments.
+        arguments: name of that class.
         summary: one line for ``shardwise --help``.
     """
 
@@ -69,33 +69,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``shardwise ARGUMENTS``.
 
     Args:
-        argv: the arguments; those of the process if None.
+        argv: the arguments; None means the arguments of the process.
 
     Returns:
-        The exit code: 0, 2 for a mistake of the user's, 1 for a failure, 128 and the number of a signal.
+        The exit code: 0, 1 for a failure, 2 for a mistake of the user, 128 plus the number of a signal.
     """
     open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--debug" not in arguments:
-        # Read when PyTorch is loaded, which is later: it would warn of every host name that has no answer.
+        # PyTorch reads this when it is loaded, later. By default it warns about each host name that does not resolve.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     name = arguments[0] if arguments else ""
     if name not in COMMANDS:
         return run_command("shardwise", lambda: _without_command(name))
-    # `torchrun -m shardwise train -- --nproc 2` keeps torchrun from taking the flag for its own.
+    # The "--" in `torchrun -m shardwise train -- --nproc 2` keeps torchrun from parsing --nproc.
     own = arguments[2:] if arguments[1:2] == ["--"] else arguments[1:]
     return run_command(f"shardwise {name}", partial(run_subcommand, name, own), debug="--debug" in arguments)
 
 
 def run_subcommand(name: str, argv: Sequence[str]) -> int:
-    """Run ``shardwise NAME ARGUMENTS``, here if this process is a rank or the only one, else in ranks started here.
+    """Run ``shardwise NAME ARGUMENTS`` in this process if it is a rank or no others are needed, else in new ranks.
 
     Returns:
         The exit code.
 
     Raises:
-        SystemExit: help was asked for and printed.
-        ShardwiseError: a mistake of the user's, or a failure.
+        SystemExit: help was requested and printed.
+        ShardwiseError: a mistake of the user, or a failure.
     """
     command = COMMANDS[name]
     module = importlib.import_module(f"shardwise.cli.{command.module}")
@@ -113,18 +113,18 @@ def run_subcommand(name: str, argv: Sequence[str]) -> int:
 
 
 def start_ranks(command: str, argv: Sequence[str], arguments: Arguments) -> int | None:
-    """Start the ranks of a command, unless this process is one of them, or the only one.
+    """Start the ranks of a command, unless this process is a rank already or the only one needed.
 
     Args:
-        command: of ``shardwise``.
-        argv: the arguments after it.
-        arguments: the same, parsed.
+        command: name of the subcommand.
+        argv: its arguments.
+        arguments: the same arguments, parsed.
 
     Returns:
-        The exit code of the ranks; None if this process is to do the work itself.
+        The exit code of the ranks; None if this process must do the work itself.
 
     Raises:
-        ConfigError: the arguments do not fit the number of ranks, or ``--nproc`` is another one than the launcher's.
+        ConfigError: the arguments do not fit the number of ranks, or ``--nproc`` differs from the launcher's number.
         ShardwiseError: ``arguments`` found a mistake.
     """
     if not isinstance(arguments, LaunchArguments):
@@ -154,9 +154,9 @@ def start_ranks(command: str, argv: Sequence[str], arguments: Arguments) -> int 
 
 
 def open_closed_streams() -> None:
-    """Open ``/dev/null`` where standard input or an output is closed (``>&-``).
+    """Open ``/dev/null`` for each standard stream that is closed (``>&-``).
 
-    A file that is opened later would get the output's number, and what libraries print would stand in the file.
+    Otherwise a file that is opened later would get the stream's descriptor, and libraries would print into that file.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -168,17 +168,17 @@ def open_closed_streams() -> None:
                 os.close(null)
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
-            # Not by its number, which may be another file's by now. Open until the process ends.
+            # The stream's descriptor may belong to another file by now. The new file stays open until the process ends.
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
 
 
 class LastingOutput:
-    """An output whose loss ends nothing: when it cannot be written any more, later text goes nowhere.
+    """Output stream that discards text instead of raising once it cannot be written.
 
     Args:
         stream: the output.
-        other: where one line then says so.
-        name: of the output, for that line.
+        other: stream for the one-line message about the loss.
+        name: name of the output in that message.
     """
 
     def __init__(self, stream: TextIO, other: TextIO, name: str) -> None:
@@ -201,7 +201,7 @@ class LastingOutput:
         try:
             yield
         except OSError as error:
-            # The rest of the stream, and all later text, goes nowhere.
+            # Discard the buffered text and all later text.
             with open(os.devnull, "wb") as sink:
                 os.dup2(sink.fileno(), self._stream.fileno())
             with contextlib.suppress(OSError):
@@ -214,7 +214,7 @@ class LastingOutput:
 
 @contextlib.contextmanager
 def lasting_outputs() -> Iterator[None]:
-    """Within, a run goes on when nobody reads its output: when a pager ends or a disk is full."""
+    """Keep a run alive in the block when its outputs fail, because a pager exits or a disk is full."""
     out, err = sys.stdout, sys.stderr
     sys.stdout = cast(TextIO, LastingOutput(out, err, "standard output"))
     sys.stderr = cast(TextIO, LastingOutput(err, out, "standard error"))

@@ -1,6 +1,6 @@
-"""Every error becomes one line and an exit code: 2 for the user's mistakes, 1 for failures, 130 and 143 for signals.
+"""Turn every error into one line and an exit code: 2 for the user's mistakes, 1 for failures, 130 and 143 for signals.
 
-In a rank the line goes to the launcher, whom the environment names.
+A rank sends the line to the launcher that the environment names.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ REPORTS_VARIABLE = "SHARDWISE_RANK_REPORTS"
 """Environment variable: the folder where ranks leave their FailureReport for the launcher to print."""
 
 LAUNCHER_VARIABLE = "SHARDWISE_LAUNCHER_PID"
-"""Environment variable: process id of the launcher, without which a rank does not go on."""
+"""Environment variable: process id of the launcher; a rank ends when this process ends."""
 
 EXIT_FAILURE = 1
 EXIT_MISTAKE = 2
-EXIT_CLOSED_OUTPUT = 141  # What shells report for SIGPIPE.
+EXIT_CLOSED_OUTPUT = 141  # Shells report this code for SIGPIPE.
 
 _MISTAKES = (ConfigError, DataError, ShardingError, VocabularyError, CheckpointError, TopologyError)
 _PATH_MISTAKES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -62,15 +62,15 @@ _HEAR_OTHERS_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class FailureReport:
-    """The failure of a rank.
+    """Failure of a rank.
 
     Attributes:
         rank: global rank.
-        message: one line; empty if there is nothing to say (its output was closed).
+        message: one line; empty if there is nothing to report (the output was closed).
         exit_code: 2 for the user's mistakes, 1 for failures.
-        time: seconds since the epoch.
-        trace: the stack trace.
-        in_collective: a collective failed, perhaps because another rank did.
+        time: time in seconds since the epoch.
+        trace: stack trace.
+        in_collective: whether a collective failed, perhaps because another rank did.
     """
 
     rank: int
@@ -85,21 +85,21 @@ class FailureReport:
 
     @classmethod
     def read_all(cls, folder: Path) -> list[FailureReport]:
-        """The reports in ``folder``, the likeliest cause first: the earliest, and failed collectives last."""
+        """Read the reports in ``folder``, likeliest cause first: by time, with failed collectives last."""
         reports = [cls(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank*.json")]
         return sorted(reports, key=lambda report: (report.in_collective, report.time))
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """The variables of a launcher in this process's environment.
+    """Variables of a launcher in this process's environment.
 
     Attributes:
         rank: global rank.
         world_size: number of ranks.
         reports: folder for this rank's FailureReport; None if the launcher is not ours.
-        launcher_pid: process without which this rank does not go on; None if that is not known.
-        attempt: folder that torchrun gives the ranks of this host; None if it does not.
+        launcher_pid: id of the process that this rank ends with; None if unknown.
+        attempt: folder that torchrun gives the ranks of this host; None without torchrun.
     """
 
     rank: int
@@ -110,10 +110,10 @@ class RankEnvironment:
 
     @classmethod
     def read(cls) -> RankEnvironment | None:
-        """From ``RANK``, ``WORLD_SIZE`` and others; None if this process is not a rank of several.
+        """Read ``RANK``, ``WORLD_SIZE`` and others; return None if both are unset.
 
         Raises:
-            ConfigError: only one of the two is set, or they are no numbers that fit.
+            ConfigError: only one of the two is set, or they are not numbers with 0 <= rank < size.
         """
         rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
         if rank is None and world_size is None:
@@ -140,14 +140,14 @@ class RankEnvironment:
 
 
 def is_first_rank() -> bool:
-    """True in the process that prints what is printed once."""
+    """True in the process that prints on behalf of all ranks."""
     return not launcher_number("RANK")
 
 
 def describe(error: BaseException) -> tuple[str, int]:
-    """One line about an error, with those below it that the error has, and the exit code.
+    """Return one line about an error, followed by its detail lines if it has any, and the exit code.
 
-    An error that nobody foresaw is named with its type, cut to a few hundred characters, and pointed to ``--debug``.
+    The line of an unexpected error has its type and a few hundred characters of its text, and suggests ``--debug``.
     """
     text = " ".join(str(error).split())
     if isinstance(error, OutOfMemoryError) and error.details:
@@ -170,7 +170,7 @@ def describe(error: BaseException) -> tuple[str, int]:
 
 
 def print_line(line: str) -> None:
-    """Print one line on stderr; over what a progress bar left there if it is a terminal."""
+    """Print one line on stderr; on a terminal, overwrite the remains of a progress bar."""
     clear = "\r\033[K" if sys.stderr.isatty() else ""
     with contextlib.suppress(BrokenPipeError):
         print(clear + line, file=sys.stderr, flush=True)
@@ -188,38 +188,38 @@ def print_error(command: str, message: str) -> None:
 
 
 def allow_any_character() -> None:
-    """Show a question mark for a character that the terminal's encoding lacks."""
+    """Make stdout replace characters that its encoding lacks by question marks."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         with contextlib.suppress(OSError):
             sys.stdout.reconfigure(errors="replace")
 
 
 def show(piece: str) -> None:
-    """Print a piece of a text, at once."""
+    """Print a piece of a text without buffering."""
     sys.stdout.write(piece)
     sys.stdout.flush()
 
 
 def has_colours() -> bool:
-    """As no-color.org and force-color.org say, or else True on a terminal."""
+    """Follow NO_COLOR and FORCE_COLOR (no-color.org, force-color.org); without them, True on a terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or sys.stdout.isatty()
 
 
 def run_command(command: str, body: Callable[[], int | None], *, debug: bool = False) -> int:
-    """Run a command to its exit code, with every error made one line.
+    """Run a command, report any error in one line, and return the exit code.
 
-    In a rank of several (``RANK`` and ``WORLD_SIZE`` are set) the line goes to the launcher, which prints one for all;
-    under ``torchrun`` the first rank of a host to have it prints it. A rank that fails does not return from here.
+    A rank (``RANK`` and ``WORLD_SIZE`` are set) sends the line to the launcher, which prints one line for all ranks.
+    Under ``torchrun`` the first rank of a host to fail prints it. A rank that fails does not return from this function.
 
     Args:
-        command: the beginning of the line, such as ``shardwise train``.
-        body: the command; None is success.
-        debug: show the stack trace too.
+        command: prefix of the line, such as ``shardwise train``.
+        body: the command; None as its result means success.
+        debug: whether to show the stack trace too.
 
     Returns:
-        0, 1 or 2; 128 and the signal's number after SIGINT or SIGTERM; 141 if nobody reads the output.
+        0, 1 or 2; 128 plus the signal's number after SIGINT or SIGTERM; 141 if the output's reader is gone.
     """
     try:
         reporter = _Reporter(command, RankEnvironment.read(), debug)
@@ -237,7 +237,7 @@ def run_command(command: str, body: Callable[[], int | None], *, debug: bool = F
                 sys.stdout.flush()
             except BaseException as error:
                 code = reporter.report(error)
-    except Interrupted as interruption:  # Before the command began, or while its end was being reported.
+    except Interrupted as interruption:  # Before the command began, or during the report of its end.
         code = interruption.exit_code
     if environment is not None and code != 0:
         leave(code)
@@ -245,7 +245,7 @@ def run_command(command: str, body: Callable[[], int | None], *, debug: bool = F
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End a rank that failed, at once: its process group's destructors would wait for the other ranks, and complain."""
+    """End a failed rank at once, because destructors of its process groups would wait for other ranks and complain."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -253,7 +253,7 @@ def leave(exit_code: int) -> NoReturn:
 
 
 class _Reporter(logging.Handler):
-    """Reports the error of a command, and the log of a rank: to the launcher, or once on each host."""
+    """Reports the error of a command and the log of a rank, to the launcher or once per host."""
 
     def __init__(self, command: str, environment: RankEnvironment | None, debug: bool) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class _Reporter(logging.Handler):
         self.debug = debug
 
     def hear_other_threads(self) -> None:
-        """Print the package's log, and end this rank with the error of another of its threads: the watch's."""
+        """Print the package's log, and end this rank if another of its threads (the watch) raises an error."""
 
         def end(args: threading.ExceptHookArgs) -> None:
             if isinstance(args.exc_value, ShardwiseError):
@@ -289,7 +289,7 @@ class _Reporter(logging.Handler):
             return int(error.code or 0)
         if isinstance(error, BrokenPipeError) and (closed := list(filter(_nobody_reads, (sys.stdout, sys.stderr)))):
             for stream in closed:
-                # The interpreter flushes once more at exit, and would complain.
+                # The interpreter flushes again at exit, and would complain.
                 with open(os.devnull, "wb") as sink:
                     os.dup2(sink.fileno(), stream.fileno())
             self._leave_report("", EXIT_CLOSED_OUTPUT)
@@ -301,10 +301,10 @@ class _Reporter(logging.Handler):
     def _interruption(self, interruption: Interrupted) -> None:
         note = f"; {interruption.note}" if interruption.note else ""
         if self.environment is not None and self.environment.reports is not None:
-            # Our launcher says it itself if it was asked to end. It was not if a rank alone was.
+            # Our launcher prints this if it received the signal itself. It did not if only a rank did.
             if interruption.agreed:
                 self._leave_report(f"interrupted by {interruption.signal.name}{note}", interruption.exit_code)
-        # torchrun also sends SIGTERM when another rank failed: that is no news, unless all ranks agreed to end.
+        # torchrun also sends SIGTERM after another rank's failure, which needs no line, unless all ranks agreed to end.
         elif self.environment is None or interruption.agreed or interruption.signal is signal.SIGINT:
             self._print_first(f"{self.command}: interrupted{note}")
 
@@ -317,13 +317,13 @@ class _Reporter(logging.Handler):
                 print_line(trace.rstrip())
             self._print_first(f"{self.command}: error: {message}")
         if in_collective:
-            # Another rank's failure ended the collective, and that rank may still be tidying up: let it be heard first.
+            # Another rank's failure ended the collective. That rank may still be cleaning up: let it report first.
             with contextlib.suppress(Interrupted):
                 time.sleep(_HEAR_OTHERS_SECONDS)
         return code
 
     def _leave_report(self, message: str, code: int, trace: str = "", in_collective: bool = False) -> bool:
-        """Leave the launcher a report; False if it does not want one or the disk is full."""
+        """Write a report for the launcher; return False if it expects none or the disk is full."""
         if self.environment is None or self.environment.reports is None:
             return False
         report = FailureReport(self.environment.rank, message, code, time.time(), trace, in_collective)
@@ -334,7 +334,7 @@ class _Reporter(logging.Handler):
         return True
 
     def _print_first(self, line: str, *, name: str | None = None) -> None:
-        """Print ``line`` unless another rank of this host did, or one of the same ``name``."""
+        """Print ``line`` unless a rank of this host has printed it, or a line with the same ``name``."""
         if self.environment is not None and self.environment.attempt is not None:
             name = f"printed-{hashlib.sha256((name or line).encode()).hexdigest()[:16]}"
             try:
@@ -357,7 +357,7 @@ def _nobody_reads(stream: TextIO) -> bool:
 
 
 def _failed_in_collective(error: BaseException) -> bool:
-    """True if the error comes from a collective, which fails on every rank that waits for one that failed."""
+    """True if the error comes from a collective, which fails on each rank that waits for a failed one."""
     while error.__cause__ is not None:
         error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__)

@@ -20,12 +20,12 @@ from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Fol
 class TrainArguments(RunArguments):
     """Train a GPT on your text.
 
-    Settings come from their defaults, then from the TOML file of --config (a
-    table for each group: [model] num_layers = 8), then from flags. On this
-    machine:
+    Flags override the TOML file of --config, which overrides the defaults. The
+    file has a table for each group of settings: [model] num_layers = 8.
+    On this machine:
       shardwise train --data FOLDER --tp 2
-    On many hosts, where torchrun starts the ranks (leave --nproc out there, which
-    torchrun takes for a flag of its own unless "--" stands before it):
+    On many hosts, torchrun starts the ranks. Leave out --nproc there: torchrun
+    takes it for its own flag unless "--" precedes it.
       torchrun --nnodes 2 --nproc-per-node 8 ... -m shardwise train --data FOLDER
     """
 
@@ -41,10 +41,9 @@ class TrainArguments(RunArguments):
 class FinetuneArguments(RunArguments):
     """Fine-tune a Hugging Face model on your chats, instructions or texts, or to label texts.
 
-    All of its weights are trained, or low-rank adapters (LoRA) beside them. OUT
-    becomes a Hugging Face folder, or an adapter folder of the peft library.
-    Settings come from their defaults, then from the TOML file of --config, then
-    from flags:
+    This trains all weights, or only low-rank adapters (LoRA). OUT becomes a
+    Hugging Face folder, or an adapter folder of the peft library. Flags override
+    the TOML file of --config, which overrides the defaults. Examples:
       shardwise finetune MODEL_DIR --data chats.jsonl --out OUT --epochs 3 --tp 2
       shardwise finetune MODEL_DIR --data FOLDER --out OUT --tp 2 --lora-rank 8
       shardwise finetune MODEL_DIR --data labelled.jsonl --out OUT --task sequence-classification
@@ -52,7 +51,7 @@ class FinetuneArguments(RunArguments):
       shardwise finetune MODEL_DIR --data chats.jsonl --show 3
 
     Attributes:
-        show: print so many samples as the model would see them, what is learned of them in colour, and train nothing.
+        show: print this many samples as the model sees them, with the learned tokens in colour, and do not train.
     """
 
     settings: Annotated[FinetuneSettings, tyro.conf.arg(name="")]
@@ -88,18 +87,19 @@ class FinetuneArguments(RunArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class DpoArguments(FinetuneArguments):
-    """Fine-tune a Hugging Face model on preferences: of two answers, the better one.
+    """Fine-tune a Hugging Face model on pairs of a better and a worse answer.
 
-    Direct preference optimization (DPO) and its kin. A record has a prompt, a
-    chosen and a rejected answer, as texts or as messages. What the model that
-    training begins with says of them is computed once and kept in OUT. All else
-    is as in shardwise finetune:
+    The objective is direct preference optimization (DPO) or a variant of it. A
+    record has a prompt, a chosen and a rejected answer, as texts or as messages.
+    The answers' log-probabilities under the initial model are computed once and
+    stored in OUT.
+    The rest works as in shardwise finetune:
       shardwise dpo MODEL_DIR --data pairs.jsonl --out OUT --epochs 1 --tp 2
       shardwise dpo MODEL_DIR --data pairs.jsonl --out OUT --lora-rank 8 --beta 0.1
       shardwise dpo MODEL_DIR --data pairs.jsonl --show 3
 
     Attributes:
-        show: print so many pairs as the model would see them, the answers in colour, and train nothing.
+        show: print this many pairs as the model sees them, with the answers in colour, and do not train.
     """
 
     settings: Annotated[DpoSettings, tyro.conf.arg(name="")]
@@ -107,10 +107,11 @@ class DpoArguments(FinetuneArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillArguments(FinetuneArguments):
-    """Fine-tune a Hugging Face model on what another one of the same tokenizer predicts.
+    """Fine-tune a Hugging Face model on the predictions of another model.
 
-    The teacher is split over the same ranks and is not trained. All else is as in
-    shardwise finetune:
+    The other model, the teacher, has the same tokenizer. It is split over the
+    same ranks and is not trained.
+    The rest works as in shardwise finetune:
       shardwise distill MODEL_DIR --teacher LARGE --data chats.jsonl --out OUT --tp 2
       shardwise distill MODEL_DIR --teacher LARGE --data FOLDER --out OUT --alpha 1
     """
@@ -123,11 +124,11 @@ class DemoArguments(LaunchArguments):
     """Train a small GPT on this machine's Python standard library, in about a minute on two cores.
 
     Attributes:
-        out: folder for the checkpoint, metrics, picture and sample; an earlier demo's are replaced.
-        tp: ranks that split each layer.
-        pp: pipeline stages, which share out the layers; without the text sample at the end.
-        steps: optimizer steps.
-        timeout: seconds that a rank waits for another, before all end with an error that names it.
+        out: folder for the checkpoint, metrics, picture and sample, which replace the files of an earlier demo.
+        tp: number of ranks that split each layer.
+        pp: number of pipeline stages; with more than one, the demo writes no text sample at the end.
+        steps: number of optimizer steps.
+        timeout: seconds that a rank waits for another rank, before all ranks end with an error that names it.
     """
 
     out: Annotated[str, Folder()] = "runs/demo"
@@ -145,7 +146,7 @@ class DemoArguments(LaunchArguments):
         demo_settings(self).check_world(world_size)
 
     def check(self) -> None:
-        """Refuse a folder in use, or one that is not an earlier demo's, which this one replaces."""
+        """Raise ConfigError if the folder is in use, or holds a run that is not a demo and would be replaced."""
         out = Path(self.out)
         check_free(out)
         if (out / "checkpoints").exists() and not (out / "DEMO").exists():
@@ -159,7 +160,7 @@ class DemoArguments(LaunchArguments):
 
 
 def demo_settings(arguments: DemoArguments) -> Settings:
-    """The demo's run."""
+    """Return the settings of the demo's run."""
     values = {
         "data": ("stdlib",),
         "out": arguments.out,
