@@ -1,10 +1,10 @@
-"""Train a small Llama with tensor and data parallelism, from a text file to a checkpoint, on Shardwise's Python API.
+"""Train a small Llama with tensor and data parallelism, from a text file to a checkpoint, with Shardwise's Python API.
 
     python examples/train.py README.md                                       # one rank
     torchrun --nproc-per-node 2 examples/train.py README.md --tp 2           # each layer split over two ranks
-    torchrun --nproc-per-node 4 examples/train.py README.md --tp 2 --steps 40  # two copies, goes on where it stopped
+    torchrun --nproc-per-node 4 examples/train.py README.md --tp 2 --steps 40  # two copies; resumes the run
 
-The losses are the same at every layout, and a checkpoint opens at every other.
+The losses are the same in every layout, and a checkpoint can be loaded in any other layout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ END_OF_TEXT = 256  # The bytes are tokens 0 to 255.
 
 
 def make_model(groups: Groups, device: torch.device) -> GPT:
-    """A Llama: rotary positions, RMSNorm, SwiGLU, no biases. Each rank makes its shards alone."""
+    """Make a Llama: rotary positions, RMSNorm, SwiGLU, no biases. Each rank makes only its shards."""
     config = ModelConfig(
         num_layers=2,
         hidden_size=96,
@@ -53,7 +53,7 @@ def make_model(groups: Groups, device: torch.device) -> GPT:
 
 
 def make_loader(text: Path) -> DataLoader:
-    """Batches of the file's bytes. Every rank has the same loader and asks it for its own samples."""
+    """Make a loader of batches of the file's bytes. All ranks have the same loader and request their own samples."""
     data = text.read_bytes()
     tokens = np.append(np.frombuffer(data, np.uint8).astype(np.uint16), np.uint16(END_OF_TEXT))
     stream = TokenStream(text.name, tokens, END_OF_TEXT, len(data))
@@ -61,18 +61,18 @@ def make_loader(text: Path) -> DataLoader:
 
 
 def train_step(step: int, model: GPT, optimizer: AdamW, loader: DataLoader, groups: Groups) -> tuple[float, float]:
-    """Forward, backward and update. Returns the loss of the global batch and the norm of its gradient."""
+    """Run forward, backward and update. Return the loss of the global batch and the norm of its gradient."""
     assert groups.dp is not None
     device = next(model.parameters()).device
     optimizer.zero_grad()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for batch in loader.batch(step, groups.dp.rank(), groups.dp.size(), MICRO_BATCH):
         tokens, labels = batch.tokens.to(device), batch.labels.to(device)
-        # The loss of each token, [b, s]: equal on all tensor-parallel ranks, none of which held all logits of a token.
+        # The model returns each token's loss, [b, s], the same on all tensor-parallel ranks. No rank holds all logits.
         loss = model(tokens, labels=labels).sum() / loader.num_labels(step)
         loss.backward()
         total += loss.detach()
-    # Every gradient is summed over dp, and over tp the gradients of what several of its ranks hold.
+    # Sum every gradient over dp, and also over tp if several tp ranks hold the parameter.
     finalize_gradients_(model, tp_group=groups.tp, dp_group=groups.dp)
     norm = clip_grad_norm_(model, 1.0, tp_group=groups.tp)
     optimizer.step()
@@ -96,7 +96,7 @@ def main() -> None:
     model, loader = make_model(groups, device), make_loader(options.text)
     optimizer = AdamW(model, learning_rate=3e-3, weight_decay=0.1, betas=(0.9, 0.95), epsilon=1e-8)
 
-    # A state is shards with their places in the whole tensors, so any layout saves and any other loads.
+    # The state has shards with their positions in the whole tensors, so that any layout can load it.
     weights = model.sharded_state_dict()
     state, first = weights | optimizer_state(weights, optimizer), 0
     world = dist.group.WORLD

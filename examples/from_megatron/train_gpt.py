@@ -1,9 +1,9 @@
-"""A program written for Megatron: a small GPT trains for five steps, is saved, and is loaded again.
+"""A program written for Megatron: train a small GPT for five steps, save it and load it again.
 
     torchrun --nproc-per-node 4 examples/from_megatron/train_gpt.py --tp 2 --pp 2 --checkpoint CHECKPOINT
 
-Below the first two lines of code there is nothing of Shardwise: every import is Megatron's. The losses are the same at
-every layout, and a checkpoint of one opens at any other:
+Only the first two lines of code name Shardwise; all other imports are Megatron's. The losses are the same in every
+layout, and a checkpoint can be loaded in any other layout:
 
     torchrun --nproc-per-node 2 examples/from_megatron/train_gpt.py --tp 2 --load CHECKPOINT
 """
@@ -33,12 +33,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 SEQUENCE_LENGTH, VOCABULARY = 32, 64
-# Of a global batch, over all data-parallel ranks.
+# Sizes of a global batch, over all data-parallel ranks.
 MICRO_BATCHES, MICRO_BATCH_SIZE = 4, 2
 
 
 def make_model(tp: int, pp: int, dropout: float) -> DistributedDataParallel:
-    """This rank's part of the model, whose gradients are averaged over data-parallel ranks."""
+    """Make this rank's part of the model; its gradients are averaged over data-parallel ranks."""
     config = TransformerConfig(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -60,14 +60,14 @@ def make_model(tp: int, pp: int, dropout: float) -> DistributedDataParallel:
     )
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
     wrapped = DistributedDataParallel(config, ddp_config, model)
-    # Micro-batches but the last accumulate; the schedule completes the gradients at its end.
+    # All micro-batches but the last only accumulate; the schedule completes the gradients at its end.
     config.no_sync_func = wrapped.no_sync
     config.finalize_model_grads_func = finalize_model_grads
     return wrapped
 
 
 def micro_batches() -> Iterator[dict[str, Tensor]]:
-    """This data-parallel rank's samples of each global batch, in order."""
+    """Return this data-parallel rank's samples of each global batch, in order."""
     config = GPTDatasetConfig(
         random_seed=0,
         sequence_length=SEQUENCE_LENGTH,
@@ -78,13 +78,13 @@ def micro_batches() -> Iterator[dict[str, Tensor]]:
     )
     samples, _, _ = BlendedMegatronDatasetBuilder(MockGPTDataset, [1000, None, None], lambda: True, config).build()
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    # The global batch is the same at every layout, dealt out by micro-batches.
+    # The global batch is the same in every layout; its micro-batches are distributed over the ranks.
     own = [index for index in range(1000) if index // MICRO_BATCH_SIZE % size == rank]
     return iter(DataLoader(torch.utils.data.Subset(samples, own), batch_size=MICRO_BATCH_SIZE))
 
 
 def forward_step(batches: Iterator[dict[str, Tensor]], model: DistributedDataParallel) -> tuple[Tensor, Callable]:
-    """One micro-batch through this stage, and what makes its loss."""
+    """Run one micro-batch through this stage; return the output and the loss function."""
     batch = next(batches)
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
 
@@ -98,7 +98,7 @@ def forward_step(batches: Iterator[dict[str, Tensor]], model: DistributedDataPar
 def train(
     tp: int, pp: int, steps: int = 5, load: str | None = None, save: str | None = None, dropout: float = 0.0
 ) -> list[float]:
-    """The mean loss of each step, on every rank."""
+    """Train, and return the mean loss of each step on every rank."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tp, pp)
     model_parallel_cuda_manual_seed(123)
@@ -122,7 +122,7 @@ def train(
             micro_batch_size=MICRO_BATCH_SIZE,
         )
         optimizer.step()
-        # The last stage has the losses; all ranks hear of their mean.
+        # The last stage has the losses; the all-reduce gives their mean to all ranks.
         total = sum((result["loss"] for result in results), torch.zeros(()))
         dist.all_reduce(total)
         losses.append(float(total) / (tp * MICRO_BATCHES))
@@ -133,7 +133,7 @@ def train(
 
 
 def main() -> None:
-    """As ``torchrun`` starts it."""
+    """Run on a rank that ``torchrun`` started."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tp", type=int, default=1, help="ranks that split each layer")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")

@@ -1,9 +1,9 @@
-"""A small BLOOM (ALiBi, LayerNorm after the embedding, tied output) over the same four ranks, trained and written.
+"""Train and save a small BLOOM (ALiBi, LayerNorm after the embedding, tied output) on the same four ranks.
 
     torchrun --nproc-per-node 4 examples/mpu_walkthrough/bloom.py [FOLDER]
 
-Five layers on two stages, three heads and 101 ids on two ranks: nothing divides evenly, and nothing has to. The model
-is written into FOLDER (a temporary one if there is none) as Hugging Face's transformers reads it, and read again.
+Five layers on two stages, three heads and 101 ids on two ranks: sizes need not divide evenly. The model is written into
+FOLDER (default: a temporary folder) in the format of Hugging Face's transformers, and read again.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ STEPS, MICRO_BATCHES, MICRO_BATCH_SIZE = 6, 4, 2
 
 @dataclass(frozen=True)
 class Training:
-    """What a rank has after training.
+    """Results of training on one rank.
 
     Attributes:
-        model: its stage.
-        losses: mean over each step's tokens; on the last stage.
+        model: this rank's stage.
+        losses: mean over the tokens of each step; on the last stage.
     """
 
     model: GPTModel
@@ -49,7 +49,7 @@ class Training:
 
 
 def bloom() -> GPTModel:
-    """This rank's part of the model; the same values on any number of ranks and stages."""
+    """Make this rank's part of the model, with the same values for any number of ranks and stages."""
     torch.manual_seed(0)
     config = TransformerConfig(
         num_layers=5,
@@ -75,7 +75,7 @@ def bloom() -> GPTModel:
 
 
 def batch() -> Tensor:
-    """``[m, b, s + 1]`` ids: sequences that count up in steps of 1, 2, 3... from different starts."""
+    """Return ids, ``[m, b, s + 1]``: sequences that count up in steps of 1, 2, 3... from different starts."""
     count = MICRO_BATCHES * MICRO_BATCH_SIZE
     steps = torch.arange(1, count + 1)[:, None]
     ids = (7 * steps + steps * torch.arange(LENGTH + 1)) % VOCABULARY
@@ -83,19 +83,19 @@ def batch() -> Tensor:
 
 
 def mean_loss(losses: Tensor) -> tuple[Tensor, float]:
-    """What to go back from, and what to report."""
+    """Return the loss for the backward pass, and its value for the report."""
     loss = losses.mean()
     return loss, loss.item()
 
 
 def forward_step(data: Iterator[Tensor], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-    """The next micro-batch through this stage, and what to do with the losses that come out of the last."""
+    """Run the next micro-batch through this stage; return the output and the loss function of the last stage."""
     ids = next(data)
     return model(ids[:, :-1], labels=ids[:, 1:]), mean_loss
 
 
 def train() -> Training:
-    """A few steps of AdamW on one batch."""
+    """Train for a few steps of AdamW on one batch."""
     model, groups = bloom(), Groups.of(parallel_state.get_topology())
     optimizer = AdamW(model, learning_rate=1e-2, weight_decay=0.0, betas=(0.9, 0.95), epsilon=1e-8)
     losses = []
@@ -117,7 +117,7 @@ def train() -> Training:
 
 
 def round_trip(model: GPTModel, folder: Path) -> bool:
-    """Write the model as a Hugging Face folder and read it again: whether every value is the same."""
+    """Write the model as a Hugging Face folder, read it again, and return whether all values are equal."""
     save_pretrained(model, folder)
     again = load_pretrained(folder, groups=model.groups)
     pairs = zip(model.state_dict().items(), again.state_dict().items(), strict=True)
@@ -125,7 +125,7 @@ def round_trip(model: GPTModel, folder: Path) -> bool:
 
 
 def lines(training: Training, *, is_equal: bool) -> list[str]:
-    """The rank's part of the print-out."""
+    """Return this rank's lines of the output."""
     model = training.model
     layers = [layer.layer_number for layer in model.decoder.layers]
     parts = ["embedding"] * model.pre_process + [f"layers {layers[0]} to {layers[-1]}"]

@@ -16,7 +16,7 @@ TENSOR_PARALLEL, PIPELINE_PARALLEL = 2, 2
 
 @contextmanager
 def four_ranks() -> Iterator[None]:
-    """``torch.distributed`` and the groups of the walk-through, as torchrun's environment says."""
+    """Initialize ``torch.distributed`` from torchrun's environment, and the groups of the walk-through."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
@@ -28,7 +28,7 @@ def four_ranks() -> Iterator[None]:
 
 
 def by_rank(lines: Iterable[str]) -> str:
-    """Every rank's lines under its place in the grid, in rank order, on every rank; collective."""
+    """Return all ranks' lines in rank order, each rank's under its place in the grid. Collective."""
     tensor_ranks = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
     stage_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     place = (
@@ -41,13 +41,13 @@ def by_rank(lines: Iterable[str]) -> str:
 
 
 def print_once(text: str) -> None:
-    """Print on rank 0 alone, so that the lines of four processes do not mix."""
+    """Print on rank 0 only, so that the lines of four processes do not mix."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
 def row(tensor: Tensor) -> str:
-    """The numbers of a small tensor on one line."""
+    """Format a small tensor's numbers on one line."""
     if tensor.is_floating_point():
         return " ".join(f"{value:7.4f}" for value in tensor.flatten().tolist())
     return " ".join(f"{int(value):7d}" for value in tensor.flatten().tolist())

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/mpu_walkthrough/cross_entropy.py
 
-No rank ever has all logits of a token: three numbers of each rank are enough.
+No rank ever has all logits of a token. Per token, the ranks exchange only three numbers.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ TARGETS = torch.tensor([1, 3, 6])
 
 @dataclass(frozen=True)
 class Steps:
-    """What a rank sees on the way; each ``[tokens]``.
+    """Intermediate results on one rank; each tensor is ``[tokens]``.
 
     Attributes:
-        first, last: ids whose logits it has, ``last`` excluded.
-        local_max, global_max: largest logit, here and on all ranks.
-        masked_target: the target's place among the rank's logits; -1 where another rank has it.
-        local_predicted, predicted: the target's logit less the maximum; 0 where another rank has it, and summed.
-        local_sum_exp, sum_exp: sum of the exponentials of all logits less the maximum, here and on all ranks.
-        loss: logarithm of that sum, less the target's logit.
-        library_loss: the same from ``vocab_parallel_cross_entropy``.
+        first, last: range of the ids whose logits this rank has, ``last`` excluded.
+        local_max, global_max: largest logit on this rank and on all ranks.
+        masked_target: index of the target among this rank's logits; -1 where another rank has it.
+        local_predicted, predicted: target's logit minus the maximum, 0 where another rank has it; its sum over ranks.
+        local_sum_exp, sum_exp: sum of exp(logit - maximum) over this rank's logits and over all logits.
+        loss: logarithm of ``sum_exp`` minus ``predicted``.
+        library_loss: loss from ``vocab_parallel_cross_entropy``.
     """
 
     first: int
@@ -60,7 +60,7 @@ class Steps:
 
 
 def experiment() -> Steps:
-    """The loss of the three tokens, by hand and by the library."""
+    """Compute the loss of the three tokens step by step and with the library."""
     group = parallel_state.get_tensor_model_parallel_group()
     first, last = balanced_range(VOCABULARY, group.size(), group.rank())
     logits = LOGITS[:, first:last]
@@ -90,7 +90,7 @@ def experiment() -> Steps:
 
 
 def lines(steps: Steps) -> list[str]:
-    """The rank's part of the print-out."""
+    """Return this rank's lines of the output."""
     expected = F.cross_entropy(LOGITS, TARGETS, reduction="none")
     equal = torch.allclose(steps.loss, expected) and torch.allclose(steps.library_loss, expected)
     return [

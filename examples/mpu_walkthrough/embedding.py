@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/mpu_walkthrough/embedding.py
 
-Each rank looks up the ids that it holds, and has zeros for the others; the sum over the tensor-parallel group is what
-one table would have given.
+Each rank looks up the ids that it holds, with zeros for the others. The sum over the tensor-parallel group equals the
+lookup in one whole table.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ IDS = torch.tensor([[0, 5, 3, 6]])
 
 @dataclass(frozen=True)
 class Lookup:
-    """What a rank sees on the way.
+    """Intermediate results on one rank.
 
     Attributes:
-        first, last: ids that it holds, ``last`` excluded.
-        table: ``[last - first, hidden]``, its rows.
-        is_mine: ``[b, s]``, which ids it holds.
-        local_ids: ``[b, s]``, their rows in its table; 0 for the others.
-        partial: ``[b, s, hidden]``, its rows, and zeros for the others.
-        reduced: ``[b, s, hidden]``, the sum over the ranks.
-        layer_output: the same from ``VocabParallelEmbedding`` itself.
+        first, last: range of the ids that this rank holds, ``last`` excluded.
+        table: ``[last - first, hidden]``, rows of these ids.
+        is_mine: ``[b, s]``, True for ids that this rank holds.
+        local_ids: ``[b, s]``, row of each of these ids in ``table``; 0 for other ids.
+        partial: ``[b, s, hidden]``, looked-up rows; zeros for other ids.
+        reduced: ``[b, s, hidden]``, sum of ``partial`` over the ranks.
+        layer_output: ``[b, s, hidden]``, output of ``VocabParallelEmbedding``.
     """
 
     first: int
@@ -48,12 +48,12 @@ class Lookup:
 
 
 def whole_table() -> Tensor:
-    """``[vocabulary, hidden]``: as one rank would have it; the row of id i is i.0, i.1, i.2."""
+    """Return the whole table, ``[vocabulary, hidden]``; the row of id i is i.0, i.1, i.2."""
     return torch.arange(VOCABULARY)[:, None] + torch.arange(HIDDEN) / 10
 
 
 def experiment() -> Lookup:
-    """Look ``IDS`` up, by hand and by the layer."""
+    """Look up ``IDS`` step by step and with the layer."""
     layer = VocabParallelEmbedding(VOCABULARY, HIDDEN, init_method=nn.init.normal_, config=ModelParallelConfig())
     first, last = layer.vocab_start_index, layer.vocab_end_index
     with torch.no_grad():
@@ -74,7 +74,7 @@ def experiment() -> Lookup:
 
 
 def lines(lookup: Lookup) -> list[str]:
-    """The rank's part of the print-out."""
+    """Return this rank's lines of the output."""
     dense = nn.Embedding.from_pretrained(whole_table())
     equal = torch.equal(lookup.reduced, dense(IDS)) and torch.equal(lookup.layer_output, dense(IDS))
     rows = zip(IDS.flatten().tolist(), lookup.partial.view(-1, HIDDEN), lookup.reduced.view(-1, HIDDEN), strict=True)

@@ -1,4 +1,4 @@
-"""A door for programs written for Megatron: ``import megatron.core...`` finds this library.
+"""The door for programs written for Megatron, which makes ``import megatron.core...`` find this library.
 
 ::
 
@@ -7,8 +7,8 @@
     shardwise.megatron.install()
     from megatron.core import parallel_state, tensor_parallel
 
-Aliases only: ``megatron.core.parallel_state`` *is* ``shardwise.parallel_state``. What is not offered is not found, as
-in any package without such a module; ``docs/porting.md`` says what that is, and why.
+The names are aliases: ``megatron.core.parallel_state`` *is* ``shardwise.parallel_state``. Importing a module that is
+not offered raises ModuleNotFoundError; ``docs/porting.md`` lists these modules, with reasons.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from types import ModuleType
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.aliases import MEGATRON, PACKAGES, SHORT
 
-# All that another name lies in.
+# All prefixes of other names.
 _PARENTS = {name[:end] for name in (*MEGATRON, *PACKAGES) for end, sign in enumerate(name) if sign == "."}
 _PACKAGES = sorted({*PACKAGES} | _PARENTS - MEGATRON.keys())
 
@@ -26,16 +26,16 @@ _MARK, _RANDOM = "__shardwise__", "shardwise.megatron.core.tensor_parallel.rando
 
 
 def install(*, rng: str = "global") -> None:
-    """Let ``megatron.core`` and its modules name Shardwise's; a second call changes nothing else.
+    """Make ``megatron.core`` and its modules aliases of Shardwise's modules; a second call only sets ``rng``.
 
     Args:
-        rng: default of ``model_parallel_cuda_manual_seed``. With "global" dropout's masks, and so the losses, are the
-            same at every number of tensor-parallel ranks and stages. With "per_rank" each rank draws its own, as in
-            Megatron, in less time.
+        rng: default of ``model_parallel_cuda_manual_seed``. With "global", dropout masks and therefore losses are the
+            same for any number of tensor-parallel ranks and stages. With "per_rank", each rank draws its own masks, as
+            in Megatron, which is faster.
 
     Raises:
-        ConfigError: ``rng`` is neither; or Megatron itself, or another package of its name, is imported already.
-            Nothing has changed.
+        ConfigError: ``rng`` has another value, or a package named ``megatron`` is imported already. Nothing has
+            changed.
     """
     foreign = sorted(
         name for name in sys.modules if name.partition(".")[0] == "megatron" and not _is_ours(sys.modules[name])
@@ -50,7 +50,7 @@ def install(*, rng: str = "global") -> None:
     modules: dict[str, ModuleType] = {}
     for name in _PACKAGES:
         package = ModuleType(name, "An alias of Shardwise; see shardwise.megatron.")
-        # A package without a folder: what is not offered is not found, even where Megatron is installed.
+        # Without a folder, missing modules are not found even if Megatron is installed.
         package.__path__ = []
         setattr(package, _MARK, True)
         for source in map(importlib.import_module, PACKAGES.get(name, ())):
@@ -60,14 +60,14 @@ def install(*, rng: str = "global") -> None:
         modules[name] = importlib.import_module(target)
     for name, module in modules.items():
         parent, _, child = name.rpartition(".")
-        # A function may have the name of the module that it is in.
+        # A function may have the name of its module.
         if parent in _PACKAGES and not hasattr(modules[parent], child):
             setattr(modules[parent], child, module)
     sys.modules.update(modules)
 
 
 def uninstall() -> None:
-    """Take the aliases and the default of ``rng`` back; modules that imported them keep what they have."""
+    """Undo ``install``: remove the aliases and reset ``rng``. Modules that imported aliases keep them."""
     importlib.import_module(_RANDOM).set_default_rng("per_rank")
     for name in (*_PACKAGES, *MEGATRON):
         if name in sys.modules and _is_ours(sys.modules[name]):

@@ -1,7 +1,7 @@
 """Megatron's names and settings for features that the engine lacks, each with the reason.
 
-``absent_names.json`` has the names, by module: each can be imported and compared, and using it is an error.
-``inert_settings.json`` has the settings, by class: each is accepted with a warning, or refused.
+``absent_names.json`` lists the names by module. They can be imported and compared; using one raises an error.
+``inert_settings.json`` lists the settings by class. Each is either ignored with a warning or raises an error.
 """
 
 import functools
@@ -24,14 +24,14 @@ _INERT = json.loads((Path(_FOLDER) / "inert_settings.json").read_text(encoding="
 
 
 def absent_names(module: str, base: type = nn.Module) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a module that offers the absent names of one of Megatron's.
+    """Return a module's ``__getattr__`` that defines the absent names of one of Megatron's modules.
 
-    Each is a class, functions too. It may be subclassed and used with ``isinstance``; calling it, or a subclass, is an
-    error.
+    Each name, even of a function, is a class that can be subclassed and used with ``isinstance``. Calling it or a
+    subclass raises ConfigError.
 
     Args:
-        module: below ``megatron.core``, such as ``"transformer.attention"``.
-        base: what the classes inherit from.
+        module: path below ``megatron.core``, such as ``"transformer.attention"``.
+        base: base class of the classes.
     """
 
     @functools.cache
@@ -49,7 +49,7 @@ def absent_names(module: str, base: type = nn.Module) -> Callable[[str], Any]:
 
 
 def inert_settings_of(name: str) -> Any:
-    """A dataclass of the settings of Megatron's class ``name`` that change nothing here."""
+    """Return a dataclass of the settings of Megatron's class ``name`` that have no effect here."""
     settings = []
     for group in _INERT[name]:
         for setting, default in group["fields"].items():
@@ -60,14 +60,14 @@ def inert_settings_of(name: str) -> Any:
 
 @functools.cache
 def say_once(name: str, why: str) -> None:
-    """Warn, the first time in this process, that setting ``name`` changes nothing, and why."""
+    """Warn once per process that setting ``name`` has no effect, and why."""
     warnings.warn(f"{name} changes nothing here: {why}", stacklevel=_depth_of_the_caller())
 
 
 def _depth_of_the_caller() -> int:
-    """The ``stacklevel``, seen from the function that calls this one, of the line that makes the config."""
+    """Return the ``stacklevel`` of the line that makes the config, as seen from the caller of this function."""
     depth, frame = 1, sys._getframe(1)
-    # The __init__ of a dataclass is code without a file.
+    # The __init__ of a dataclass has no file.
     while frame.f_back and (frame.f_code.co_filename == "<string>" or frame.f_code.co_filename.startswith(_FOLDER)):
         depth, frame = depth + 1, frame.f_back
     return depth
@@ -79,7 +79,7 @@ def _is_set(config: Any, spec: Field[Any]) -> bool:
 
 
 def check_inert(config: Any) -> None:
-    """Raise ConfigError for a refused field that differs from its default; else warn of the unused ones."""
+    """Raise ConfigError for a refused field that differs from its default, or else warn about unused fields."""
     chosen = [spec for spec in fields(config) if spec.metadata and _is_set(config, spec)]
     for spec in chosen:
         if "refused" in spec.metadata:

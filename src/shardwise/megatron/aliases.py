@@ -1,7 +1,7 @@
-"""Other names of the door's modules, in one table: Megatron's, and the short ones of this library.
+"""Table of the aliases of the door's modules: Megatron's names, and short names in this library.
 
-A module lies at its path in Megatron, or at that of the package that has its names there. ``install`` makes Megatron's
-names; the short ones are found from the start, and each is the same module.
+A module has its path in Megatron, or the path of the package that has its names there. ``install`` defines Megatron's
+names. Short names can always be imported. An alias is the same module object.
 """
 
 import importlib
@@ -13,8 +13,8 @@ from typing import Any
 
 _CORE = "shardwise.megatron.core"
 
-# A module below ``shardwise.megatron.core``; its short names below ``shardwise``, or "-"; and its names below
-# ``megatron.core``, where "=" is its own path and ".name" is below that.
+# Columns: module below ``shardwise.megatron.core``; its short names below ``shardwise``, or "-"; its names below
+# ``megatron.core``, where "=" is its own path and ".name" is a name below that path.
 _TABLE = """
 datasets megatron.datasets .gpt_dataset .utils .blended_megatron_dataset_builder .blended_megatron_dataset_config
 dist_checkpointing megatron.dist_checkpointing .core .mapping .serialization .validation
@@ -56,7 +56,7 @@ utils megatron.utils = transformer.utils
 _ROWS = [row.split() for row in _TABLE.strip().splitlines()]
 
 SHORT = {f"shardwise.{short}": f"{_CORE}.{row[0]}" for row in _ROWS for short in row[1].split(",") if short != "-"}
-# `from shardwise.tensor_parallel import regions` asks for the name below the package's own.
+# `from shardwise.tensor_parallel import regions` looks up the name below the package's full path.
 _NAMES = SHORT | {
     f"{_CORE}{short.removeprefix('shardwise')}": target
     for short, target in SHORT.items()
@@ -76,7 +76,7 @@ MEGATRON |= {
 }
 MEGATRON |= {f"megatron.mpu.{name}": f"{_CORE}.tensor_parallel.{name}" for name in ("cross_entropy", "data")}
 
-# Megatron's packages that have names themselves: the modules that have them here.
+# Megatron's packages that define names themselves, with the modules here that have these names.
 PACKAGES = {
     f"megatron.{package}": tuple(f"{_CORE}.{module}" for module in modules.split())
     for package, modules in {
@@ -94,7 +94,7 @@ PACKAGES = {
 
 
 class _ShortNames(MetaPathFinder, Loader):
-    """Imports a module by its short name, and what is in it: the module itself."""
+    """Importer of the short names of modules and of their submodules; it returns the modules themselves."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if not name.startswith("shardwise."):
@@ -112,10 +112,10 @@ class _ShortNames(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import gave it the spec of the short name.
+        # The import system replaced the module's spec by that of the short name.
         module.__spec__ = module.__spec__ and module.__spec__.loader_state
 
 
 FINDER = _ShortNames()
-# First, since a package's folder has the modules of its short name too.
+# First in the list, because a package's folder also has the modules below its short name.
 sys.meta_path.insert(0, FINDER)

@@ -1,16 +1,16 @@
-"""Errors of programs written for Megatron: where it has an ``assert``, its names raise an AssertionError here too.
+"""Errors of Megatron's names, which are AssertionErrors too where Megatron has an ``assert``.
 
 ::
 
     ConfigError
-    └── AssertedConfigError    an argument that is missing, or contradicts an earlier one
+    └── AssertedConfigError    a required argument is missing, or contradicts an earlier one
     DataError
-    └── AssertedDataError      tensors that are not what they were announced to be
+    └── AssertedDataError      tensors are missing or do not have the announced dtype
     ShardingError
     ├── AssertedShardingError  a view instead of a tensor, lists of different lengths
-    └── IndivisibleError       a quotient that is not whole
+    └── IndivisibleError       a quotient that is not an integer
     TopologyError
-    ├── AssertedTopologyError  initialised already, or a group that this rank is not in
+    ├── AssertedTopologyError  initialised already, or a group without this rank
     └── NotInitializedError    groups used before initialisation
 """
 
@@ -21,11 +21,11 @@ from shardwise.core.errors import ConfigError, DataError, ShardingError, Shardwi
 
 
 class AssertedConfigError(ConfigError, AssertionError):
-    """An argument that the call needs and lacks, or that contradicts an earlier one."""
+    """A required argument is missing, or contradicts an earlier one."""
 
 
 class AssertedDataError(DataError, AssertionError):
-    """Tensors that are not what they were announced to be."""
+    """Tensors are missing or do not have the announced dtype."""
 
 
 class AssertedShardingError(ShardingError, AssertionError):
@@ -33,23 +33,23 @@ class AssertedShardingError(ShardingError, AssertionError):
 
 
 class IndivisibleError(ShardingError, AssertionError):
-    """A quotient that is not whole."""
+    """A quotient is not an integer."""
 
 
 class AssertedTopologyError(TopologyError, AssertionError):
-    """Initialised already, or a group that this rank is not in."""
+    """The topology is initialised already, or this rank is not in the group."""
 
 
 class NotInitializedError(TopologyError, AssertionError):
-    """Process groups used before initialisation."""
+    """Process groups are used before initialisation."""
 
 
 @contextlib.contextmanager
 def asserting(*kinds: type[ShardwiseError]) -> Iterator[None]:
-    """Raise the engine's errors as those of ``kinds``, in a block or as a decorator; the message stays the same.
+    """Convert the engine's errors to ``kinds``, in a block or as a decorator; the message stays the same.
 
     Args:
-        kinds: classes of this module. An error becomes the one whose first base is its own class.
+        kinds: classes of this module. An error is converted to the class whose first base is the error's class.
     """
     try:
         yield

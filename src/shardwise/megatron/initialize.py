@@ -1,4 +1,4 @@
-"""Megatron-DeepSpeed's ``megatron.initialize``: seeds; its command line is not read here."""
+"""Megatron-DeepSpeed's ``megatron.initialize``: seeding, without its command line."""
 
 import random
 from typing import Any, NoReturn
@@ -14,7 +14,7 @@ __all__ = ["initialize_megatron", "set_jit_fusion_options"]
 
 
 def initialize_megatron(*args: Any, **options: Any) -> NoReturn:
-    """Refused: Megatron reads its command line, and everything that follows asks for its arguments.
+    """Raise an error, because Megatron reads its command line here and Shardwise does not.
 
     Raises:
         ConfigError: always.
@@ -26,20 +26,20 @@ def initialize_megatron(*args: Any, **options: Any) -> NoReturn:
     )
 
 
-# Which asks for the same arguments.
+# It needs the same arguments.
 _initialize_distributed = initialize_megatron
 
 
 def set_jit_fusion_options() -> None:
-    """Nothing happens: no kernel here is TorchScript's."""
+    """Do nothing, because no kernel here uses TorchScript."""
 
 
 def _set_random_seed(seed_: int, data_parallel_random_init: bool = False) -> None:
-    """Seed Python's, NumPy's and PyTorch's generators and the random streams, another way on each pipeline stage.
+    """Seed Python's, NumPy's and PyTorch's generators and the random streams, differently on each pipeline stage.
 
     Args:
-        seed_: the same on every rank.
-        data_parallel_random_init: another way on each data-parallel rank too.
+        seed_: seed, the same on every rank.
+        data_parallel_random_init: whether to seed differently on each data-parallel rank too.
 
     Raises:
         ConfigError: ``seed_`` is not positive.

@@ -1,4 +1,4 @@
-"""Names and arguments of the door that would otherwise be listed twice."""
+"""Helpers that collect names and arguments of the door, which otherwise would be listed twice."""
 
 from collections.abc import Mapping
 from types import ModuleType
@@ -6,24 +6,24 @@ from typing import Any
 
 
 def given(scope: Mapping[str, Any], *, but: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Arguments of a function that hands them on, by name.
+    """Return a function's arguments by name, to pass them on.
 
     Args:
-        scope: ``locals()`` of the function, as its first expression.
-        but: names that are left out, besides ``self``.
+        scope: ``locals()`` of the function, evaluated first in its body.
+        but: names to leave out, besides ``self``.
     """
     return {name: value for name, value in scope.items() if name not in ("self", "__class__", *but)}
 
 
 def offer(namespace: dict[str, Any], *others: str | ModuleType) -> None:
-    """Set a module's ``__all__``: its own functions and classes without an underscore, and ``others``.
+    """Set a module's ``__all__`` to its public functions and classes, and ``others``.
 
-    Type checkers take a module without ``__all__`` to offer the same names.
+    Type checkers infer the same names for a module without ``__all__``.
 
     Args:
         namespace: ``globals()`` of the module, in its last line.
-        others: names that the module imports, or that are neither functions nor classes, with spaces between them; or
-            a module, for all names that it offers.
+        others: names of imports and of other objects, separated by spaces; or a module, for all names in its
+            ``__all__``.
     """
     names = {name for name, value in namespace.items() if getattr(value, "__module__", "") == namespace["__name__"]}
     for other in others:

@@ -1,1 +1,1 @@
-"""Megatron Core's modules, at its paths."""
+"""Megatron Core's modules, at Megatron's paths."""

@@ -1,8 +1,8 @@
-"""Megatron's mock dataset and what builds it: samples without any file, the same as Megatron's.
+"""Megatron's mock dataset and its builder: the same samples as Megatron's, without files.
 
-Documents of the mock dataset count 1, 2, 3... modulo the vocabulary and end with the end-of-document id. As in any
-GPT dataset they are put one after the other in a shuffled order, as often as samples are needed, and cut into samples,
-which are shuffled again.
+Documents of the mock dataset count 1, 2, 3... modulo the vocabulary size and end with the end-of-document id. As in any
+GPT dataset, documents are concatenated in a shuffled order, for as many epochs as needed, and cut into samples, which
+are shuffled again.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ from torch.utils.data import Dataset
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.surface import offer
 
-# The last pass over the documents is shuffled separately if less than this share of its samples is needed.
+# The last epoch is shuffled separately if less than this share of its samples is needed.
 _SHARE_OF_AN_EPOCH = 0.8
 
 
 class Split(Enum):
-    """Which part of the documents a dataset draws from."""
+    """Part of the documents that a dataset uses."""
 
     train = 0
     valid = 1
@@ -32,21 +32,21 @@ class Split(Enum):
 
 
 def compile_helpers() -> None:
-    """Nothing happens: no helper needs to be compiled."""
+    """Do nothing, because no helper needs compilation."""
 
 
 @dataclass
 class BlendedMegatronDatasetConfig:
-    """Settings that all datasets share.
+    """Settings of all datasets.
 
     Attributes:
-        random_seed: of the order of documents and samples.
-        sequence_length: tokens of a sample.
-        blend, blend_per_split: refused: Megatron's indexed files are not read here.
+        random_seed: seed of the order of documents and samples.
+        sequence_length: number of tokens of a sample.
+        blend, blend_per_split: not supported, because Megatron's indexed files are not read here.
         split: weights of training, validation and test; three equal parts, as for Megatron's mock data.
-        tokenizer: with ``vocab_size``, ``eod`` and, if it pads, ``pad``.
+        tokenizer: tokenizer with ``vocab_size``, ``eod`` and, if it pads, ``pad``.
         mock: True.
-        split_matrix: for each split the share of the documents, from where to where.
+        split_matrix: range of the documents in each split, as fractions.
         multiple_validation_sets, full_validation, num_dataset_builder_threads, path_to_cache, mmap_bin_files,
             mid_level_dataset_surplus, allow_ambiguous_pad_tokens, fast_cache_load, defer_npy_index_mmap: no effect:
             there are no files.
@@ -90,15 +90,15 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """Settings of a dataset for GPT.
 
     Attributes:
-        reset_position_ids: positions count anew after each end of a document.
-        reset_attention_mask: no token sees another document's.
-        eod_mask_loss: the end of a document costs nothing.
-        create_attention_mask: samples have an ``attention_mask``.
-        drop_last_partial_validation_sequence: accepted; the mock dataset's samples are all whole.
-        add_extra_token_to_sequence: labels are the tokens after; otherwise the last token has no label but padding.
+        reset_position_ids: whether positions restart after each end of a document.
+        reset_attention_mask: whether tokens see only their own document.
+        eod_mask_loss: whether the loss mask is 0 at the end of a document.
+        create_attention_mask: whether samples have an ``attention_mask``.
+        drop_last_partial_validation_sequence: no effect, because the mock dataset has no partial samples.
+        add_extra_token_to_sequence: whether the last label is the token after the sample; otherwise it is padding.
 
     Raises:
-        ConfigError: as above; no tokenizer, or one of the first three is not given.
+        ConfigError: as for the base class; or the tokenizer or one of the first three settings is missing.
     """
 
     reset_position_ids: bool | None = None
@@ -119,10 +119,10 @@ class MockGPTLowLevelDataset:
     """Documents of random lengths that count from 1.
 
     Args:
-        tokenizer: with ``vocab_size`` and ``eod``.
+        tokenizer: tokenizer with ``vocab_size`` and ``eod``.
 
     Attributes:
-        sequence_lengths: of each document.
+        sequence_lengths: length of each document.
     """
 
     seed = 0
@@ -142,7 +142,7 @@ class MockGPTLowLevelDataset:
         return self.get(idx)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[np.int64]:
-        """Tokens of document ``idx`` from ``offset`` on, ``length`` of them or all."""
+        """Return ``length`` tokens of document ``idx`` from ``offset``, or all from there if None."""
         whole = int(self.sequence_lengths[idx])
         stop = whole if length is None else min(offset + length, whole)
         tokens = (np.arange(offset, stop, dtype=np.int64) + 1) % self.vocab_size
@@ -156,14 +156,14 @@ class MockGPTDataset(Dataset[dict[str, Tensor]]):
 
     Args:
         dataset: the documents.
-        dataset_path: accepted; there is no file.
-        indexed_indices: numbers of the documents to draw from.
-        num_samples: how many samples are needed at least; as many as one pass over the documents has if None.
-        index_split: which split it is.
+        dataset_path: no effect, because there is no file.
+        indexed_indices: indices of the documents to use.
+        num_samples: minimum number of samples; None means those of one epoch.
+        index_split: split of this dataset.
         config: settings of the samples.
 
     Raises:
-        ConfigError: the documents have no sample.
+        ConfigError: the documents are too short for a sample.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class MockGPTDataset(Dataset[dict[str, Tensor]]):
             raise ConfigError(f"{len(indexed_indices)} documents of {per_epoch} tokens hold no sample of {s} tokens")
         num_epochs = 1 if num_samples is None else max(1, -(-(num_samples * s + extra) // per_epoch))
         total = (num_epochs * per_epoch - extra) // s
-        # Samples before the last epoch: shuffled by themselves where little of the last one is needed.
+        # Samples before the last epoch, which are shuffled separately if only a small part of the last epoch is needed.
         first = ((num_epochs - 1) * per_epoch - extra) // s if num_epochs > 1 else total
         apart = num_epochs > 1 and (num_samples or 0) - first < int(_SHARE_OF_AN_EPOCH * ((per_epoch - extra) // s))
         random = np.random.RandomState(config.random_seed)
@@ -191,7 +191,7 @@ class MockGPTDataset(Dataset[dict[str, Tensor]]):
         self.document_index = np.concatenate([random.permutation(np.tile(indexed_indices, n)) for n in epochs])
         runs = [(0, first), (first, total)] if apart else [(0, total)]
         self.shuffle_index = np.concatenate([random.permutation(np.arange(*run, dtype=np.uint32)) for run in runs])
-        # Where each document begins in the row of all.
+        # Start of each document in the concatenation of all.
         lengths = dataset.sequence_lengths[self.document_index]
         self._begins = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
@@ -202,18 +202,18 @@ class MockGPTDataset(Dataset[dict[str, Tensor]]):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> MockGPTLowLevelDataset:
-        """The documents."""
+        """Make the documents."""
         return MockGPTLowLevelDataset(config.tokenizer)
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
     def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
-        """Sample ``idx``; None gives one that costs nothing, to fill up a batch.
+        """Return sample ``idx``; None gives a sample with a loss mask of 0, to fill a batch.
 
         Returns:
             ``tokens``, ``labels``, ``loss_mask`` and ``position_ids`` of shape ``[s]``, and ``attention_mask``
-            ``[1, s, s]``, True where a token does not see another.
+            ``[1, s, s]``, True where a token must not see another.
         """
         config, s = self.config, self.config.sequence_length
         text = torch.from_numpy(self._tokens(int(self.shuffle_index[idx or 0]) * s))
@@ -228,7 +228,7 @@ class MockGPTDataset(Dataset[dict[str, Tensor]]):
         loss_mask[labels == pad] = 0.0
         if idx is None:
             loss_mask.zero_()
-        # How many documents ended before each token.
+        # Number of documents that end before each token.
         document = (tokens == config.tokenizer.eod).cumsum(0).roll(1)
         document[0] = 0
         position_ids = torch.arange(s)
@@ -245,7 +245,7 @@ class MockGPTDataset(Dataset[dict[str, Tensor]]):
         return sample
 
     def _tokens(self, start: int) -> NDArray[np.int64]:
-        """A sample's tokens, from place ``start`` of all documents one after the other."""
+        """Return a sample's tokens, from index ``start`` in the concatenated documents."""
         stop = start + self.config.sequence_length + int(self.config.add_extra_token_to_sequence)
         parts = []
         number = int(np.searchsorted(self._begins, start, side="right")) - 1
@@ -260,9 +260,9 @@ class BlendedMegatronDatasetBuilder:
     """Builds the datasets of training, validation and test.
 
     Args:
-        cls: class of the datasets: ``MockGPTDataset``, or one of a program's own with its functions.
-        sizes: how many samples each needs at least; None for those of one pass.
-        is_built_on_rank: whether this rank builds any.
+        cls: class of the datasets: ``MockGPTDataset``, or a custom class with the same functions.
+        sizes: minimum number of samples of each dataset; None means those of one epoch.
+        is_built_on_rank: returns whether this rank builds datasets.
         config: settings of the samples.
     """
 
@@ -278,7 +278,7 @@ class BlendedMegatronDatasetBuilder:
         self.cls, self.sizes, self.is_built_on_rank, self.config = cls, sizes, is_built_on_rank, config
 
     def build(self) -> list[Any]:
-        """A dataset for each split; None for each on a rank that builds none."""
+        """Build a dataset for each split; on a rank that builds none, return None for each."""
         if not self.is_built_on_rank():
             return [None] * len(Split)
         documents = self.cls.build_low_level_dataset(None, self.config)

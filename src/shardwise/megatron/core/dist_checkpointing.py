@@ -1,7 +1,7 @@
-"""Megatron's distributed checkpoints, in the engine's files: complete or absent, and nothing executable in them.
+"""Megatron's distributed checkpoints in the engine's format: complete or absent, and without executable content.
 
-A checkpoint folder holds the tensors of a state as safetensors, and its plain values as JSON. It opens at any
-layout. Folders that Megatron has written are not read.
+A checkpoint folder holds the tensors of a state as safetensors and its plain values as JSON. Any layout can load it.
+Checkpoints from Megatron itself cannot be read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.storage import checkpoint
 
 _COMMON, _CONTENT = "common", "content_metadata"
 
-# Files that show which library has written a folder.
+# Files that identify the library that wrote a folder.
 _FOREIGN = {
     "metadata.json": "Megatron",
     ".metadata": "torch.distributed.checkpoint",
@@ -39,10 +39,10 @@ _FOREIGN = {
 
 
 class StrictHandling(Enum):
-    """Whether ``load`` passes over tensors that only the checkpoint has, or raises.
+    """Whether ``load`` ignores tensors that only the checkpoint has, or raises.
 
     Tensors that only the state has are always an error. Megatron's other values, which log or return names, are not
-    offered.
+    supported.
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
@@ -51,7 +51,7 @@ class StrictHandling(Enum):
 
 
 class ShardedTensor(ParamShard):
-    """A ``ParamShard``, made from Megatron's description of a shard."""
+    """A ``ParamShard`` made from Megatron's description of a shard."""
 
     @classmethod
     def from_rank_offsets(
@@ -64,20 +64,20 @@ class ShardedTensor(ParamShard):
         flattened_range: None = None,
         allow_shape_mismatch: bool = False,
     ) -> ShardedTensor:
-        """The shard of a tensor that is cut into equal parts.
+        """Describe the shard of a tensor that is split into equal parts.
 
         Args:
             key: name in the checkpoint.
             data: this rank's part.
-            rank_offsets: ``(axis, index, count)``: along the axis the tensor is cut into ``count`` parts, and this is
-                number ``index``. All of the prepended axes, and one other at most.
-            replica_id: accepted; which copy is written follows from the layout.
-            prepend_axis_num: leading axes that ``data`` lacks.
+            rank_offsets: ``(axis, index, count)``: the tensor is split into ``count`` parts along the axis, and this is
+                part ``index``. One for each prepended axis, and at most one for another axis.
+            replica_id: no effect; the layout determines which copy is written.
+            prepend_axis_num: number of leading axes that ``data`` lacks.
             flattened_range: None.
-            allow_shape_mismatch: on load the stored tensor may have another size along the axis that is cut.
+            allow_shape_mismatch: whether the stored tensor may have another size along the split axis when loading.
 
         Raises:
-            ShardingError: a shard that cannot be described so.
+            ShardingError: the arguments do not describe a supported shard.
         """
         lead = tuple(offset for offset in sorted(rank_offsets) if offset[0] < prepend_axis_num)
         cut = [offset for offset in rank_offsets if offset[0] >= prepend_axis_num and offset[2] > 1]
@@ -98,13 +98,13 @@ class ShardedTensor(ParamShard):
 
 
 class LocalNonpersistentObject:
-    """A value that is not stored: ``load`` gives back this rank's own."""
+    """A value that is not stored; ``load`` returns this rank's value."""
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
 
     def unwrap(self) -> Any:
-        """The value."""
+        """Return the value."""
         return self.obj
 
 
@@ -115,7 +115,7 @@ _NOT_PLAIN = (ParamShard, LocalNonpersistentObject)
 
 
 class ShardedObject:
-    """Refused: Megatron stores such an object pickled, and a checkpoint here holds nothing that is executed."""
+    """Not supported: Megatron pickles such an object, but checkpoints here have no executable content."""
 
     def __init__(self, key: str, *_: Any, **__: Any) -> None:
         raise ConfigError(
@@ -136,22 +136,20 @@ def save(
     *,
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Save a state as the one checkpoint of a folder, complete or not at all; one that it held is replaced.
-
-    Collective.
+    """Save a state atomically as the only checkpoint of a folder, replacing an earlier one. Collective.
 
     Args:
-        sharded_state_dict: dicts and lists of sharded tensors, as a model's ``sharded_state_dict`` has them, and of
-            plain values (rank 0's are stored).
-        checkpoint_dir: made if it does not exist.
+        sharded_state_dict: dicts and lists of sharded tensors, as in a model's ``sharded_state_dict``, and of plain
+            values, of which rank 0's are stored.
+        checkpoint_dir: folder, created if it does not exist.
         sharded_strategy, common_strategy, validate_access_integrity, preprocess_common_before_consistancy_check:
-            accepted for programs that pass them; there is one format, and ranks that disagree are always an error.
-        async_sharded_save: refused.
-        content_metadata: plain values, which ``load_content_metadata`` reads.
-        process_group: the ranks that hold the state; all if None.
+            no effect, because there is one format and ranks that disagree are always an error.
+        async_sharded_save: not supported.
+        content_metadata: plain values for ``load_content_metadata``.
+        process_group: group of the ranks that hold the state; None means all ranks.
 
     Raises:
-        ConfigError: ``async_sharded_save``.
+        ConfigError: ``async_sharded_save`` is set.
         CheckpointError: the state cannot be saved (a value that is not plain, a folder of another library, a full
             disk); the same message on every rank.
     """
@@ -180,22 +178,22 @@ def load(
     *,
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Load a state from a folder that ``save`` has written, at any layout. Collective.
+    """Load a state from a folder written by ``save``, at any layout. Collective.
 
     Args:
-        sharded_state_dict: where the tensors go: their memory is overwritten.
+        sharded_state_dict: state whose tensors are overwritten.
         checkpoint_dir: the folder.
-        sharded_strategy, common_strategy, validate_access_integrity: accepted, as for ``save``.
-        strict: whether tensors of the checkpoint without a place in the state are an error.
-        process_group: the ranks that load; all if None.
+        sharded_strategy, common_strategy, validate_access_integrity: no effect, as in ``save``.
+        strict: whether tensors that only the checkpoint has are an error.
+        process_group: group of the ranks that load; None means all ranks.
 
     Returns:
-        The plain values that were saved, with this rank's tensors where ``sharded_state_dict`` has them.
+        The saved plain values, with this rank's tensors in their places in ``sharded_state_dict``.
 
     Raises:
-        ConfigError: another way to be strict.
-        CheckpointError: no checkpoint, another library's, a damaged one, or one of another model; the same message on
-            every rank.
+        ConfigError: an unsupported value of ``strict``.
+        CheckpointError: no checkpoint, a damaged one, or one of another library or model; the same message on every
+            rank.
     """
     folder, group = Path(checkpoint_dir), process_group or _world()
     try:
@@ -213,19 +211,19 @@ def load(
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
-    """The plain values of the checkpoint in a folder; not collective. A CheckpointError if there is none."""
+    """Read the plain values of the checkpoint in a folder, or raise CheckpointError; not collective."""
     common: dict[str, Any] = checkpoint.read_meta(_checkpoint_in(Path(checkpoint_dir))).get(_COMMON) or {}
     return common
 
 
 def load_content_metadata(checkpoint_dir: str | Path) -> dict[str, Any] | None:
-    """The saved ``content_metadata``; not collective. A CheckpointError if there is no checkpoint."""
+    """Read the saved ``content_metadata``, or raise CheckpointError without a checkpoint; not collective."""
     content: dict[str, Any] | None = checkpoint.read_meta(_checkpoint_in(Path(checkpoint_dir))).get(_CONTENT)
     return content
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
-    """Whether ``save`` has written into the folder."""
+    """True if ``save`` has written into the folder."""
     return checkpoint.latest(Path(checkpoint_dir)) is not None
 
 
@@ -253,9 +251,9 @@ def _check_not_foreign(folder: Path, what_to_do: str) -> None:
 
 
 def _without_shards(value: Any, name: str, shards: dict[str, ParamShard], *, takes_all: bool = False) -> Any:
-    """``value`` without its shards (in a list, None in their place), which go into ``shards`` by their path.
+    """Move the shards in ``value`` to ``shards``, keyed by path, and return the rest; lists have None for a shard.
 
-    Unless ``takes_all``, a CheckpointError for a value that is neither a shard nor plain.
+    Unless ``takes_all``, raise CheckpointError for a value that is neither a shard nor plain.
     """
     if isinstance(value, ParamShard):
         shards[name] = value
@@ -279,7 +277,7 @@ def _without_shards(value: Any, name: str, shards: dict[str, ParamShard], *, tak
 
 
 def _merged(common: Any, state: Any) -> Any:
-    """The stored values, with the state's tensors in their places."""
+    """Combine the stored values with the state's tensors."""
     if isinstance(state, ParamShard):
         return state.data.detach()
     if isinstance(state, LocalNonpersistentObject):
@@ -295,7 +293,7 @@ def _merged(common: Any, state: Any) -> Any:
 
 
 def _has_place(value: Any) -> bool:
-    """Whether it is, or holds, something that is not among the plain values."""
+    """True if the value is or contains something other than plain values."""
     if isinstance(value, Mapping):
         return any(map(_has_place, value.values()))
     if isinstance(value, (list, tuple)):

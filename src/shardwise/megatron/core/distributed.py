@@ -32,16 +32,16 @@ __all__ = ["DistributedDataParallel", "DistributedDataParallelConfig", "finalize
 
 @dataclass
 class DistributedDataParallelConfig(inert_settings_of("DistributedDataParallelConfig")):  # type: ignore[misc]
-    """How gradients are reduced over data-parallel ranks. Field names and defaults are Megatron's.
+    """Settings of the reduction of gradients over data-parallel ranks. Field names and defaults are Megatron's.
 
     Attributes:
-        grad_reduce_in_fp32: accumulate and reduce in fp32 instead of the parameters' dtype.
-        overlap_grad_reduce: reduce bucket by bucket during the backward instead of all at ``finish_grad_sync``.
-        check_for_nan_in_grad: a gradient that is NaN or infinite is an error on every rank.
-        bucket_size: the most elements of a bucket; max(40 million, 1 million for each data-parallel rank) if None.
+        grad_reduce_in_fp32: whether to accumulate and reduce in fp32 instead of the parameters' dtype.
+        overlap_grad_reduce: whether to reduce buckets during the backward instead of all at ``finish_grad_sync``.
+        check_for_nan_in_grad: whether a NaN or infinite gradient is an error, on every rank.
+        bucket_size: maximum number of elements in a bucket; None means max(40e6, 1e6 per data-parallel rank).
 
-    Other fields are accepted for programs that set them: one that changes nothing here warns, and one that would change
-    numbers or memory raises.
+    Megatron's other fields are accepted: a field that has no effect here warns if it is set, and a field that would
+    change results or memory raises.
 
     Raises:
         ConfigError: an option that is not offered.
@@ -57,25 +57,25 @@ class DistributedDataParallelConfig(inert_settings_of("DistributedDataParallelCo
 
 
 class DistributedDataParallel(_Wrapper):
-    """A model whose gradients are the mean over the data-parallel ranks, once ``finish_grad_sync`` was called.
+    """A model whose gradients are the mean over the data-parallel ranks after ``finish_grad_sync``.
 
-    Gradients lie in one flat buffer per dtype; ``main_grad`` of each trained parameter is a view of it. In the dtype of
-    the parameter ``grad`` is the same view, so that PyTorch's optimizers find it: Megatron leaves None there, and such
-    an optimizer does nothing.
+    Gradients are in one flat buffer per dtype; ``main_grad`` of each trained parameter is a view of it. If the buffer
+    has the parameter's dtype, ``grad`` is the same view, so that PyTorch's optimizers can use it. In Megatron ``grad``
+    is None, and PyTorch's optimizers have no effect.
 
     Args:
-        config: of the model; kept.
-        ddp_config: how gradients are reduced.
+        config: config of the model, which is stored.
+        ddp_config: settings of the reduction of gradients.
         module: the model, or a stage's chunk of it, on its device.
-        disable_bucketing: one bucket per dtype.
-        pg_collection: groups ``dp_cp``, ``tp`` and ``pp``; the ambient topology's if None.
+        disable_bucketing: whether to use one bucket per dtype.
+        pg_collection: groups ``dp_cp``, ``tp`` and ``pp``; None means those of the ambient topology.
 
     Attributes:
         module: the model.
-        gradients: the buffers.
+        gradients: the gradient buffers.
 
     Raises:
-        TopologyError: no groups given and none initialised.
+        TopologyError: no groups are given and none are initialised.
         DesyncError: the ranks have different parameters.
     """
 
@@ -111,10 +111,10 @@ class DistributedDataParallel(_Wrapper):
                 model.targets_of_first_step = []
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's; before the first one with gradients, ranks compare the parameters that they hold alike.
+        """Run the model's forward; before the first one with gradients, ranks compare their replicated parameters.
 
         Raises:
-            DesyncError: they differ; on every rank that shares this chunk of the model.
+            DesyncError: on every rank that shares this chunk of the model, if the parameters differ.
         """
         if not self._has_checked_replicas and torch.is_grad_enabled() and validation_applies():
             self._has_checked_replicas = True
@@ -126,19 +126,19 @@ class DistributedDataParallel(_Wrapper):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which backward passes accumulate and communicate nothing."""
+        """Context in which backward passes only accumulate, without communication."""
         with self.gradients.no_sync():
             yield
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Start reducing what is not under way yet."""
+        """Start the reductions that have not started yet."""
         self.gradients.start()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Reduce what is not reduced yet, and wait. Gradients are all-reduced always, so ``force_all_reduce`` is.
+        """Finish the reduction of gradients. All are all-reduced anyway, so ``force_all_reduce`` has no effect.
 
         Raises:
-            DivergenceError: with ``check_for_nan_in_grad``, a gradient is not finite; on every rank of the model.
+            DivergenceError: with ``check_for_nan_in_grad``, on every rank of the model if a gradient is not finite.
         """
         self.gradients.finish()
         self._compare_first_targets()
@@ -146,7 +146,7 @@ class DistributedDataParallel(_Wrapper):
             self._check_finite()
 
     def _compare_first_targets(self) -> None:
-        """Once, after the first step: warn if all data-parallel ranks learned the same targets. Collective then."""
+        """Warn after the first step if all data-parallel ranks learned the same targets; collective in that step."""
         models = [model for model in self._models if model.targets_of_first_step is not None]
         if not models:
             return
@@ -180,7 +180,7 @@ class DistributedDataParallel(_Wrapper):
             )
 
     def zero_grad_buffer(self) -> None:
-        """Set all gradients to zero, at the start of each step."""
+        """Set all gradients to zero; call this at the start of each step."""
         self.gradients.zero_()
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
@@ -188,13 +188,13 @@ class DistributedDataParallel(_Wrapper):
         self.gradients.scale_(scaling_factor)
 
     def broadcast_params(self) -> None:
-        """Give all data-parallel ranks the parameters of the first, in place."""
+        """Broadcast the first data-parallel rank's parameters to the others, in-place."""
         with torch.no_grad():
             for param in self.module.parameters():
                 broadcast_(param, group=self.dp_cp_group)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The model's."""
+        """Return the model's ``state_dict_for_save_checkpoint``."""
         module: Any = self.module
         return module.state_dict_for_save_checkpoint(prefix=prefix, keep_vars=keep_vars)
 
@@ -205,14 +205,14 @@ def finalize_model_grads(
     pg_collection: ProcessGroupCollection | None = None,
     force_all_reduce: bool | None = False,
 ) -> None:
-    """Complete the gradients of a step: over data-parallel ranks, over those that share a sequence, and tied weights'.
+    """Complete the gradients of a step over data-parallel ranks, over ranks that share a sequence, and of tied weights.
 
     Args:
         model: this stage's chunks, each a ``DistributedDataParallel``.
-        num_tokens: if given, a scalar on the last stage: this rank's tokens. Gradients, which were means over the
-            ranks, are divided by the number of all; it is overwritten by that.
-        pg_collection: groups ``tp``, ``pp``, ``embd`` and ``dp_cp``; the ambient topology's where one is missing.
-        force_all_reduce: gradients are all-reduced always.
+        num_tokens: None, or a scalar: on the last stage, this rank's number of tokens. It is overwritten by the total
+            over all ranks, by which the gradients, means over the ranks, are divided.
+        pg_collection: groups ``tp``, ``pp``, ``embd`` and ``dp_cp``; missing groups come from the ambient topology.
+        force_all_reduce: no effect, because gradients are always all-reduced.
 
     Raises:
         ConfigError: a chunk is not wrapped.

@@ -8,14 +8,14 @@ __all__ = ["AttnBackend", "AttnMaskType", "AttnType", "LayerType", "ModelType"]
 
 
 class ModelType(Enum):
-    """Kind of model: one stack of layers; or two, which programs for earlier versions ask about, and none is here."""
+    """Kind of model: one stack of layers or two. Models here have one; older programs also name the other."""
 
     encoder_or_decoder = 1
     encoder_and_decoder = 2
 
 
 class LayerType(Enum):
-    """Kind of layer, where layers are dealt out to pipeline stages."""
+    """Kind of layer, for the distribution of layers over pipeline stages."""
 
     embedding = 1
     loss = 2
@@ -25,14 +25,14 @@ class LayerType(Enum):
 
 
 class AttnType(Enum):
-    """Source of the keys that attention reads."""
+    """Source of the attention keys."""
 
     self_attn = 1
     cross_attn = 2
 
 
 class AttnBackend(Enum):
-    """Kernel of attention, for ``TransformerConfig.attention_backend``."""
+    """Attention kernel, for ``TransformerConfig.attention_backend``."""
 
     flash = 1
     fused = 2

@@ -1,4 +1,4 @@
-"""Megatron's number of micro-batches of a step: the global batch over those of all data-parallel ranks."""
+"""Megatron's number of micro-batches per step: global batch size / (micro-batch size * data-parallel size)."""
 
 import functools
 from typing import Any
@@ -12,21 +12,21 @@ __getattr__ = absent_names("num_microbatches_calculator")
 
 
 class NumMicroBatchesCalculator:
-    """Number of micro-batches of a step.
+    """Computes the number of micro-batches per step.
 
     Args:
-        global_batch_size: samples of a step.
-        micro_batch_size: samples of a micro-batch.
-        data_parallel_size: ranks that share out a step.
-        decrease_batch_size_if_needed: leave out samples that are no whole number of micro-batches for each rank.
-        rank: accepted; nothing is logged.
+        global_batch_size: number of samples per step.
+        micro_batch_size: number of samples per micro-batch.
+        data_parallel_size: number of ranks that share a step.
+        decrease_batch_size_if_needed: whether to drop samples that do not fill a micro-batch on each rank.
+        rank: no effect, because nothing is logged.
 
     Attributes:
-        num_micro_batches, current_global_batch_size, micro_batch_size: of the next step.
-        current_running_global_batch_size: the same, less what is left out.
+        num_micro_batches, current_global_batch_size, micro_batch_size: sizes of the next step.
+        current_running_global_batch_size: global batch size without dropped samples.
 
     Raises:
-        AssertedConfigError: the sizes do not fit, or leave no micro-batch.
+        AssertedConfigError: the sizes do not divide, or leave no micro-batch.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class NumMicroBatchesCalculator:
         return self.num_micro_batches
 
     def update(self, consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
-        """Go to the step after ``consumed_samples``; the batch is constant."""
+        """Go to the step after ``consumed_samples``; the batch size is constant."""
 
 
 class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
-    """The calculator of a constant batch."""
+    """Calculator for a constant batch size."""
 
 
 _current: NumMicroBatchesCalculator | None = None
@@ -75,17 +75,17 @@ def get_num_microbatches() -> int:
 
 
 def get_current_global_batch_size() -> int:
-    """Samples of the next step."""
+    """Number of samples in the next step."""
     return _calculator().current_global_batch_size
 
 
 def get_micro_batch_size() -> int:
-    """Samples of a micro-batch."""
+    """Number of samples in a micro-batch."""
     return _calculator().micro_batch_size
 
 
 def get_current_running_global_batch_size() -> int:
-    """Samples of the next step, less what the ranks cannot share out evenly."""
+    """Number of samples in the next step, without samples that the ranks cannot share evenly."""
     return _calculator().current_running_global_batch_size
 
 
@@ -95,7 +95,7 @@ def update_num_microbatches(consumed_samples: int, consistency_check: bool = Tru
 
 
 def unset_num_microbatches_calculator() -> None:
-    """Forget the calculator."""
+    """Remove the calculator."""
     global _current
     _current = None
 
@@ -113,18 +113,18 @@ def reconfigure_num_microbatches_calculator(
     step_batch_size_schedule: str | None = None,
     seq_length: int | None = None,
 ) -> None:
-    """Make the calculator that the functions of this module ask; one that was there is forgotten.
+    """Replace the calculator that the functions of this module use.
 
     Args:
-        rank: accepted; nothing is logged.
-        global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed: as
+        rank: no effect, because nothing is logged.
+        global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed: as in
             ``NumMicroBatchesCalculator``.
-        rampup_batch_size, step_batch_size_schedule: refused.
-        seq_length: accepted; nothing depends on it.
+        rampup_batch_size, step_batch_size_schedule: not supported.
+        seq_length: no effect.
 
     Raises:
-        AssertedConfigError: sizes are missing or do not fit.
-        ConfigError: a batch that grows.
+        AssertedConfigError: sizes are missing or do not divide.
+        ConfigError: the batch size is not constant.
     """
     global _current
     if rampup_batch_size is not None or step_batch_size_schedule is not None:
@@ -140,10 +140,10 @@ def reconfigure_num_microbatches_calculator(
 
 @functools.wraps(reconfigure_num_microbatches_calculator, assigned=())
 def init_num_microbatches_calculator(*args: Any, **kwargs: Any) -> None:
-    """As ``reconfigure_num_microbatches_calculator``, where there is no calculator yet.
+    """Like ``reconfigure_num_microbatches_calculator``, for the first calculator.
 
     Raises:
-        AssertedConfigError: there is one.
+        AssertedConfigError: there is a calculator already.
     """
     if _current is not None:
         raise AssertedConfigError(

@@ -1,4 +1,4 @@
-"""Megatron's optimizers by name; a program trains with PyTorch's, or with ``shardwise.training.optimizer``."""
+"""Names of Megatron's optimizers; use PyTorch's optimizers or ``shardwise.training.optimizer`` instead."""
 
 from shardwise.megatron.absent import absent_names
 

@@ -1,4 +1,4 @@
-"""Megatron's description of several sequences that are packed into one row."""
+"""Megatron's description of sequences packed into one row."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +15,17 @@ __all__ = ["PackedSeqParams"]
 
 @dataclass
 class PackedSeqParams:
-    """Bounds of the sequences of a packed row: tokens attend within their sequence.
+    """Bounds of the sequences of a packed row; tokens attend within their sequence.
 
     Attributes:
         qkv_format: ``"thd"`` or None.
-        cu_seqlens_q: integers ``[n + 1]``, where each of the ``n`` sequences begins, and where the last one ends.
-        cu_seqlens_kv: the same of the keys: equal to ``cu_seqlens_q``, or None.
-        cu_seqlens_q_padded: where each begins and the last one ends in the row, if there is padding after sequences.
+        cu_seqlens_q: integers ``[n + 1]``, the start of each of the ``n`` sequences and the end of the last one.
+        cu_seqlens_kv: bounds of the keys: equal to ``cu_seqlens_q``, or None.
+        cu_seqlens_q_padded: bounds of the sequences in the row including padding, if sequences are padded.
         cu_seqlens_kv_padded: equal to ``cu_seqlens_q_padded``, or None.
         max_seqlen_q, max_seqlen_kv, total_tokens, seq_idx, tokens_per_sample, pad_between_seqs, cp_scatter_cache:
-            accepted; nothing depends on them.
-        local_cp_size, cp_group: refused where it is more than one rank.
+            no effect.
+        local_cp_size, cp_group: ranks that share a sequence; more than one is an error.
     """
 
     qkv_format: str | None = None
@@ -44,17 +44,17 @@ class PackedSeqParams:
     cp_scatter_cache: Any = None
 
     def documents_and_positions(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """For each token of the row the number of its sequence, and its place in that; ``[1, s]`` each.
+        """Return the index of each token's sequence, and the token's position in that sequence; ``[1, s]`` each.
 
         Padding after a sequence counts as a separate sequence.
 
         Args:
-            shape: of the row's ids, ``[1, s]``.
+            shape: shape of the row's ids, ``[1, s]``.
 
         Raises:
-            ConfigError: another format, other sequences of keys, or ranks that share a sequence.
-            ShardingError: several rows, or sequences that do not lie in the row one after the other. On CUDA what is
-                wrong with values is an assertion on the device (``torch._assert_async``).
+            ConfigError: another format, other sequences for keys, or ranks that share a sequence.
+            ShardingError: several rows, or sequences that are not consecutive in the row. On CUDA wrong values trigger
+                an assertion on the device instead (``torch._assert_async``).
         """
         starts = self._checked(shape)
         assert self.cu_seqlens_q is not None
@@ -62,13 +62,13 @@ class PackedSeqParams:
         positions = torch.arange(shape[1], device=starts.device) - starts.long()[documents]
         if self.cu_seqlens_q_padded is not None:
             lengths = self.cu_seqlens_q.diff()
-            # Beyond the last sequence all is padding already.
+            # All tokens after the last sequence count as padding already.
             is_padding = positions >= torch.cat((lengths, lengths.new_full((1,), shape[1])))[documents]
             documents = torch.where(is_padding, -1 - documents, documents)
         return documents, positions
 
     def _checked(self, shape: torch.Size) -> Tensor:
-        """Where the sequences begin in the row, and where the last one ends."""
+        """Return the starts of the sequences in the row and the end of the last one, after checks."""
         if self.qkv_format not in (None, "thd") or self.cu_seqlens_q is None:
             raise ConfigError(
                 f"packed_seq_params has qkv_format {self.qkv_format!r} and cu_seqlens_q "
@@ -111,7 +111,7 @@ class PackedSeqParams:
 
 
 def _require(holds: Tensor, error: Exception) -> None:
-    """Raise ``error`` unless it holds; on CUDA assert it on the device, so that the host does not wait."""
+    """Raise ``error`` unless ``holds``; on CUDA assert on the device, so that the host does not wait."""
     if holds.is_cuda:
         torch._assert_async(holds, str(error))
     elif not holds:

@@ -1,4 +1,4 @@
-"""Process groups as one argument: what a model needs to know of the topology."""
+"""The process groups that a model needs from the topology, as one argument."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["ProcessGroupCollection"]
 
 @dataclass(init=False, repr=False, eq=False)
 class ProcessGroupCollection:
-    """This rank's groups, by the names of ``Topology``; None where the rank is in none.
+    """This rank's groups, by the names of ``Topology``; None if the rank is in no such group.
 
-    A group that was not given is no attribute: ``hasattr`` tells, and reading it is an AttributeError.
+    A group that was not given is a missing attribute: ``hasattr`` returns False, and reading it raises AttributeError.
 
     Args:
-        **groups: the groups by name; others may be set later.
+        **groups: groups by name; others may be set later.
 
     Raises:
         ConfigError: a name that is not a field.
@@ -36,7 +36,7 @@ class ProcessGroupCollection:
         pos_embd: stages that hold the position embedding.
         cp: context parallel.
         tp_cp: tensor and context parallel.
-        hcp: levels of context parallel, innermost first.
+        hcp: levels of context parallelism, innermost first.
         ep: expert parallel.
         expt_tp: tensor parallel of experts.
         tp_ep: expert tensor and expert parallel.
@@ -45,9 +45,9 @@ class ProcessGroupCollection:
         dp: data parallel.
         dp_cp: data and context parallel.
         expt_dp: data parallel of experts.
-        intra_dp_cp: the part of ``dp_cp`` that holds one copy of the optimizer state.
-        intra_expt_dp: the part of ``expt_dp`` that holds one copy of the optimizer state.
-        inter_dist_opt: the same shard of the optimizer state in every copy; None with one copy.
+        intra_dp_cp: part of ``dp_cp`` that holds one copy of the optimizer state.
+        intra_expt_dp: part of ``expt_dp`` that holds one copy of the optimizer state.
+        inter_dist_opt: ranks with the same shard of the optimizer state in every copy; None with one copy.
         intra_dist_opt: all ranks of one copy of the optimizer state.
     """
 
@@ -77,7 +77,7 @@ class ProcessGroupCollection:
         self.__dict__.update(groups)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGroupCollection:
-        """A collection of the same groups, which cannot be copied."""
+        """Return a collection of the same groups, because process groups cannot be copied."""
         return ProcessGroupCollection(**vars(self))
 
     def __eq__(self, other: object) -> bool:
@@ -90,10 +90,10 @@ class ProcessGroupCollection:
 
     @classmethod
     def from_topology(cls, topology: Topology, *, required_pgs: Iterable[str] | None = None) -> ProcessGroupCollection:
-        """The groups of ``topology`` that this rank is in.
+        """Collect this rank's groups of ``topology``.
 
         Args:
-            topology: where they come from.
+            topology: source of the groups.
             required_pgs: names of the fields to fill; all if None.
 
         Raises:
@@ -107,7 +107,7 @@ class ProcessGroupCollection:
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Iterable[str] | None = None) -> ProcessGroupCollection:
-        """The groups of the ambient topology that this rank is in.
+        """Collect this rank's groups of the ambient topology.
 
         Args:
             required_pgs: names of the fields to fill; all if None.
@@ -119,12 +119,12 @@ class ProcessGroupCollection:
         groups = {}
         for name in _requested(required_pgs):
             getter, options = _GETTERS[name]
-            # Looked up when called, so that a test may replace it.
+            # Looked up at each call, so that a test can replace it.
             groups[name] = getattr(parallel_state, getter)(**options)
         return cls(**groups)
 
 
-# How the ambient topology's groups are asked for; unchecked where this rank may be in none.
+# Getter of each group of the ambient topology; unchecked if this rank may be in no such group.
 _UNCHECKED = {"check_initialized": False}
 _GETTERS: dict[str, tuple[str, dict[str, bool]]] = {
     "tp": ("get_tensor_model_parallel_group", {}),
@@ -151,7 +151,7 @@ _GETTERS: dict[str, tuple[str, dict[str, bool]]] = {
 
 
 def _group_of(collection: ProcessGroupCollection | None, name: str) -> ProcessGroup:
-    """A collection's group, or the ambient topology's where the collection has none."""
+    """Return the collection's group, or the ambient topology's if the collection has none."""
     group: ProcessGroup | None = getattr(collection, name, None)
     return _AMBIENT.group(name) if group is None else group
 

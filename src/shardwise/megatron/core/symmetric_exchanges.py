@@ -1,8 +1,8 @@
 """Megatron's exchanges in symmetric memory.
 
-``symm_mem_hdl`` is the ``handle`` of ``GlobalSymmetricMemoryBuffer.maybe_get_tensor``. With PyTorch's handle each rank
-reads and writes the others' blocks between two barriers. With an ``OrdinaryMemory``, as on a CPU, the ranks exchange by
-collectives. A tensor begins at the start of the block unless there is an offset.
+``symm_mem_hdl`` is the ``handle`` from ``GlobalSymmetricMemoryBuffer.maybe_get_tensor``. With PyTorch's handle, each
+rank reads and writes the other ranks' blocks between two barriers. With an ``OrdinaryMemory``, as on a CPU, the ranks
+use collectives. A tensor begins at the start of the block unless there is an offset.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from shardwise.megatron.surface import offer
 
 
 def are_tensors_nvls_eligible(*tensors: Tensor) -> bool:
-    """Whether there are tensors: any may be exchanged, on any device."""
+    """True if there is at least one tensor, because any tensor can be exchanged on any device."""
     return bool(tensors)
 
 
@@ -32,18 +32,18 @@ def multimem_all_gather(
     barrier_before: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """Put all ranks' inputs one after the other into ``output_tensor`` of each rank.
+    """Concatenate all ranks' inputs into ``output_tensor`` on each rank.
 
     Args:
-        output_tensor: in symmetric memory, of ``t`` times as many elements; overwritten, and returned.
-        input_tensor: this rank's; not modified.
-        symm_mem_hdl: of the memory.
-        byte_offset: where ``output_tensor`` begins in the block.
-        barrier_before: accepted; there is a barrier before anything is written always.
-        kwargs: of Megatron's kernel; nothing depends on them.
+        output_tensor: tensor in symmetric memory with ``t`` times as many elements; overwritten and returned.
+        input_tensor: this rank's input; not modified.
+        symm_mem_hdl: handle of the memory.
+        byte_offset: start of ``output_tensor`` in the block.
+        barrier_before: no effect, because a barrier always precedes the writes.
+        kwargs: arguments of Megatron's kernel; no effect.
 
     Raises:
-        AssertedShardingError: another number of elements.
+        AssertedShardingError: the numbers of elements do not match.
     """
     _check(output_tensor, input_tensor, symm_mem_hdl)
     if isinstance(symm_mem_hdl, OrdinaryMemory):
@@ -56,16 +56,16 @@ def multimem_all_gather(
 
 
 def multimem_reduce_scatter(output_tensor: Tensor, input_tensor: Tensor, symm_mem_hdl: Any, **kwargs: Any) -> Tensor:
-    """Give each rank the sum of all ranks' inputs, of its part of the elements.
+    """Sum all ranks' inputs, and give each rank its part of the sum.
 
     Args:
-        output_tensor: overwritten, and returned.
-        input_tensor: in symmetric memory, of ``t`` times as many elements; sums are in fp32 (fp64 for fp64).
-        symm_mem_hdl: of the memory.
-        kwargs: of Megatron's kernel; nothing depends on them.
+        output_tensor: this rank's part; overwritten and returned.
+        input_tensor: tensor in symmetric memory with ``t`` times as many elements; summed in fp32 (fp64 for fp64).
+        symm_mem_hdl: handle of the memory.
+        kwargs: arguments of Megatron's kernel; no effect.
 
     Raises:
-        AssertedShardingError: another number of elements.
+        AssertedShardingError: the numbers of elements do not match.
     """
     _check(input_tensor, output_tensor, symm_mem_hdl)
     if isinstance(symm_mem_hdl, OrdinaryMemory):
@@ -86,19 +86,19 @@ def fused_multimem_rs_add_norm_ag(
     rms_norm_weights: Tensor,
     eps: float,
 ) -> Tensor:
-    """Reduce-scatter, sum with the residual, RMSNorm and all-gather.
+    """Reduce-scatter, add the residual, apply RMSNorm and all-gather.
 
     Args:
-        residual_output_tensor: ``[s/t, b, h]``, overwritten with the new residual, and returned.
-        input_tensor: ``[s, b, h]`` in symmetric memory, this rank's partial sum; overwritten with the whole normed
+        residual_output_tensor: ``[s/t, b, h]``, overwritten with the new residual and returned.
+        input_tensor: ``[s, b, h]`` in symmetric memory, this rank's partial sum; overwritten with the whole normalized
             tensor, the same on every rank.
-        symm_mem_hdl: of the memory.
+        symm_mem_hdl: handle of the memory.
         residual_input_tensor: ``[s/t, b, h]``, this rank's shard of the residual.
         rms_norm_weights: ``[h]``.
-        eps: added to the mean square.
+        eps: constant added to the mean square.
 
     Raises:
-        AssertedShardingError: another number of elements.
+        AssertedShardingError: the numbers of elements do not match.
     """
     _check(input_tensor, residual_input_tensor, symm_mem_hdl)
     rows = input_tensor.view(-1, input_tensor.size(-1))
@@ -125,7 +125,7 @@ def _check(whole: Tensor, part: Tensor, handle: Any) -> None:
 
 @contextlib.contextmanager
 def _blocks(handle: Any, like: Tensor, byte_offset: int = 0) -> Iterator[list[Tensor]]:
-    """Between two barriers, every rank's tensor of this shape and dtype at one place of its block."""
+    """Yield, between two barriers, each rank's tensor of this shape and dtype at the same offset in its block."""
     start = byte_offset // like.element_size()
     handle.barrier(channel=0)
     yield [handle.get_buffer(rank, tuple(like.shape), like.dtype, start) for rank in range(handle.world_size)]

@@ -1,4 +1,4 @@
-"""Megatron's null tokenizer: numbers as text, for programs without a vocabulary."""
+"""Megatron's null tokenizer, whose text is numbers, for programs without a vocabulary."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,9 @@ class NullTokenizer:
 
     Args:
         vocab_size: number of ids.
-        eod_id: the id that ends a document; the last one if None.
-        pad_id: the id of padding; -1 is none.
-        kwargs: accepted for programs that pass them.
+        eod_id: id of the end of a document; None means the last id.
+        pad_id: id of padding; -1 means no padding.
+        kwargs: no effect.
     """
 
     library = "null-text"
@@ -27,18 +27,18 @@ class NullTokenizer:
             raise ConfigError(f"vocab_size is {vocab_size}; it must be at least 1")
         self.eod = self.vocab_size - 1 if eod_id is None else int(eod_id)
         self.pad = self.pad_id = int(pad_id)
-        # There is none of these.
+        # These tokens do not exist.
         self.cls = self.sep = self.mask = -1
 
     def tokenize(self, text: str) -> list[int]:
-        """The numbers of a text, which are divided by spaces."""
+        """Return the numbers in a text, which are separated by spaces."""
         try:
             return [int(number) for number in text.split()]
         except ValueError as error:
             raise ConfigError(f"the null tokenizer takes numbers divided by spaces: {error}") from error
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
         return " ".join(map(str, ids))
 
     text_to_ids = tokenize
@@ -52,7 +52,7 @@ class NullTokenizer:
 
 
 class MegatronTokenizer:
-    """Makes a tokenizer by ``from_pretrained``."""
+    """Holder of ``from_pretrained``, which makes a tokenizer."""
 
     def __init__(self) -> None:
         raise ConfigError("MegatronTokenizer has no constructor; call MegatronTokenizer.from_pretrained(...)")
@@ -61,15 +61,15 @@ class MegatronTokenizer:
     def from_pretrained(
         tokenizer_path: str | None = None, metadata_path: str | Mapping[str, Any] | None = None, **kwargs: Any
     ) -> NullTokenizer:
-        """The null tokenizer.
+        """Make the null tokenizer.
 
         Args:
-            tokenizer_path: needed by other libraries alone.
+            tokenizer_path: no effect; only other libraries need it.
             metadata_path: ``{"library": "null-text"}``.
-            kwargs: ``vocab_size``, and what else ``NullTokenizer`` takes.
+            kwargs: arguments of ``NullTokenizer``, of which ``vocab_size`` is required.
 
         Raises:
-            ConfigError: another library, or an argument that is missing.
+            ConfigError: another library, or a missing argument.
         """
         library = metadata_path.get("library") if isinstance(metadata_path, Mapping) else None
         if library != "null-text":

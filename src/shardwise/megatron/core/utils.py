@@ -34,42 +34,42 @@ drain_embedding_wgrad_compute = linear_functions.drain_embedding_wgrad_compute
 
 
 def get_pg_size(group: ProcessGroup | None = None) -> int:
-    """Number of ranks of ``group``; 1 for None or where ``torch.distributed`` is not initialised."""
+    """Number of ranks in ``group``; 1 for None, or if ``torch.distributed`` is not initialised."""
     return 1 if group is None or not dist.is_initialized() else group.size()
 
 
 def get_pg_rank(group: ProcessGroup | None = None) -> int:
-    """This rank in ``group``; 0 for None or where ``torch.distributed`` is not initialised."""
+    """This rank's index in ``group``; 0 for None, or if ``torch.distributed`` is not initialised."""
     return 0 if group is None or not dist.is_initialized() else group.rank()
 
 
 def get_pg_src_rank(group: ProcessGroup | None = None) -> int:
-    """Global rank of the first rank of ``group``; 0 for None or where ``torch.distributed`` is not initialised."""
+    """Global rank of the first rank of ``group``; 0 for None, or if ``torch.distributed`` is not initialised."""
     return 0 if group is None or not dist.is_initialized() else dist.get_process_group_ranks(group)[0]
 
 
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
-    """Whether this PyTorch is of ``version`` or a later one; a later one only, without ``check_equality``."""
+    """True if PyTorch's version is ``version`` or later; without ``check_equality``, only if it is later."""
     return torch.__version__ >= version if check_equality else torch.__version__ > version
 
 
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-    """False: Transformer Engine is not used, even if it is installed."""
+    """Return False, because Transformer Engine is not used even if it is installed."""
     return False
 
 
 def get_tensor_model_parallel_group_if_none(
     tp_group: ProcessGroup | None, is_expert: bool = False, check_initialized: bool = True
 ) -> ProcessGroup | None:
-    """``tp_group``, or the ambient tensor-parallel group if None.
+    """Return ``tp_group``, or the ambient tensor-parallel group if it is None.
 
     Args:
         tp_group: a group, or None.
-        is_expert: take the expert-tensor-parallel group.
-        check_initialized: an error where there is none; otherwise None is returned.
+        is_expert: whether to default to the expert-tensor-parallel group.
+        check_initialized: whether to raise, instead of returning None, if there is no group.
 
     Raises:
-        TopologyError: no group given and none initialised.
+        TopologyError: no group is given and none is initialised.
     """
     ambient = parallel_state.get_tensor_model_parallel_group
     if is_expert:
@@ -89,22 +89,22 @@ def make_tp_sharded_tensor_for_checkpoint(
     dp_cp_group: ProcessGroup | None = None,
     sizes: Sequence[int] | None = None,
 ) -> ParamShard:
-    """The checkpoint entry of a tensor that is split over the tensor-parallel group.
+    """Make the checkpoint entry of a tensor that is split over the tensor-parallel group.
 
     Args:
         tensor: this rank's part; not copied.
         key: name in the checkpoint.
-        tp_axis: dimension of ``tensor`` that is split.
-        replica_id: changes nothing; layout and rank decide which copy is written.
+        tp_axis: split dimension of ``tensor``.
+        replica_id: no effect; layout and rank determine which copy is written.
         prepend_offsets: ``(axis, index, count)`` of leading axes that stack several tensors under one name.
-        allow_shape_mismatch: on load the stored tensor may have another size along ``tp_axis``.
+        allow_shape_mismatch: whether the stored tensor may have another size along ``tp_axis`` when loading.
         tp_group: tensor-parallel group; the ambient one if None.
-        dp_cp_group: the ranks that hold the same part, whose first one writes it; the planner chooses if None.
-        sizes: every rank's size along ``tp_axis``; all as this rank's if None.
+        dp_cp_group: group of ranks that hold the same part, whose first rank writes it; the planner chooses if None.
+        sizes: every rank's size along ``tp_axis``; None means that all ranks have this rank's size.
 
     Raises:
-        TopologyError: no group given and none initialised.
-        ShardingError: ``sizes`` do not have one entry per rank, or not this rank's.
+        TopologyError: no group is given and none is initialised.
+        ShardingError: ``sizes`` does not have one entry per rank, or contradicts this rank's size.
     """
     group = parallel_state.resolve_tensor_model_parallel_group(tp_group)
     t, rank = group.size(), group.rank()
@@ -129,7 +129,7 @@ def make_sharded_tensor_for_checkpoint(
     tp_group: ProcessGroup | None = None,
     dp_cp_group: ProcessGroup | None = None,
 ) -> ParamShard:
-    """The checkpoint entry of a tensor that every rank of the tensor-parallel group holds whole; see above."""
+    """Make the checkpoint entry of a tensor that every rank of the tensor-parallel group holds whole."""
     group = parallel_state.resolve_tensor_model_parallel_group(tp_group)
     layout = ParamLayout.replicated(tensor.shape, group.size())
     is_copy = is_copy_by({"dp_cp_group": dp_cp_group})
@@ -137,7 +137,7 @@ def make_sharded_tensor_for_checkpoint(
 
 
 class MakeViewlessTensor(Function):
-    """The function behind ``make_viewless_tensor``: the same memory and gradient, but no view."""
+    """Autograd function of ``make_viewless_tensor``: the same memory and gradient, but not a view."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, requires_grad: bool) -> Tensor:
@@ -155,12 +155,12 @@ def _same_memory(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
-    """A tensor that shares ``inp``'s memory and is no view, so that setting its ``data`` frees that memory.
+    """Return a tensor that shares ``inp``'s memory but is not a view, so that setting its ``data`` frees the memory.
 
     Args:
-        inp: any tensor; returned as it is unless it is a view.
-        requires_grad: of the result.
-        keep_graph: gradients flow on to ``inp``.
+        inp: any tensor; returned unchanged if it is not a view.
+        requires_grad: ``requires_grad`` of the result.
+        keep_graph: whether gradients flow to ``inp``.
     """
     if inp._base is None:
         return inp
@@ -171,10 +171,10 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
 
 
 def assert_viewless_tensor(tensor: _T, extra_msg: str | None = None) -> _T:
-    """Return ``tensor`` after checking that it is no view; the items of a list are checked, what is no tensor passes.
+    """Return ``tensor`` after checking that it, or any item of a list, is not a view; other objects pass.
 
     Raises:
-        AssertedShardingError: it is a view, whose memory would be kept by its base.
+        AssertedShardingError: a tensor is a view, whose base would keep the memory.
     """
     if isinstance(tensor, list):
         for item in tensor:
@@ -188,7 +188,7 @@ def assert_viewless_tensor(tensor: _T, extra_msg: str | None = None) -> _T:
 
 
 def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> None:
-    """Set ``tensor.data``, in place, after checking that this frees the memory it has now.
+    """Set ``tensor.data`` in-place, after checking that this frees the old memory.
 
     Raises:
         AssertedShardingError: ``tensor`` is a view.
@@ -200,7 +200,7 @@ def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> 
 def get_linear_layer(
     rows: int, columns: int, init_method: Callable[[Tensor], Any], perform_initialization: bool = True
 ) -> nn.Linear:
-    """``torch.nn.Linear(rows, columns)`` with a weight from ``init_method`` and a bias of zeros."""
+    """Make a ``torch.nn.Linear(rows, columns)`` with a weight from ``init_method`` and a bias of zeros."""
     layer = nn.Linear(rows, columns)
     if perform_initialization:
         init_method(layer.weight)
@@ -209,17 +209,17 @@ def get_linear_layer(
 
 
 def get_default_causal_mask(sq: int) -> Tensor:
-    """``[sq, sq]`` bools, True where a token may not see another, on the device that computes."""
+    """Return bools ``[sq, sq]``, True where a token must not see another, on the computing device."""
     return get_sliding_window_causal_mask(sq, sq, (sq, 0))
 
 
 def get_sliding_window_causal_mask(sq: int, skv: int, window_size: tuple[int, int]) -> Tensor:
-    """``[sq, skv]`` bools, True where a query may not see a key; queries are the last of the keys' positions.
+    """Return bools ``[sq, skv]``, True where a query must not see a key; queries have the last positions of the keys.
 
     Args:
         sq: number of queries.
         skv: number of keys.
-        window_size: positions that a query sees before and after itself.
+        window_size: numbers of positions that a query sees before and after itself.
     """
     device = default_device(dist.group.WORLD if dist.is_initialized() else None)
     keys = torch.arange(skv, device=device)
@@ -228,12 +228,12 @@ def get_sliding_window_causal_mask(sq: int, skv: int, window_size: tuple[int, in
 
 
 def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
-    """Scores with -10000 where the mask is True; in place, and returned."""
+    """Set the scores to -10000 where the mask is True, in-place, and return them."""
     return attention_scores.masked_fill_(attention_mask, -10000.0)
 
 
 def gelu_impl(x: Tensor) -> Tensor:
-    """GELU by its approximation with tanh."""
+    """Compute GELU with the tanh approximation."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -241,21 +241,21 @@ openai_gelu = gelu_impl
 
 
 def erf_gelu(x: Tensor) -> Tensor:
-    """GELU by the error function."""
+    """Compute GELU with the error function."""
     return F.gelu(x)
 
 
 def is_layer_window_attention(
     window_size: tuple[int, int] | None, window_attn_skip_freq: int | list[int] | None, layer_number: int
 ) -> bool:
-    """Whether a layer, counted from 1, has the window: see ``TransformerConfig.window_attn_skip_freq``."""
+    """True if a layer, numbered from 1, has the window; see ``TransformerConfig.window_attn_skip_freq``."""
     if isinstance(window_attn_skip_freq, list):
         return bool(window_size and window_attn_skip_freq[layer_number - 1])
     return bool(window_size) and (window_attn_skip_freq is None or layer_number % window_attn_skip_freq != 0)
 
 
 def ensure_metadata_has_dp_cp_group(metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """``metadata``, in place, with the ambient topology's ``dp_cp_group`` unless it has one; a new dict if None."""
+    """Add the ambient ``dp_cp_group`` to ``metadata`` in-place if missing, and return it; None gives a new dict."""
     metadata = {} if metadata is None else metadata
     if "dp_cp_group" not in metadata:
         metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -269,7 +269,7 @@ def sharded_state_dict_default(
     metadata: dict[str, Any] | None = None,
     tp_group: ProcessGroup | None = None,
 ) -> dict[str, ParamShard]:
-    """``module``'s own ``sharded_state_dict``, or else its parameters as every rank holds them whole."""
+    """Return ``module``'s own ``sharded_state_dict`` if it has one, otherwise its parameters as replicated tensors."""
     group = parallel_state.resolve_tensor_model_parallel_group(tp_group)
     return sharded_state_dict(module, prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata), group=group)
 
@@ -290,16 +290,16 @@ def make_sharded_tensors_for_checkpoint(
     tp_group: ProcessGroup | None = None,
     dp_cp_group: ProcessGroup | None = None,
 ) -> dict[str, ParamShard]:
-    """The checkpoint entries of a module's tensors.
+    """Make the checkpoint entries of a module's tensors.
 
     Args:
-        state_dict: the tensors by name; an extra state that is None is left out.
-        prefix: put before each name.
-        tensor_parallel_layers_axis_map: by name the dimension that the tensor-parallel ranks split, into equal parts;
-            other tensors are whole on every rank.
+        state_dict: tensors by name; an extra state that is None is skipped.
+        prefix: prefix of each name.
+        tensor_parallel_layers_axis_map: for the names of split tensors, the dimension that tensor-parallel ranks split
+            into equal parts; other tensors are whole on every rank.
         sharded_offsets: ``(axis, index, count)`` of leading axes that stack several tensors under one name.
-        extra_state_suffix: what names of extra states end with.
-        tp_group, dp_cp_group: tensor parallel, and the ranks that hold the same; the ambient topology's if None.
+        extra_state_suffix: suffix of the names of extra states.
+        tp_group, dp_cp_group: tensor-parallel group, and group of ranks with the same tensors; ambient ones if None.
 
     Raises:
         ConfigError: an extra state that is not None.
@@ -320,16 +320,16 @@ def make_sharded_tensors_for_checkpoint(
 
 
 def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
-    """``attr`` of a model, or of the one that it wraps as its ``module``.
+    """Return the attribute ``attr`` of a model, or of the model that it wraps as its ``module``.
 
     Args:
         model: a model.
-        attr: name.
-        allow_none: an attribute may be None; otherwise one that is not is looked for.
-        return_model_obj: return the model that has it.
+        attr: name of the attribute.
+        allow_none: whether the attribute may be None; otherwise the search continues in the wrapped model.
+        return_model_obj: whether to return the model with the attribute instead.
 
     Raises:
-        ContradictionError: no model has it, or ``model`` is a list.
+        ContradictionError: no model has the attribute, or ``model`` is a list.
     """
     found = model
     while not hasattr(found, attr) or (not allow_none and getattr(found, attr) is None):
@@ -341,16 +341,16 @@ def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, retur
 
 
 def get_model_config(model: Any) -> Any:
-    """The config of a model, or of the one that it wraps."""
+    """Return the config of a model, or of the model that it wraps."""
     return get_attr_wrapped_model(model, "config", allow_none=False)
 
 
 def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
-    """The model inside a wrapper with a ``module``, or a list of them.
+    """Return the model inside wrappers with a ``module``, or a list of models.
 
     Args:
-        model: a model or a list of them.
-        module_instances: classes that wrap; any that has a ``module`` if None.
+        model: a model or a list of models.
+        module_instances: classes of wrappers; None means any object with a ``module``.
     """
     if isinstance(model, list):
         return [unwrap_model(each, module_instances) for each in model]
@@ -360,7 +360,7 @@ def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = 
 
 
 def prepare_input_tensors_for_wgrad_compute(grad_output: Tensor, all_gathered_input: Tensor) -> tuple[Tensor, Tensor]:
-    """Both contiguous, and of three dimensions ``[s, b, n]`` to ``[s * b, n]``: the factors of a weight's gradient."""
+    """Return the factors of a weight's gradient: contiguous, and flattened from ``[s, b, n]`` to ``[s * b, n]``."""
     if grad_output.dim() != 3:
         return grad_output.contiguous(), all_gathered_input.contiguous()
     return grad_output.contiguous().flatten(0, 1), all_gathered_input.contiguous().flatten(0, 1)

@@ -1,7 +1,7 @@
-"""Megatron's older package ``megatron.mpu``, as Megatron-DeepSpeed has it: groups, moves, layers, loss, random streams.
+"""Megatron's older package ``megatron.mpu``, as in Megatron-DeepSpeed: groups, moves, layers, loss, random streams.
 
-Its layers are made without a config and take their options by position, its ``checkpoint`` takes the function's
-arguments alone, and its sizes end in an underscore. Everything else is that of ``shardwise.parallel_state`` and
+Its layers need no config and take their options by position. Its ``checkpoint`` takes only the function and its
+arguments, and names of sizes end in an underscore. The rest equals ``shardwise.parallel_state`` and
 ``shardwise.tensor_parallel``.
 """
 

@@ -1,4 +1,4 @@
-"""``parallel_state`` as ``mpu`` has it: other names of the sizes, and a stage's part by what was set last."""
+"""``parallel_state`` in ``mpu``'s form: sizes have other names, and a stage's part is the one that was set last."""
 
 import warnings
 
@@ -20,14 +20,14 @@ def initialize_model_parallel(
     """Build the ambient topology on the ranks of ``torch.distributed``. Collective.
 
     Args:
-        tensor_model_parallel_size_: ranks that split each layer. Where there are fewer ranks in all, this is their
-            number, with a warning; so it is of the next.
+        tensor_model_parallel_size_: number of ranks that split each layer. This and the next size are reduced to the
+            world size, with a warning, if they exceed it.
         pipeline_model_parallel_size_: number of stages.
-        virtual_pipeline_model_parallel_size_: parts of the model on each stage, interleaved.
+        virtual_pipeline_model_parallel_size_: number of interleaved parts of the model on each stage.
 
     Raises:
         NotInitializedError: ``torch.distributed`` is not initialised.
-        TopologyError, ConfigError: as ``parallel_state.initialize_model_parallel``.
+        TopologyError, ConfigError: as in ``parallel_state.initialize_model_parallel``.
     """
     tp = _at_most_all("tensor_model_parallel_size_", tensor_model_parallel_size_)
     pp = _at_most_all("pipeline_model_parallel_size_", pipeline_model_parallel_size_)
@@ -42,7 +42,7 @@ def _at_most_all(name: str, size: int) -> int:
 
 
 def get_model_parallel_world_size() -> int:
-    """Number of ranks that split each layer, from the time before pipelines.
+    """Number of ranks that split each layer; an old name, from before pipelines.
 
     Raises:
         AssertedTopologyError: there are several pipeline stages.
@@ -52,7 +52,7 @@ def get_model_parallel_world_size() -> int:
 
 
 def get_model_parallel_rank() -> int:
-    """This rank's place among those that split each layer, from the time before pipelines.
+    """This rank's index among the ranks that split each layer; an old name, from before pipelines.
 
     Raises:
         AssertedTopologyError: there are several pipeline stages.
@@ -68,23 +68,23 @@ def _check_no_pipeline(name: str, instead: str) -> None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False) -> bool:
-    """Whether the model begins on this rank, in the part that ``set_virtual_pipeline_model_parallel_rank`` has set.
+    """True if the model begins on this rank, in the part set by ``set_virtual_pipeline_model_parallel_rank``.
 
     Args:
-        ignore_virtual: ask about the rank, not about one of its parts.
+        ignore_virtual: whether to consider the rank instead of one of its parts.
     """
     part = parallel_state.get_virtual_pipeline_model_parallel_rank()
     return parallel_state.is_pipeline_first_stage(ignore_virtual, part)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = False) -> bool:
-    """Whether the model ends on this rank, in the part that was set; see ``is_pipeline_first_stage``."""
+    """True if the model ends on this rank, in the part that was set; see ``is_pipeline_first_stage``."""
     part = parallel_state.get_virtual_pipeline_model_parallel_rank()
     return parallel_state.is_pipeline_last_stage(ignore_virtual, part)
 
 
 def __getattr__(name: str) -> object:
-    # The getters, the setters and Megatron's globals are those of parallel_state.
+    # Getters, setters and Megatron's globals come from parallel_state.
     return getattr(parallel_state, name)
 
 

@@ -1,4 +1,4 @@
-"""The layers of ``mpu``: those of ``tensor_parallel``, made without a config, with the options and defaults of old."""
+"""The layers of ``mpu``: the layers of ``tensor_parallel`` without a config, with the older options and defaults."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,11 +21,11 @@ class _Pair(NamedTuple):
 
 
 class LayerOutput(_Pair):
-    """The result of a layer that adds its bias: the pair of its output and None, which also serves as the output.
+    """Result of a layer that adds its bias: the pair of output and None, which can also be used as the output tensor.
 
-    Layers of ``mpu`` return pairs, those of Megatron's first release tensors, and programs are written for either. It
-    unpacks and indexes as the pair; functions and operators of PyTorch, and attributes of tensors that tuples lack, use
-    the output.
+    ``mpu``'s layers return pairs, but in Megatron's first release they returned tensors; programs exist for both. The
+    result unpacks and indexes like the pair. PyTorch's functions and operators, and attributes that tuples lack, apply
+    to the output.
     """
 
     __slots__ = ()
@@ -43,7 +43,7 @@ class LayerOutput(_Pair):
 
 
 def _outputs(value: Any) -> Any:
-    """``value`` with outputs instead of pairs, those in lists and tuples too."""
+    """Replace pairs by their outputs in ``value``, also in lists and tuples."""
     if isinstance(value, LayerOutput):
         return value[0]
     return type(value)(map(_outputs, value)) if type(value) in (list, tuple) else value
@@ -56,19 +56,19 @@ def _operator(name: str) -> Callable[..., Any]:
     return operate
 
 
-# Its name in Megatron's first release.
+# The name in Megatron's first release.
 _initialize_affine_weight = _initialize_affine_weight_cpu
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg"):
     setattr(LayerOutput, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-# Arguments that later releases do not have, or take by name.
+# Arguments that later releases lack, or take by name.
 _OWN = ("config", "options", "moe", "enable_expert_tensor_parallelism")
 
 
 class VocabParallelEmbedding(tensor_parallel.VocabParallelEmbedding):
-    """``tensor_parallel.VocabParallelEmbedding``, made without a config: fp32 if ``config`` is None.
+    """``tensor_parallel.VocabParallelEmbedding`` that needs no config; fp32 if ``config`` is None.
 
     ``options`` are the other arguments of the base class.
     """
@@ -86,15 +86,15 @@ class VocabParallelEmbedding(tensor_parallel.VocabParallelEmbedding):
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
-    """``tensor_parallel.ColumnParallelLinear``, made without a config; by default it gathers its output.
+    """``tensor_parallel.ColumnParallelLinear`` that needs no config; by default it gathers its output.
 
-    ``forward`` returns the output and the bias with ``skip_bias_add``, else a ``LayerOutput``.
+    ``forward`` returns the output and the bias with ``skip_bias_add``, otherwise a ``LayerOutput``.
 
     Args:
-        moe: the layer is part of an expert, which the ranks do not split.
-        enable_expert_tensor_parallelism: the ranks split experts too.
+        moe: whether the layer is part of an expert, which the ranks do not split.
+        enable_expert_tensor_parallelism: whether the ranks split experts too.
         config: dtype and initialisation; fp32 if None.
-        options: the other arguments of the base class, which also describes those by position.
+        options: other arguments of the base class, which also documents the positional arguments.
 
     Raises:
         ConfigError: ``moe`` without ``enable_expert_tensor_parallelism``, on several ranks.
@@ -125,9 +125,9 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
-    """``tensor_parallel.RowParallelLinear``, made without a config; by default it splits its input.
+    """``tensor_parallel.RowParallelLinear`` that needs no config; by default it splits its input.
 
-    The result of ``forward``, the other arguments and the errors are those of ``ColumnParallelLinear``.
+    The result of ``forward``, the other arguments and the errors are the same as in ``ColumnParallelLinear``.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
 
 
 def _is_whole(is_whole: bool, num_ranks: int) -> bool:
-    """Whether an expert is not split; an error where there are ranks that would split it."""
+    """Return ``is_whole``; raise ConfigError if it is True and several ranks would split the expert."""
     if is_whole and num_ranks > 1:
         raise ConfigError(
             f"moe=True keeps a layer whole on each of the {num_ranks} ranks, and this layer splits; set "
@@ -169,7 +169,7 @@ def _result(output: Tensor, bias: Tensor | None, *, skip_bias_add: bool) -> tupl
 
 
 def __getattr__(name: str) -> Any:
-    # The functions are those of tensor_parallel.
+    # Functions come from tensor_parallel.
     return getattr(layers, name)
 
 

@@ -1,4 +1,4 @@
-"""The moves between layouts as ``mpu`` has them: the private functions take the ambient group too."""
+"""The moves between layouts in ``mpu``, where the private functions also default to the ambient group."""
 
 from typing import Any
 
@@ -11,22 +11,22 @@ from shardwise.megatron.surface import offer
 
 
 def _reduce(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """The sum of every rank's tensor; the argument is not modified. The group is the ambient one if None."""
+    """Return the sum of all ranks' tensors; the argument is not modified. None means the ambient group."""
     return mappings._reduce(input_, _resolve(group))
 
 
 def _split(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's part of the last dimension. The group is the ambient one if None."""
+    """Return this rank's part of the last dimension. None means the ambient group."""
     return mappings._split_along_last_dim(input_, _resolve(group))
 
 
 def _gather(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Every rank's tensor, side by side along the last dimension. The group is the ambient one if None."""
+    """Concatenate all ranks' tensors along the last dimension. None means the ambient group."""
     return mappings._gather_along_last_dim(input_, _resolve(group))
 
 
 class _AmbientGroup:
-    """An autograd function of a tensor and a group, whose group is the ambient one where it is left out."""
+    """An autograd function of a tensor and a group, which defaults to the ambient group."""
 
     @classmethod
     def apply(cls, input_: Tensor, group: ProcessGroup | None = None, *args: Any) -> Any:
@@ -54,7 +54,7 @@ class _GatherFromModelParallelRegion(_AmbientGroup, mappings._GatherFromModelPar
 
 
 def __getattr__(name: str) -> Any:
-    # The moves with autograd are those of tensor_parallel.
+    # The moves with autograd come from tensor_parallel.
     return getattr(mappings, name)
 
 

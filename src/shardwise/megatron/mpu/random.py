@@ -1,4 +1,4 @@
-"""Random streams and recomputation by the names of ``mpu``, whose ``checkpoint`` takes a function and its arguments."""
+"""Random streams and recomputation in ``mpu``, whose ``checkpoint`` takes a function and its arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,19 +12,19 @@ from shardwise.megatron.surface import offer
 gather_split_1d_tensor = utils.gather_split_1d_tensor
 split_tensor_into_1d_equal_chunks = utils.split_tensor_into_1d_equal_chunks
 
-# The topology that has the buffer.
+# Topology for which the buffer was initialised.
 _with_buffer: Topology | None = None
 
 
 def init_checkpointed_activations_memory_buffer() -> None:
-    """From now on ``checkpoint`` keeps of a function's first tensor this rank's chunk, until the topology is destroyed.
+    """Make ``checkpoint`` keep only this rank's chunk of a function's first tensor, until the topology is destroyed.
 
-    Each chunk has its own memory, which its backward frees, so that no sizes are needed, and several micro-batches may
-    wait for their backward. In Megatron the chunks of one micro-batch lie in one buffer.
+    Each chunk has its own memory, which its backward frees. So no sizes are needed, and several micro-batches can wait
+    for their backward. In Megatron one buffer holds the chunks of one micro-batch.
 
     Raises:
         NotInitializedError: ``initialize_model_parallel`` was not called.
-        AssertedConfigError: it was called before.
+        AssertedConfigError: this function was called before.
     """
     global _with_buffer
     topology = parallel_state.get_topology()
@@ -37,25 +37,25 @@ def init_checkpointed_activations_memory_buffer() -> None:
 
 
 def reset_checkpointed_activations_memory_buffer() -> None:
-    """Nothing happens: the chunks of a micro-batch are freed in its backward."""
+    """Do nothing, because the backward of a micro-batch frees its chunks."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function(*args)``, keep its arguments only, and call it again in backward.
+    """Call ``function(*args)``, keep only its arguments, and call it again in backward.
 
-    With ``init_checkpointed_activations_memory_buffer`` the first tensor among ``args`` is changed: afterwards it is
-    this rank's flat chunk, and the backward makes it whole again; see ``tensor_parallel.checkpoint``.
+    After ``init_checkpointed_activations_memory_buffer`` the call replaces the first tensor among ``args`` in-place by
+    this rank's flat chunk; the backward restores it. See ``tensor_parallel.checkpoint``.
 
     Args:
-        function: must compute the same both times.
-        args: its arguments. If the first is True or False it is no argument: it says, as in later releases, whether the
-            first tensor is distributed, with or without a buffer.
+        function: function that computes the same both times.
+        args: its arguments. A bool in front of them says whether the first tensor is distributed, as in later releases,
+            whether or not there is a buffer.
 
     Returns:
         The result of ``function``.
 
     Raises:
-        ConfigError: a tensor is to be distributed, and there is none, or the first is a view.
+        ConfigError: the first tensor should be distributed, but there is no tensor, or it is a view.
     """
     if args and isinstance(args[0], bool):
         return random.checkpoint(function, *args)
@@ -64,7 +64,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    # The streams are those of tensor_parallel.
+    # Random streams come from tensor_parallel.
     return getattr(random, name)
 
 

@@ -1,4 +1,4 @@
-"""Splitting by the names of ``mpu``."""
+"""Functions of ``mpu`` that split tensors."""
 
 from shardwise.megatron.core.tensor_parallel import utils
 from shardwise.megatron.core.tensor_parallel.attributes import divide, ensure_divisibility

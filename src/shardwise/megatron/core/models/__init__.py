@@ -1,1 +1,1 @@
-"""Megatron's language models: the engine's, made from its configs and on its groups."""
+"""Megatron's language models: the engine's models, made from Megatron's configs and groups."""

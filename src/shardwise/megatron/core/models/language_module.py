@@ -1,4 +1,4 @@
-"""Megatron's base of language models."""
+"""Megatron's base class of language models."""
 
 from typing import Any
 
@@ -30,29 +30,29 @@ __all__ = ["LanguageModelEmbedding", "LanguageModule"]
 
 
 class LanguageModule(LanguageModel, MegatronModule):
-    """Base of GPT, BERT and their kin, and of a program's own models.
+    """Base class of GPT, BERT and similar models, and of a program's own models.
 
-    As the engine's ``LanguageModel``, but a model on it calls ``setup_embeddings_and_output_layer`` at the end of its
-    construction, and need not set ``vocab_size``.
+    It differs from the engine's ``LanguageModel`` in two points: subclasses call ``setup_embeddings_and_output_layer``
+    at the end of their construction, and need not set ``vocab_size``.
 
     Args:
         config: sizes of the model.
-        pg_collection: its process groups; the ambient topology's if None. Only ``tp`` is needed by a model of one
-            stage; one of several stages needs ``pp`` and, with tied weights, ``embd``.
+        pg_collection: process groups; None means those of the ambient topology. A model of one stage needs only ``tp``;
+            a model of several stages also needs ``pp`` and, with tied weights, ``embd``.
 
     Attributes:
-        tp_group: tensor parallel.
-        pp_group: pipeline parallel, or None.
-        embd_group: the stages that hold a tied weight, or None.
-        vp_stage: which of the stage's chunks this is; None without interleaving.
+        tp_group: tensor-parallel group.
+        pp_group: pipeline-parallel group, or None.
+        embd_group: group of the stages that hold a tied weight, or None.
+        vp_stage: index of this chunk on its stage; None without interleaving.
 
     Raises:
-        TopologyError: no groups given and none initialised.
+        TopologyError: no groups are given and none are initialised.
         ConfigError: ``config.attention_backend`` does not work here.
     """
 
     config: TransformerConfig
-    # Hashes of the labels of the first step, for a wrapper that asks for them by an empty list.
+    # Hashes of the labels of the first step. A wrapper that needs them sets an empty list.
     targets_of_first_step: list[Tensor] | None = None
     has_checked_replicas = False
 
@@ -60,16 +60,16 @@ class LanguageModule(LanguageModel, MegatronModule):
         LanguageModel.__init__(self, config, self._enter(pg_collection))
 
     def _enter(self, pg_collection: ProcessGroupCollection | None) -> Groups:
-        """Keep the collection, the ambient topology's if None; the engine's view of it."""
+        """Store the collection, by default the ambient topology's, and return it as the engine's ``Groups``."""
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         optional = {name: getattr(self.pg_collection, name, None) for name in ("pp", "dp", "embd")}
         return Groups(tp=_group_of(self.pg_collection, "tp"), **optional)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward; before the first one the tensor-parallel ranks compare the parameters that each holds whole.
+        """Run the forward; before the first one, the tensor-parallel ranks compare the parameters that all hold whole.
 
         Raises:
-            DesyncError: they differ; on every rank of the group.
+            DesyncError: on every rank of the group, if the parameters differ.
         """
         if not self.has_checked_replicas and validation_applies():
             self.has_checked_replicas = True
@@ -78,23 +78,23 @@ class LanguageModule(LanguageModel, MegatronModule):
         return super().__call__(*args, **kwargs)
 
     def note_targets(self, labels: Tensor) -> None:
-        """Keep the hash of the labels of a training step, while a wrapper asks for it."""
+        """Store the hash of a training step's labels if a wrapper needs it."""
         targets = self.targets_of_first_step
         if targets is not None and self.training and torch.is_grad_enabled() and validation_applies():
             targets.append(fingerprints([labels])[0])
 
     def _set_attention_backend(self) -> None:
-        """Raise ConfigError if ``config.attention_backend`` does not work here; nothing is set for the process."""
+        """Raise ConfigError if ``config.attention_backend`` does not work here; no global state is set."""
         self._check_attention_backend()
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Cross entropy ``[b, s]`` of labels ``[b, s]`` and logits ``[s, b, v/t]``; see ``loss_of_logits``."""
+        """Compute the loss ``[b, s]`` from labels ``[b, s]`` and logits ``[s, b, v/t]``; see ``loss_of_logits``."""
         return self.loss_of_logits(labels, logits)
 
     def loss_of_logits(
         self, labels: Tensor, logits: Tensor, *, inplace_: bool = False, is_scaled: bool = True
     ) -> Tensor:
-        """As the engine's; a program's model may not know the size of its vocabulary."""
+        """Like the engine's method, but also for models without ``vocab_size``."""
         self.note_targets(labels)
         if self.vocab_size is not None:
             return super().loss_of_logits(labels, logits, inplace_=inplace_, is_scaled=is_scaled)
@@ -116,28 +116,28 @@ class LanguageModule(LanguageModel, MegatronModule):
         *,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Output layer and cross entropy of each token.
+        """Compute the output layer and the cross entropy of each token.
 
-        They are computed in one, without the logits of all ranks, unless there is a ``column_parallel_linear`` and the
-        config does not ask for it (``cross_entropy_loss_fusion`` with ``cross_entropy_fusion_impl="linear"``).
+        The two are fused, without all ranks' logits, if there is no ``column_parallel_linear`` or if the config says so
+        (``cross_entropy_loss_fusion`` with ``cross_entropy_fusion_impl="linear"``).
 
         Args:
             hidden: ``[s, b, h]``, or this rank's shard ``[s/t, b, h]`` with sequence parallelism; not modified.
             labels: ``[b, s]`` global ids.
-            weight: ``[v/t, h]``, the output layer's, or the embedding's that is tied to it.
-            sequence_parallel_enabled: ``hidden`` is a shard of the sequence.
+            weight: ``[v/t, h]``, weight of the output layer, or of the embedding that is tied to it.
+            sequence_parallel_enabled: whether ``hidden`` is a shard of the sequence.
             column_parallel_linear: the output layer.
-            col_linear_kwargs: its other arguments.
-            reduction: ``"none"``, ``"mean"`` or ``"sum"``; other than "none" only in one.
-            ignore_index: the label that costs nothing; other than -100 only in one.
-            bias: ``[v/t]`` or None, of the output layer in one.
+            col_linear_kwargs: other arguments of the output layer.
+            reduction: ``"none"``, ``"mean"`` or ``"sum"``; only "none" if not fused.
+            ignore_index: label that does not contribute to the loss; only -100 if not fused.
+            bias: ``[v/t]`` or None, bias of the fused output layer.
 
         Returns:
             ``[b, s]``, or a scalar if reduced; fp32 (fp64 for fp64 hidden states), the same on every rank.
 
         Raises:
             VocabularyError: a label outside the vocabulary.
-            ConfigError: there is no weight, no ``vocab_size``, or an option that separate layers do not have.
+            ConfigError: a missing weight or ``vocab_size``, or an option that needs fusion.
         """
         if column_parallel_linear is not None and not self.fuses_output_layer_and_loss:
             if reduction != "none" or ignore_index != -100:
@@ -146,7 +146,7 @@ class LanguageModule(LanguageModel, MegatronModule):
                     "cross_entropy_loss_fusion and cross_entropy_fusion_impl='linear', or leave them out"
                 )
             logits, _ = column_parallel_linear(hidden, **(col_linear_kwargs or {}))
-            # Only the loss reads these logits, so their memory may become their gradient's.
+            # Only the loss reads these logits, so their gradient may overwrite them.
             return self.loss_of_logits(labels, logits, inplace_=True, is_scaled=False)
         if weight is None:
             raise ConfigError("output layer and loss in one need the output layer's weight; pass it")
@@ -163,16 +163,16 @@ class LanguageModule(LanguageModel, MegatronModule):
 
     @property
     def fuses_output_layer_and_loss(self) -> bool:
-        """Whether the config asks for output layer and loss in one, and the group's arithmetic allows it."""
+        """True if the config requests a fused output layer and loss, and the group's arithmetic allows it."""
         config = self.config
         fuses = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear"
         return fuses and self._arithmetic.fuses_loss and not config.defer_embedding_wgrad_compute
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Mark the weights of embedding and output layer, and make tied ones equal on the stages that hold them.
+        """Mark the weights of embedding and output layer, and make tied weights equal on the stages that hold them.
 
-        Both have ``is_embedding_or_output_parameter``. With tied weights over several stages both have
-        ``shared_embedding``, and the last stage's copy has ``shared``. Collective then, with the errors of
+        Both weights get ``is_embedding_or_output_parameter``. Weights that are tied across stages also get
+        ``shared_embedding``, and the last stage's copy gets ``shared``; the call is then collective, with the errors of
         ``setup_tied_weight``.
         """
         model: Any = self
@@ -199,25 +199,25 @@ class LanguageModule(LanguageModel, MegatronModule):
         first_stage_word_emb_key: str,
         metadata: dict[str, Any] | None = None,
     ) -> None:
-        """Let the output layer's tied weight go by the embedding's name, in place.
+        """Rename the output layer's tied weight to the embedding's name, in-place.
 
-        The last stage's copy becomes an entry of that name: a replica of the first stage's, written once and read by
-        both.
+        The last stage's copy becomes a replica of the first stage's entry, which is written once and read by both
+        stages.
 
         Args:
             sharded_state_dict: entries of this stage; modified.
-            output_layer_weight_key: name of the output layer's weight, whose entry is taken out.
+            output_layer_weight_key: name of the output layer's weight, whose entry is removed.
             first_stage_word_emb_key: name of the embedding's weight.
-            metadata: changes nothing.
+            metadata: no effect.
 
         Raises:
-            ShardingError: a stage without output layer has an entry for its weight.
+            ShardingError: a stage without an output layer has an entry for its weight.
         """
         self._tie_state(sharded_state_dict, output_layer_weight_key, first_stage_word_emb_key)
 
 
 def _output_weight_of(model: nn.Module) -> Parameter:
-    """Weight of the output layer of a model, or of the model that it wraps: its own, or the tied one."""
+    """Return the output layer's weight, own or tied, of a model or of the model that it wraps."""
     language_model: Any = wrapped(model, "shared_embedding_or_output_weight")
     shared = language_model.shared_embedding_or_output_weight()
     weight: Parameter = language_model.output_layer.weight if shared is None else shared
@@ -225,7 +225,7 @@ def _output_weight_of(model: nn.Module) -> Parameter:
 
 
 class LanguageModelEmbedding(token_embedding.TokenEmbedding):
-    """``TokenEmbedding`` on the ambient tensor-parallel group if none is given; the arguments are the same."""
+    """``TokenEmbedding`` with the same arguments, by default on the ambient tensor-parallel group."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Megatron's rotary angles, made of the engine's frequencies."""
+"""Megatron's rotary angles, computed from the engine's frequencies."""
 
 from typing import Any
 
@@ -21,18 +21,18 @@ __getattr__ = absent_names("models.common.embeddings.rotary_pos_embedding")
 
 
 class RotaryEmbedding(rotary.RotaryEmbedding):
-    """Angles of the positions 0, 1, 2 and so on.
+    """Rotary angles of the positions 0, 1, 2 and so on.
 
     Args:
-        kv_channels: width of a head.
-        rotary_percent: share of it that is rotated.
-        rotary_interleaved: pairs are elements ``2i`` and ``2i + 1``, not ``i`` and ``i + d/2``.
-        seq_len_interpolation_factor: positions are divided by it; by 1 if None.
+        kv_channels: size of a head.
+        rotary_percent: fraction of the head that is rotated.
+        rotary_interleaved: whether pairs are elements ``2i`` and ``2i + 1`` instead of ``i`` and ``i + d/2``.
+        seq_len_interpolation_factor: divisor of the positions; None means 1.
         rotary_base: base of the geometric sequence of wavelengths.
-        rope_scaling: lower the frequencies as Llama 3.1, whose first context has 8192 tokens.
-        rope_scaling_factor: by how much.
-        use_cpu_initialization: accepted; angles go where the module goes.
-        cp_group: None, or of one rank.
+        rope_scaling: whether to lower the frequencies as in Llama 3.1, with an original context of 8192 tokens.
+        rope_scaling_factor: factor by which frequencies are lowered.
+        use_cpu_initialization: no effect, because the angles move with the module.
+        cp_group: None, or a group of one rank.
 
     Raises:
         ConfigError: a value out of range, or ranks that share a sequence.
@@ -62,9 +62,9 @@ class RotaryEmbedding(rotary.RotaryEmbedding):
         return self.inverse_frequencies
 
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """``[s, d/2]`` angles of the positions from ``offset`` on, in fp32."""
+        """Return the angles of the positions from ``offset`` on, ``[s, d/2]`` in fp32."""
         frequencies = self.inverse_frequencies
-        # fp64 until the product is made.
+        # The product is in fp64.
         positions = torch.arange(offset, offset + max_seq_len, dtype=frequencies.dtype, device=frequencies.device)
         if self.seq_len_interpolation_factor is not None:
             positions = positions / self.seq_len_interpolation_factor
@@ -73,13 +73,13 @@ class RotaryEmbedding(rotary.RotaryEmbedding):
     def forward(  # type: ignore[override]  # Megatron's returns angles.
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: ProcessGroup | None = None
     ) -> Tensor:
-        """``[s, 1, 1, d]`` angles, of both elements of each pair, of the positions from ``offset`` on.
+        """Return the angles of both elements of each pair, ``[s, 1, 1, d]``, for positions from ``offset`` on.
 
         Args:
-            max_seq_len: ``s``.
+            max_seq_len: number of positions, ``s``.
             offset: the first position.
-            packed_seq: accepted; nothing depends on it.
-            cp_group: None, or of one rank.
+            packed_seq: no effect.
+            cp_group: None, or a group of one rank.
         """
         _check_alone(cp_group)
         angles = self.get_freqs_non_repeated(max_seq_len, offset)
@@ -96,13 +96,13 @@ class RotaryEmbedding(rotary.RotaryEmbedding):
         transformer_config: TransformerConfig,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> int:
-        """Number of positions of a sequence, or of the longest of a packed row.
+        """Number of positions of a sequence, or of the longest sequence in a packed row.
 
         Args:
             transformer_input: ``[s, b, h]``, or this rank's shard with sequence parallelism.
-            transformer_config: says whether it is a shard.
-            packed_seq_params: of a packed row, with ``max_seqlen_q``.
-            inference_context, transformer: accepted; nothing depends on them.
+            transformer_config: config with ``sequence_parallel``.
+            packed_seq_params: sequences of a packed row, with ``max_seqlen_q``.
+            inference_context, transformer: no effect.
         """
         if packed_seq_params is not None and packed_seq_params.max_seqlen_q is not None:
             return packed_seq_params.max_seqlen_q
@@ -122,11 +122,11 @@ def apply_rotary_pos_emb(
 
     Args:
         t: ``[s, b, heads, d]``, or with ``cu_seqlens`` a packed row ``[s, heads, d]``; not modified.
-        freqs: ``[s, 1, 1, d]`` angles of ``RotaryEmbedding``; for a packed row of at least the longest sequence.
-        config: ``rotary_interleaved`` says which elements are pairs.
-        cu_seqlens: integers ``[n + 1]``: where each sequence of a packed row begins, and where the last one ends.
+        freqs: ``[s, 1, 1, d]`` angles from ``RotaryEmbedding``; for a packed row, at least up to the longest sequence.
+        config: config with ``rotary_interleaved``, which selects the pairs.
+        cu_seqlens: integers ``[n + 1]``, the start of each sequence in a packed row and the end of the last one.
         mscale: factor of cosine and sine.
-        cp_group: None, or of one rank.
+        cp_group: None, or a group of one rank.
 
     Returns:
         A new tensor of the same shape.

@@ -1,4 +1,4 @@
-"""Megatron's GPT and BERT: the engine's, made from Megatron's arguments on its groups."""
+"""Megatron's GPT and BERT: the engine's models, made from Megatron's arguments and groups."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from shardwise.nn import ShardedModule
 
 
 class _MegatronTransformer(LanguageModule, TransformerModel):
-    """Base of Megatron's GPT and BERT: marks on parameters, and an output layer that returns a pair.
+    """Base class of Megatron's GPT and BERT, with marks on parameters and an output layer that returns a pair.
 
     Attributes:
-        embedding_activation_buffer, grad_output_buffer: with ``config.defer_embedding_wgrad_compute``, what
-            ``drain_embedding_wgrad_compute`` must be given after the last backward before the optimizer's step.
+        embedding_activation_buffer, grad_output_buffer: with ``config.defer_embedding_wgrad_compute``, arguments for
+            ``drain_embedding_wgrad_compute`` after the last backward and before the optimizer's step.
     """
 
     set_input_tensor = asserting(AssertedShardingError)(TransformerModel.set_input_tensor)
@@ -67,7 +67,7 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
         pg_collection: ProcessGroupCollection | None,
         **options: Any,
     ) -> None:
-        """Construct the model as one of class ``engine``, after checking what that does not have."""
+        """Construct the model as an object of class ``engine``, after checking for options that the class lacks."""
         if transformer_layer_spec is None:
             raise ConfigError("transformer_layer_spec is None; give one, such as get_gpt_layer_local_spec()")
         if fp16_lm_cross_entropy:
@@ -86,9 +86,9 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
 
     @staticmethod
     def _dealt_out(config: TransformerConfig, groups: Groups, is_whole: bool) -> TransformerConfig:
-        """The config of a stage's part of a model, with the number of stages where the program left it out.
+        """Return the config of a stage, with the number of stages if the program left it out.
 
-        Megatron then builds all layers on every stage.
+        Megatron would build all layers on every stage.
         """
         if is_whole or groups.num_stages == 1 or config.pipeline_model_parallel_size != 1:
             return config
@@ -98,10 +98,10 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
         return staged
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As ``torch.nn.Module``'s; the names may also be those of ``sharded_state_dict``, which are the whole model's.
+        """Like ``torch.nn.Module.load_state_dict``, but also accepts the names of ``sharded_state_dict``.
 
-        A later stage counts its layers from 0 in ``state_dict``, and from those before it in ``sharded_state_dict``, as
-        ``dist_checkpointing.load`` then does.
+        A later stage numbers its layers from 0 in ``state_dict``. In ``sharded_state_dict``, and so in the result of
+        ``dist_checkpointing.load``, it continues the numbers of earlier stages.
         """
         tensors = self.state_dict(keep_vars=True)
         own = {id(tensor): name for name, tensor in tensors.items()}
@@ -146,8 +146,8 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
         )
 
     def _setup_embeddings(self) -> None:
-        """At the end of construction, and again after ``reset_parameters``."""
-        # A program's own parts may have marked theirs.
+        """Mark the parameters, at the end of construction and again after ``reset_parameters``."""
+        # A program's own modules may have marked their parameters.
         adopt_marks_(self)
         for module in self.modules():
             if isinstance(module, ShardedModule):
@@ -163,7 +163,7 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
             self._marks = {name: dict(vars(param)) for name, param in self.named_parameters()}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """As PyTorch's; where parameters are made anew (``to_empty``), they get the marks that they had."""
+        """Like PyTorch's method; new parameters (``to_empty``) get the marks of the old ones."""
         super()._apply(fn, recurse)
         for name, marks in self._marks.items():
             vars(self.get_parameter(name)).update(marks)
@@ -176,23 +176,23 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
 
 
 class GPTModel(_MegatronTransformer, GPT):
-    """``GPT`` as Megatron has it.
+    """``GPT`` with Megatron's arguments.
 
     Args:
         config: sizes of the model.
-        transformer_layer_spec: the parts of a layer, such as ``get_gpt_layer_local_spec()``.
+        transformer_layer_spec: spec of a layer's parts, such as ``get_gpt_layer_local_spec()``.
         vocab_size, max_sequence_length, pre_process, post_process, parallel_output,
             share_embeddings_and_output_weights, position_embedding_type, rotary_percent, rotary_base, rope_scaling,
-            vp_stage: as ``GPT``.
-        fp16_lm_cross_entropy: accepted with a warning; the loss is always in fp32 or wider.
-        pg_collection: process groups; the ambient topology's if None.
+            vp_stage: as in ``GPT``.
+        fp16_lm_cross_entropy: no effect but a warning, because the loss is always in fp32 or wider.
+        pg_collection: process groups; None means those of the ambient topology.
 
     Attributes:
-        embedding, decoder, output_layer: as ``GPT``; the output layer returns its logits and None.
+        embedding, decoder, output_layer: as in ``GPT``; the output layer returns its logits and None.
 
     Raises:
         ConfigError: a size or an option out of range.
-        TopologyError: no groups given and none initialised, or not those that the stages need.
+        TopologyError: no groups are given and none are initialised, or a group that the stages need is missing.
     """
 
     def __init__(
@@ -217,13 +217,13 @@ class GPTModel(_MegatronTransformer, GPT):
         self._construct(GPT, **given(locals()))
         if isinstance(transformer_layer_spec, ModuleSpec):
             self._check_own_attention()
-        # In a tuple, so that it is no child of this model.
+        # In a tuple, so that it is not a child module.
         self._inference_blocks: tuple[InferenceBlock, ...] = ()
         if config.use_inference_optimized_layers:
             self._inference_view()
 
     def _check_own_attention(self) -> None:
-        """Raise ConfigError where an attention of the program's own would be given angles, and not their factor."""
+        """Raise ConfigError if a custom attention would get rotary angles without their factor."""
         scaling = self.rope_scaling
         if scaling is None or scaling.cos_sin_factor == 1.0:
             return
@@ -234,14 +234,14 @@ class GPTModel(_MegatronTransformer, GPT):
             )
 
     def _inference_view(self) -> GPTModel:
-        """The model on layers for inference, which are made again after parameters may have been replaced."""
+        """Return the model on inference layers, which are rebuilt whenever parameters may have been replaced."""
         if not self._inference_blocks:
             block = InferenceBlock.of(self.decoder, fused=self.config.inference_fuse_tp_communication)
             self._inference_blocks = (block,)
         return with_block(self, self._inference_blocks[0])
 
     def train(self, mode: bool = True) -> Self:
-        """As ``torch.nn.Module``'s."""
+        """See ``torch.nn.Module.train``."""
         self._inference_blocks = ()
         return super().train(mode)
 
@@ -250,7 +250,7 @@ class GPTModel(_MegatronTransformer, GPT):
         return super()._apply(fn, recurse)
 
     def load_state_dict(self, *args: Any, **options: Any) -> Any:
-        """As ``torch.nn.Module``'s."""
+        """See ``_MegatronTransformer.load_state_dict``."""
         self._inference_blocks = ()
         return super().load_state_dict(*args, **options)
 
@@ -268,24 +268,24 @@ class GPTModel(_MegatronTransformer, GPT):
         cache: KeyValueCache | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """As ``GPT``'s, with Megatron's names; in evaluation mode without gradient if the config says so.
+        """Like ``GPT.forward``, with Megatron's names.
 
-        With ``config.use_inference_optimized_layers`` evaluation mode is on layers for inference, and with
-        ``inference_fuse_tp_communication`` each of their half blocks makes one exchange.
+        With ``config.use_inference_optimized_layers``, evaluation mode uses inference layers without gradients; with
+        ``inference_fuse_tp_communication``, each of their half blocks makes one exchange.
 
         Args:
-            input_ids, position_ids, attention_mask, labels, document_ids, lengths, cache: as there.
-            inference_context: a cache, under Megatron's name for what generation goes on from.
-            packed_seq_params: the sequences of a row ``[1, s]``; tokens attend within their sequence. Rotary positions
-                restart in each, and so do those of a table where ``position_ids`` is None.
-            loss_mask: accepted; the loss of each token is returned, and the program weighs it, as with Megatron's.
+            input_ids, position_ids, attention_mask, labels, document_ids, lengths, cache: as in ``GPT.forward``.
+            inference_context: Megatron's name of ``cache``.
+            packed_seq_params: sequences of a row ``[1, s]``; tokens attend within their sequence. Rotary positions
+                restart in each sequence. Positions of a table also do if ``position_ids`` is None.
+            loss_mask: no effect; as in Megatron, the program weights the returned loss of each token.
 
         Returns:
-            As there.
+            As in ``GPT.forward``.
 
         Raises:
-            ConfigError: ``inference_context`` is no key-value cache; there is another ``cache``, or ``document_ids`` as
-                well as ``packed_seq_params``.
+            ConfigError: ``inference_context`` is not a key-value cache or is given in addition to ``cache``, or both
+                ``document_ids`` and ``packed_seq_params`` are given.
         """
         if inference_context is not None:
             if cache is not None or not callable(getattr(inference_context, "append", None)):
@@ -311,15 +311,15 @@ class GPTModel(_MegatronTransformer, GPT):
 
 
 class BertModel(_MegatronTransformer, Bert):
-    """``Bert`` as Megatron has it.
+    """``Bert`` with Megatron's arguments.
 
     Args:
         num_tokentypes: number of token types; 0 for none.
-        transformer_layer_spec: the parts of a layer. Its ``SelfAttention`` is not causal, unless it has a mask type
+        transformer_layer_spec: spec of a layer's parts. Its ``SelfAttention`` is not causal, unless it has a mask type
             (``functools.partial(SelfAttention, attn_mask_type=...)``).
-        add_binary_head: as ``Bert``.
+        add_binary_head: as in ``Bert``.
 
-    The other arguments and the errors are those of ``GPTModel``, the attributes those of ``Bert``.
+    The other arguments and the errors are the same as in ``GPTModel``, the attributes the same as in ``Bert``.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""The ambient topology: one per process, set once, with Megatron's functions that read it.
+"""The ambient topology, one per process, with Megatron's functions that read it.
 
-Functions that take ``group=None`` look their group up here, once, at the public boundary. Programs with several
-topologies build ``shardwise.core.topology.Topology`` and pass groups.
+Public functions with ``group=None`` look up their group here, once. Programs with several topologies build
+``shardwise.core.topology.Topology`` objects and pass groups.
 
-Every getter raises ``NotInitializedError`` before ``initialize_model_parallel``, and ``TopologyError`` where this rank
-is in no group of that kind; with ``check_initialized=False`` it returns None instead. ``set_*`` override the numbers
-that getters return, without touching a group, for tools and tests that have no such ranks. They work before
-initialisation too, and ``destroy_model_parallel`` forgets them.
+Getters raise ``NotInitializedError`` before ``initialize_model_parallel``, and ``TopologyError`` if this rank is in no
+such group; with ``check_initialized=False`` they return None instead. The ``set_*`` functions override the numbers that
+getters return, without changing a group, for tools and tests without such ranks. They also work before initialisation.
+``destroy_model_parallel`` removes the overrides.
 """
 
 import torch.distributed as dist
@@ -28,7 +28,7 @@ create_group = dist.new_group
 
 
 def __getattr__(name: str) -> object:
-    # Megatron's globals; everything else is defined above.
+    # Only Megatron's globals; other names are defined above.
     return _look_up(name)
 
 

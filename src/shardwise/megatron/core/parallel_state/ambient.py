@@ -1,4 +1,4 @@
-"""The ambient topology: its state in one object, look-ups by the names of ``Topology``, and its start and end."""
+"""State of the ambient topology in one object, look-ups by the names of ``Topology``, creation and destruction."""
 
 import datetime
 import warnings
@@ -20,16 +20,16 @@ from shardwise.megatron.surface import given, offer
 
 @dataclass
 class _Ambient:
-    """All that ``parallel_state`` remembers between calls. Names of groups are those of ``Topology``.
+    """State of ``parallel_state`` between calls. Groups have the names of ``Topology``.
 
     Attributes:
         topology: the ambient topology; None before initialisation.
-        sizes: overrides of ``set_*_world_size``, by name of the group.
-        ranks: overrides of ``set_*_rank``.
-        virtual_size: parts of the model on each pipeline stage; None without interleaving.
-        virtual_rank: the part that is being computed.
-        memory_buffer: the communication buffers of the tensor-parallel group, which its layers use too.
-        symmetric_memory_buffer: memory that the tensor-parallel ranks reach in each other, where they can.
+        sizes: overrides by ``set_*_world_size``, by name of the group.
+        ranks: overrides by ``set_*_rank``, by name of the group.
+        virtual_size: number of parts of the model on each pipeline stage; None without interleaving.
+        virtual_rank: index of the part that is being computed.
+        memory_buffer: communication buffers of the tensor-parallel group, which its layers use too.
+        symmetric_memory_buffer: memory that tensor-parallel ranks can access on each other, where supported.
     """
 
     topology: Topology | None = None
@@ -42,11 +42,11 @@ class _Ambient:
 
     @asserting(AssertedTopologyError)
     def group(self, name: str) -> ProcessGroup:
-        """This rank's group of that name, or TopologyError."""
+        """Return this rank's group of that name, or raise TopologyError."""
         return get_topology().group(name)
 
     def group_or_none(self, name: str, check_initialized: bool) -> ProcessGroup | None:
-        """This rank's group of that name; where there is none, TopologyError if checked and None if not."""
+        """Return this rank's group of that name; if there is none, raise TopologyError if checked, else return None."""
         if not check_initialized and (self.topology is None or name not in self.topology):
             return None
         return self.group(name)
@@ -59,7 +59,7 @@ class _Ambient:
 
     @asserting(AssertedTopologyError)
     def rank(self, name: str, overridden_as: str | None = None) -> int:
-        """This rank's place in a group, or its override, which may go by another group's name."""
+        """This rank's index in a group, or its override, which may be stored under another group's name."""
         value = self.ranks.get(overridden_as or name)
         return get_topology().rank(name) if value is None else value
 
@@ -69,7 +69,7 @@ class _Ambient:
         return get_topology().ranks(name)
 
     def forget(self) -> Topology | None:
-        """Go back to the state before any call, and return the topology, which the caller destroys."""
+        """Reset the state, and return the topology for the caller to destroy."""
         topology = self.topology
         self.__dict__.update(_Ambient().__dict__)
         return topology
@@ -79,7 +79,7 @@ _AMBIENT = _Ambient()
 
 
 def get_topology() -> Topology:
-    """The ambient topology.
+    """Return the ambient topology.
 
     Raises:
         NotInitializedError: ``initialize_model_parallel`` was not called.
@@ -93,15 +93,15 @@ def get_topology() -> Topology:
 
 
 def get_all_ranks() -> str:
-    """This rank's place on every axis, joined by "_": tp, dp, cp, pp, ep."""
+    """Return this rank's index on the axes tp, dp, cp, pp and ep, joined by "_"."""
     return "_".join(str(_AMBIENT.rank(name)) for name in ("tp", "dp", "cp", "pp", "ep"))
 
 
 def resolve_tensor_model_parallel_group(group: ProcessGroup | None) -> ProcessGroup:
-    """``group``, or the ambient tensor-parallel group if None: the one place where None is resolved.
+    """Return ``group``, or the ambient tensor-parallel group if it is None; only this function resolves None.
 
     Raises:
-        NotInitializedError: no group given and none initialised.
+        NotInitializedError: no group is given and none is initialised.
     """
     return _AMBIENT.group("tp") if group is None else group
 
@@ -136,41 +136,40 @@ def initialize_model_parallel(
     {0,4}{1,5}{2,6}{3,7}. A call that fails changes nothing.
 
     Args:
-        tensor_model_parallel_size: ranks that split each layer.
+        tensor_model_parallel_size: number of ranks that split each layer.
         pipeline_model_parallel_size: number of stages.
-        virtual_pipeline_model_parallel_size: parts of the model on each stage, interleaved; needs several stages.
-        pipeline_model_parallel_comm_backend: None, or the backend that the groups have anyway.
-        use_sharp: only False; set NCCL_COLLNET_ENABLE=1 for NCCL to reduce in the network's switches.
-        context_parallel_size: ranks that split the sequence in attention.
+        virtual_pipeline_model_parallel_size: number of interleaved parts on each stage; needs several stages.
+        pipeline_model_parallel_comm_backend: None, or the backend of all groups.
+        use_sharp: only False; set NCCL_COLLNET_ENABLE=1 to let NCCL reduce in the network's switches.
+        context_parallel_size: number of ranks that split the sequence in attention.
         hierarchical_context_parallel_sizes: sizes of the levels of each context-parallel group, neighbouring ranks
-            first; they multiply to ``context_parallel_size``.
-        expert_model_parallel_size: ranks that share out the experts.
-        num_distributed_optimizer_instances: copies of the sharded optimizer state, each on a part of the data-parallel
-            group (``partial_data_parallel=True`` in the getters).
-        expert_tensor_parallel_size: ranks that split each expert; the tensor-parallel size if None.
+            first; their product is ``context_parallel_size``.
+        expert_model_parallel_size: number of ranks that share the experts.
+        num_distributed_optimizer_instances: number of copies of the sharded optimizer state, each on a part of the
+            data-parallel group (``partial_data_parallel=True`` in the getters).
+        expert_tensor_parallel_size: number of ranks that split each expert; the tensor-parallel size if None.
         nccl_communicator_config_path: only None; set NCCL_MIN_CTAS, NCCL_MAX_CTAS and NCCL_CGA_CLUSTER_SIZE instead.
-        distributed_timeout_minutes: time limit of a collective in minutes; that of ``init_process_group(timeout=)`` if
-            None.
+        distributed_timeout_minutes: timeout of a collective; None means that of ``init_process_group(timeout=)``.
         order: axes from fastest-varying to slowest.
-        get_embedding_ranks: from a pipeline group's ranks, those that hold a tied word embedding; first and last if
-            None.
-        get_position_embedding_ranks: the same for the position embedding; the first if None.
-        create_gloo_process_groups: changes nothing. No second set of groups is made for tensors on the CPU: initialise
-            ``torch.distributed`` with the backend ``"cpu:gloo,cuda:nccl"``, and every group carries both.
+        get_embedding_ranks: from a pipeline group's ranks, returns those that hold a tied word embedding; None means
+            the first and the last.
+        get_position_embedding_ranks: the same for the position embedding; None means the first.
+        create_gloo_process_groups: no effect. There is no second set of groups for tensors on the CPU: initialise
+            ``torch.distributed`` with the backend ``"cpu:gloo,cuda:nccl"``, and every group has both backends.
         high_priority_stream_groups: only None or empty; set TORCH_NCCL_HIGH_PRIORITY=1 for all groups.
-        sharp_enabled_group: only None, as ``use_sharp``.
-        hybrid_context_parallel: also make groups of 2, 4, 8, ... neighbours among the data- and context-parallel ranks,
-            for programs that split a sample by its length (``get_hybrid_data_context_parallel_groups``).
-        create_all_gather_group: also make a second group of the data- and context-parallel ranks, for gathering
+        sharp_enabled_group: only None; see ``use_sharp``.
+        hybrid_context_parallel: whether to make groups of 2, 4, 8, ... neighbours among the data- and context-parallel
+            ranks, for programs that split samples by their length (``get_hybrid_data_context_parallel_groups``).
+        create_all_gather_group: whether to make a second group of the data- and context-parallel ranks, to gather
             parameters while gradients are reduced (``independent_all_gather=True`` in the getter).
-        validate: have ranks check that they agree, here and before each collective; see ``Topology.create``.
+        validate: whether ranks check that they agree, here and before each collective; see ``Topology.create``.
 
     Raises:
         NotInitializedError: ``torch.distributed`` is not initialised.
-        TopologyError: the ambient topology is there already, the sizes do not divide the world, the interleaving has
-            one stage only, or a group could not be made.
+        TopologyError: the ambient topology exists already, the sizes do not divide the world, interleaving has only
+            one stage, or a group could not be made.
         ConfigError: sizes out of range, or an option that is not offered.
-        DesyncError: ranks ask for different sizes; found under ``validate``.
+        DesyncError: under ``validate``, ranks ask for different sizes.
     """
     options = given(locals())
     if _AMBIENT.topology is not None:
@@ -234,7 +233,7 @@ def _check_interleaving(virtual_size: int | None, num_stages: int) -> None:
     if virtual_size < 1:
         raise ConfigError(f"virtual_pipeline_model_parallel_size is {virtual_size}; it must be at least 1, or None")
     if num_stages <= 1:
-        # Of the kind that Megatron raises.
+        # Megatron raises this kind of error.
         raise TopologyError(
             f"virtual_pipeline_model_parallel_size is {virtual_size} and pipeline_model_parallel_size is {num_stages}; "
             "interleaving needs at least 2 stages"
@@ -250,9 +249,9 @@ def _timeout(minutes: float | None) -> datetime.timedelta | None:
 
 
 def destroy_model_parallel() -> None:
-    """Destroy the ambient topology's groups and buffers and forget every override; harmless if there are none.
+    """Destroy the ambient topology's groups and buffers and remove all overrides; a no-op if there are none.
 
-    No descriptor of the groups stays open. Every rank should call it.
+    The groups' descriptors are closed. Every rank should call this function.
     """
     topology = _AMBIENT.forget()
     if topology is not None:
@@ -260,7 +259,7 @@ def destroy_model_parallel() -> None:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether there is an ambient topology."""
+    """True if there is an ambient topology."""
     return _AMBIENT.topology is not None
 
 
@@ -268,13 +267,13 @@ is_initialized = model_parallel_is_initialized
 
 
 def is_unitialized() -> bool:
-    """Whether there is no ambient topology; deprecated, by this spelling Megatron's."""
+    """True if there is no ambient topology; deprecated. The spelling is Megatron's."""
     warnings.warn("is_unitialized is deprecated; use not is_initialized()", DeprecationWarning, stacklevel=2)
     return not model_parallel_is_initialized()
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    """The communication buffers of the tensor-parallel group, which its layers use too.
+    """Return the communication buffers of the tensor-parallel group, which its layers use too.
 
     Raises:
         NotInitializedError: ``initialize_model_parallel`` was not called.
@@ -286,16 +285,16 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
 
 
 def destroy_global_memory_buffer() -> None:
-    """Free the reusable communication buffers; the next use makes new ones."""
+    """Free the reusable communication buffers; the next use allocates new ones."""
     if _AMBIENT.topology is not None:
         context_of(_AMBIENT.group("tp")).buffers = GlobalMemoryBuffer()
     _AMBIENT.memory_buffer = None
 
 
 def get_global_symmetric_memory_buffer() -> GlobalSymmetricMemoryBuffer:
-    """Symmetric memory of the tensor-parallel group, 256 MiB, which its inference layers use too.
+    """Return the symmetric memory of the tensor-parallel group, 256 MiB, which its inference layers use too.
 
-    The first call makes it, which is collective. Where the ranks do not reach each other's memory, as on a CPU, it is
+    The first call allocates it and is collective. If the ranks cannot access each other's memory, as on a CPU, it is
     ordinary memory.
 
     Raises:
@@ -308,7 +307,7 @@ def get_global_symmetric_memory_buffer() -> GlobalSymmetricMemoryBuffer:
 
 
 def destroy_global_symmetric_memory_buffer() -> None:
-    """Free the symmetric memory; the next use makes it anew."""
+    """Free the symmetric memory; the next use allocates it again."""
     if _AMBIENT.topology is not None:
         context_of(_AMBIENT.group("tp")).symmetric_buffers.clear()
     _AMBIENT.symmetric_memory_buffer = None

@@ -1,4 +1,4 @@
-"""Getters and overrides for the groups of the dense layers, and for those of the expert layers."""
+"""Getters and overrides for the groups of dense layers and of expert layers."""
 
 from torch.distributed import ProcessGroup
 
@@ -11,7 +11,7 @@ from shardwise.megatron.surface import offer
 
 
 def _override(overrides: dict[str, int], name: str, value: int | None) -> None:
-    """Set an override, or take it back with None."""
+    """Set an override, or remove it with None."""
     if value is None:
         overrides.pop(name, None)
     elif value < 0:
@@ -21,7 +21,7 @@ def _override(overrides: dict[str, int], name: str, value: int | None) -> None:
 
 
 def _with_gloo(group: ProcessGroup) -> ProcessGroup:
-    """``group``, or TopologyError if tensors on the CPU cannot travel over it."""
+    """Return ``group``, or raise TopologyError if it cannot transfer tensors on the CPU."""
     if "cpu" not in backends_of(group):
         raise TopologyError(
             f"the backends {dict(backends_of(group))} carry no tensors on the CPU; call "
@@ -31,7 +31,7 @@ def _with_gloo(group: ProcessGroup) -> ProcessGroup:
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The tensor-parallel group of this rank."""
+    """Return the tensor-parallel group of this rank."""
     return _AMBIENT.group_or_none("tp", check_initialized)
 
 
@@ -41,7 +41,7 @@ def get_tensor_model_parallel_world_size() -> int:
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """This rank's place in its tensor-parallel group."""
+    """This rank's index in its tensor-parallel group."""
     return _AMBIENT.rank("tp")
 
 
@@ -51,17 +51,17 @@ def get_tensor_model_parallel_src_rank() -> int:
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    """Override the tensor-parallel size; None takes the override back."""
+    """Override the tensor-parallel size; None removes the override."""
     _override(_AMBIENT.sizes, "tp", world_size)
 
 
 def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    """Override the tensor-parallel rank; None takes the override back."""
+    """Override the tensor-parallel rank; None removes the override."""
     _override(_AMBIENT.ranks, "tp", rank)
 
 
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The pipeline group of this rank."""
+    """Return the pipeline group of this rank."""
     return _AMBIENT.group_or_none("pp", check_initialized)
 
 
@@ -76,12 +76,12 @@ def get_pipeline_model_parallel_rank() -> int:
 
 
 def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Override the number of stages; None takes the override back."""
+    """Override the number of stages; None removes the override."""
     _override(_AMBIENT.sizes, "pp", world_size)
 
 
 def set_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Override the pipeline stage; None takes the override back."""
+    """Override the pipeline stage; None removes the override."""
     _override(_AMBIENT.ranks, "pp", rank)
 
 
@@ -103,18 +103,18 @@ def _data_parallel(
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False, independent_all_gather: bool = False
 ) -> ProcessGroup:
-    """The data-parallel group of this rank.
+    """Return the data-parallel group of this rank.
 
     Args:
-        with_context_parallel: context-parallel ranks included.
-        partial_data_parallel: only the ranks that share one copy of the optimizer state with this one; needs
+        with_context_parallel: whether to include context-parallel ranks.
+        partial_data_parallel: whether to include only ranks that share this rank's copy of the optimizer state; needs
             ``with_context_parallel``.
-        independent_all_gather: the second group of all data- and context-parallel ranks, which
-            ``create_all_gather_group`` makes; without effect in the other cases, which have one group only.
+        independent_all_gather: whether to return the second group of all data- and context-parallel ranks, which
+            ``create_all_gather_group`` makes. Other combinations have one group only and ignore this.
 
     Raises:
         AssertedConfigError: ``partial_data_parallel`` without ``with_context_parallel``.
-        AssertedTopologyError: ``independent_all_gather``, and no such group was made.
+        AssertedTopologyError: ``independent_all_gather``, but no such group was made.
     """
     return _AMBIENT.group(_data_parallel(with_context_parallel, partial_data_parallel, independent_all_gather))
 
@@ -122,7 +122,7 @@ def get_data_parallel_group(
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """The data-parallel group for tensors on the CPU: ``get_data_parallel_group`` itself, which carries gloo.
+    """Return the data-parallel group for tensors on the CPU: ``get_data_parallel_group``, which supports gloo too.
 
     Raises:
         AssertedConfigError: ``partial_data_parallel`` without ``with_context_parallel``.
@@ -132,7 +132,7 @@ def get_data_parallel_group_gloo(
 
 
 def has_separate_all_gather_group() -> bool:
-    """Whether ``create_all_gather_group`` was asked for; False before initialisation."""
+    """True if ``create_all_gather_group`` was requested; False before initialisation."""
     return _AMBIENT.topology is not None and SEPARATE_ALL_GATHER in _AMBIENT.topology
 
 
@@ -142,7 +142,7 @@ def get_data_parallel_world_size(with_context_parallel: bool = False, partial_da
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """This rank's place in ``get_data_parallel_group`` with these arguments; one override goes for all of them."""
+    """This rank's index in ``get_data_parallel_group`` with these arguments; one override applies to all of them."""
     return _AMBIENT.rank(_data_parallel(with_context_parallel, partial_data_parallel), overridden_as="dp")
 
 
@@ -152,12 +152,12 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
 
 
 def set_data_parallel_rank(rank: int | None) -> None:
-    """Override the data-parallel rank; None takes the override back."""
+    """Override the data-parallel rank; None removes the override."""
     _override(_AMBIENT.ranks, "dp", rank)
 
 
 def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The context-parallel group of this rank."""
+    """Return the context-parallel group of this rank."""
     return _AMBIENT.group_or_none("cp", check_initialized)
 
 
@@ -167,36 +167,36 @@ def get_context_parallel_world_size() -> int:
 
 
 def get_context_parallel_rank() -> int:
-    """This rank's place in its context-parallel group."""
+    """This rank's index in its context-parallel group."""
     return _AMBIENT.rank("cp")
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
-    """Global ranks of the context-parallel group; None if there is none and this is not checked."""
+    """Return the global ranks of the context-parallel group; None if there is no group and this is not checked."""
     return None if _AMBIENT.group_or_none("cp", check_initialized) is None else list(_AMBIENT.ranks_of("cp"))
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup] | None:
-    """The levels of the context-parallel group, innermost first; an error without levels unless unchecked."""
+    """Return the levels of the context-parallel group, innermost first; without levels, raise unless unchecked."""
     if not check_initialized and (_AMBIENT.topology is None or _AMBIENT.topology.sizes.hcp is None):
         return None
     levels = get_topology().sizes.hcp
-    # Without levels there is no first one either, which is the error.
+    # Without levels, looking up the first level raises the error.
     return [_AMBIENT.group(f"hcp{level}") for level in range(len(levels or (1,)))]
 
 
 def get_hybrid_data_context_parallel_groups(
     check_initialized: bool = True, group_size: int | None = None
 ) -> ProcessGroup | None:
-    """The ``group_size`` neighbours of this rank among the data- and context-parallel ranks.
+    """Return the group of ``group_size`` neighbours among the data- and context-parallel ranks.
 
     Args:
-        check_initialized: raise if there is no such group; None is returned otherwise.
+        check_initialized: whether to raise, instead of returning None, if there is no such group.
         group_size: a power of 2, or the number of all data- and context-parallel ranks.
 
     Raises:
         NotInitializedError: ``initialize_model_parallel`` was not called.
-        AssertedTopologyError: ``hybrid_context_parallel`` was not asked for, or has no parts of that size.
+        AssertedTopologyError: ``hybrid_context_parallel`` was not requested, or has no groups of that size.
     """
     if _AMBIENT.topology is not None and group_size == _AMBIENT.topology.size("dp_cp"):
         return _AMBIENT.group("dp_cp")
@@ -204,7 +204,7 @@ def get_hybrid_data_context_parallel_groups(
 
 
 def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Tensor and pipeline ranks together: all ranks that hold a part of one copy of the model."""
+    """Return the group of tensor- and pipeline-parallel ranks: all that hold a part of one copy of the model."""
     return _AMBIENT.group_or_none("mp", check_initialized)
 
 
@@ -216,58 +216,58 @@ def get_model_parallel_src_rank() -> int:
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
-    """Tensor and data ranks together, context-parallel ranks included when asked."""
+    """Return the group of tensor- and data-parallel ranks, optionally with context-parallel ranks."""
     return _AMBIENT.group_or_none("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Tensor and context ranks together."""
+    """Return the group of tensor- and context-parallel ranks."""
     return _AMBIENT.group_or_none("tp_cp", check_initialized)
 
 
 def get_tensor_and_context_parallel_world_size() -> int:
-    """Number of tensor and context ranks together."""
+    """Number of ranks in the group of tensor- and context-parallel ranks."""
     return _AMBIENT.size("tp_cp")
 
 
 def get_tensor_and_context_parallel_rank() -> int:
-    """This rank's place among the tensor and context ranks together."""
+    """This rank's index in the group of tensor- and context-parallel ranks."""
     return _AMBIENT.rank("tp_cp")
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> ProcessGroup:
-    """The ranks that see parts of one tensor, over which a scale for low precision is agreed.
+    """Return the group of ranks that see parts of one tensor and agree on its scale in low precision.
 
     Args:
-        with_context_parallel: context-parallel ranks included.
-        tp_only_amax_red: data-parallel ranks left out, so that each copy of the model has its scales.
+        with_context_parallel: whether to include context-parallel ranks.
+        tp_only_amax_red: whether to exclude data-parallel ranks, so that each copy of the model has its own scales.
     """
     name = "tp" if tp_only_amax_red else "tp_dp"
     return _AMBIENT.group(f"{name}_cp" if with_context_parallel else name)
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """All ranks that hold a part of the copy of the optimizer state that this rank holds a part of."""
+    """Return the group of ranks that together hold one copy of the optimizer state, including this rank."""
     return _AMBIENT.group_or_none("intra_dist_opt", check_initialized)
 
 
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks with the same part of every copy of the optimizer state; an error with one copy unless unchecked."""
+    """Return the ranks with this part of each copy of the optimizer state; with one copy, raise unless unchecked."""
     return _AMBIENT.group_or_none("inter_dist_opt", check_initialized)
 
 
 def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The expert-parallel group of this rank: the ranks that share out the experts."""
+    """Return the expert-parallel group of this rank: the ranks that share the experts."""
     return _AMBIENT.group_or_none("ep", check_initialized)
 
 
 def get_expert_model_parallel_world_size() -> int:
-    """Number of ranks that share out the experts."""
+    """Number of ranks that share the experts."""
     return _AMBIENT.size("ep")
 
 
 def get_expert_model_parallel_rank() -> int:
-    """This rank's place in its expert-parallel group."""
+    """This rank's index in its expert-parallel group."""
     return _AMBIENT.rank("ep")
 
 
@@ -277,17 +277,17 @@ def get_expert_model_parallel_src_rank() -> int:
 
 
 def set_expert_model_parallel_world_size(world_size: int | None) -> None:
-    """Override the expert-parallel size; None takes the override back."""
+    """Override the expert-parallel size; None removes the override."""
     _override(_AMBIENT.sizes, "ep", world_size)
 
 
 def set_expert_model_parallel_rank(rank: int | None) -> None:
-    """Override the expert-parallel rank; None takes the override back."""
+    """Override the expert-parallel rank; None removes the override."""
     _override(_AMBIENT.ranks, "ep", rank)
 
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that split each expert with this one."""
+    """Return the group of ranks that split each expert."""
     return _AMBIENT.group_or_none("expt_tp", check_initialized)
 
 
@@ -297,37 +297,37 @@ def get_expert_tensor_parallel_world_size() -> int:
 
 
 def get_expert_tensor_parallel_rank() -> int:
-    """This rank's place among those that split each expert."""
+    """This rank's index among the ranks that split each expert."""
     return _AMBIENT.rank("expt_tp")
 
 
 def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
-    """Override the number of ranks that split each expert; None takes the override back."""
+    """Override the number of ranks that split each expert; None removes the override."""
     _override(_AMBIENT.sizes, "expt_tp", world_size)
 
 
 def set_expert_tensor_parallel_rank(rank: int | None) -> None:
-    """Override the place among those that split each expert; None takes the override back."""
+    """Override the index among the ranks that split each expert; None removes the override."""
     _override(_AMBIENT.ranks, "expt_tp", rank)
 
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Expert-tensor and expert-parallel ranks together: all ranks that hold a part of one stage's experts."""
+    """Return the group of expert-tensor- and expert-parallel ranks: all that hold a part of one stage's experts."""
     return _AMBIENT.group_or_none("tp_ep", check_initialized)
 
 
 def get_expert_tensor_and_model_parallel_world_size() -> int:
-    """Number of expert-tensor and expert-parallel ranks together."""
+    """Number of ranks in the group of expert-tensor- and expert-parallel ranks."""
     return _AMBIENT.size("tp_ep")
 
 
 def get_expert_tensor_and_model_parallel_rank() -> int:
-    """This rank's place among the expert-tensor and expert-parallel ranks together."""
+    """This rank's index in the group of expert-tensor- and expert-parallel ranks."""
     return _AMBIENT.rank("tp_ep")
 
 
 def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Expert-tensor, expert-parallel and pipeline ranks together: one whole copy of the experts."""
+    """Return the group of expert-tensor-, expert- and pipeline-parallel ranks: one whole copy of the experts."""
     return _AMBIENT.group_or_none("tp_ep_pp", check_initialized)
 
 
@@ -338,17 +338,17 @@ def _expert_data_parallel(partial_expert_data_parallel: bool) -> str:
 def get_expert_data_parallel_group(
     check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup | None:
-    """The ranks that hold the same part of the experts.
+    """Return the group of ranks that hold the same part of the experts.
 
     Args:
-        check_initialized: raise if there is no such group; None is returned otherwise.
-        partial_expert_data_parallel: only the ranks that share one copy of the optimizer state with this one.
+        check_initialized: whether to raise, instead of returning None, if there is no such group.
+        partial_expert_data_parallel: whether to include only ranks that share this rank's copy of the optimizer state.
     """
     return _AMBIENT.group_or_none(_expert_data_parallel(partial_expert_data_parallel), check_initialized)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
-    """The same group for tensors on the CPU; see ``get_data_parallel_group_gloo``."""
+    """Return the same group for tensors on the CPU; see ``get_data_parallel_group_gloo``."""
     return _with_gloo(_AMBIENT.group(_expert_data_parallel(partial_expert_data_parallel)))
 
 
@@ -358,12 +358,12 @@ def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = Fal
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
-    """This rank's place in ``get_expert_data_parallel_group``."""
+    """This rank's index in ``get_expert_data_parallel_group``."""
     return _AMBIENT.rank(_expert_data_parallel(partial_expert_data_parallel))
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> ProcessGroup:
-    """An older name of ``get_expert_data_parallel_group``."""
+    """Old name of ``get_expert_data_parallel_group``."""
     return _AMBIENT.group(_expert_data_parallel(partial_expert_data_parallel))
 
 

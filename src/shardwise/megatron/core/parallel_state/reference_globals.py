@@ -1,6 +1,6 @@
-"""Megatron's module globals, for tests and tools that read them: each is looked up when it is read.
+"""Megatron's module globals, for tests and tools that read them. Each read looks up the current value.
 
-They are for reading only: a program that assigns to one hides this value, and changes nothing else.
+They are read-only: assigning to one hides the value and has no other effect.
 """
 
 from shardwise.core.communication.context import backends_of
@@ -36,7 +36,7 @@ _RANKS = {"_PIPELINE_GLOBAL_RANKS": "pp", "_EXPERT_MODEL_PARALLEL_RANKS": "ep"} 
     for name, axis in _GROUPS.items()
     if axis in ("tp", "mp", "dp", "dp_cp", "cp", "embd", "pos_embd")
 }
-# Megatron makes a second group of these for tensors on the CPU; see `get_data_parallel_group_gloo`.
+# Groups for which Megatron makes a second group for tensors on the CPU; see `get_data_parallel_group_gloo`.
 _WITH_GLOO = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
 _OVERRIDDEN = {
     f"_MPU{name.removesuffix('_GROUP')}": axis
@@ -46,7 +46,7 @@ _OVERRIDDEN = {
 
 
 def look_up(name: str) -> object:
-    """The value of Megatron's global ``name``; None where there is no such group, override or buffer.
+    """Return the value of Megatron's global ``name``; None if there is no such group, override or buffer.
 
     Raises:
         AttributeError: Megatron has no such global, or it has no counterpart here.

@@ -1,8 +1,8 @@
-"""Where this rank stands in the pipeline: neighbours, first and last stage, interleaved stages, embeddings.
+"""This rank's position in the pipeline: neighbours, first and last stage, interleaved stages, embeddings.
 
-With interleaving each rank holds ``n`` parts of the model, ``vp_stage`` 0 to ``n - 1``, and the model runs through all
-ranks' part 0, then through all ranks' part 1, and so on: the model begins with part 0 of the first rank and ends with
-part ``n - 1`` of the last. Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.
+With interleaving, each rank holds ``n`` parts of the model, ``vp_stage`` 0 to ``n - 1``. The model runs through part 0
+of all ranks, then through part 1 of all ranks, and so on. So it begins with part 0 of the first rank and ends with part
+``n - 1`` of the last rank. Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.
 """
 
 from torch.distributed import ProcessGroup
@@ -24,24 +24,24 @@ def get_pipeline_model_parallel_last_rank() -> int:
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the next stage; the last is followed by the first."""
+    """Global rank of the next stage; the first stage follows the last."""
     ranks = _AMBIENT.ranks_of("pp")
     return ranks[(_AMBIENT.rank("pp") + 1) % len(ranks)]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the previous stage; the first is preceded by the last."""
+    """Global rank of the previous stage; the last stage precedes the first."""
     ranks = _AMBIENT.ranks_of("pp")
     return ranks[(_AMBIENT.rank("pp") - 1) % len(ranks)]
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Parts of the model on each stage; None without interleaving, and before initialisation."""
+    """Number of parts of the model on each stage; None without interleaving or before initialisation."""
     return _AMBIENT.virtual_size
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """The part that was last set, 0 at first; None without interleaving, and before initialisation."""
+    """Index of the part that was set last, initially 0; None without interleaving or before initialisation."""
     return _AMBIENT.virtual_rank
 
 
@@ -54,8 +54,8 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Set the part that is being computed.
 
-    Only ``get_virtual_pipeline_model_parallel_rank`` tells it; ``is_pipeline_first_stage`` and its kin take
-    ``vp_stage``.
+    Only ``get_virtual_pipeline_model_parallel_rank`` reads it; functions such as ``is_pipeline_first_stage`` take
+    ``vp_stage`` instead.
     """
     _check_count("virtual_pipeline_model_parallel_rank", rank, 0)
     _AMBIENT.virtual_rank = rank
@@ -67,7 +67,7 @@ def _check_count(name: str, value: int | None, least: int) -> None:
 
 
 def _is_virtual_stage(wanted: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
-    """Whether ``vp_stage`` is the part ``wanted`` (-1 is the last); True where it does not matter."""
+    """True if ``vp_stage`` is the part ``wanted`` (-1 is the last), or if parts are ignored."""
     count = _AMBIENT.virtual_size
     if ignore_virtual or count is None:
         return True
@@ -80,44 +80,44 @@ def _is_virtual_stage(wanted: int, ignore_virtual: bool, vp_stage: int | None) -
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether the model begins on this rank.
+    """True if the model begins on this rank.
 
     Args:
-        ignore_virtual: ask about the rank, not about one of its parts.
-        vp_stage: the part; needed with interleaving unless ``ignore_virtual``.
+        ignore_virtual: whether to consider the rank instead of one of its parts.
+        vp_stage: index of the part; required with interleaving unless ``ignore_virtual``.
 
     Raises:
-        AssertedConfigError: ``vp_stage`` is needed and is not one of the parts.
+        AssertedConfigError: ``vp_stage`` is required and out of range.
     """
     return _is_virtual_stage(0, ignore_virtual, vp_stage) and _AMBIENT.rank("pp") == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether the model ends on this rank; arguments and errors as for ``is_pipeline_first_stage``."""
+    """True if the model ends on this rank; arguments and errors as in ``is_pipeline_first_stage``."""
     return _is_virtual_stage(-1, ignore_virtual, vp_stage) and _AMBIENT.rank("pp") == _AMBIENT.size("pp") - 1
 
 
 def get_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that share a tied word embedding; an error on a middle stage unless unchecked."""
+    """Return the group of ranks that share a tied word embedding; on a middle stage, raise unless unchecked."""
     return _AMBIENT.group_or_none("embd", check_initialized)
 
 
 def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that hold the position embedding; an error on other stages unless unchecked."""
+    """Return the group of ranks that hold the position embedding; on other stages, raise unless unchecked."""
     return _AMBIENT.group_or_none("pos_embd", check_initialized)
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank holds a (tied) word embedding.
+    """True if this rank holds a (tied) word embedding.
 
     Args:
-        ignore_virtual: ask about the rank, not about one of its parts.
-        vp_stage: the part; needed with interleaving unless ``ignore_virtual``. The group's first rank holds the
-            embedding in the part in which the model begins, its last rank in that in which it ends, and a rank between
-            them (chosen by ``get_embedding_ranks``) in every part.
+        ignore_virtual: whether to consider the rank instead of one of its parts.
+        vp_stage: index of the part; required with interleaving unless ``ignore_virtual``. The group's first rank holds
+            the embedding in the model's first part and its last rank in the model's last part. Ranks between them
+            (chosen by ``get_embedding_ranks``) hold it in every part.
 
     Raises:
-        AssertedConfigError: ``vp_stage`` is needed and is not one of the parts.
+        AssertedConfigError: ``vp_stage`` is required and out of range.
     """
     if "embd" not in get_topology():
         return False
@@ -132,7 +132,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 
 def is_rank_in_position_embedding_group() -> bool:
-    """Whether this rank holds the position embedding."""
+    """True if this rank holds the position embedding."""
     return "pos_embd" in get_topology()
 
 

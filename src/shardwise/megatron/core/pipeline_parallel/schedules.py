@@ -1,4 +1,4 @@
-"""A training step over all micro-batches with Megatron's arguments, and messages for a program's own schedules."""
+"""Training step over all micro-batches with Megatron's arguments, and messages for custom schedules."""
 
 import contextlib
 import functools
@@ -33,16 +33,16 @@ _ForwardStepFunc = Callable[..., tuple[Tensor, Callable[..., Any]]]
 def get_forward_backward_func(
     pp_size: int | None = None, vp_size: int | None = None, *, schedule: str | None = None
 ) -> Callable[..., list[Any]]:
-    """``forward_backward_func`` for so many stages and chunks.
+    """Return ``forward_backward_func`` for the given numbers of stages and chunks.
 
     Args:
-        pp_size: pipeline-parallel ranks; those of the ambient topology if None, and 1 if there is none.
-        vp_size: chunks on each of them; the ambient number if None.
-        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; "interleaved" with several chunks and else "1f1b"
-            if None.
+        pp_size: number of pipeline stages; None means that of the ambient topology, or 1 if there is none.
+        vp_size: number of chunks on each stage; None means the ambient number.
+        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; None means "interleaved" with several chunks, else
+            "1f1b".
 
     Raises:
-        ConfigError: an unknown schedule, or one that the number of chunks does not fit.
+        ConfigError: an unknown schedule, or one that does not support the number of chunks.
     """
     if pp_size is None:
         initialized = parallel_state.model_parallel_is_initialized()
@@ -52,7 +52,7 @@ def get_forward_backward_func(
     num_chunks = vp_size or 1
     if schedule is None:
         schedule = "interleaved" if num_chunks > 1 else "1f1b"
-    # A multiple of the stages always fits, so this checks the other arguments.
+    # A multiple of the stages is always valid, so this checks the other arguments.
     make_schedule(schedule, pp_size, pp_size, num_chunks)
     return functools.partial(_forward_backward_func, schedule=schedule)
 
@@ -72,36 +72,36 @@ def _forward_backward_func(
     pg_collection: ProcessGroupCollection | None = None,
     schedule: str = "1f1b",
 ) -> list[Any]:
-    """Run all micro-batches forward and back through the pipeline. Collective over its stages.
+    """Run the forward and backward passes of all micro-batches through the pipeline. Collective over its stages.
 
-    Further settings are in the model's ``config``: ``sequence_parallel``, ``pipeline_dtype``,
+    The model's ``config`` has more settings: ``sequence_parallel``, ``pipeline_dtype``,
     ``microbatch_group_size_per_vp_stage``, ``grad_scale_func`` (applied to each loss before its backward),
-    ``no_sync_func`` (a context for all backward steps but each chunk's last; or a list, with one for each chunk) and
-    ``finalize_model_grads_func``, called at the end as ``f(chunks, None, pg_collection=...)``.
+    ``no_sync_func`` (context for all backward steps but the last of each chunk, or a list of contexts, one per chunk)
+    and ``finalize_model_grads_func``, called at the end as ``f(chunks, None, pg_collection=...)``.
 
     Args:
         forward_step_func: ``(data_iterator, model) -> (output, loss_func)``, called once per micro-batch and chunk.
-            On the last stage ``loss_func(output)`` gives ``(loss, data)``, where the loss is a scalar that is divided
-            by ``num_microbatches`` (pass a sum times ``num_microbatches`` over all tokens for a mean over all), or
-            ``(loss, num_tokens, data)``, where it is divided by both.
-        data_iterator: handed to ``forward_step_func``; with several chunks a list with one for each.
-        model: this stage's chunk, or a list of them in order.
-        num_microbatches: of this step.
-        seq_length: of every sequence, over all ranks that share it.
-        micro_batch_size: sequences in each micro-batch.
-        decoder_seq_length: ``seq_length`` or None; there is no encoder with another.
-        forward_only: measure, without gradients.
-        collect_non_loss_data: return the results of ``loss_func(output, non_loss_data=True)``; no backward.
-        first_val_step: changes nothing.
-        pg_collection: groups ``pp``, and ``tp`` and ``cp`` where there are any; the ambient topology's if None.
-        schedule: by name.
+            On the last stage ``loss_func(output)`` returns ``(loss, data)``, where the scalar loss is divided by
+            ``num_microbatches`` (for a mean over all tokens, multiply the sum over them by ``num_microbatches``), or
+            ``(loss, num_tokens, data)``, where the loss is divided by both.
+        data_iterator: argument for ``forward_step_func``; with several chunks a list, one per chunk.
+        model: this stage's chunk, or a list of its chunks in order.
+        num_microbatches: number of micro-batches in this step.
+        seq_length: length of every sequence, over all ranks that share it.
+        micro_batch_size: number of sequences in each micro-batch.
+        decoder_seq_length: ``seq_length`` or None, because there is no encoder.
+        forward_only: whether to compute no gradients.
+        collect_non_loss_data: whether to return ``loss_func(output, non_loss_data=True)``, without a backward pass.
+        first_val_step: no effect.
+        pg_collection: groups ``pp``, and ``tp`` and ``cp`` if used; None means those of the ambient topology.
+        schedule: name of the schedule.
 
     Returns:
-        On the last stage ``data`` of each micro-batch; an empty list on the others.
+        ``data`` of each micro-batch on the last stage, an empty list on other stages.
 
     Raises:
-        ConfigError: arguments that do not fit each other or the schedule.
-        DataError: ``data_iterator`` has too few micro-batches, or one of another size or length.
+        ConfigError: the arguments contradict each other or the schedule.
+        DataError: ``data_iterator`` has too few micro-batches, or a micro-batch has the wrong size or length.
         ShardwiseError: the error of any stage, on every stage.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
@@ -113,7 +113,7 @@ def _forward_backward_func(
         raise ConfigError("pg_collection has no group pp, over whose ranks the stages are spread")
     tp_group, cp_group = getattr(groups, "tp", None), getattr(groups, "cp", None)
     config = _config_of(chunks[0])
-    # A model of the engine has a config without these.
+    # The config of an engine model lacks these hooks.
     has_hooks, size = isinstance(config, ModelParallelConfig), config.pipeline_model_parallel_size
     hooks = config if has_hooks else ModelParallelConfig(pipeline_model_parallel_size=size)
     num_stages = groups.pp.size()
@@ -145,7 +145,7 @@ def _forward_backward_func(
         scalar = scalar / num_microbatches
         return scalar if hooks.grad_scale_func is None else hooks.grad_scale_func(scalar), data
 
-    # A stage may have no parameters at all.
+    # A stage may have no parameters.
     first = next((param for chunk in chunks for param in chunk.parameters()), None)
     pipeline: engine.Pipeline[Any] = engine.Pipeline(chunks, group=groups.pp)
     checked = chunks if num_stages * len(chunks) > 1 else []
@@ -173,7 +173,7 @@ def _forward_backward_func(
 
 
 def _all_of(no_sync_func: Any) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """One context for all chunks' ``no_sync``; what a chunk does alone concerns no other's gradients."""
+    """Combine the ``no_sync`` contexts of all chunks; a chunk's context affects only its own gradients."""
     if no_sync_func is None:
         return contextlib.nullcontext
     if callable(no_sync_func):
@@ -190,10 +190,10 @@ def _all_of(no_sync_func: Any) -> Callable[[], contextlib.AbstractContextManager
 
 @contextlib.contextmanager
 def _checked_tokens(chunks: Sequence[nn.Module], batch: int, length: int) -> Iterator[None]:
-    """Within it a model that is called with other ``input_ids`` than ``[batch, length]`` raises DataError.
+    """Make models in the block raise DataError if the shape of ``input_ids`` is not ``[batch, length]``.
 
-    The stage itself sees hidden states alone. Where tensor-parallel ranks share the sequence, that of one rank may be
-    as long as it should be and that of another not, and the first would wait for the second, which gave up.
+    The stage itself sees only hidden states. If tensor-parallel ranks share the sequence, the part on one rank may have
+    the right length and the part on another the wrong one. Then the first rank would wait for the second, which failed.
     """
 
     def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -241,28 +241,28 @@ _FORWARD, _BACKWARD = 0, 1
 
 
 def is_single_shape(x: Any) -> bool:
-    """Whether ``x`` is the shape of one tensor, and no list of shapes."""
+    """True if ``x`` is the shape of one tensor, not a list of shapes."""
     is_list = isinstance(x, list | tuple) and len(x) > 0
     return isinstance(x, torch.Size) or (is_list and all(isinstance(size, int) for size in x))
 
 
 class P2PCommunicator:
-    """Sends hidden states to the next stage and gradients to the one before, and receives them.
+    """Sends hidden states to the next stage and gradients to the previous stage, and receives both.
 
     The first stage follows the last one, as interleaved chunks need. With ``is_first_stage`` or ``is_last_stage``
-    nothing crosses that end, and None is received. For a list of tensors or shapes the result is a list.
+    nothing is sent past that end, and None is received. For a list of tensors or shapes the result is a list.
 
     Args:
-        pp_group: the stages.
-        config: ``pipeline_dtype`` of the messages; ``params_dtype`` if None.
+        pp_group: process group of the stages.
+        config: config with the dtype of the messages: ``pipeline_dtype``, or ``params_dtype`` if it is None.
 
     Attributes:
         next_rank, prev_rank: global ranks of the neighbours.
-        total_stages, current_stage: number of stages, and this one, from 0.
-        is_pp_first_stage, is_pp_last_stage: whether it is the first, or the last.
+        total_stages, current_stage: number of stages, and index of this stage, from 0.
+        is_pp_first_stage, is_pp_last_stage: whether this stage is the first or the last one.
 
     Raises:
-        ConfigError: ``variable_seq_lengths``: both sides must know the shapes.
+        ConfigError: ``variable_seq_lengths`` is set, but both sides must know the shapes.
     """
 
     def __init__(self, pp_group: ProcessGroup, config: ModelParallelConfig) -> None:
@@ -278,11 +278,11 @@ class P2PCommunicator:
         self.virtual_pipeline_model_parallel_size = config.virtual_pipeline_model_parallel_size
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        """Hidden states of the stage before."""
+        """Receive hidden states from the previous stage."""
         return _each(lambda shape: self._exchange(from_prev=shape)[0], tensor_shapes, at_end=is_first_stage)
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """Gradients from the next stage."""
+        """Receive gradients from the next stage."""
         return _each(lambda shape: self._exchange(from_next=shape)[1], tensor_shapes, at_end=is_last_stage)
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
@@ -290,11 +290,11 @@ class P2PCommunicator:
         _each(lambda tensor: self._exchange(to_next=tensor), output_tensors, at_end=is_last_stage)
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
-        """Send gradients to the stage before."""
+        """Send gradients to the previous stage."""
         _each(lambda tensor: self._exchange(to_prev=tensor), input_tensor_grads, at_end=is_first_stage)
 
     def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """Send hidden states to the next stage, and receive the gradients of earlier ones from there."""
+        """Send hidden states to the next stage, and receive from it the gradients of earlier hidden states."""
 
         def both(tensor: Tensor, shape: Any) -> Tensor | None:
             return self._exchange(to_next=tensor, from_next=shape)[1]
@@ -302,7 +302,7 @@ class P2PCommunicator:
         return _each(both, output_tensors, tensor_shapes, at_end=is_last_stage)
 
     def send_backward_recv_forward(self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        """Send gradients to the stage before, and receive the next hidden states from there."""
+        """Send gradients to the previous stage, and receive the next hidden states from it."""
 
         def both(tensor: Tensor, shape: Any) -> Tensor | None:
             return self._exchange(to_prev=tensor, from_prev=shape)[0]
@@ -312,11 +312,11 @@ class P2PCommunicator:
     def send_forward_recv_forward(
         self, output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Send hidden states on (unless None), and receive if ``recv_prev``.
+        """Send hidden states to the next stage (unless None), and receive the previous stage's if ``recv_prev``.
 
         Returns:
-            The received tensor or None; with ``overlap_p2p_comm`` also a list of objects to ``wait()`` for before a
-            tensor is used.
+            The received tensor or None; with ``overlap_p2p_comm`` also a list of objects whose ``wait()`` must be
+            called before a tensor is used.
         """
         works: list[Pending] | None = [] if overlap_p2p_comm else None
         received = self._exchange(to_next=output_tensor, from_prev=tensor_shape if recv_prev else None, works=works)[0]
@@ -325,7 +325,11 @@ class P2PCommunicator:
     def send_backward_recv_backward(
         self, input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Send gradients back (unless None), and receive if ``recv_next``; see ``send_forward_recv_forward``."""
+        """Send gradients to the previous stage (unless None), and receive the next stage's if ``recv_next``.
+
+        Returns:
+            See ``send_forward_recv_forward``.
+        """
         works: list[Pending] | None = [] if overlap_p2p_comm else None
         shape = tensor_shape if recv_next else None
         received = self._exchange(to_prev=input_tensor_grad, from_next=shape, works=works)[1]
@@ -334,7 +338,7 @@ class P2PCommunicator:
     def send_forward_backward_recv_forward_backward(
         self, output_tensor: Any, input_tensor_grad: Any, recv_prev: bool, recv_next: bool, tensor_shape: Any
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Both directions at once: the hidden states and the gradients that were received, or None."""
+        """Exchange in both directions at once; return the received hidden states and gradients, or None for each."""
         shapes = tensor_shape if recv_prev else None, tensor_shape if recv_next else None
         return self._exchange(output_tensor, input_tensor_grad, *shapes)
 
@@ -346,11 +350,11 @@ class P2PCommunicator:
         from_next: Any = None,
         works: list[Pending] | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Send tensors and receive those of the shapes, at once; wait unless ``works`` takes what to wait for."""
+        """Send tensors and receive tensors of the shapes at once; wait, or append the pending messages to ``works``."""
         dtype = self.config.pipeline_dtype or self.config.params_dtype
         options: dict[str, Any] = {"dtype": dtype, "device": default_device(self.pp_group), "requires_grad": True}
         prev, after = (None if shape is None else torch.empty(*shape, **options) for shape in (from_prev, from_next))
-        # Of two stages both neighbours are one rank, whose messages both sides put in this order.
+        # With two stages both neighbours are the same rank. Both sides send and receive in this order.
         sends = ((to_next, self._next, _FORWARD), (to_prev, self._prev, _BACKWARD))
         receives = ((prev, self._prev, _FORWARD), (after, self._next, _BACKWARD))
         out, back = (
@@ -370,7 +374,7 @@ class P2PCommunicator:
 
 
 def _each(function: Callable[..., Any], *arguments: Any, at_end: bool) -> Any:
-    """``function`` of each tensor and shape of lists, as a list; of one of each its result. None where ``at_end``."""
+    """Apply ``function`` to each item if the arguments are lists, otherwise once; ``at_end`` gives None instead."""
     lists = [each if isinstance(each, list | tuple) and not is_single_shape(each) else [each] for each in arguments]
     results = [None if at_end else function(*each) for each in zip(*lists, strict=True)]
     return results if lists[0] is arguments[0] else results[0]

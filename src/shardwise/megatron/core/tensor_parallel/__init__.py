@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers, moves between layouts, the loss and random streams, under the names that people know."""
+"""Tensor parallelism under Megatron's names: layers, moves between layouts, the loss and random streams."""
 
 from shardwise.megatron.core.tensor_parallel import (
     cross_entropy,

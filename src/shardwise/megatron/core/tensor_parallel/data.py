@@ -1,4 +1,4 @@
-"""One rank reads, its whole tensor-parallel group receives."""
+"""Broadcast of the tensors that one rank has read to its tensor-parallel group."""
 
 import hashlib
 import json
@@ -19,34 +19,33 @@ from shardwise.megatron.errors import AssertedDataError
 
 __all__ = ["broadcast_data"]
 
-# Programs import it in spite of the underscore; tensors may have any number of dimensions.
+# Unused: tensors may have any number of dimensions. Programs import it despite the underscore.
 _MAX_DATA_DIM = 5
 
 
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype, tp_group: ProcessGroup | None = None
 ) -> dict[str, Tensor]:
-    """Hand the first rank's tensors to every rank of the group.
+    """Broadcast the first rank's tensors to every rank of the group.
 
-    Collective: an all-gather of three numbers per rank, which shows whether the ranks agree, a broadcast of the shapes
-    and one of all values together.
+    Collective: an all-gather of three numbers per rank, which checks that the ranks agree, a broadcast of the shapes
+    and a broadcast of all values together.
 
     Args:
-        keys: which tensors, the same on every rank.
-        data: tensors of any shape, zero-size and scalar ones included, on the group's first rank; ignored on the
-            others, which may pass None. Not modified.
-        datatype: dtype of all of them.
+        keys: keys of the tensors, the same on every rank.
+        data: tensors of any shape, including empty and scalar ones, on the group's first rank; other ranks may pass
+            None and ignore it. Not modified.
+        datatype: dtype of all tensors.
         tp_group: tensor-parallel group; the ambient one if None.
 
     Returns:
-        The tensors by key, on the device that the group communicates from: the current accelerator with NCCL, else the
-        CPU. They share one storage.
+        The tensors by key, in one storage, on the device from which the group communicates: the current accelerator
+        with NCCL, else the CPU.
 
     Raises:
-        AssertedDataError: the first rank lacks a key, or has something else than a tensor of that dtype; on every rank
-            alike.
-        DesyncError: the ranks ask for different keys or dtypes; on every rank alike.
-        TopologyError: no group given and none initialised.
+        AssertedDataError: on every rank, if the first rank lacks a key or a value is not a tensor of that dtype.
+        DesyncError: on every rank, if the ranks request different keys or dtypes.
+        TopologyError: no group is given and none is initialised.
     """
     group = resolve_tensor_model_parallel_group(tp_group)
     keys = list(keys)
@@ -55,7 +54,7 @@ def broadcast_data(
     if group.rank() != 0:
         payload = torch.empty(sum(sizes), dtype=datatype, device=payload.device)
     if payload.numel():
-        # As bytes: no backend knows every dtype.
+        # Sent as bytes, because no backend supports every dtype.
         collectives.broadcast_(payload.view(torch.uint8), group=group)
     parts = payload.split(sizes)
     return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
@@ -64,9 +63,9 @@ def broadcast_data(
 def _build_key_size_numel_dictionaries(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, tp_group: ProcessGroup | None = None
 ) -> tuple[dict[str, list[int]], dict[str, int], int]:
-    """The shapes of the first rank's tensors, their numbers of elements, and the sum of these, on every rank.
+    """Return the shapes of the first rank's tensors, their numbers of elements, and the total, on every rank.
 
-    Collective, as ``broadcast_data`` without the values.
+    Collective, like ``broadcast_data`` without the values.
     """
     keys = list(keys)
     shapes, _ = _exchange_shapes(keys, data, None, resolve_tensor_model_parallel_group(tp_group))
@@ -77,9 +76,9 @@ def _build_key_size_numel_dictionaries(
 def _exchange_shapes(
     keys: list[str], data: Any, datatype: torch.dtype | None, group: ProcessGroup
 ) -> tuple[list[list[int]], Tensor]:
-    """The shapes of the first rank's tensors, on every rank, and on the first rank all their values, if of one dtype.
+    """Return the shapes of the first rank's tensors, and on the first rank all values if ``datatype`` is given.
 
-    An error on the first rank is the same error on every rank.
+    An error on the first rank is raised on every rank.
     """
     device = device_of(group)
     error: Exception | None = None
@@ -89,7 +88,7 @@ def _exchange_shapes(
             tensors = _checked(keys, data, datatype)
             header = json.dumps([list(tensor.shape) for tensor in tensors]).encode()
             if datatype is not None:
-                # Always a copy, so that no rank gets its own input back.
+                # Always a copy, so that no rank gets its input itself.
                 payload = torch.cat([tensor.detach().reshape(-1).to(device) for tensor in tensors] or [payload])
         except Exception as caught:
             error = caught
@@ -99,7 +98,7 @@ def _exchange_shapes(
     own = torch.tensor([[digest, error is not None, len(header)]], dtype=torch.int64, device=device)
     digests, failed, lengths = collectives.all_gather(own, group=group).unbind(1)
     if (digests != digest).any():
-        # Seen by every rank alike; only now are the values worth exchanging.
+        # All ranks see the difference, so they can exchange the values for the message.
         check_same(asked, "what broadcast_data is to hand out", group=group)
     packed = torch.empty(int(lengths[0]), dtype=torch.uint8, device=device)
     if group.rank() == 0:

@@ -1,4 +1,4 @@
-"""Splitting tensors and vocabularies."""
+"""Functions that split tensors and vocabularies."""
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ def split_tensor_along_last_dim(
 
     Args:
         tensor: ``[..., n]``.
-        num_partitions: number of parts; the first ``n % num_partitions`` are one longer.
-        contiguous_split_chunks: return contiguous copies instead of views.
+        num_partitions: number of parts; the first ``n % num_partitions`` parts have one element more.
+        contiguous_split_chunks: whether to return contiguous copies instead of views.
 
     Returns:
         The parts, in order.
@@ -36,21 +36,21 @@ def split_tensor_along_last_dim(
 def split_tensor_into_1d_equal_chunks(
     tensor: Tensor, new_buffer: bool = False, tp_group: ProcessGroup | None = None
 ) -> Tensor:
-    """This rank's chunk of a tensor that every rank holds whole, flattened; no communication.
+    """Return this rank's flat chunk of a tensor that every rank holds whole; no communication.
 
-    The chunks are of one size, ``ceil(numel / t)``, so that gathering them needs no sizes. Where the ranks do not
-    divide the elements the last chunks end in zeros, which ``gather_split_1d_tensor`` drops when told ``numel``.
+    All chunks have the size ``ceil(numel / t)``, so that gathering them needs no sizes. If ``t`` does not divide
+    ``numel``, the last chunks end in zeros, which ``gather_split_1d_tensor`` drops if ``numel`` is given.
 
     Args:
-        tensor: any shape, of ``n`` elements, the same on every rank.
-        new_buffer: return a copy; otherwise a view where there is one.
+        tensor: any shape with ``n`` elements, the same on every rank.
+        new_buffer: whether to return a copy; otherwise returns a view where possible.
         tp_group: tensor-parallel group; the ambient one if None.
 
     Returns:
         ``[ceil(n/t)]``.
 
     Raises:
-        TopologyError: no group given and none initialised.
+        TopologyError: no group is given and none is initialised.
     """
     group = resolve_tensor_model_parallel_group(tp_group)
     flat = tensor.reshape(-1)
@@ -63,19 +63,19 @@ def split_tensor_into_1d_equal_chunks(
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None, *, numel: int | None = None) -> Tensor:
-    """The inverse of ``split_tensor_into_1d_equal_chunks``: one all-gather of ``numel / t`` elements per rank.
+    """Undo ``split_tensor_into_1d_equal_chunks`` with one all-gather of ``numel / t`` elements per rank.
 
     Args:
-        tensor: this rank's chunk of ``n/t`` elements, as many on every rank, in any shape; not modified.
+        tensor: this rank's chunk of ``n/t`` elements, in any shape; all chunks have the same size. Not modified.
         tp_group: tensor-parallel group; the ambient one if None.
-        numel: number of elements before the split; ``t`` chunks of them if None.
+        numel: number of elements before the split; None means all elements of the ``t`` chunks.
 
     Returns:
         ``[numel]``, flat, the same on every rank.
 
     Raises:
         ShardingError: ``tensor`` is not this group's chunk of ``numel`` elements.
-        TopologyError: no group given and none initialised.
+        TopologyError: no group is given and none is initialised.
     """
     group = resolve_tensor_model_parallel_group(tp_group)
     t = group.size()
@@ -89,7 +89,7 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None,
 
 
 class VocabUtility:
-    """Which ids of the vocabulary a rank holds, as ``[first, last)``."""
+    """Computes the range ``[first, last)`` of vocabulary ids on a rank."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(

@@ -1,1 +1,1 @@
-"""The parts of Megatron's transformer."""
+"""Parts of Megatron's transformer."""

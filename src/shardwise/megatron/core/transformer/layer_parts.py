@@ -1,4 +1,4 @@
-"""Megatron's attention, MLP and norm: the engine's, with Megatron's arguments and pairs."""
+"""Megatron's attention, MLP and norm: the engine's classes, with Megatron's arguments and pairs as results."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ DotProductAttention = __getattr__("DotProductAttention")
 
 
 class FusedLayerNorm:
-    """The norm that the config names, RMSNorm too; what is made is of the engine's own class.
+    """Factory of the norm that the config names, also RMSNorm; the object is of the engine's class.
 
     Args:
-        config: kind, dtype, zero-centred weight and sequence parallelism.
-        hidden_size: width of what is normalised.
-        eps: added to the variance.
-        persist_layer_norm, zero_centered_gamma, normalization: accepted; the config's fields decide.
+        config: config with the kind of norm, dtype, zero-centered weight and sequence parallelism.
+        hidden_size: size of the normalized dimension.
+        eps: constant added to the variance.
+        persist_layer_norm, zero_centered_gamma, normalization: no effect; the config's fields apply.
     """
 
     def __new__(  # type: ignore[misc]  # As Megatron's WrappedTorchNorm.
@@ -59,11 +59,11 @@ WrappedTorchNorm = FusedLayerNorm
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> Any:
-    """A function of ``((x, bias or None), residual, p)``: ``residual + dropout(x + bias)``.
+    """Return a function of ``((x, bias or None), residual, p)`` that computes ``residual + dropout(x + bias)``.
 
     Args:
-        training: whether there is dropout.
-        fused: accepted; nothing depends on it.
+        training: whether to apply dropout.
+        fused: no effect.
     """
     return functools.partial(_bias_dropout_add, training=training)
 
@@ -77,7 +77,7 @@ def _bias_dropout_add(
 
 @dataclass
 class SelfAttentionSubmodules:
-    """Parts of ``SelfAttention``, which cannot be replaced; the config's ``qk_layernorm`` decides about norms."""
+    """Parts of ``SelfAttention``, which cannot be replaced; the config's ``qk_layernorm`` turns norms on."""
 
     linear_qkv: Any = ColumnParallelLinear
     core_attention: Any = DotProductAttention
@@ -86,7 +86,7 @@ class SelfAttentionSubmodules:
     k_layernorm: Any = None
 
     def check(self, config: ModelConfig) -> None:
-        """Raise ConfigError for other parts, and for norms where the config has none."""
+        """Raise ConfigError for other parts, and for norms without ``qk_layernorm`` in the config."""
         _check_part(self, "linear_qkv", ColumnParallelLinear)
         _check_part(self, "core_attention", DotProductAttention)
         _check_part(self, "linear_proj", RowParallelLinear)
@@ -115,7 +115,7 @@ class MLPSubmodules:
 
 
 class _CalledAsMegatrons:
-    """An attention or a layer of the engine, called with Megatron's arguments."""
+    """An attention or a layer of the engine that takes Megatron's arguments."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **arguments: Any
@@ -124,16 +124,16 @@ class _CalledAsMegatrons:
 
         Args:
             hidden_states: ``[s, b, h]``, or this rank's shard ``[s/t, b, h]`` with sequence parallelism.
-            attention_mask: bools, True where attention is forbidden, beyond ``attn_mask_type``; ``[b, 1, s, keys]``.
-            arguments: ``inference_context``, a key-value cache, whose keys come before those of ``hidden_states``;
-                ``rotary_pos_emb``, angles ``[s, 1, 1, d]`` of ``RotaryEmbedding``, of a packed row those of its longest
-                sequence; ``packed_seq_params``, the sequences of a packed row. Megatron's others must be None.
+            attention_mask: bools ``[b, 1, s, keys]``, True where attention is forbidden, besides ``attn_mask_type``.
+            arguments: ``inference_context``, a key-value cache, whose keys precede those of ``hidden_states``;
+                ``rotary_pos_emb``, angles ``[s, 1, 1, d]`` from ``RotaryEmbedding``, for a packed row those of its
+                longest sequence; ``packed_seq_params``, the sequences of a packed row. Others must be None.
 
         Returns:
-            Like ``hidden_states``, with all biases added; and None.
+            The output, of the same shape as ``hidden_states`` and with all biases added, and None.
 
         Raises:
-            ConfigError: an argument that must be None.
+            ConfigError: an argument is given that must be None.
         """
         given = _engine_arguments(self, hidden_states, attention_mask, **arguments)
         engine: Any = super()
@@ -146,10 +146,10 @@ class SelfAttention(_CalledAsMegatrons, attention.SelfAttention, MegatronModule)
     Args:
         config: sizes and kind of the attention.
         submodules: the default parts.
-        layer_number: from 1.
-        attn_mask_type: the mask that needs no tensor.
-        pg_collection: group ``tp``; the ambient topology's if None.
-        cp_comm_type, pp_layer_offset, name: accepted; nothing depends on them.
+        layer_number: number of the layer, from 1.
+        attn_mask_type: mask that needs no tensor.
+        pg_collection: collection with the group ``tp``; None means the ambient topology's.
+        cp_comm_type, pp_layer_offset, name: no effect.
 
     Raises:
         ConfigError: other parts, or fewer query heads than ranks.
@@ -181,12 +181,12 @@ class MLP(mlp.MLP, MegatronModule):
         submodules: the default parts.
         is_expert: False.
         input_size: the config's ``hidden_size``, or None.
-        ffn_hidden_size: inner width; the config's if None.
-        tp_group, pg_collection: tensor-parallel group, or a collection with it; the ambient topology's if None.
-        name: accepted; nothing depends on it.
+        ffn_hidden_size: inner size; None means the config's.
+        tp_group, pg_collection: tensor-parallel group, or a collection with it; None means the ambient topology's.
+        name: no effect.
 
     Raises:
-        ConfigError: other parts, an expert, or an input of another width.
+        ConfigError: other parts, an expert, or another input size.
     """
 
     def __init__(
@@ -217,13 +217,13 @@ class MLP(mlp.MLP, MegatronModule):
     def as_mlp_submodule(
         cls, submodules: MLPSubmodules, config: TransformerConfig, is_mtp_layer: bool = False, **options: Any
     ) -> MLP:
-        """An MLP, made as a layer makes it; ``options`` are the other arguments of the class."""
+        """Make an MLP with a layer's arguments; ``options`` are the other arguments of the class."""
         return cls(config, submodules, **options)
 
     def forward(  # type: ignore[override]  # Megatron's modules return pairs.
         self, hidden_states: Tensor, per_token_scale: None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same, with the bias added; and None."""
+        """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape, bias included; and None."""
         _refuse(per_token_scale=per_token_scale, **kwargs)
         return super().forward(hidden_states), None
 
@@ -253,7 +253,7 @@ def _engine_arguments(
     packed_seq_params: PackedSeqParams | None = None,
     **others: Any,
 ) -> dict[str, Any]:
-    """The engine's keyword arguments of a layer or of its attention; ``others`` must be None."""
+    """Return the engine's keyword arguments for a layer or its attention; ``others`` must be None."""
     _refuse(**others)
     if isinstance(rotary_pos_emb, tuple):
         if rotary_pos_emb[0] is not rotary_pos_emb[1] and not torch.equal(*rotary_pos_emb):
@@ -273,7 +273,7 @@ def _engine_arguments(
 
 
 def _cos_and_sin(angles: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of angles ``[s, 1, 1, d]`` of both elements of each pair, as the engine takes them: ``[s, 1, 1, d/2]``."""
+    """Return the engine's cosine and sine ``[s, 1, 1, d/2]`` of angles ``[s, 1, 1, d]``, which repeat in each pair."""
     angles = angles[..., ::2] if config.rotary_interleaved else angles[..., : angles.size(-1) // 2]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -1,4 +1,4 @@
-"""Megatron's modules: their base, the wrapper for half precision, and specs that build them."""
+"""Megatron's modules: base class, wrapper for half precision, and specs that build modules."""
 
 import functools
 import importlib
@@ -21,15 +21,15 @@ from shardwise.training.pipeline.stage import wrapped
 
 
 def param_is_not_shared(param: Tensor) -> bool:
-    """Whether ``param`` is counted on this stage: it is no later stage's copy of a tied weight."""
+    """True if ``param`` counts on this stage, because it is not a later stage's copy of a tied weight."""
     return not getattr(param, "shared", False)
 
 
 class MegatronModule(GroupModule):
-    """Base of a program's own modules, and of the models and layers here.
+    """Base class of a program's own modules, and of the models and layers here.
 
     Args:
-        config: kept. A class that is one of the engine's too sets it afterwards.
+        config: config to store. Classes that also derive from the engine's set it later.
     """
 
     config: Any
@@ -39,14 +39,14 @@ class MegatronModule(GroupModule):
         self.config = config
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """``state_dict``, which a program's own module may override for its checkpoints."""
+        """Return ``state_dict``; a program's own modules may override this for their checkpoints."""
         state: dict[str, Any] = self.state_dict(prefix=prefix, keep_vars=keep_vars)
         return state
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[ShardedOffset] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ParamShard]:
-        """This rank's part of every parameter and persistent buffer: its children's answers, and what it holds itself.
+        """Return this rank's part of every parameter and persistent buffer, of the module and its children.
 
         Raises:
             TopologyError: the module has no ``tp_group``, and there is no ambient one.
@@ -55,11 +55,11 @@ class MegatronModule(GroupModule):
         return state_of_parts(self, prefix, sharded_offsets, metadata, group=group)
 
     def set_is_first_microbatch(self) -> None:
-        """Nothing happens: the flag is for caches of fp8 weights, which the config refuses."""
+        """Do nothing, because the flag is for caches of fp8 weights, which the config rejects."""
 
 
 def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
-    """``conversion`` of every item of a nest of tuples and lists."""
+    """Apply ``conversion`` to every item of nested tuples and lists."""
     if isinstance(val, (tuple, list)):
         converted = [conversion_helper(item, conversion) for item in val]
         return tuple(converted) if isinstance(val, tuple) else converted
@@ -67,12 +67,12 @@ def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
 
 
 def fp32_to_float16(val: Any, float16_convertor: Callable[[Tensor], Tensor]) -> Any:
-    """Every fp32 tensor of a nest, converted."""
+    """Convert every fp32 tensor in nested tuples and lists."""
     return conversion_helper(val, lambda item: float16_convertor(item) if _is_of(item, torch.float32) else item)
 
 
 def float16_to_fp32(val: Any) -> Any:
-    """Every fp16 or bf16 tensor of a nest in fp32."""
+    """Convert every fp16 or bf16 tensor in nested tuples and lists to fp32."""
     return conversion_helper(val, lambda item: item.float() if _is_of(item, torch.float16, torch.bfloat16) else item)
 
 
@@ -81,28 +81,28 @@ def _is_of(item: Any, *dtypes: torch.dtype) -> bool:
 
 
 class _Wrapper(nn.Module):
-    """A wrapper of a model, whose state is that model's under the same names."""
+    """Wrapper of a model, with the model's state under the same names."""
 
     module: nn.Module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's ``state_dict``."""
+        """Return the model's ``state_dict``."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """The model's ``load_state_dict``."""
+        """Call the model's ``load_state_dict``."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
 class Float16Module(_Wrapper, MegatronModule):
-    """A model in half precision: its fp32 inputs are converted on the first stage, its outputs back on the last.
+    """A model in half precision, which converts fp32 inputs on the first stage and its outputs back on the last.
 
     Args:
-        config: ``fp16`` or ``bf16`` says which.
-        module: the model, whose parameters are converted in place.
+        config: config that sets ``fp16`` or ``bf16``.
+        module: the model, whose parameters are converted in-place.
 
     Raises:
-        ConfigError: the config asks for neither.
+        ConfigError: the config sets neither.
     """
 
     def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
@@ -114,7 +114,7 @@ class Float16Module(_Wrapper, MegatronModule):
         self.module = module.to(self._dtype)
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """The model's; on the last stage in fp32, unless ``fp32_output`` is False."""
+        """Run the model's forward; on the last stage return fp32, unless ``fp32_output`` is False."""
         model = wrapped(self.module, "pre_process")
         if model is None or model.pre_process:
             inputs = fp32_to_float16(inputs, lambda value: value.to(self._dtype))
@@ -124,20 +124,20 @@ class Float16Module(_Wrapper, MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[ShardedOffset] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ParamShard]:
-        """The model's."""
+        """Return the model's ``sharded_state_dict``."""
         group = parallel_state.resolve_tensor_model_parallel_group(None)
         return sharded_state_dict(self.module, prefix, sharded_offsets, metadata, group=group)
 
 
 @dataclass
 class ModuleSpec:
-    """How a module is built; calling the spec builds it.
+    """Recipe for a module; calling the spec builds the module.
 
     Attributes:
-        module: a class or function, or where one is found: ``(module, name)``.
+        module: class or function, or its import path as ``(module, name)``.
         params: keyword arguments of the class.
-        submodules: handed to the class as ``submodules``, unless None.
-        metainfo: for the program; nothing depends on it.
+        submodules: argument ``submodules`` of the class, unless None.
+        metainfo: data of the program; no effect.
     """
 
     module: tuple[str, str] | Callable[..., Any]
@@ -146,12 +146,12 @@ class ModuleSpec:
     metainfo: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """``build_module`` of this spec."""
+        """Build the module; see ``build_module``."""
         return build_module(self, *args, **kwargs)
 
 
 def import_module(module_path: tuple[str, str]) -> Any:
-    """The object ``name`` of a module, given as ``(module, name)``; an ImportError if there is none."""
+    """Import the object ``name`` of a module, given as ``(module, name)``; raise ImportError if there is none."""
     base, name = module_path
     module = importlib.import_module(base)
     if not hasattr(module, name):
@@ -160,7 +160,7 @@ def import_module(module_path: tuple[str, str]) -> Any:
 
 
 def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
-    """The class or function of a spec; a class or function is returned."""
+    """Return the class or function of a spec; a class or function is returned unchanged."""
     if not isinstance(spec_or_module, ModuleSpec):
         return spec_or_module
     module = spec_or_module.module
@@ -168,15 +168,15 @@ def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
 
 
 def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make the module of a spec; a function is returned.
+    """Build the module of a spec; a function is returned uncalled.
 
     Args:
-        spec_or_module: a spec, or a class.
-        args, kwargs: of the class, added to the spec's own.
+        spec_or_module: a spec or a class.
+        args, kwargs: arguments of the class, in addition to the spec's arguments.
 
     Raises:
-        ConfigError: it is neither.
-        Exception: what the class raises, with a note that names it.
+        ConfigError: ``spec_or_module`` is neither.
+        Exception: an error of the class, with a note that names the class.
     """
     module = get_module(spec_or_module)
     if isinstance(module, types.FunctionType):
@@ -196,7 +196,7 @@ def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def get_submodules(spec: Any) -> Any:
-    """The ``submodules`` of a spec or of a ``functools.partial``; a ConfigError if it is neither."""
+    """Return the ``submodules`` of a spec or of a ``functools.partial``; raise ConfigError if it has none."""
     if isinstance(spec, functools.partial):
         spec = types.SimpleNamespace(**spec.keywords)
     if not hasattr(spec, "submodules"):
@@ -205,21 +205,21 @@ def get_submodules(spec: Any) -> Any:
 
 
 class IdentityOp(nn.Module):
-    """A part that a layer does not have: returns its first argument."""
+    """Placeholder for a part that a layer lacks; returns its first argument."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """``x``."""
+        """Return ``x``."""
         return x
 
 
 class IdentityFuncOp(IdentityOp):
-    """The same where a function is expected: returns one that returns its first argument."""
+    """Placeholder that returns a function, which returns its first argument."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """A function that returns its first argument."""
+        """Return a function that returns its first argument."""
         return super().forward
 
 

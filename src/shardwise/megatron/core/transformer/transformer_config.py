@@ -1,4 +1,4 @@
-"""Megatron's configs: the engine's settings, and inert ones from ``inert_settings.json``, each with its reason::
+"""Megatron's configs: the engine's settings, and inert settings from ``inert_settings.json`` with their reasons::
 
 >>> from shardwise.megatron.config import TransformerConfig
 >>> TransformerConfig.__dataclass_fields__["persist_layer_norm"].metadata["unused"]
@@ -27,29 +27,29 @@ class _FirstArgument:
 
 @dataclass
 class ModelParallelConfig(LayerConfig, inert_settings_of("ModelParallelConfig"), _FirstArgument):  # type: ignore[misc]
-    """How a model is split, and in which dtype. Field names and defaults are Megatron's.
+    """Partition and dtypes of a model. Field names and defaults are Megatron's.
 
     Attributes:
-        tensor_model_parallel_size: ranks that split each layer.
-        context_parallel_size: ranks that split the sequence in attention.
+        tensor_model_parallel_size: number of ranks that split each layer.
+        context_parallel_size: number of ranks that split the sequence in attention.
         hierarchical_context_parallel_sizes: sizes of the levels of the context-parallel group, innermost first; their
             product is ``context_parallel_size``.
-        expert_model_parallel_size: ranks that share out the experts.
-        expert_tensor_parallel_size: ranks that split each expert; ``tensor_model_parallel_size`` if None.
-        fp16, bf16: the dtype that the program trains in; at most one. Layers go by ``params_dtype``.
-        pipeline_dtype: dtype of what stages send to each other; ``params_dtype`` if None.
-        autocast_dtype: ``params_dtype`` if None.
-        finalize_model_grads_func, grad_scale_func, no_sync_func: called by ``get_forward_backward_func``'s function, at
+        expert_model_parallel_size: number of ranks that share the experts.
+        expert_tensor_parallel_size: number of ranks that split each expert; ``tensor_model_parallel_size`` if None.
+        fp16, bf16: dtype in which the program trains; at most one is True. Layers use ``params_dtype``.
+        pipeline_dtype: dtype of messages between stages; ``params_dtype`` if None.
+        autocast_dtype: dtype of autocast; ``params_dtype`` if None.
+        finalize_model_grads_func, grad_scale_func, no_sync_func: hooks of ``get_forward_backward_func``'s function, at
             its end, on each loss, and around backward steps.
-        cross_entropy_loss_fusion, cross_entropy_fusion_impl: with True and ``"linear"`` a model computes output
-            layer and loss in one, without the logits of all ranks. A separate loss is always fused.
-        microbatch_group_size_per_vp_stage: ``pipeline_model_parallel_size`` if None.
+        cross_entropy_loss_fusion, cross_entropy_fusion_impl: True and ``"linear"`` fuse the output layer with the loss,
+            so that the logits of all ranks are never in memory. The loss alone is always one fused operation.
+        microbatch_group_size_per_vp_stage: group size of interleaving; ``pipeline_model_parallel_size`` if None.
 
-    The fields of ``LayerConfig`` too. Other fields are accepted for programs that set them: one that changes nothing
-    warns once per process when it differs from its default, and one that would change numbers raises.
+    The config also has the fields of ``LayerConfig``. It accepts Megatron's other fields: if such a field differs from
+    its default, it warns once per process if it has no effect here, and raises if it would change results.
 
     Raises:
-        ConfigError: a value out of range, two that contradict each other, or an option that is not offered.
+        ConfigError: a value out of range, contradicting values, or an option that is not offered.
     """
 
     context_parallel_size: int = 1
@@ -98,22 +98,22 @@ class ModelParallelConfig(LayerConfig, inert_settings_of("ModelParallelConfig"),
 
 @dataclass
 class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("TransformerConfig")):  # type: ignore[misc]
-    """One transformer and how it is split: the fields of ``ModelConfig`` and of ``ModelParallelConfig``.
+    """A transformer and its partition: the fields of ``ModelConfig`` and of ``ModelParallelConfig``.
 
     Attributes:
-        use_inference_optimized_layers: in evaluation mode ``GPTModel`` uses layers for inference, which share its
+        use_inference_optimized_layers: whether ``GPTModel`` in evaluation mode uses inference layers, which share its
             weights and have no gradient.
-        inference_fuse_tp_communication: in these each half block makes one exchange.
-        window_attn_skip_freq: which layers ``window_size`` bounds: with ``n``, all but every n-th; with a list, those
-            with a 1.
+        inference_fuse_tp_communication: whether each half block of these layers makes one exchange.
+        window_attn_skip_freq: layers that ``window_size`` limits: all but every n-th for an integer ``n``; for a list,
+            the layers with a 1.
         recompute_granularity, recompute_method, recompute_num_layers, recompute_modules: as ``Recomputation``'s fields,
-            with None for "none", and where the granularity does not read them.
-        no_rope_freq: which layers rotate nothing: every n-th, or those with a 1.
+            with None for "none" and for fields that the granularity does not use.
+        no_rope_freq: layers without rotary positions: every n-th for an integer ``n``; for a list, those with a 1.
 
-    Other fields are accepted for programs that set them, as there.
+    Other fields are accepted as in ``ModelParallelConfig``.
 
     Raises:
-        ConfigError: a value out of range, two that contradict each other, or an option that is not offered.
+        ConfigError: a value out of range, contradicting values, or an option that is not offered.
     """
 
     use_inference_optimized_layers: bool = field(default=False, kw_only=True)
@@ -123,7 +123,7 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
     recompute_method: Literal["uniform", "block"] | None = field(default=None, kw_only=True)
     recompute_num_layers: int | None = field(default=None, kw_only=True)
     recompute_modules: Sequence[str] | None = field(default=None, kw_only=True)
-    # Read from the four whenever a model is made: programs set them after the config is.
+    # A property, because programs set the four fields after they made the config.
     recompute: Recomputation = field(init=False, default=cast(Any, property(lambda self: self._recomputation())))
     window_attn_skip_freq: int | list[int] | None = field(default=None, kw_only=True)
     no_rope_freq: int | list[int] | None = field(default=None, kw_only=True)
@@ -173,7 +173,7 @@ MLATransformerConfig = absent_names("transformer.transformer_config", Transforme
 
 
 def _is_each(config: TransformerConfig, name: str) -> list[bool]:
-    """Whether each layer is one of every ``n``-th, or has a 1 in the list, by the setting ``name``."""
+    """Return for each layer whether the setting ``name`` selects it: every ``n``-th layer, or a 1 in its list."""
     frequency, num_layers = getattr(config, name), config.num_layers
     if isinstance(frequency, list):
         if len(frequency) != num_layers or any(each not in (0, 1) for each in frequency):

@@ -1,6 +1,6 @@
-"""Megatron's transformer layer, its specs, and the engine's spec of a layer that they become.
+"""Megatron's transformer layer and its specs, which are converted to the engine's layer spec.
 
-A program's own attention, MLP or norm in a spec is built as in Megatron, and called with Megatron's arguments.
+A program's own attention, MLP or norm in a spec is built as in Megatron and called with Megatron's arguments.
 """
 
 import functools
@@ -33,11 +33,11 @@ class TransformerLayerSubmodules:
     """Parts of ``TransformerLayer``, each a class or a ``ModuleSpec``.
 
     Attributes:
-        input_layernorm, pre_mlp_layernorm: the same class, ``FusedLayerNorm`` or one that is called with ``config``,
-            ``hidden_size`` and ``eps``; the model's last norm is of it too.
-        self_attention, mlp: ``SelfAttention`` and ``MLP``, or a program's own.
+        input_layernorm, pre_mlp_layernorm: the same class, ``FusedLayerNorm`` or a class that is called with
+            ``config``, ``hidden_size`` and ``eps``; the model's final norm uses it too.
+        self_attention, mlp: ``SelfAttention`` and ``MLP``, or the program's own classes.
         self_attn_bda, mlp_bda: ``get_bias_dropout_add``.
-        sharded_state_dict_keys_map: accepted; names in checkpoints are those of the parameters.
+        sharded_state_dict_keys_map: no effect; checkpoints use the parameters' names.
     """
 
     input_layernorm: Any = module.IdentityOp
@@ -61,15 +61,15 @@ _NEEDED = ("input_layernorm", "self_attention", "mlp")
 def get_transformer_layer_offset(
     config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> int:
-    """How many of the model's layers are before those of a stage, or of its chunk ``vp_stage``.
+    """Number of layers of the model before a stage, or before its chunk ``vp_stage``.
 
     Args:
-        config: how layers are dealt out to stages.
-        vp_stage: the chunk, with interleaving.
-        pp_rank: the stage; this rank's if None.
+        config: config with the distribution of layers over stages.
+        vp_stage: index of the chunk, with interleaving.
+        pp_rank: index of the stage; None means this rank's stage.
 
     Raises:
-        ConfigError: no such stage or chunk.
+        ConfigError: there is no such stage or chunk.
     """
     stages = config.stage_layers()
     if len(stages) == 1 and len(stages[0]) == 1:
@@ -97,18 +97,18 @@ class TransformerLayer(  # type: ignore[misc]  # Megatron's layers return pairs.
 
     Args:
         config: sizes of the model.
-        submodules: what the layer is made of.
-        layer_number: from 1, within this stage.
-        hidden_dropout: the config's if None.
-        pg_collection: group ``tp``; the ambient topology's if None.
-        vp_stage: this stage's chunk, with interleaving.
-        add_layer_offset: count the layers of the stages before this one too.
-        pp_layer_offset: how many they are; found from ``config`` if None.
+        submodules: parts of the layer.
+        layer_number: number of the layer within this stage, from 1.
+        hidden_dropout: dropout probability; None means the config's.
+        pg_collection: collection with the group ``tp``; None means the ambient topology's.
+        vp_stage: index of this stage's chunk, with interleaving.
+        add_layer_offset: whether to add the number of layers of earlier stages to ``layer_number``.
+        pp_layer_offset: number of these layers; computed from ``config`` if None.
         is_mtp_layer: False.
-        name: accepted; nothing depends on it.
+        name: no effect.
 
     Raises:
-        ConfigError: parts that a layer does not have here.
+        ConfigError: parts that layers do not support here.
     """
 
     def __init__(
@@ -138,10 +138,10 @@ class TransformerLayer(  # type: ignore[misc]  # Megatron's layers return pairs.
 
 
 def layer_spec_of(spec: Any, config: TransformerConfig) -> TransformerLayerSpec:
-    """The engine's spec of a layer, made from Megatron's ``ModuleSpec``; an engine's spec is returned.
+    """Convert Megatron's ``ModuleSpec`` to the engine's layer spec; an engine spec is returned unchanged.
 
     Raises:
-        ConfigError: a spec of something else than a ``TransformerLayer``, or of parts that it does not have here.
+        ConfigError: the spec is not of a ``TransformerLayer``, or has parts that layers do not support here.
     """
     if isinstance(spec, TransformerLayerSpec):
         return spec
@@ -202,7 +202,7 @@ def _own_norm(part: Any, config: ModelConfig) -> nn.Module:
 
 
 def _own_attention(part: Any, config: ModelConfig, layer_number: int, group: ProcessGroup) -> nn.Module:
-    """A program's attention, which is called as Megatron's layer calls it, where the engine's layer calls its own."""
+    """Build a program's own attention; the engine's layer calls it, with Megatron's arguments."""
     options = _accepted(part, pg_collection=ProcessGroupCollection(tp=group))
     before = functools.partial(_call_of_attention, interleaved=config.rotary_interleaved)
     return _built(part, before, config=config, layer_number=layer_number, **options)
@@ -216,7 +216,7 @@ def _own_mlp(part: Any, config: ModelConfig, group: ProcessGroup) -> nn.Module:
 
 
 def _built(part: Any, before: Any, **arguments: Any) -> nn.Module:
-    """A program's module, which is called with what ``before`` makes of its arguments."""
+    """Build a program's own module; ``before`` converts the arguments of each call."""
     built: nn.Module = module.build_module(part, **arguments)
     built.register_forward_pre_hook(before, with_kwargs=True)
     built.register_forward_hook(_add_bias)
@@ -224,7 +224,7 @@ def _built(part: Any, before: Any, **arguments: Any) -> nn.Module:
 
 
 def _accepted(part: Any, **options: Any) -> dict[str, Any]:
-    """The ``options`` that the class of a spec takes."""
+    """Return the ``options`` that the class of a spec accepts."""
     parameters = inspect.signature(module.get_module(part)).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return {name: value for name, value in options.items() if takes_any or name in parameters}
@@ -233,7 +233,7 @@ def _accepted(part: Any, **options: Any) -> dict[str, Any]:
 def _call_of_attention(
     called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, interleaved: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """Megatron's keyword arguments, of the engine's."""
+    """Convert the engine's keyword arguments to Megatron's."""
     mask: AttentionMask = kwargs["attention_mask"]
     if mask.alibi_slopes is not None:
         raise ConfigError(
@@ -274,12 +274,12 @@ def get_gpt_layer_local_spec(
     use_kitchen_attention: bool = False,
     kitchen_attention_backend: str = "sdpa",
 ) -> module.ModuleSpec:
-    """A layer of attention and MLP.
+    """Return the spec of a layer of attention and MLP.
 
     Args:
-        qk_layernorm, normalization: accepted for programs that pass them; the config's fields of these names decide.
+        qk_layernorm, normalization: no effect; the config's fields of these names apply.
         num_experts, moe_grouped_gemm, multi_latent_attention, fp8, qk_l2_norm, use_kitchen, use_kitchen_attention,
-            kitchen_attention_backend: refused, unless left at their defaults.
+            kitchen_attention_backend: only the defaults are supported.
 
     Raises:
         ConfigError: a layer that is not offered.
@@ -323,12 +323,12 @@ def get_gpt_layer_with_transformer_engine_spec(
     use_kitchen_attention: bool = False,
     kitchen_attention_backend: str = "sdpa",
 ) -> module.ModuleSpec:
-    """The same layer: there is one implementation, on PyTorch alone, and Transformer Engine is not needed.
+    """Return the same spec, because the only implementation uses PyTorch without Transformer Engine.
 
     Args:
-        use_te_op_fuser, use_te_activation_func: change nothing.
+        use_te_op_fuser, use_te_activation_func: no effect.
         num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention, fp8, qk_l2_norm, use_kitchen,
-            use_kitchen_attention, kitchen_attention_backend: as for ``get_gpt_layer_local_spec``.
+            use_kitchen_attention, kitchen_attention_backend: as in ``get_gpt_layer_local_spec``.
 
     Raises:
         ConfigError: a layer that is not offered.
@@ -344,7 +344,7 @@ def get_gpt_decoder_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> module.ModuleSpec:
-    """The spec of every layer: all are alike, and the model knows which are this stage's.
+    """Return one spec for all layers, which are identical; the model knows the layers of this stage.
 
     Raises:
         ConfigError: a layer that is not offered.
