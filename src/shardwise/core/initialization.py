@@ -1,7 +1,7 @@
 """Initialisation of a rank's shard as a slice of the whole parameter, which is the same at every number of ranks.
 
 The whole parameter has the same bits at every number of ranks if the default generators of all ranks have the same
-state. They also end in the same state, so the next parameter agrees as well. There are four kinds of methods:
+state. The generators also end in the same state, so the next parameter agrees as well. There are four kinds of methods:
 
 * ``CounterNormal``, the models' default: a rank computes only its slice. The bits are the same on every device.
 * PyTorch's normal, uniform, Xavier, Kaiming and constant methods, also as ``functools.partial``: a rank draws the
@@ -14,10 +14,10 @@ state. They also end in the same state, so the next parameter agrees as well. Th
 Xavier and Kaiming use the fans of the whole parameter.
 
 ``CounterNormal`` computes each number from a key and the number's position, so a rank can compute any part of a tensor.
-The bits are the same on every device, however many numbers are computed at once. Philox uses only integers. Normal
-numbers follow from these by fp64 operations whose result IEEE 754 defines to the bit: addition, multiplication,
-division and square root. Each call does one operation, since compilers fuse several. PyTorch's logarithm and sine are
-not used: they differ between devices, and between the vectorized part of a tensor and its last elements.
+The bits are the same on every device, however many numbers are computed at once. Philox uses only integers. The normal
+numbers are computed from these by fp64 operations whose result IEEE 754 defines to the bit (addition, multiplication,
+division, square root), one in each call because compilers fuse several. PyTorch's logarithm and sine are not used: they
+differ between devices, and between the vectorized part of a tensor and its last elements.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox); Box and Muller 1958.
 """
@@ -45,7 +45,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
-# Number of counters at a time. On a CPU the intermediate results of each thread must fit into its cache.
+# Number of counters at a time. On a CPU the intermediate results of each thread stay in its cache.
 _COUNTERS_PER_THREAD, _COUNTERS_ELSEWHERE = 1 << 14, 1 << 20
 
 # Enough terms for an error of 1e-12.
@@ -260,7 +260,7 @@ def initialize_shard_(
         rank: this rank in the tensor-parallel group.
         init_method: fills a tensor in place.
         on_cpu: whether to draw on the CPU in fp32 (fp64 for an fp64 shard) and copy. The weights are then the same on
-            every device, up to the shard's rounding. Those of ``CounterNormal`` always are.
+            every device, up to the shard's rounding. ``CounterNormal`` does not need this.
 
     Returns:
         ``shard``.
@@ -329,7 +329,7 @@ def draw_seed() -> int:
 
 @contextmanager
 def part_seeded(seed: int | None, *part: object) -> Iterator[None]:
-    """Seed the default generators inside the block from ``seed`` and the name of a model part; no-op if it is None.
+    """Seed the default generators inside the block from ``seed`` and a model part's name; no-op if ``seed`` is None.
 
     The part then starts with the same values on every pipeline stage, independent of the stage's other parts.
     """

@@ -115,7 +115,7 @@ HYBRID = "hybrid"
 """Name prefix of the groups that ``hybrid_context_parallel`` adds; their size follows."""
 
 SEPARATE_ALL_GATHER = "dp_cp_all_gather"
-"""The only name whose process group is separate even if another name has the same ranks."""
+"""Name of the only group that is not shared with another group of the same ranks."""
 
 EmbeddingRanks = Callable[[list[int]], Sequence[int]]
 

@@ -41,22 +41,22 @@ class Topology:
     dense layers          ``tp cp dp pp``, and together ``dp_cp mp tp_cp tp_dp tp_dp_cp``; ``mp`` is tp and pp
     expert layers         ``expt_tp ep expt_dp``, and together ``tp_ep tp_ep_pp``
     embeddings            ``embd pos_embd``: stages that hold the word embedding, and the position embedding
-    levels of cp          ``hcp0 hcp1 ...``, innermost first; where ``sizes.hcp`` is given
-    parts of dp_cp        ``hybrid2 hybrid4 ...``, of as many ranks; with ``sizes.hybrid_context_parallel``
+    levels of cp          ``hcp0 hcp1 ...``, innermost first; with ``sizes.hcp``
+    parts of dp_cp        ``hybrid2 hybrid4 ...``, of 2, 4, ... ranks; with ``sizes.hybrid_context_parallel``
     optimizer instances   ``intra_dp_cp intra_expt_dp``: the part of ``dp_cp``, of ``expt_dp``, that holds one copy of
                           the optimizer state; ``intra_dist_opt``: all ranks of that copy; ``inter_dist_opt``: the same
-                          shard of every copy, where there are several
+                          shard of every copy, if there are several
     ====================  ==================================================================================
 
-    Groups of the same ranks are one process group, but for ``dp_cp_all_gather``, which ``sizes.separate_all_gather``
-    asks for; all groups of this rank alone are one, too. Its communicator is made by its first collective; those of the
-    other groups are made here, where the default group is bound to a device (``init_process_group(device_id=...)``).
+    Groups of the same ranks share one process group, except ``dp_cp_all_gather`` (``sizes.separate_all_gather``). All
+    groups of this rank alone also share one, and its first collective creates its communicator. The other communicators
+    are created here if the default group is bound to a device (``init_process_group(device_id=...)``).
 
     Attributes:
         sizes: sizes of the axes.
         world_size: number of ranks.
         rank_in_world: this rank.
-        validate: collectives of these groups first check that their ranks agree on the call.
+        validate: whether collectives of these groups first check that their ranks agree on the call.
     """
 
     sizes: ParallelSizes
@@ -85,7 +85,7 @@ class Topology:
         Args:
             sizes: sizes of the axes.
             timeout: timeout of a collective; None means the default group's timeout (``init_process_group(timeout=)``).
-            embedding_ranks: from a pipeline group's ranks, those that hold a tied word embedding.
+            embedding_ranks: function that selects, from a pipeline group's ranks, those with a tied word embedding.
             position_embedding_ranks: the same for the position embedding.
             validate: check now that all ranks ask for the same sizes, and before each collective of these groups that
                 their ranks agree on the call. Each check costs a message.
@@ -116,8 +116,8 @@ class Topology:
         made: dict[tuple[tuple[int, ...], bool], ProcessGroup | None] = {}
         topology = cls(sizes, world_size, own_rank, validate, {}, {})
         try:
-            # Each rank makes its group of one, or if it is in none of them calls for another rank's: the names of the
-            # groups to come count these calls. Groups of one have one name, under which no rank looks for another.
+            # Each rank creates its group of one. A rank without one helps to create another rank's, because the names
+            # of later groups count these calls. Groups of one share a name, under which no rank looks for another.
             alone = [tuple(ranks) for lists in rank_lists.values() for ranks in lists if len(ranks) == 1]
             if alone:
                 ranks = (own_rank,) if (own_rank,) in alone else alone[0]
@@ -211,7 +211,7 @@ def _new_group(
         with _unbound() if len(ranks) == 1 else contextlib.nullcontext() as device:
             group: Any = dist.new_group(list(ranks), timeout=timeout, group_desc=f"shardwise.{name}")
         if own_rank in ranks and device is not None:
-            # A barrier takes place there.
+            # A barrier runs on this device.
             group.bound_device_id = device
     except Exception as error:
         raise TopologyError(
@@ -267,7 +267,7 @@ class Groups:
         embd: the first and the last stage, which hold a tied embedding and output weight.
 
     Raises:
-        ConfigError: something that is not a process group.
+        ConfigError: an argument is not a process group.
     """
 
     tp: ProcessGroup

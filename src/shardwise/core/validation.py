@@ -96,7 +96,7 @@ def check_ids(
         vocab_size: ids run from 0 to ``vocab_size - 1``.
         what: name of the ids, for the error message.
         ignore_index: one additional valid id.
-        may_wait: check immediately on CUDA as well, which synchronizes.
+        may_wait: whether to check immediately on CUDA as well, which synchronizes.
         of: name of the set of valid ids, for the error message; None means the vocabulary.
     """
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():

@@ -52,7 +52,7 @@ class ExactProducts(Products):
     adds_bias = False
 
     def _runs(self, factor: Tensor) -> list[slice] | None:
-        """Return the parts of a split, not summed dimension if each is one product of ``factor``; otherwise None."""
+        """Return the parts of a split dimension that is not summed; None if one product with ``factor`` covers all."""
         # Part sizes differ by at most one, and no rank sees all of them.
         is_wide = not self.is_narrow and self.size // (len(self.parts[0]) * self.num_parts) >= _NARROW
         if is_wide and not products.sums_by_shape(factor):

@@ -83,7 +83,7 @@ def linear_by_parts(input_: Tensor, weight: Tensor, number: int, others: Process
 
 
 def _linear(input_: Tensor, weight: Tensor) -> Tensor:
-    """Compute the product. Few rows are padded, since their bits would depend on the number of threads."""
+    """Compute the product; pad few rows, whose bits would otherwise depend on the number of threads."""
     rows = input_.flatten(0, -2)
     few = rows.size(0) if rows.size(0) < _FEW else None
     if few is not None:

@@ -48,7 +48,7 @@ def decode_kernel(
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Compute the queries of one group on some of its keys. A cap of 0 means no cap."""
+    """Attend from the queries of one group to some of its keys. A cap of 0 means no cap."""
     group, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     own = tl.load(position).to(tl.int32)
     first = 0

@@ -116,8 +116,8 @@ class FastPath:
         """True if this path computes with ``tensors``.
 
         Args:
-            tensors: tensors on one device. The path requires a single dtype, and plain tensors: the subclasses (fake,
-                functional, distributed) have no memory for a kernel.
+            tensors: tensors on one device. The path requires a single dtype, and plain tensors: a subclass (fake,
+                functional, distributed) has no memory that a kernel could read.
             size: amount of work; None means the first tensor's number of elements.
             fits: returns whether the kernel accepts the tensors' layout and the options.
         """
@@ -415,8 +415,8 @@ def why_repeat_keys(backend: str, device_type: str, dtype: torch.dtype, *, head_
     """Return why keys and values are repeated for all of their query heads; None if they are not.
 
     On CUDA two kernels accept grouped heads: flash attention, and cuDNN's kernel, which is more limited. A third kernel
-    with less than quadratic memory, memory-efficient attention, needs separate keys for every head. Otherwise
-    PyTorch falls back to explicit products, which keep all ``s * s`` weights of each head.
+    with less than quadratic memory, memory-efficient attention, needs separate keys for every head. Otherwise PyTorch
+    falls back to explicit products, which keep all ``s * s`` weights of each head.
 
     Args:
         backend: ``config.attention_backend``.

@@ -44,7 +44,7 @@ def swiglu_gradient_kernel(
     gate = tl.load(inner + columns, mask=inside, other=0.0).to(wide)
     up = tl.load(inner + width + columns, mask=inside, other=0.0).to(wide)
     grad = tl.load(grad_output + row * grad_stride + columns, mask=inside, other=0.0).to(wide)
-    # This exponential cannot overflow, and 1 - p needs no subtraction.
+    # This exponential cannot overflow, and gives 1 - p without a subtraction.
     decay = tl.exp(-tl.abs(gate))
     larger, smaller = 1.0 / (1.0 + decay), decay / (1.0 + decay)
     p, rest = tl.where(gate >= 0.0, larger, smaller), tl.where(gate >= 0.0, smaller, larger)

@@ -1,6 +1,6 @@
 """Avoid page faults in the memory of CPU tensors, which can take a large share of a step.
 
-A new 32 MiB tensor causes 8,192 page faults, a tenth of the time of the weight gradient that is written into it.
+A new 32 MiB tensor causes 8,192 page faults, which take a tenth of the time of the weight gradient written into it.
 
 - In huge pages it causes 16. Linux grants huge pages on request (``madvise(2)``, ``MADV_HUGEPAGE``) unless
   ``/sys/kernel/mm/transparent_hugepage/enabled`` is ``never``. Results do not depend on them.

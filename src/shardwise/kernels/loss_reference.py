@@ -46,7 +46,7 @@ def row_statistics(
     want_sum: bool = False,
     exponentiate_: bool = False,
 ) -> Tensor:
-    """Compute each row's maximum, sum of exponentials and target.
+    """Compute each row's maximum, sum of exponentials and target logit.
 
     Args:
         logits: ``[n, v]``, any strides.

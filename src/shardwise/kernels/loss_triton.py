@@ -2,8 +2,8 @@
 
 For the statistics one program reads one row. Each thread keeps a maximum, and a sum of exponentials relative to it, for
 every column of a block that it holds. The program combines them at the end of the row, so that threads wait for each
-other only a few times per row of any length. Each sum takes several columns of a block at once, and is rescaled to a
-new maximum once for all of them.
+other only a few times per row of any length. A block has several columns for each sum, which is rescaled to a new
+maximum once for all of them.
 
 With ``exponentiate_`` a row is read a second time, from the GPU's second-level cache. Longer rows have more warps
 (``launch_shape``). The registers of an H100 then suffice for 132 rows of 2^17 columns at once, which in bf16 take 35 MB

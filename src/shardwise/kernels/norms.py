@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.kernels import compiled, dispatch
 
-# Size of a row in the dtype of the computation; the registers of a program do not hold a larger row.
+# Largest row, in the dtype of the computation, that the registers of a program hold.
 _MAX_ROW_BYTES = 1 << 15
 # Each program of the exchange holds a whole row.
 MAX_WIDTH = 1 << 14

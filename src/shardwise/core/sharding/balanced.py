@@ -4,7 +4,7 @@ There is no padding, and every rank can compute the sizes of all ranks.
 
 Under ``fully_shard`` PyTorch makes a parameter's tensor-parallel shard a ``DTensor``. Each of ``d`` data-parallel ranks
 holds ``ceil(n / d)`` of its ``n`` rows, in order; the last ranks may hold fewer rows, or none. The functions of rows
-also accept an ordinary tensor, and this rank holds all its rows.
+also accept an ordinary tensor, whose rows are all on this rank.
 
 A pipeline cuts the model into ``num_stages * num_chunks`` consecutive parts. Chunk ``c`` of stage ``p`` is part
 ``c * num_stages + p``. Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.
@@ -78,7 +78,7 @@ def uneven_sizes(n: int, t: int) -> tuple[int, ...] | None:
 
 
 def intervals_of_sizes(sizes: Sequence[int]) -> tuple[Interval, ...]:
-    """Return consecutive intervals of the given sizes, from 0 on.
+    """Return consecutive intervals of the given sizes, starting at 0.
 
     >>> intervals_of_sizes([2, 3])
     ((0, 2), (2, 5))

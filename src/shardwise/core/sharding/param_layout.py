@@ -57,7 +57,7 @@ class ParamLayout:
         stride: int = 1,
         sizes: Sequence[int] | None = None,
     ) -> ParamLayout:
-        """Split ``dim`` over the ranks by the balanced rule, or into the given ``sizes``.
+        """Create a layout that splits ``dim`` over the ranks by the balanced rule, or into the given ``sizes``.
 
         Args:
             global_shape: shape of the whole parameter.
@@ -172,10 +172,10 @@ class Replicas:
     ``"dp"``, and ``"embd"`` for the first and the last pipeline stage.
 
     Attributes:
-        same_over: the axes whose ranks hold the same values. Over ``"tp"`` this concerns only the values that the
+        same_over: axes whose ranks hold the same values. Over ``"tp"`` this concerns only the values that the
             layout assigns to several ranks.
-        summed_over: the axes over which each rank's gradient is a partial sum, besides the data-parallel axes.
-        is_copy: an earlier stage also holds the parameter, and counts it.
+        summed_over: axes over which each rank's gradient is a partial sum, besides the data-parallel axes.
+        is_copy: whether an earlier stage also holds the parameter, and counts it.
     """
 
     same_over: tuple[str, ...] = ("tp", "dp")

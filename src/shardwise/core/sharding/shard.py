@@ -24,8 +24,8 @@ class ParamShard(TensorPieces):
     """One rank's part of a named parameter; layers return it from ``sharded_state_dict``, and checkpoints store it.
 
     ``shardwise.storage.checkpoint``, and ``save`` and ``load`` of ``torch.distributed.checkpoint``, accept a dict of
-    shards. PyTorch's storage must keep several pieces of one tensor. ``HuggingFaceStorageWriter`` keeps only the last
-    piece of each rank, which is enough for most parameters, but not for a gated weight that is split.
+    shards. With the latter, the storage must keep several pieces of one tensor. ``HuggingFaceStorageWriter`` keeps only
+    each rank's last piece, which is enough for most parameters, but not for a gated weight that is split.
 
     Attributes:
         key: name of the parameter in the checkpoint; parameters that ``sharded_offsets`` stack share one name.
@@ -155,7 +155,7 @@ class ParamShard(TensorPieces):
         ]
 
     def written_pieces(self) -> list[Piece]:
-        """Return the pieces that this rank may write: none of a copy, and of an interval those it holds first."""
+        """Return the pieces that this rank may write: none of a copy; of an interval, those it holds first."""
         if self.is_copy:
             return []
         if self.interval is None:
@@ -236,7 +236,7 @@ class ParamShard(TensorPieces):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # These let torch.distributed.checkpoint copy a state (`async_save`) and allocate one that has no memory yet.
+        # These let torch.distributed.checkpoint copy a state (`async_save`), and allocate memory for a meta state.
         kwargs = kwargs or {}
         if func in (_aten.detach.default, _aten.zeros_like.default, _aten.empty_like.default):
             return args[0].with_data(func(args[0].data, **kwargs))
