@@ -1,12 +1,12 @@
-"""How long a save keeps a run from training: asynchronous saves against those that wait for the disk.
+"""Time for which a save blocks training: asynchronous saves against synchronous saves, which wait for the disk.
 
     python benchmarks/checkpoint.py --json checkpoint.json
     python benchmarks/checkpoint.py --device cuda --mebibytes 8192 --folder /scratch
 
-One rank; the state of a Llama's layers with AdamW's two moments, all in fp32. In alternating rounds of one run each
-kind of save is made once, into a folder that keeps two checkpoints. A synchronous save blocks from its beginning to its
-end. An asynchronous one blocks while it plans and copies, and again while it publishes, once its thread has written;
-between the two nothing is timed, nor is anything computed. Before anything is timed, what both kinds wrote is compared
+One rank has the state of a Llama's layers with AdamW's two moments, all in fp32. In each of several alternating rounds,
+each kind of save runs once, into a folder that keeps two checkpoints. A synchronous save blocks from start to end. An
+asynchronous save blocks while it plans and copies, and again while it publishes after its thread has written; the time
+between is not measured, and nothing is computed in it. Before the measurement, the files of both kinds are compared
 byte for byte.
 """
 
@@ -41,20 +41,20 @@ from shardwise.storage.checkpoint import ParamShard, PendingSave, Snapshot, save
 
 KINDS = ("asynchronous", "synchronous")
 GOAL = 0.15
-"""The largest ratio of blocked times that meets the goal."""
+"""Maximum ratio of blocked times that meets the goal."""
 
-# Of one layer: queries, keys and values; output; gate and up; down; two norms. In rows and columns of the hidden size.
+# Weights of a layer (queries, keys and values; output; gate and up; down): rows and columns over the hidden size.
 _SHAPES = {"qkv": (1.5, 1.0), "proj": (1.0, 1.0), "fc1": (5.5, 1.0), "fc2": (1.0, 2.75)}
 _HIDDEN = 512
 
 
 def make_state(num_bytes: int, device: str) -> dict[str, ParamShard]:
-    """Weights and moments of about ``num_bytes`` in all."""
+    """Create weights and moments with a total size of about ``num_bytes``."""
     of_layer = {name: (int(rows * _HIDDEN), int(columns * _HIDDEN)) for name, (rows, columns) in _SHAPES.items()}
     per_layer = 3 * 4 * sum(math.prod(shape) for shape in of_layer.values())
     generator = torch.Generator(device).manual_seed(1234)
     state = {}
-    # One layer at the least, of a width that makes it fit.
+    # At least one layer, with a width that fits.
     shrink = min(1.0, math.sqrt(num_bytes / per_layer))
     for layer in range(max(1, num_bytes // per_layer)):
         for name, (rows, columns) in of_layer.items():
@@ -67,12 +67,12 @@ def make_state(num_bytes: int, device: str) -> dict[str, ParamShard]:
 
 
 class Saver:
-    """Saves one state, in either way, into a folder of its own.
+    """Saves a state with both kinds of saves, each into its own folder.
 
     Args:
-        root: where to.
-        num_bytes: of the state, about.
-        device: where the state is.
+        root: parent of the folders.
+        num_bytes: approximate size of the state.
+        device: device of the state.
     """
 
     def __init__(self, root: Path, num_bytes: int, device: str) -> None:
@@ -85,7 +85,7 @@ class Saver:
         self._group = group
 
     def seconds(self, kind: str) -> float:
-        """Seconds for which one save blocks."""
+        """Save, and return the seconds for which the save blocks."""
         root, self._step = self._root / kind, self._step + 1
         begun = time.perf_counter()
         if kind == "synchronous":
@@ -102,7 +102,7 @@ class Saver:
         return copied + published
 
     def check(self) -> None:
-        """Save in both ways, which also takes the memory of the snapshot; ParityError if the files differ."""
+        """Run both kinds of saves, which also allocates the snapshot; raise ParityError if the files differ."""
         files = []
         for kind in KINDS:
             self.seconds(kind)
@@ -114,7 +114,7 @@ class Saver:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Print the table; what the JSON is to have."""
+    """Print the table and return the content of the JSON file."""
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
@@ -145,7 +145,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
+    """Run the benchmark and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mebibytes", type=positive_int, default=512, help="of the state; default: 512")
     parser.add_argument("--device", default="cpu", help="where the state is; default: cpu")

@@ -1,4 +1,4 @@
-"""What benchmarks share: the command line, alternating rounds, ratios with their spread, the machine, and JSON."""
+"""Common code of benchmarks: command line, alternating rounds, ratios and their spread, machine, and JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwise.core.errors import LaunchError, ParityError
 
 @dataclass(frozen=True)
 class Spread:
-    """Smallest, middle and largest of some values."""
+    """Minimum, median and maximum of some values."""
 
     min: float
     median: float
@@ -30,18 +30,18 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of one value or more."""
+        """Return the spread of one or more values."""
         return cls(min(values), statistics.median(values), max(values))
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """One variant's time over another's, round by round.
+    """Ratio of the times of two variants, round by round.
 
     Attributes:
-        numerator, denominator: names of the variants; under 1 the first is faster.
-        per_round: one ratio per round. Both times come from the same round, so what slows the whole machine for a
-            while cancels.
+        numerator, denominator: names of the variants; below 1 the first is faster.
+        per_round: one ratio per round. Both times come from the same round, so a temporary slowdown of the machine
+            cancels.
     """
 
     numerator: str
@@ -50,16 +50,16 @@ class Ratio:
 
     @property
     def spread(self) -> Spread:
-        """Over the rounds."""
+        """Spread of the ratio over the rounds."""
         return Spread.of(self.per_round)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Convert to plain JSON values."""
         return asdict(self) | asdict(self.spread)
 
 
 def alternating_orders(names: Sequence[str], num_rounds: int) -> Iterator[tuple[str, ...]]:
-    """The order of each round: forwards, backwards, forwards, ..., so that drift favours nobody.
+    """Yield the order of each round: forwards, backwards, forwards, ..., so that drift favours no variant.
 
     >>> list(alternating_orders(["a", "b"], 2))
     [('a', 'b'), ('b', 'a')]
@@ -74,13 +74,13 @@ def measure_in_rounds(
     """Measure every variant once per round, in alternating order.
 
     Args:
-        names: the variants.
-        measure: from a variant's name, a measured value.
-        num_rounds: rounds that count.
-        num_warmup_rounds: rounds before them that do not.
+        names: names of the variants.
+        measure: measures the variant with a given name and returns the value.
+        num_rounds: number of rounds that count.
+        num_warmup_rounds: number of earlier rounds that do not count.
 
     Returns:
-        For each variant its value in each round that counts.
+        The values of each variant in the rounds that count.
     """
     values: dict[str, list[float]] = {name: [] for name in names}
     orders = alternating_orders(names, num_warmup_rounds + num_rounds)
@@ -95,7 +95,7 @@ def measure_in_rounds(
 
 
 def ratios_of(values: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]]) -> list[Ratio]:
-    """The ratio of each pair of which both variants were measured."""
+    """Return the ratio of each pair if both of its variants were measured."""
     return [
         Ratio(first, second, [a / b for a, b in zip(values[first], values[second], strict=True)])
         for first, second in pairs
@@ -104,7 +104,7 @@ def ratios_of(values: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, 
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need, the first to the left and the others to the right."""
+    """Format a table with the first column aligned to the left and the others to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
     lines = []
     for row in (header, *rows):
@@ -114,7 +114,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a reader needs to judge a measurement: processor, memory, load, versions. Nothing that names the machine."""
+    """Return the facts needed to judge a measurement: processor, memory, load, versions; but no name of the machine."""
     return {
         "processor": _processor(),
         "logical_cores": os.cpu_count(),
@@ -146,12 +146,12 @@ def _memory_gib() -> float | None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write ``value`` to ``path``, readable and with a final newline; NaN and infinity are refused."""
+    """Write ``value`` to ``path`` as indented JSON with a final newline; NaN and infinity raise an error."""
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def positive_int(text: str) -> int:
-    """A command line's number, at least 1."""
+    """Parse a number of the command line, at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
@@ -159,7 +159,7 @@ def positive_int(text: str) -> int:
 
 
 def add_common_flags(parser: argparse.ArgumentParser, *, default_rounds: int) -> None:
-    """``--rounds`` and ``--json``."""
+    """Add ``--rounds`` and ``--json``."""
     parser.add_argument(
         "--rounds", type=positive_int, default=default_rounds, help=f"rounds that count; default: {default_rounds}"
     )
@@ -167,7 +167,7 @@ def add_common_flags(parser: argparse.ArgumentParser, *, default_rounds: int) ->
 
 
 def add_sizes(parser: argparse.ArgumentParser, sizes: type[Any], title: str) -> None:
-    """A flag for each field of the dataclass ``sizes``, None where it is not given."""
+    """Add a flag for each field of the dataclass ``sizes``; the value is None if the flag is not given."""
     group = parser.add_argument_group("sizes", title)
     for field in dataclasses.fields(sizes):
         flag = "--" + field.name.replace("_", "-")
@@ -178,13 +178,13 @@ def add_sizes(parser: argparse.ArgumentParser, sizes: type[Any], title: str) -> 
 
 
 def given_sizes(arguments: argparse.Namespace, sizes: type[Any]) -> dict[str, Any]:
-    """The fields of ``sizes`` whose flags were given."""
+    """Return the fields of ``sizes`` whose flags were given."""
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(sizes)}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse, and leave with a message if the JSON could not be written where it is wanted."""
+    """Parse the arguments, and exit with a message if the folder of the JSON file does not exist."""
     arguments = parser.parse_args(argv)
     if arguments.json is not None and not arguments.json.parent.is_dir():
         parser.error(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
@@ -192,12 +192,12 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
 
 
 def run_benchmark(name: str, arguments: argparse.Namespace, measure: Callable[[], Mapping[str, Any]]) -> int:
-    """Measure, say where that was, and write the JSON that was asked for.
+    """Measure, print the machine, and write the JSON file if one was asked for.
 
     Args:
-        name: of the benchmark.
-        arguments: with the flags of ``add_common_flags``.
-        measure: prints its results, and returns what the JSON is to have of them.
+        name: name of the benchmark.
+        arguments: parsed arguments, with the flags of ``add_common_flags``.
+        measure: prints the results, and returns those for the JSON file.
 
     Returns:
         The exit code.

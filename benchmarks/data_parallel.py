@@ -2,9 +2,9 @@
 
     python benchmarks/data_parallel.py --json data_parallel.json
 
-Two gloo ranks of one thread each have Shardwise's model whole and see different samples: under PyTorch's
-DistributedDataParallel and fully_shard, under Shardwise's gradient buffers, and with optimizer state split (zero 1).
-So kernels do not decide. That losses and gradient norms agree is checked before anything is timed.
+Two gloo ranks of one thread each hold Shardwise's whole model and see different samples: under PyTorch's
+DistributedDataParallel and fully_shard, under Shardwise's gradient buffers, and with split optimizer state (zero 1).
+All variants use the same kernels. Losses and gradient norms must agree before anything is timed.
 """
 
 from __future__ import annotations
@@ -69,20 +69,20 @@ _RANKS = [f"rank {rank}" for rank in range(NUM_RANKS)]
 def benchmark(
     sizes: LlamaSizes, variants: Sequence[str], workers: Workers, *, num_rounds: int, num_steps: int
 ) -> dict[str, Any]:
-    """Check, weigh and time all variants.
+    """Check all variants, and measure their memory and time.
 
     Args:
-        sizes: of the model, and a rank's samples.
+        sizes: sizes of the model and of a rank's batch.
         variants: names from ``REPLICA_VARIANTS``.
-        workers: started by ``start_workers``.
-        num_rounds: rounds that count.
-        num_steps: steps that a variant is timed for in a round.
+        workers: workers from ``start_workers``.
+        num_rounds: number of rounds that count.
+        num_steps: number of steps to time per variant and round.
 
     Returns:
-        What ``--json`` writes of these sizes.
+        The results of these sizes for ``--json``.
 
     Raises:
-        ParityError: the variants do not compute the same.
+        ParityError: the results of the variants differ.
         LaunchError: a process failed or died.
     """
     num_parameters = workers.call(_RANKS, "prepare", sizes, variants)[0]
@@ -91,7 +91,7 @@ def benchmark(
     difference = check_parity(first_steps)
 
     def seconds_per_step(variant: str) -> float:
-        # A step is done when the last rank has done it.
+        # A step ends when the last rank ends it.
         slowest: float = max(workers.call(_RANKS, "time_steps", variant, num_steps))
         return slowest / num_steps
 
@@ -108,12 +108,12 @@ def benchmark(
 
 
 def start_workers(folder: Path) -> Workers:
-    """Start the ranks, which meet through a file in ``folder``."""
+    """Start the ranks, which connect through a file in ``folder``."""
     return Workers([WorkerSpec(name, 1, ReplicaRunner, (str(folder / "store"), k)) for k, name in enumerate(_RANKS)])
 
 
 def describe(result: dict[str, Any]) -> str:
-    """One size's result as text."""
+    """Format the result of one size."""
     sizes = LlamaSizes(**result["sizes"])
     held = result["bytes_per_rank"]
     times = {name: Spread.of([1e3 * s for s in values]) for name, values in result["seconds_per_step"].items()}
@@ -161,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit code."""
+    """Run from the command line and return the exit code."""
     parser = _parser()
     arguments = parse_arguments(parser, argv)
     given = given_sizes(arguments, LlamaSizes)

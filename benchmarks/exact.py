@@ -1,13 +1,13 @@
-"""What exact runs cost, and whether they keep their word: the same bits at every layout.
+"""Cost of exact runs, and a check that they have the same bits in every layout.
 
     python benchmarks/exact.py --json exact.json
     python benchmarks/exact.py --prove --steps 50
 
-The first measures whole training steps of exact and of plain runs, on one process of two threads and on two
-tensor-parallel ranks of one thread each, in alternating rounds of one run (about four minutes for both models), and how
-long an exact run tries its device before it starts; that exact steps have the same bits on both is checked before
-anything is timed. The second starts a run of its own at each layout, dropout on, and compares all that the runs leave
-with ``shardwise compare``; it goes on where one has other bits, and says so at the end.
+The first command measures whole training steps of exact and plain runs, on one process with two threads and on two
+tensor-parallel ranks of one thread each, in alternating rounds (about four minutes for both models). It also measures
+the trials at the start of an exact run. Exact steps must have the same bits in both places before anything is timed.
+The second command starts a run with dropout in each layout, and compares all results of the runs with
+``shardwise compare``. If a run has other bits, it continues with the other layouts and reports this at the end.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from shardwise.run.exact_surroundings import fix_order_of_mkl
 
 NUM_PARITY_STEPS = 3
 RATIOS = (("exact", "plain"), ("exact", "plain_whole"))
-# What the first of these ratios is to be at most.
+# Maximum of the first of these ratios.
 GOALS = {"demo": 1.25, "llama": 1.10}
 STEPS = {"demo": 6, "llama": 2}
 PLACES = {"tp 1": ["alone"], "tp 2": [f"rank {rank}" for rank in range(NUM_RANKS)]}
 
-# Ranks, and the flags of a layout; the first is what the others are held against.
+# Number of ranks, and flags of the layout. The first layout is the reference.
 LAYOUTS = (
     (1, ""),
     (2, "--tp 2"),
@@ -85,7 +85,7 @@ RUNS = {
     "gpt": f"{SMALL} --model.architecture gpt --model.num-layers 8 --model.num-heads 8",
     "demo": "--model.num-layers 2 --model.num-heads 4 --model.vocab-size 4096 --model.sequence-length 256",
 }
-# Plain runs take the same micro-batches.
+# The micro-batch size is given, so that plain runs have the same micro-batches.
 COMMON = (
     "--device cpu --data stdlib --corpus.held-out-fraction 0.0001 --model.hidden-size 128 --model.dropout 0.1 "
     "--training.global-batch-size 8 --training.micro-batch-size 1"
@@ -96,13 +96,13 @@ def benchmark(sizes: LlamaSizes, workers: Workers, *, num_rounds: int, num_steps
     """Check and time all variants at tp 1 and tp 2.
 
     Args:
-        sizes: of the model and the batch.
-        workers: started by ``start_workers``.
-        num_rounds: rounds that count.
-        num_steps: steps that a variant is timed for in a round.
+        sizes: sizes of the model and the batch.
+        workers: workers from ``start_workers``.
+        num_rounds: number of rounds that count.
+        num_steps: number of steps to time per variant and round.
 
     Returns:
-        What ``--json`` writes of these sizes.
+        The results of these sizes for ``--json``.
 
     Raises:
         ParityError: exact steps have other bits at tp 2 than at tp 1.
@@ -128,8 +128,8 @@ def benchmark(sizes: LlamaSizes, workers: Workers, *, num_rounds: int, num_steps
 
 
 def start_workers(folder: Path) -> Workers:
-    """Start the process that is alone, and the ranks, which meet through a file in ``folder``."""
-    # As an exact run does at its start. On Intel the plain steps then have MKL's reproducible kernels too.
+    """Start the single process, and the ranks, which connect through a file in ``folder``."""
+    # As at the start of an exact run. On Intel, plain steps then also use MKL's reproducible kernels.
     fix_order_of_mkl()
     store = str(folder / "store")
     ranks = [WorkerSpec(name, 1, ExactRunner, (store, rank)) for rank, name in enumerate(PLACES["tp 2"])]
@@ -137,7 +137,7 @@ def start_workers(folder: Path) -> Workers:
 
 
 def describe(name: str, result: dict[str, Any]) -> str:
-    """One model's result as text."""
+    """Format the result of one model."""
     goal = f"; goal: exact / plain at most {GOALS[name]:.2f}" if name in GOALS else ""
     lines = [f"{name}: exact steps have the same bits at tp 1 and tp 2{goal}", ""]
     for place in PLACES:
@@ -154,20 +154,20 @@ def describe(name: str, result: dict[str, Any]) -> str:
 
 
 def prove(num_steps: int, models: Sequence[str], dtypes: Sequence[str], more: str = "") -> list[str]:
-    """Run every model at every layout, each in processes of its own, and compare what the runs leave.
+    """Run every model in every layout, each in separate processes, and compare the results of the runs.
 
     Args:
-        num_steps: of every run.
-        models: names of ``RUNS``.
-        dtypes: of ``shardwise train``.
-        more: flags for every run.
+        num_steps: number of steps of every run.
+        models: names from ``RUNS``.
+        dtypes: dtypes of ``shardwise train``.
+        more: additional flags for every run.
 
     Returns:
         A line for each run.
 
     Raises:
-        LaunchError: a first run failed.
-        ParityError: a layout has other bits, or a run at it failed; when all were tried.
+        LaunchError: the first run of a model failed.
+        ParityError: a run has other bits or failed; raised after all layouts were tried.
     """
     outcomes, wrong = [], []
     for name in models:
@@ -185,7 +185,7 @@ def prove(num_steps: int, models: Sequence[str], dtypes: Sequence[str], more: st
 
 
 def fits_the_demo(layout: Layout) -> bool:
-    """Whether a model of 4 heads and 2 layers can be split so."""
+    """True if a model of 4 heads and 2 layers can be split in this layout."""
     return not any(word in layout[1] for word in ("--tp 8", "--pp 4", "interleaved"))
 
 
@@ -202,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit code."""
+    """Run from the command line and return the exit code."""
     parser = _parser()
     arguments = parse_arguments(parser, argv)
     given = given_sizes(arguments, LlamaSizes)

@@ -1,4 +1,4 @@
-"""Runs of one model at many layouts, each in processes started for it, and whether they leave the same bits."""
+"""Runs of one model in many layouts, each in new processes, and a comparison of their bits."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from shardwise.run.comparison import compare
 from shardwise.run.metrics import read_metrics
 
 Layout = tuple[int, str]
-"""Ranks, and flags of ``shardwise train``."""
+"""Number of ranks, and flags of ``shardwise train``."""
 
 _POLL_SECONDS = 0.05
 
 
 @dataclass
 class Runs:
-    """The runs of one model in one dtype, all but the first held against it.
+    """The runs of one model in one dtype; the first run is the reference for the others.
 
     Args:
-        name: for the lines that are printed.
-        folder: for the runs; a run's own is removed when it was compared.
-        flags: of ``shardwise train``, which all runs share.
-        num_steps: of every run.
+        name: name of the model and dtype in the printed lines.
+        folder: parent of the runs' folders; the folder of a run is removed after the comparison.
+        flags: flags of ``shardwise train`` for all runs.
+        num_steps: number of steps of every run.
 
     Attributes:
         outcomes: a line for each run.
-        wrong: those of ``outcomes`` that must not be.
+        wrong: the lines of failures.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Runs:
     wrong: list[str] = field(default_factory=list)
 
     def prove(self, layouts: Sequence[Layout]) -> None:
-        """Run at each layout; change the layout in the middle; kill a rank; and see that plain runs do differ."""
+        """Run in each layout; change the layout in the middle; kill a rank; and check that plain runs differ."""
         first, *others = layouts
         self._finish(self._start("first", first, "--exact"), first)
         for layout in others:
@@ -61,7 +61,7 @@ class Runs:
     def _check(
         self, layout: Layout, *, saved_at: int | None = None, killed_at: int | None = None, then: Layout | None = None
     ) -> None:
-        """A run at ``layout`` against the first, or one that goes on at another from a checkpoint of it."""
+        """Compare a run in ``layout`` with the first run; with ``then``, the run is resumed in this second layout."""
         ranks, flags = layout
         where, problem = f"{ranks} ranks {flags}".strip(), None
         middle = saved_at or killed_at
@@ -108,7 +108,7 @@ class Runs:
             raise LaunchError(f"on {layout[0]} ranks {layout[1]}: {self._last_words()}")
 
     def _kill(self, program: subprocess.Popen[str], step: int) -> None:
-        """Kill the last rank once that many steps are done."""
+        """Kill the last rank after ``step`` steps."""
         metrics = self.folder / "other/metrics.jsonl"
         while len(read_metrics(metrics)) < step:
             if program.poll() is not None:

@@ -2,11 +2,11 @@
 
     python benchmarks/finetune.py --json finetune.json
 
-Two gloo ranks of one thread each take turns with one process of two threads. On the ranks Shardwise's tensor
-parallelism stands against transformers' ``tp_plan`` with adapters of peft, in the one process Shardwise against peft
-alone. A step is forward, loss, backward, clipping by the global norm and fused AdamW of the adapters, in fp32. All
-variants start from the same files and see the same samples, half of whose tokens are prompts that are not learned; that
-their losses and gradient norms agree is checked before anything is timed.
+Two gloo ranks of one thread each alternate with one process of two threads. The ranks compare Shardwise's tensor
+parallelism with transformers' ``tp_plan`` and peft's adapters; the single process compares Shardwise with peft. A step
+is forward, loss, backward, clipping by the global norm and fused AdamW of the adapters, in fp32. All variants start
+from the same files and see the same samples, half of whose tokens are masked prompts. Losses and gradient norms must
+agree before anything is timed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SIZES = FinetuneSizes(
 )
 DEFAULT_STEPS = 3
 VARIANTS = (*RANK_VARIANTS, *SINGLE_VARIANTS)
-# Theirs over ours, so that it says how many times as many tokens Shardwise trains on in a second.
+# Their time over ours: how many times more tokens Shardwise trains on per second.
 RATIOS = (("tp_plan", "ours"), ("peft_single", "ours_single"))
 
 _RANKS = [f"rank {rank}" for rank in range(NUM_RANKS)]
@@ -64,17 +64,17 @@ def benchmark(
     """Check and time all variants.
 
     Args:
-        sizes: of the model and the batch.
-        files: of the model and the adapters.
-        workers: started by ``start_workers``.
-        num_rounds: rounds that count.
-        num_steps: steps that a variant is timed for in a round.
+        sizes: sizes of the model and the batch.
+        files: folders of the model and the adapters.
+        workers: workers from ``start_workers``.
+        num_rounds: number of rounds that count.
+        num_steps: number of steps to time per variant and round.
 
     Returns:
-        What ``--json`` writes.
+        The results for ``--json``.
 
     Raises:
-        ParityError: the variants do not compute the same.
+        ParityError: the results of the variants differ.
         LaunchError: a process failed or died.
     """
     workers_of = dict.fromkeys(RANK_VARIANTS, _RANKS) | dict.fromkeys(SINGLE_VARIANTS, _SINGLE)
@@ -86,7 +86,7 @@ def benchmark(
     difference = check_parity(first_steps)
 
     def seconds_per_step(variant: str) -> float:
-        # A step is done when the last rank has done it.
+        # A step ends when the last rank ends it.
         slowest: float = max(workers.call(workers_of[variant], "time_steps", variant, num_steps))
         return slowest / num_steps
 
@@ -101,7 +101,7 @@ def benchmark(
 
 
 def start_workers(folder: Path) -> Workers:
-    """Start the ranks and the single process, which meet through files in ``folder``."""
+    """Start the ranks and the single process, which connect through files in ``folder``."""
     specs = [
         WorkerSpec(name, 1, FinetuneRunner, (str(folder / "ranks"), rank, NUM_RANKS))
         for rank, name in enumerate(_RANKS)
@@ -110,7 +110,7 @@ def start_workers(folder: Path) -> Workers:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """The result as text."""
+    """Format the result."""
     sizes = FinetuneSizes(**result["sizes"])
     tokens = sizes.batch_size * sizes.sequence_length
     times = {name: Spread.of([1e3 * s for s in values]) for name, values in result["seconds_per_step"].items()}
@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit code."""
+    """Run from the command line and return the exit code."""
     parser = _parser()
     arguments = parse_arguments(parser, argv)
     try:

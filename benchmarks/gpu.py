@@ -1,12 +1,12 @@
-"""All that is to be known of this library on one GPU: its tests there, then its speed; a dated table.
+"""Run the tests and benchmarks of this library on one GPU, and write a dated table.
 
-    make gpu                                  # or, where another Python has PyTorch with CUDA:
+    make gpu                                  # or, if another Python has PyTorch with CUDA:
     make gpu GPU_PYTHON=/opt/torch/bin/python
     python benchmarks/gpu.py --rehearsal --out /tmp/table     # on a CPU, at sizes that take moments
 
-It installs nothing and needs no network. Tests and benchmarks together take at most ten minutes: what has not begun by
-then is in the table as not run. Libraries to compare with (Liger, cut-cross-entropy, quack) are used where they are
-installed.
+It installs nothing and needs no network. Tests and benchmarks together take at most ten minutes; the table lists those
+that have not started by then as not run. Libraries to compare with (Liger, cut-cross-entropy, quack) are used if they
+are installed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET_SECONDS = 570.0
-# What the benchmarks take after the tests, about.
+# Approximate time of the benchmarks after the tests.
 _FOR_BENCHMARKS = 200.0
 _TO_REPORT = 20.0
 
-# Modules, and the packages that have them.
+# Modules and the packages that contain them.
 PACKAGES = {
     "numpy": "numpy",
     "safetensors": "safetensors",
@@ -48,7 +48,7 @@ PACKAGES = {
 
 
 def why_not(*, rehearsal: bool) -> str | None:
-    """Why nothing can be measured here, in one line; None if all that is needed is there."""
+    """Return the reason why nothing can be measured here, in one line; None if all requirements are met."""
     found = []
     if importlib.util.find_spec("torch") is None:
         found.append("this Python has no PyTorch")
@@ -76,7 +76,7 @@ def why_not(*, rehearsal: bool) -> str | None:
 
 
 def run_tests(folder: Path, *, rehearsal: bool, limit: float) -> tuple[list[Any], bool]:
-    """Run ``tests/gpu``, for ``limit`` seconds at most; rows of the table, and whether all passed."""
+    """Run ``tests/gpu`` for at most ``limit`` seconds, and return rows of the table and whether all tests passed."""
     from gpus.measuring import Row
 
     report = folder / "tests.xml"
@@ -92,7 +92,7 @@ def run_tests(folder: Path, *, rehearsal: bool, limit: float) -> tuple[list[Any]
             code = tests.wait(limit)
         except subprocess.TimeoutExpired:
             rows.append(Row("tests", "the rest of tests/gpu", f"not done in {limit:.0f} s", "passes", False))
-            # It then ends the test at work, and reports those before.
+            # pytest then ends the current test and reports the earlier ones.
             tests.send_signal(signal.SIGINT)
             try:
                 code = tests.wait(_TO_REPORT)
@@ -113,7 +113,7 @@ def run_tests(folder: Path, *, rehearsal: bool, limit: float) -> tuple[list[Any]
 
 
 def measurements(*, rehearsal: bool) -> list[tuple[str, Callable[[], list[Any]]]]:
-    """What is measured, by name, in order; each returns rows."""
+    """Return the measurements in order, each with a name and a function that returns rows."""
     import torch
     import torch.distributed as dist
     from gpus import losses, models
@@ -150,7 +150,7 @@ def measurements(*, rehearsal: bool) -> list[tuple[str, Callable[[], list[Any]]]
 
 
 def measure_all(*, rehearsal: bool, until: float) -> tuple[list[Any], bool]:
-    """All measurements that begin before ``until``; rows, and whether none failed."""
+    """Run all measurements that can start before ``until``, and return rows and whether all succeeded."""
     import torch
     import torch.distributed as dist
     from gpus.measuring import Row
@@ -166,7 +166,7 @@ def measure_all(*, rehearsal: bool, until: float) -> tuple[list[Any], bool]:
             print(f"measuring: {name}", flush=True)
             try:
                 rows += measure()
-            # The next one may do, and the table says what did not.
+            # The next measurement may succeed. The table lists the failure.
             except Exception as error:
                 succeeded = False
                 reason = " ".join(str(error).split())[:200]
@@ -179,7 +179,7 @@ def measure_all(*, rehearsal: bool, until: float) -> tuple[list[Any], bool]:
 
 
 def text_of(rows: Sequence[Any], facts: dict[str, Any], date: str) -> str:
-    """The table, in Markdown."""
+    """Format the table in Markdown."""
     lines = [f"# On one GPU, {date}", ""]
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", "| | | value | goal | | |", "|---|---|---|---|---|---|"]
@@ -191,7 +191,7 @@ def text_of(rows: Sequence[Any], facts: dict[str, Any], date: str) -> str:
 
 
 def facts_of(*, rehearsal: bool) -> dict[str, Any]:
-    """Which device, and which versions."""
+    """Return the device and the versions."""
     import torch
     from common import machine_facts
 
@@ -204,7 +204,7 @@ def facts_of(*, rehearsal: bool) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run everything; returns the exit code: 0 if all tests pass and everything was measured, else 1, or 2."""
+    """Run everything and return the exit code: 0 if all tests pass and everything was measured, else 1 or 2."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rehearsal", action="store_true", help="on a CPU, at sizes that take moments")
     parser.add_argument("--no-tests", action="store_true", help="measure only")

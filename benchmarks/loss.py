@@ -1,11 +1,11 @@
-"""Time and memory of the loss over a split vocabulary: Shardwise against DTensor, the reference's algorithm and limits.
+"""Time and memory of the loss over a split vocabulary: Shardwise, DTensor, the reference's algorithm and lower bounds.
 
     python benchmarks/loss.py --json loss.json
     python benchmarks/loss.py --contest logits --dtype bf16
 
-Two gloo ranks of one thread each, forward and backward in alternating rounds of one run: the loss of given logits; the
-output layer and the loss together; and these on one rank, against PyTorch's own. How far each candidate's gradients
-are from the exact ones is told, and ours are held to it, before anything is timed.
+Two gloo ranks of one thread each run forward and backward passes in alternating rounds: of the loss of given logits; of
+output layer and loss together; and of both on one rank, compared with PyTorch. Before anything is timed, the errors of
+all candidates' gradients are reported, and those of Shardwise must be within a bound.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ CONTESTS = {
     "head": "output layer and loss",
     "one_rank": "output layer and loss on one rank",
 }
-# Largest error of our gradients, relative to the largest gradient: a few roundings. With an output layer the logits
-# are rounded too, to bf16 where they are kept, and so are both factors of the products behind them.
+# Maximum error of our gradients, relative to the largest gradient: a few roundings. With an output layer the logits are
+# also rounded, to bf16 if they are stored, and so are both factors of the following products.
 MAX_ERROR = {
     ("logits", "bf16"): 2**-8,
     ("logits", "fp32"): 2e-6,
@@ -67,7 +67,7 @@ RATIOS = {
         ("ours_chunked", "linear_cross_entropy"),
     ),
 }
-# The largest ratio of times that meets the goal.
+# Maximum ratio of times that meets the goal.
 GOALS = {
     ("logits", "bf16", "ours", "dtensor"): 0.05,
     ("logits", "fp32", "ours", "dtensor"): 0.05,
@@ -80,9 +80,9 @@ MIB = 2**20
 
 
 def memory_goals(contest: str, dtype: str, sizes: LossSizes) -> dict[str, float]:
-    """Most extra MiB that meet the goal, by candidate."""
+    """Return the maximum extra MiB that meet the goal, by candidate."""
     if contest == "logits":
-        # What a few numbers for each token take, and the allocator's pages.
+        # The memory of a few values per token, and of the allocator's pages.
         return {"ours": 1.0}
     num_ranks = 1 if contest == "one_rank" else NUM_RANKS
     elements = sizes.hidden_size * (sizes.num_tokens + sizes.vocab_size // num_ranks)
@@ -99,29 +99,29 @@ def benchmark_contest(
     num_steps: int,
     chosen: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Check, weigh and time all candidates of one contest.
+    """Check all candidates of one contest, and measure their memory and time.
 
     Args:
         workers: the ranks, each with a ``Runner``.
         contest: one of ``CONTESTS``.
-        dtype: one of ``DTYPES``, of hidden states, weights and logits.
-        sizes: of the batch.
-        num_rounds: rounds that count.
-        num_steps: steps that a candidate is timed for in a round.
-        chosen: the candidates that are weighed and timed; all if None.
+        dtype: one of ``DTYPES``, the dtype of hidden states, weights and logits.
+        sizes: sizes of the batch.
+        num_rounds: number of rounds that count.
+        num_steps: number of steps to time per candidate and round.
+        chosen: candidates to measure; all if None.
 
     Returns:
-        What ``--json`` writes of this contest.
+        The results of this contest for ``--json``.
 
     Raises:
-        ParityError: our gradients are off by more than rounding.
+        ParityError: the error of our gradients exceeds rounding.
         LaunchError: a process failed or died.
     """
-    # On one rank the others wait, without using a processor.
+    # With one rank, the others wait without using a processor.
     ranks = [f"rank {rank}" for rank in range(1 if contest == "one_rank" else NUM_RANKS)]
     errors = dict(workers.call(ranks, "make", contest, dtype, sizes)[0])
     check_errors(errors, contest, dtype)
-    # In the order of the ratios, each once; not all exist in every PyTorch.
+    # Each candidate once, in the order of the ratios. Some do not exist in every version of PyTorch.
     compared = dict.fromkeys(name for pair in RATIOS[contest] for name in pair)
     candidates = [
         name for name in compared if (name in errors or is_limit(name)) and (chosen is None or name in chosen)
@@ -137,7 +137,7 @@ def benchmark_contest(
     def seconds_per_step(name: str) -> float:
         of_ranks = workers.call(ranks, "time_steps", name, num_steps)
         processor[name].append(sum(seconds for _, seconds in of_ranks))
-        # A step is done when the last rank has done it.
+        # A step ends when the last rank ends it.
         slowest: float = max(wall for wall, _ in of_ranks)
         return slowest
 
@@ -160,15 +160,15 @@ def benchmark_contest(
 
 
 def is_limit(name: str) -> bool:
-    """Whether a candidate computes no loss."""
+    """True if a candidate computes no loss, but only a lower bound."""
     return name == "limit" or name.endswith("_gemms")
 
 
 def check_errors(errors: Mapping[str, float], contest: str, dtype: str) -> None:
-    """Hold the errors of our gradients against rounding; others' are only told.
+    """Check that the errors of our gradients are within rounding; the errors of other candidates are not checked.
 
     Raises:
-        ParityError: one is larger, or not a number.
+        ParityError: an error is larger or NaN.
     """
     bound = MAX_ERROR[contest, dtype]
     for name, error in errors.items():
@@ -180,7 +180,7 @@ def check_errors(errors: Mapping[str, float], contest: str, dtype: str) -> None:
 
 
 def describe(result: Mapping[str, Any]) -> str:
-    """One contest's result as text."""
+    """Format the result of one contest."""
     sizes = LossSizes(**result["sizes"])
     head = "" if result["contest"] == "logits" else f", hidden {sizes.hidden_size}"
     ratios = [
@@ -234,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit code."""
+    """Run from the command line and return the exit code."""
     parser = _parser()
     arguments = parse_arguments(parser, argv)
     sizes = LossSizes(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(LossSizes)})
@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start_workers(folder: Path) -> Workers:
-    """Start the ranks, which meet through a file in ``folder``."""
+    """Start the ranks, which connect through a file in ``folder``."""
     store = str(folder / "store")
     return Workers([WorkerSpec(f"rank {rank}", 1, Runner, (store, rank)) for rank in range(NUM_RANKS)])
 

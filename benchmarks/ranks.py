@@ -1,4 +1,4 @@
-"""What workers that are ranks share: joining the process group, and timing steps that all ranks take together."""
+"""Common code of workers that are ranks: join the process group, and time steps that all ranks run together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 
 def join_ranks(store: str, rank: int, *, tp: int = NUM_RANKS) -> Topology:
-    """Join the gloo group of all ranks, which meet through the file ``store``, and split every layer over ``tp``."""
+    """Join the gloo group of all ranks through the file ``store``, and create a topology with this ``tp``."""
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, NUM_RANKS),  # type: ignore[attr-defined]
@@ -28,7 +28,7 @@ def join_ranks(store: str, rank: int, *, tp: int = NUM_RANKS) -> Topology:
 
 
 def leave_ranks(topology: Topology) -> None:
-    """Leave what ``join_ranks`` joined."""
+    """Leave the groups of ``join_ranks``."""
     topology.destroy()
     dist.destroy_process_group()
 
@@ -36,11 +36,11 @@ def leave_ranks(topology: Topology) -> None:
 def seconds_of(
     step: Callable[[], object], num_steps: int, *, num_warmup_steps: int = 1, together: bool = False
 ) -> float:
-    """Seconds that ``num_steps`` steps take on this rank; with ``together``, from when all ranks are ready."""
-    # Another variant had the caches.
+    """Return the seconds of ``num_steps`` steps on this rank; with ``together``, starting when all ranks are ready."""
+    # Warm up, because the caches are filled by another variant.
     for _ in range(num_warmup_steps):
         step()
-    # Who times steps, or trains at scale, chooses when Python collects its garbage.
+    # No garbage collection during the steps, as usual in measurements and in large training runs.
     gc.collect()
     gc.disable()
     if together:

@@ -1,11 +1,11 @@
-"""Time of a tensor-parallel block: Shardwise against DTensor and against collectives written by hand.
+"""Time of a tensor-parallel block: Shardwise against DTensor and against handwritten collectives.
 
     python benchmarks/tp_block.py --json tp_block.json
     python benchmarks/tp_block.py --sequence-parallel --json tp_block_sp.json
 
-Two gloo ranks of one thread each; forward and backward of column -> GELU -> row, and of column -> attention -> row, in
-alternating rounds of one run. That outputs, input gradients and weight-gradient shards of the three agree is checked
-before anything is timed. Then, on one rank: what a linear layer costs beside ``F.linear``.
+Two gloo ranks of one thread each run forward and backward passes of column -> GELU -> row and of column -> attention ->
+row, in alternating rounds. Outputs, input gradients and weight-gradient shards of all three must agree before anything
+is timed. Then one rank measures the overhead of a linear layer over ``F.linear``.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from workers import Workers, WorkerSpec
 
 from shardwise.core.errors import ConfigError, ParityError
 
-# A few roundings of fp32, whose sums over as many as 8192 terms are taken in another order.
+# A few fp32 roundings, because sums of up to 8192 terms are computed in another order.
 RTOL_OF_NORM = 1e-5
 
-# GPT's shapes. At the small size what a user runs on a CPU for a test or a lesson: two samples of 128 tokens, heads of
-# 64; a step is milliseconds, and each operator's overhead counts. At the large one a micro-batch of a model of about
-# a billion parameters: two samples of 256 tokens, heads of 128; a step is matrix products.
+# Shapes of GPT. The small size is what a user runs on a CPU for a test or a lesson: two samples of 128 tokens, heads of
+# 64; a step takes milliseconds, and each operator's overhead counts. The large size is a micro-batch of a model with
+# about a billion parameters: two samples of 256 tokens, heads of 128; matrix products dominate the step.
 SIZES = {
     "small": BlockSizes(hidden_size=256, ffn_hidden_size=1024, num_heads=4, sequence_length=128, batch_size=2),
     "large": BlockSizes(hidden_size=2048, ffn_hidden_size=8192, num_heads=16, sequence_length=256, batch_size=2),
 }
 DEFAULT_STEPS = {"small": 100, "large": 2}
 RATIOS = (("ours", "dtensor"), ("ours", "bare"), ("bare", "dtensor"))
-# The largest ratio of times that meets the goal.
+# Maximum ratio of times that meets the goal.
 GOALS = {("small", "dtensor"): 0.45, ("large", "dtensor"): 0.95, ("small", "bare"): 1.02, ("large", "bare"): 1.02}
 
-# Small enough that the product itself is a small part of a call.
+# Small sizes, so that the product itself is a small part of a call.
 LINEAR_TOKENS, LINEAR_WIDTH = 8, 64
 GOAL_MICROSECONDS_PER_LINEAR = 10.0
 
@@ -71,18 +71,18 @@ def benchmark_block(
 
     Args:
         workers: the ranks, each with a ``Runner``.
-        size: name of ``sizes``, whose goals apply.
-        sizes: of the block and its input.
+        size: name of ``sizes``, which selects the goals.
+        sizes: sizes of the block and its input.
         block: one of ``BLOCKS``.
         sequence_parallel: split input and output along the sequence.
-        num_rounds: rounds that count.
-        num_steps: steps that a candidate is timed for in a round.
+        num_rounds: number of rounds that count.
+        num_steps: number of steps to time per candidate and round.
 
     Returns:
-        What ``--json`` writes of this block.
+        The results of this block for ``--json``.
 
     Raises:
-        ParityError: the candidates do not compute the same.
+        ParityError: the results of the candidates differ.
         LaunchError: a process failed or died.
     """
     ranks = [f"rank {rank}" for rank in range(NUM_RANKS)]
@@ -90,7 +90,7 @@ def benchmark_block(
     largest = max(check_agreement(differences, rank) for rank, differences in enumerate(of_ranks))
 
     def seconds_per_step(name: str) -> float:
-        # A step is done when the last rank has done it.
+        # A step ends when the last rank ends it.
         slowest: float = max(workers.call(ranks, "time_steps", name, num_steps))
         return slowest / num_steps
 
@@ -111,10 +111,10 @@ def benchmark_block(
 
 
 def check_agreement(differences: Mapping[str, Mapping[str, float]], rank: int) -> float:
-    """Hold the differences between candidates on one rank against fp32 rounding; returns the largest.
+    """Check that the differences between candidates on one rank are within fp32 rounding, and return the largest.
 
     Raises:
-        ParityError: one is larger.
+        ParityError: a difference is larger.
     """
     largest = 0.0
     for candidate, of_tensors in differences.items():
@@ -130,15 +130,15 @@ def check_agreement(differences: Mapping[str, Mapping[str, float]], rank: int) -
 
 
 def benchmark_linear(workers: Workers, *, num_rounds: int, num_calls: int) -> dict[str, Any]:
-    """Microseconds of a forward of ours at one rank, and of ``F.linear`` on the same tensors.
+    """Measure the forward pass of our layer on one rank and of ``F.linear`` on the same tensors, in microseconds.
 
     Args:
         workers: the ranks; the first one measures, the others wait without using a processor.
-        num_rounds: rounds that count.
-        num_calls: calls that are timed together.
+        num_rounds: number of rounds that count.
+        num_calls: number of calls that are timed together.
 
     Returns:
-        What ``--json`` writes of it.
+        The results for ``--json``.
     """
     workers.call(["rank 0"], "make_linears", LINEAR_TOKENS, LINEAR_WIDTH)
 
@@ -163,7 +163,7 @@ def benchmark_linear(workers: Workers, *, num_rounds: int, num_calls: int) -> di
 
 
 def describe_block(result: dict[str, Any]) -> str:
-    """One block's result as text."""
+    """Format the result of one block."""
     sizes = BlockSizes(**result["sizes"])
     between = "GELU" if result["block"] == "mlp" else "attention"
     inner = f"{sizes.ffn_hidden_size} between" if result["block"] == "mlp" else f"{sizes.num_heads} heads"
@@ -190,7 +190,7 @@ def describe_block(result: dict[str, Any]) -> str:
 
 
 def describe_linear(result: dict[str, Any]) -> str:
-    """The linear layer's result as text."""
+    """Format the result of the linear layer."""
     rows = [
         (name, *_cells(dataclasses.asdict(Spread.of(values)), 2), "")
         for name, values in result["microseconds_per_call"].items()
@@ -225,10 +225,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _chosen_sizes(arguments: argparse.Namespace) -> dict[str, BlockSizes]:
-    """The sizes to measure.
+    """Return the sizes to measure.
 
     Raises:
-        ConfigError: sizes out of range, or numbers given for two sizes at once.
+        ConfigError: a size is out of range, or numbers are given for two sizes at once.
     """
     chosen = SIZES if arguments.size == "both" else {arguments.size: SIZES[arguments.size]}
     given = given_sizes(arguments, BlockSizes)
@@ -242,7 +242,7 @@ def _chosen_sizes(arguments: argparse.Namespace) -> dict[str, BlockSizes]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit code."""
+    """Run from the command line and return the exit code."""
     parser = _parser()
     arguments = parse_arguments(parser, argv)
     try:
@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start_workers(folder: Path) -> Workers:
-    """Start the ranks, which meet through a file in ``folder``."""
+    """Start the ranks, which connect through a file in ``folder``."""
     store = str(folder / "store")
     return Workers([WorkerSpec(f"rank {rank}", 1, Runner, (store, rank)) for rank in range(NUM_RANKS)])
 

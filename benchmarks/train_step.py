@@ -2,9 +2,9 @@
 
     python benchmarks/train_step.py --model both --json train_step.json
 
-Two gloo ranks of one thread each take turns with one process of two threads. A step is forward, loss,
-backward, clipping by the global norm, fused AdamW and zero_grad. All variants start from the same weights and see the
-same batch; that their losses and gradient norms agree is checked before anything is timed.
+Two gloo ranks of one thread each alternate with one process of two threads. A step is forward, loss, backward, clipping
+by the global norm, fused AdamW and zero_grad. All variants start from the same weights and see the same batch. Losses
+and gradient norms must agree before anything is timed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from workers import Workers, WorkerSpec
 
 from shardwise.core.errors import ConfigError, ParityError
 
-# Steps that are compared before anything is timed: the later ones also compare clipping and the optimizer.
+# Number of steps to compare before anything is timed. The later steps also compare clipping and the optimizer.
 NUM_PARITY_STEPS = 3
-# A few roundings of fp32, whose sums are taken in another order.
+# A few fp32 roundings, because sums are computed in another order.
 LOSS_RTOL = 1e-6
-# PyTorch sums the squares of a whole weight in fp32, which is off by as much as 2e-4.
+# PyTorch sums the squares of a whole weight in fp32, with an error of up to 2e-4.
 GRAD_NORM_RTOL = 1e-3
 
 MODELS = {
@@ -86,18 +86,18 @@ def benchmark(
     """Check and time all variants on one model.
 
     Args:
-        name: of the model.
-        sizes: of the model and its batch.
+        name: name of the model.
+        sizes: sizes of the model and its batch.
         variants: names from ``RANK_VARIANTS`` and ``SINGLE_VARIANTS``.
-        workers: started by ``start_workers`` for these variants.
-        num_rounds: rounds that count.
-        num_steps: steps that a variant is timed for in a round.
+        workers: workers from ``start_workers`` for these variants.
+        num_rounds: number of rounds that count.
+        num_steps: number of steps to time per variant and round.
 
     Returns:
-        What ``--json`` writes of this model.
+        The results of this model for ``--json``.
 
     Raises:
-        ParityError: the variants do not compute the same.
+        ParityError: the results of the variants differ.
         LaunchError: a process failed or died.
     """
 
@@ -111,7 +111,7 @@ def benchmark(
         return steps
 
     def seconds_per_step(variant: str) -> float:
-        # A step is done when the last rank has done it.
+        # A step ends when the last rank ends it.
         slowest: float = max(workers.call(_workers_of(variant), "time_steps", variant, num_steps))
         return slowest / num_steps
 
@@ -137,13 +137,13 @@ def check_parity(first_steps: Mapping[str, Sequence[tuple[float, float]]]) -> fl
     """Compare every variant's first steps with those of the first variant.
 
     Args:
-        first_steps: for each variant, loss and gradient norm of each step.
+        first_steps: loss and gradient norm of each step, by variant.
 
     Returns:
-        The largest relative difference of the first step's losses.
+        The largest relative difference between the losses of the first step.
 
     Raises:
-        ParityError: they differ by more than fp32 rounding.
+        ParityError: the steps differ by more than fp32 rounding.
     """
     (reference, expected), *others = first_steps.items()
     largest = 0.0
@@ -164,15 +164,15 @@ def check_parity(first_steps: Mapping[str, Sequence[tuple[float, float]]]) -> fl
 
 
 def start_workers(variants: Sequence[str], folder: Path) -> Workers:
-    """Start the processes that ``variants`` need; the ranks meet through a file in ``folder``."""
+    """Start the processes that ``variants`` need; the ranks connect through a file in ``folder``."""
     specs = []
     if any(variant in RANK_VARIANTS for variant in variants):
         store = str(folder / "store")
         specs = [WorkerSpec(f"rank {rank}", 1, Runner, (store, rank)) for rank in range(NUM_RANKS)]
     for variant in variants:
         if variant in SINGLE_VARIANTS:
-            # A thread that waits for the other spins by default, which is quickest as long as it has a core to itself;
-            # it sleeps with the passive policy, which is quicker where other programs run.
+            # By default a thread that waits for the other spins, which is fastest if each thread has a core. With the
+            # passive policy it sleeps, which is faster if other programs run.
             environment = {"OMP_WAIT_POLICY": "passive"} if variant == "single_passive" else {}
             specs.append(WorkerSpec(variant, NUM_RANKS, Runner, (None,), environment))
     return Workers(specs)
@@ -183,7 +183,7 @@ def _workers_of(variant: str) -> list[str]:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """One model's result as text."""
+    """Format the result of one model."""
     sizes = LlamaSizes(**result["sizes"])
     variants = list(result["seconds_per_step"])
     loss = result["first_steps"][variants[0]]["losses"][0]
@@ -227,10 +227,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _chosen_models(arguments: argparse.Namespace) -> dict[str, LlamaSizes]:
-    """The models to measure.
+    """Return the models to measure.
 
     Raises:
-        ConfigError: sizes out of range, or given for two models at once.
+        ConfigError: a size is out of range, or sizes are given for two models at once.
     """
     models = MODELS if arguments.model == "both" else {arguments.model: MODELS[arguments.model]}
     given = given_sizes(arguments, LlamaSizes)
@@ -243,7 +243,7 @@ def _chosen_models(arguments: argparse.Namespace) -> dict[str, LlamaSizes]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from the command line; returns the exit code."""
+    """Run from the command line and return the exit code."""
     parser = _parser()
     arguments = parse_arguments(parser, argv)
     try:

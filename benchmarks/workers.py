@@ -1,6 +1,6 @@
-"""Worker processes for benchmarks: each holds one object and runs its methods when asked.
+"""Worker processes for benchmarks: each holds one object and runs its methods on request.
 
-An idle worker blocks on its pipe and uses no processor time, so workers that take turns do not disturb each other.
+An idle worker blocks on its pipe and uses no processor time, so workers that alternate do not disturb each other.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any
 
 from shardwise.core.errors import LaunchError
 
-# Once a worker has failed, those that wait for it fail within moments; the report names all of them.
+# When a worker has failed, workers that wait for it soon fail too; the report names all of them.
 _GRACE_SECONDS = 2.0
-# Far more than it takes, also on a busy machine.
+# Far more than a worker needs to exit, even on a busy machine.
 _LEAVE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """How to start one worker.
+    """Specification of a worker.
 
     Attributes:
-        name: for calls and messages.
-        num_threads: threads of its computation.
-        factory: makes the worker's object; importable by name. The object has ``close()``.
-        arguments: of ``factory``.
-        environment: variables that it starts with, besides those of this process.
+        name: name of the worker, for calls and messages.
+        num_threads: number of threads for computation.
+        factory: creates the worker's object, which has a method ``close``; importable by name.
+        arguments: arguments of ``factory``.
+        environment: environment variables in addition to those of this process.
     """
 
     name: str
@@ -46,13 +46,12 @@ class WorkerSpec:
 
 
 class Workers:
-    """Started worker processes; a context manager that ends them all.
+    """Running worker processes; a context manager that ends all of them.
 
-    A worker that fails or dies ends all the others. A worker whose parent is gone ends by itself, when what it is
-    running is done.
+    If a worker fails or dies, all others are ended. A worker whose parent has ended also ends, after its current call.
 
     Args:
-        specs: one per worker.
+        specs: specification of each worker.
 
     Raises:
         LaunchError: a worker could not be started.
@@ -77,22 +76,22 @@ class Workers:
             raise
 
     def call(self, names: Sequence[str], method: str, *arguments: Any) -> list[Any]:
-        """Run a method in several workers at once.
+        """Call a method in several workers at once.
 
         Args:
-            names: the workers.
-            method: of their objects.
-            *arguments: of the method.
+            names: names of the workers.
+            method: name of the method of their objects.
+            *arguments: arguments of the method.
 
         Returns:
-            What each returned, in the order of ``names``.
+            The results of the workers, in the order of ``names``.
 
         Raises:
-            LaunchError: a worker failed or died; all are ended.
+            LaunchError: a worker failed or died; all workers have been ended.
         """
         try:
             for name in names:
-                # A worker that is gone is found by the collection, which knows its exit code.
+                # ``_collect`` detects a worker that has ended, and knows its exit code.
                 with contextlib.suppress(OSError):
                     self._connections[name].send((method, arguments))
             results = self._collect(names)
@@ -102,7 +101,7 @@ class Workers:
         return [results[name] for name in names]
 
     def close(self) -> None:
-        """Let the workers leave; end those that do not."""
+        """Ask the workers to exit, and end workers that do not."""
         for ours in self._connections.values():
             with contextlib.suppress(OSError):
                 ours.send(None)
@@ -154,7 +153,7 @@ class Workers:
                 if deadline is None:
                     deadline = time.monotonic() + _GRACE_SECONDS
         if deaths or failures:
-            # A death is the cause of what the others report.
+            # The death of a worker is the cause of the others' failures.
             raise LaunchError("\n".join(deaths or failures))
         return results
 
@@ -174,20 +173,20 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _serve(connection: Connection, spec: WorkerSpec) -> None:
-    # Ctrl-C reaches every process of the terminal; the parent alone decides what it means.
+    # Ctrl-C reaches every process of the terminal, but only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # gloo reports every connection on the standard output, where the benchmark's table goes.
+    # gloo prints every connection to the standard output, which is for the benchmark's table.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)
-    # A parent that is gone shows as the end of the pipe, or as a broken one.
+    # When the parent has ended, the pipe is closed or broken.
     with contextlib.suppress(EOFError, OSError):
         try:
             import torch
 
             torch.set_num_threads(spec.num_threads)
             served = spec.factory(*spec.arguments)
-            # What is there by now stays: a benchmark collects the garbage before each timing, but not among all that.
+            # Current objects stay alive. Exclude them from the garbage collections before each timing.
             gc.freeze()
         except Exception:
             connection.send((False, traceback.format_exc().rstrip()))

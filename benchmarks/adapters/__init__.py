@@ -1,1 +1,1 @@
-"""Fine-tuning steps with adapters: Shardwise's, and those of peft and transformers."""
+"""Fine-tuning steps with adapters, of Shardwise and of peft and transformers."""

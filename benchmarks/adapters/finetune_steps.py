@@ -1,4 +1,4 @@
-"""One fine-tuning step of each side: forward, loss, backward, clipping by the global norm, AdamW of the adapters."""
+"""One fine-tuning step of each library: forward, loss, backward, clipping by the global norm, AdamW of the adapters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Maker = Callable[[Files, Batch], Step]
 
 
 def make_ours(files: Files, batch: Batch, topology: Topology) -> Step:
-    """Shardwise's model with adapters, split over the topology's ranks."""
+    """Create a step of Shardwise's model with adapters, split over the topology's ranks."""
     groups, tp_group = Groups.of(topology), topology.group("tp")
     model = load_pretrained(files.model, groups=groups, device="cpu")
     assert isinstance(model, GPT)
@@ -48,7 +48,7 @@ def make_ours(files: Files, batch: Batch, topology: Topology) -> Step:
 
 
 def make_peft(files: Files, batch: Batch, **options: Any) -> Step:
-    """``peft`` on ``transformers``; with ``tp_plan="auto"`` as its ranks split it."""
+    """Create a step of ``peft`` on ``transformers``; with ``tp_plan="auto"``, transformers splits it over its ranks."""
     import peft
     import transformers
 
@@ -58,7 +58,7 @@ def make_peft(files: Files, batch: Batch, **options: Any) -> Step:
     model = peft.get_peft_model(base, config).train()
     _load_(model, safetensors.torch.load_file(files.adapter / "adapter_model.safetensors"))
     trained = [param for param in model.parameters() if param.requires_grad]
-    # Split and whole parameters apart, since neither the fused AdamW nor the norm takes both at once.
+    # Separate split from whole parameters, because neither the fused AdamW nor the norm accepts both at once.
     several = [
         params
         for is_split in (False, True)
@@ -75,7 +75,7 @@ def make_peft(files: Files, batch: Batch, **options: Any) -> Step:
     (ids, labels), num_labels = batch, _num_labels(batch)
 
     def step() -> tuple[Tensor, Tensor]:
-        # It shifts labels, unless they are given shifted.
+        # The model shifts labels unless shifted labels are given.
         loss = model(input_ids=ids, shift_labels=labels, labels=labels, num_items_in_batch=num_labels).loss
         loss.backward()
         norm = _clip_(several)
@@ -88,10 +88,10 @@ def make_peft(files: Files, batch: Batch, **options: Any) -> Step:
 
 @torch.no_grad()
 def _load_(model: nn.Module, whole: dict[str, Tensor]) -> None:
-    """Copy the adapters' whole tensors into the model's, this rank's part of those that are split."""
+    """Copy the adapters' whole tensors into the model; of split tensors, only this rank's part."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
-            # transformers reads the whole size from here, where peft 0.21 writes the local one for adapters.
+            # transformers reads the whole size here, but peft 0.21 writes the local size for adapters.
             module.out_features, module.in_features = module.weight.shape
     for name, param in model.named_parameters():
         if param.requires_grad:

@@ -1,4 +1,4 @@
-"""What every variant starts from: a Llama-like model and adapters in files, and samples whose prompts are masked."""
+"""The input of every variant: a Llama-like model and adapters in files, and samples with masked prompts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class FinetuneSizes(LlamaSizes):
-    """One model, its adapters and its batch.
+    """Sizes of a model, its adapters and its batch.
 
     Attributes:
-        num_groups: heads of keys and values.
-        lora_rank: of the adapters, on every linear layer of the transformer layers.
-        prompt_length: tokens of a sample that are read and not learned.
+        num_groups: number of key-value heads.
+        lora_rank: rank of the adapters on every linear layer of the transformer layers.
+        prompt_length: number of masked tokens at the start of a sample.
     """
 
     num_groups: int = 4
@@ -52,8 +52,8 @@ class Files:
     """Folders of the model and of the adapters.
 
     Attributes:
-        model: a Hugging Face folder.
-        adapter: a folder of peft's.
+        model: Hugging Face folder of the model.
+        adapter: folder of adapters in the format of peft.
     """
 
     model: Path
@@ -62,7 +62,7 @@ class Files:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without progress bars of transformers, and what it tells of names of its own that it will change."""
+    """Suppress the progress bars and deprecation warnings of transformers during the block."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -72,7 +72,7 @@ def quiet() -> Iterator[None]:
 
 
 def write_files(sizes: FinetuneSizes, folder: Path, seed: int) -> Files:
-    """Random weights, and adapters whose product is not 0, so that a mistake in either factor shows."""
+    """Write random weights, and adapters with a product that is not 0, so that an error in either factor shows."""
     import peft
     import transformers
 
@@ -107,7 +107,7 @@ def write_files(sizes: FinetuneSizes, folder: Path, seed: int) -> Files:
 
 
 def draw_batch(sizes: FinetuneSizes, seed: int) -> tuple[Tensor, Tensor]:
-    """Ids ``[b, s]`` and the id after each, ``IGNORED`` where that is of the prompt; the same in every step."""
+    """Draw ids ``[b, s]`` and labels, which are the next ids, or ``IGNORED`` in the prompt; the same in every step."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(sizes.vocab_size, (sizes.batch_size, sizes.sequence_length + 1), generator=generator)
     labels = tokens[:, 1:].clone()

@@ -1,4 +1,4 @@
-"""What a worker process runs: the variants by name, checked and timed on demand."""
+"""The object in a worker process: runs and times the variants by name."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SEED = 1234
 
 
 class FinetuneRunner:
-    """What a worker holds: the variants that it can run.
+    """The variants that a worker can run.
 
     Args:
-        store: file through which the ranks meet.
+        store: file through which the ranks connect.
         rank: this rank.
-        num_ranks: how many meet there.
+        num_ranks: number of ranks that share the file.
     """
 
     def __init__(self, store: str, rank: int, num_ranks: int) -> None:
@@ -36,7 +36,7 @@ class FinetuneRunner:
         self._steps: dict[str, Step] = {}
 
     def prepare(self, sizes: FinetuneSizes, files: Files, variants: Sequence[str]) -> None:
-        """Make the variants, in place of those before."""
+        """Create the variants, and discard the previous ones."""
         batch = draw_batch(sizes, SEED)
         self._steps = {}
         for variant in variants:
@@ -48,12 +48,12 @@ class FinetuneRunner:
                 self._steps[variant] = make_peft(files, batch, **options)
 
     def run_steps(self, variant: str, num_steps: int) -> list[tuple[float, float]]:
-        """Loss and gradient norm of each of the next steps."""
+        """Run the next steps and return the loss and the gradient norm of each."""
         results = [self._steps[variant]() for _ in range(num_steps)]
         return [(float(loss), float(norm)) for loss, norm in results]
 
     def time_steps(self, variant: str, num_steps: int) -> float:
-        """Seconds that the next steps take on this rank, from when all ranks are ready."""
+        """Return the seconds that the next steps take on this rank, starting when all ranks are ready."""
         return seconds_of(self._steps[variant], num_steps, together=True)
 
     def close(self) -> None:

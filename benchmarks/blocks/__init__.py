@@ -1,1 +1,1 @@
-"""The two tensor-parallel blocks, in every way that `tp_block.py` compares."""
+"""The two tensor-parallel blocks, in all implementations that `tp_block.py` compares."""

@@ -1,7 +1,7 @@
-"""The block by hand, as a competent user would: autograd functions around ``F.linear`` and ``torch.distributed``.
+"""The block written by hand by a competent user: autograd functions around ``F.linear`` and ``torch.distributed``.
 
-Written for this one case and no other: no uneven shards, no frozen weights, no autocast, no checks. The input
-gradient's collective is in flight while the weight's gradient is computed.
+It handles only this case: no uneven shards, no frozen weights, no autocast, no checks. The collective of the input
+gradient overlaps with the computation of the weight gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from blocks.problem import Block, Candidate, Problem
 
 
 def make_bare(problem: Problem, group: ProcessGroup, *, sequence_parallel: bool = False) -> Candidate:
-    """The block of this rank from the whole weights."""
+    """Create this rank's block from the whole weights."""
     t, rank = group.size(), group.rank()
     weights = problem.weights
     column_bias = weights["column.bias"].chunk(t)[rank] if problem.sizes.bias else None
@@ -122,7 +122,7 @@ class _RowSequence(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        # The bias is added to this rank's tokens alone, so its gradient is a partial sum.
+        # The bias is added only to this rank's tokens, so its gradient is a partial sum.
         grad_bias = grad.flatten(0, 1).sum(0) if ctx.has_bias else None
         whole = grad.new_empty(ctx.group.size() * grad.size(0), *grad.shape[1:])
         dist.all_gather_single(whole, grad.contiguous(), group=ctx.group)

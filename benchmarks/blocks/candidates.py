@@ -33,7 +33,7 @@ class _ShardwiseBlock(nn.Module):
 
 
 def make_ours(problem: Problem, group: ProcessGroup, *, sequence_parallel: bool = False) -> Candidate:
-    """Shardwise's layers."""
+    """Create the block with Shardwise's layers."""
     sizes, block = problem.sizes, problem.block
     config = ModelParallelConfig(
         tensor_model_parallel_size=group.size(), sequence_parallel=sequence_parallel, perform_initialization=False
@@ -65,7 +65,7 @@ def make_ours(problem: Problem, group: ProcessGroup, *, sequence_parallel: bool 
 
 
 def make_dtensor(problem: Problem, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> Candidate:
-    """``parallelize_module`` on plain linear layers; local tensors between them."""
+    """Create the block with ``parallelize_module`` on plain linear layers, and local tensors between them."""
     sizes = problem.sizes
     module = Block(
         nn.Linear(sizes.hidden_size, sizes.column_size(problem.block), bias=sizes.bias),

@@ -1,4 +1,4 @@
-"""What every candidate computes: column-parallel linear, what lies between, row-parallel linear."""
+"""The computation of every candidate: column-parallel linear, GELU or attention, row-parallel linear."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ BLOCKS = ("mlp", "attention")
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """One block and its input.
+    """Sizes of a block and its input.
 
     Attributes:
         hidden_size: width of input and output.
         ffn_hidden_size: width between the two linear layers of the MLP.
-        num_heads: heads of the attention.
+        num_heads: number of attention heads.
         sequence_length: tokens in a sample.
         batch_size: samples in a step.
         bias: whether the linear layers have biases.
 
     Raises:
-        ConfigError: sizes out of range.
+        ConfigError: a size is out of range.
     """
 
     hidden_size: int
@@ -50,7 +50,7 @@ class BlockSizes:
             raise ConfigError(f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
 
     def check_split(self, num_ranks: int) -> None:
-        """Raise ConfigError unless the ranks divide all that they split."""
+        """Raise ConfigError unless the number of ranks divides all sizes that are split."""
         for name in ("num_heads", "ffn_hidden_size", "sequence_length"):
             if getattr(self, name) % num_ranks != 0:
                 raise ConfigError(f"{name} {getattr(self, name)} is not a multiple of the {num_ranks} ranks")
@@ -64,14 +64,14 @@ class BlockSizes:
         return self.ffn_hidden_size if block == "mlp" else self.hidden_size
 
     def between(self, block: str) -> Callable[[Tensor], Tensor]:
-        """What lies between the two layers; the same code in every candidate."""
+        """Return the function between the two layers; the same code in every candidate."""
         if block == "mlp":
             return F.gelu
         head_dim = self.hidden_size // self.num_heads
 
         def attend(mixed: Tensor) -> Tensor:
             s, b, _ = mixed.shape
-            # For each head its query, its key and its value, so that ranks hold whole heads.
+            # Query, key and value are stored head by head, so that ranks hold whole heads.
             q, k, v = (x.permute(1, 2, 0, 3) for x in mixed.view(s, b, -1, 3, head_dim).unbind(3))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).reshape(s, b, -1)
 
@@ -80,14 +80,14 @@ class BlockSizes:
 
 @dataclass(frozen=True)
 class Problem:
-    """What every candidate starts from; bit for bit the same in every process.
+    """The input of every candidate; bit for bit the same in every process.
 
     Attributes:
         block: ``"mlp"`` or ``"attention"``.
-        sizes: of the whole block.
-        weights: whole ones, by the names of ``Block``.
-        input_: ``[s, b, h]``.
-        incoming: ``[s, b, h]``, gradient of the output.
+        sizes: sizes of the whole block.
+        weights: whole weights, by the names of ``Block``.
+        input_: input of the block, ``[s, b, h]``.
+        incoming: gradient of the output, ``[s, b, h]``.
     """
 
     block: str
@@ -98,7 +98,7 @@ class Problem:
 
     @classmethod
     def draw(cls, block: str, sizes: BlockSizes, seed: int) -> Problem:
-        """Random weights, input and gradient."""
+        """Draw random weights, input and gradient."""
         generator = torch.Generator().manual_seed(seed)
         h, o, i = sizes.hidden_size, sizes.column_size(block), sizes.row_size(block)
         weights = {
@@ -106,7 +106,7 @@ class Problem:
             "row.weight": torch.randn(h, i, generator=generator) * i**-0.5,
         }
         if sizes.bias:
-            # Biases of zeros would hide one that is added twice.
+            # Zero biases would hide a bias that is added twice.
             weights["column.bias"] = torch.randn(o, generator=generator)
             weights["row.bias"] = torch.randn(h, generator=generator)
         shape = (sizes.sequence_length, sizes.batch_size, h)
@@ -125,19 +125,19 @@ class Block(nn.Module):
         self.row = row
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[s, b, h]`` or ``[s/t, b, h]`` to the same."""
+        """Map ``[s, b, h]`` or ``[s/t, b, h]`` to the same shape."""
         output: Tensor = self.row(self.between(self.column(x)))
         return output
 
 
 class Candidate:
-    """One way to compute a block, with its input.
+    """One implementation of a block, with its input.
 
     Args:
-        module: the block of this rank.
-        problem: its input and the gradient of its output.
-        group: the ranks that share it.
-        sequence_parallel: input and output are this rank's part of the sequence.
+        module: this rank's part of the block.
+        problem: input of the block and gradient of its output.
+        group: process group of the ranks that split the block.
+        sequence_parallel: True if input and output are this rank's part of the sequence.
         partial: names of the parameters whose gradients are partial sums until the gradients of a step are finalised.
     """
 
@@ -161,10 +161,10 @@ class Candidate:
         self._partial = partial
 
     def step(self) -> Tensor:
-        """Forward and backward; returns the output.
+        """Run forward and backward pass, and return the output.
 
-        DTensor leaves its last collective of each in flight. What comes before and after the block in a model would
-        wait for it, so the step does.
+        DTensor does not wait for the last collective of each pass. The layers around the block in a model would wait,
+        so the step does too.
         """
         self.input_.grad = None
         for param in self._params:
@@ -176,7 +176,7 @@ class Candidate:
         return output
 
     def results(self) -> dict[str, Tensor]:
-        """One step's output, input gradient, and this rank's shard of every weight's gradient."""
+        """Return the output, the input gradient and this rank's shard of every weight gradient of one step."""
         output = self.step().detach().clone()
         assert self.input_.grad is not None
         results = {"output": output, "input gradient": self.input_.grad.clone()}

@@ -1,4 +1,4 @@
-"""What a rank runs: the candidates of one block, compared and timed on demand."""
+"""The object in a rank's process: compares and times the candidates of one block."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ CANDIDATES = ("ours", "dtensor", "bare")
 LINEARS = ("ColumnParallelLinear", "F.linear")
 
 SEED = 1234
-# Enough for the caches and the allocator to settle where a step takes a millisecond or two.
+# Enough to warm up the caches and the allocator if a step takes a millisecond or two.
 _STEPS_PER_WARMUP_STEP = 10
 
 
 class Runner:
-    """What a worker holds: its rank, and the candidates made last.
+    """A rank and its current candidates.
 
     Args:
-        store: file through which the ranks meet.
+        store: file through which the ranks connect.
         rank: this rank.
     """
 
@@ -40,10 +40,10 @@ class Runner:
         self._linears: dict[str, Callable[[], object]] = {}
 
     def compare(self, block: str, sizes: BlockSizes, sequence_parallel: bool) -> dict[str, dict[str, float]]:
-        """Make the candidates of a block in place of those of the last one, and compare what they compute.
+        """Create the candidates of a block, discard the previous ones, and compare the results.
 
         Returns:
-            ``differences`` between them on this rank.
+            ``differences`` between the candidates on this rank.
         """
         self._candidates = {}
         problem = Problem.draw(block, sizes, SEED)
@@ -55,18 +55,18 @@ class Runner:
         }
         results = {}
         for name, candidate in self._candidates.items():
-            # What a step leaves behind must not change the next one.
+            # The state after one step must not change the results of the next.
             candidate.step()
             results[name] = candidate.results()
         return differences(results)
 
     def time_steps(self, name: str, num_steps: int) -> float:
-        """Seconds that the next steps of a candidate take on this rank, from when all ranks are ready."""
+        """Return the seconds that a candidate's next steps take on this rank, starting when all ranks are ready."""
         num_warmup_steps = max(1, num_steps // _STEPS_PER_WARMUP_STEP)
         return seconds_of(self._candidates[name].step, num_steps, num_warmup_steps=num_warmup_steps, together=True)
 
     def make_linears(self, num_tokens: int, width: int) -> None:
-        """Make one linear layer on one rank, with Shardwise and without; ``num_tokens`` rows, square weight."""
+        """Create a square linear layer on one rank, with and without Shardwise, for ``num_tokens`` rows."""
         layer = ColumnParallelLinear(
             width, width, config=ModelParallelConfig(), init_method=Normal(0.02), tp_group=self._topology.group("dp")
         )
@@ -76,7 +76,7 @@ class Runner:
         self._linears = dict(zip(LINEARS, (lambda: layer(input_), lambda: F.linear(input_, weight, bias)), strict=True))
 
     def time_linear(self, name: str, num_calls: int) -> float:
-        """Seconds that the next forwards of a linear layer take."""
+        """Return the seconds that the next forward passes of a linear layer take."""
         return seconds_of(self._linears[name], num_calls, num_warmup_steps=num_calls // _STEPS_PER_WARMUP_STEP)
 
     def close(self) -> None:
@@ -86,14 +86,14 @@ class Runner:
 
 
 def differences(results: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, float]]:
-    """How far apart candidates are.
+    """Measure the differences between candidates.
 
     Args:
-        results: for each candidate, its tensors by name.
+        results: tensors of each candidate, by name.
 
     Returns:
-        For each candidate but the first, and each tensor of it or of the first: the norm of the difference to the
-        first's, relative to the first's norm; infinite where only one of them has the tensor, or its shape is another.
+        For each candidate except the first, and each tensor of it or of the first: the norm of the difference, relative
+        to the norm of the first candidate's tensor; infinite if one of them lacks the tensor or the shapes differ.
     """
     (_, expected), *others = results.items()
     return {

@@ -1,1 +1,1 @@
-"""What ``gpu.py`` measures: each function takes the device and sizes, and returns rows of its table."""
+"""The measurements of ``gpu.py``: each function takes the device and sizes, and returns rows of the table."""

@@ -1,4 +1,4 @@
-"""The loss on one GPU, given logits and with its output layer, beside PyTorch's and other libraries'."""
+"""The loss on one GPU, from logits and with the output layer, compared with PyTorch and other libraries."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from shardwise.nn.loss.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.nn.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
 GOAL_PLAIN_MS, GOAL_LINEAR_MS = 1.75, 41.0
-"""On an H200, of 8,192 tokens and 131,072 ids in bf16, at a hidden size of 4,096; forward and backward."""
-# Of the memory at the peak, beyond what is given and what is returned.
+"""Goals on an H200 for 8,192 tokens and 131,072 ids in bf16, at a hidden size of 4,096; forward and backward."""
+# Goal for the peak memory, without inputs and results.
 _GOAL_EXTRA_MIB = 16.0
 
 
 @dataclass(frozen=True)
 class LossSizes:
-    """Of the problem."""
+    """Sizes of the problem."""
 
     num_tokens: int = 8_192
     vocab_size: int = 131_072
@@ -37,7 +37,7 @@ def _rival(module: str, name: str) -> Any:
 
 
 def plain_candidates(group: ProcessGroup, vocab_size: int) -> dict[str, Callable[[], Callable[..., Tensor]]]:
-    """What finds each candidate: a function of logits and targets. ImportError where it is not installed."""
+    """Return loaders of the candidates, functions of logits and targets; a loader may raise ImportError."""
 
     def ours(logits: Tensor, target: Tensor) -> Tensor:
         options: Any = {"group": group, "vocab_size": vocab_size, "reduction": "mean", "validate": False}
@@ -56,7 +56,7 @@ def plain_candidates(group: ProcessGroup, vocab_size: int) -> dict[str, Callable
 
 
 def linear_candidates(group: ProcessGroup, vocab_size: int) -> dict[str, Callable[[], Callable[..., Tensor]]]:
-    """What finds each candidate: a function of hidden states, weight and targets."""
+    """Return loaders of the candidates, functions of hidden states, weight and targets."""
 
     def ours(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         options: Any = {"group": group, "vocab_size": vocab_size, "reduction": "mean", "validate": False}
@@ -76,7 +76,7 @@ def linear_candidates(group: ProcessGroup, vocab_size: int) -> dict[str, Callabl
 
 
 def measure_plain(device: torch.device, sizes: LossSizes, group: ProcessGroup) -> list[Row]:
-    """Forward and backward, given logits that may become their gradient."""
+    """Measure forward and backward pass on logits that may be overwritten by their gradient."""
     logits = torch.randn(sizes.num_tokens, sizes.vocab_size, device=device).to(torch.bfloat16).requires_grad_()
     target = torch.randint(sizes.vocab_size, (sizes.num_tokens,), device=device)
     return _measure(
@@ -92,7 +92,7 @@ def measure_plain(device: torch.device, sizes: LossSizes, group: ProcessGroup) -
 
 
 def measure_linear(device: torch.device, sizes: LossSizes, group: ProcessGroup) -> list[Row]:
-    """Forward and backward with the output layer; the floor of memory are the two gradients."""
+    """Measure forward and backward pass with the output layer; the memory of the two gradients is subtracted."""
     hidden = torch.randn(sizes.num_tokens, sizes.hidden_size, device=device).to(torch.bfloat16).requires_grad_()
     weight = torch.randn(sizes.vocab_size, sizes.hidden_size, device=device) / sizes.hidden_size**0.5
     weight = weight.to(torch.bfloat16).requires_grad_()
@@ -134,7 +134,7 @@ def _measure(
         try:
             took = milliseconds(step, device, repeats=repeats)
             extra = (extra_bytes(step, device) - floor) / 2**20
-        # Another library's failure is its own, and no reason to measure nothing else.
+        # A failure of another library must not prevent the other measurements.
         except Exception as error:
             if name.startswith("shardwise"):
                 raise

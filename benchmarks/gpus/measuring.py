@@ -1,4 +1,4 @@
-"""How the benchmark on a GPU measures: times, memory, the machine's own limits; and a row of its table."""
+"""Measure times, memory and the limits of the machine for the benchmark on a GPU; and a row of its table."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table.
+    """A row of the table.
 
     Attributes:
-        section, name: what was measured, and of which candidate.
-        value: with its unit.
-        goal: with its unit; empty if there is none.
-        met: whether it is; None if there is none, or nothing was measured.
-        note: what else is to be said.
+        section, name: the measurement, and the candidate.
+        value: result with its unit.
+        goal: goal with its unit; empty if there is none.
+        met: whether the goal is met; None if there is no goal or no result.
+        note: additional information.
     """
 
     section: str
@@ -31,13 +31,13 @@ class Row:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was launched."""
+    """Wait for all launched work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def milliseconds(step: Callable[[], object], device: torch.device, *, repeats: int, warmups: int = 3) -> float:
-    """The median time of one call, on the GPU's own clock where there is one."""
+    """Return the median time of one call, measured by the GPU's clock if there is a GPU."""
     for _ in range(warmups):
         step()
     times = []
@@ -58,7 +58,7 @@ def milliseconds(step: Callable[[], object], device: torch.device, *, repeats: i
 
 
 def extra_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Bytes that ``step`` takes at its peak beyond what there is before it; 0 where nobody counts them."""
+    """Return the peak bytes of ``step`` beyond those allocated before it; 0 on devices that do not count them."""
     if device.type != "cuda":
         return 0
     synchronize(device)
@@ -70,7 +70,7 @@ def extra_bytes(step: Callable[[], object], device: torch.device) -> int:
 
 
 def busy_share(step: Callable[[], object], device: torch.device) -> float | None:
-    """Share of the time of ``step`` in which the GPU had a kernel or a copy at work; None where there is no GPU."""
+    """Return the fraction of the time of ``step`` in which the GPU ran a kernel or a copy; None without a GPU."""
     if device.type != "cuda":
         return None
     from torch.autograd import DeviceType
@@ -90,7 +90,7 @@ def busy_share(step: Callable[[], object], device: torch.device) -> float | None
 
 
 def share_covered(spans: list[tuple[float, float]]) -> float | None:
-    """Share of the time from the first beginning to the last end that the spans cover, overlaps once."""
+    """Return the fraction of the time from the first start to the last end that the union of the spans covers."""
     covered, reached = 0.0, -float("inf")
     for start, stop in sorted(spans):
         covered += max(0.0, stop - max(start, reached))
@@ -101,11 +101,11 @@ def share_covered(spans: list[tuple[float, float]]) -> float | None:
 
 @dataclass(frozen=True)
 class Limits:
-    """What this device does at best, measured.
+    """Measured peak performance of the device.
 
     Attributes:
-        flops: of bf16 products, a second.
-        bandwidth: bytes a second, read and written together.
+        flops: FLOP/s of bf16 products.
+        bandwidth: bytes per second, the sum of reads and writes.
     """
 
     flops: float
@@ -113,7 +113,7 @@ class Limits:
 
     @classmethod
     def measure(cls, device: torch.device, *, width: int, num_bytes: int) -> Limits:
-        """Of square products of this width, and of a copy of as many bytes."""
+        """Measure square products of this width, and a copy of this many bytes."""
         a, b = (torch.randn(width, width, device=device).to(torch.bfloat16) for _ in range(2))
         product = milliseconds(lambda: a @ b, device, repeats=10)
         source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -122,7 +122,7 @@ class Limits:
         return cls(2 * width**3 / product * 1000, 2 * num_bytes / copy * 1000)
 
     def rows(self) -> list[Row]:
-        """Of the table."""
+        """Return the rows of the table."""
         return [
             Row("limits", "bf16 products", f"{self.flops / 1e12:.1f} TFLOP/s"),
             Row("limits", "copies, read and written", f"{self.bandwidth / 1e12:.3f} TB/s"),

@@ -1,4 +1,4 @@
-"""A model of a billion parameters on one GPU: training, decoding, and how long a save keeps it from training."""
+"""A model of a billion parameters on one GPU: training, decoding, and the time for which a save blocks training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardwise.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class ModelRunSizes:
-    """Of the model, after Llama 3.2 1B, and of what is done with it."""
+    """Sizes of the model, which follow Llama 3.2 1B, and of the measurements."""
 
     num_layers: int = 16
     hidden_size: int = 2_048
@@ -41,7 +41,7 @@ class ModelRunSizes:
 
 
 def settings_of(sizes: ModelRunSizes) -> Settings:
-    """Of a run in bf16 with fp32 weights beside it, as ``shardwise train`` would have them."""
+    """Return the settings of a run of ``shardwise train`` in bf16 with fp32 master weights."""
     return Settings(
         data=("none",),
         model=ModelSettings(
@@ -60,7 +60,7 @@ def settings_of(sizes: ModelRunSizes) -> Settings:
 
 
 def measure_model(device: torch.device, sizes: ModelRunSizes, world: dist.ProcessGroup, limits: Limits) -> list[Row]:
-    """Tokens a second, utilisation and idle share of training; then of decoding, with the same weights."""
+    """Measure tokens per second, utilisation and idle time of training, and then decoding with the same weights."""
     settings = settings_of(sizes)
     groups = Groups(tp=world, dp=world)
     model = build_model(settings, sizes.vocab_size, groups=groups, device=device)
@@ -85,7 +85,7 @@ def measure_model(device: torch.device, sizes: ModelRunSizes, world: dist.Proces
     synchronize(device)
     seconds = (time.perf_counter() - begun) / sizes.steps
     rate = sizes.samples * sizes.sequence_length / seconds
-    # Forward and backward of each weight; of causal attention half of what all pairs would take.
+    # Forward and backward pass of each weight, and of causal attention, which takes half the FLOPs of all pairs.
     flops = 6 * num_parameters + 6 * sizes.num_layers * sizes.hidden_size * sizes.sequence_length
     section = f"training, {num_parameters / 1e9:.2f}B parameters, bf16, {sizes.sequence_length} tokens"
     rows = [
@@ -107,7 +107,7 @@ def _decoding(model: GPT, device: torch.device, sizes: ModelRunSizes, limits: Li
         return time.perf_counter() - begun
 
     decode(sizes.new_tokens)
-    # Less what reading the prompt and the first token take.
+    # Subtract the time for reading the prompt and the first token.
     seconds = max(1e-9, decode(sizes.new_tokens) - decode(1)) / max(1, sizes.new_tokens - 1)
     num_bytes = sum(param.nbytes for param in model.parameters())
     share = num_bytes / seconds / limits.bandwidth
@@ -119,7 +119,7 @@ def _decoding(model: GPT, device: torch.device, sizes: ModelRunSizes, limits: Li
 
 
 def measure_saving(device: torch.device, sizes: ModelRunSizes) -> list[Row]:
-    """What ``checkpoint.py`` measures, in three rounds; the default process group takes part."""
+    """Run the measurement of ``checkpoint.py`` in three rounds, on the default process group."""
     with tempfile.TemporaryDirectory() as folder:
         saver = Saver(Path(folder), sizes.saved_bytes, str(device))
         saver.check()

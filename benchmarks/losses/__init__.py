@@ -1,1 +1,1 @@
-"""The loss over a split vocabulary, in every way that `loss.py` compares."""
+"""The loss over a split vocabulary, in all implementations that `loss.py` compares."""

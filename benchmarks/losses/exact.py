@@ -1,4 +1,4 @@
-"""How far a candidate's gradients are from the exact ones, computed in blocks of tokens in higher precision."""
+"""Errors of a candidate's gradients against exact gradients, computed in blocks of tokens in higher precision."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ExactGradients:
     """The exact gradients of a problem's summed loss.
 
     Args:
-        problem: of this rank.
-        logits_of: logits of some of the tokens, ``[b, v/t]``, in the precision to compute in.
-        group: the ranks that split the vocabulary.
+        problem: problem of this rank.
+        logits_of: returns the logits of some of the tokens, ``[b, v/t]``, in the precision for the computation.
+        group: process group of the ranks that split the vocabulary.
     """
 
     def __init__(self, problem: Problem, logits_of: Callable[[slice], Tensor], group: ProcessGroup) -> None:
@@ -31,7 +31,7 @@ class ExactGradients:
         self._log_sum_exp = torch.stack(every).logsumexp(dim=0)
 
     def logits_error(self, gradients: Sequence[Tensor]) -> float:
-        """Largest error of a candidate's logits gradient, relative to the largest gradient."""
+        """Return the largest error of a candidate's logits gradient, relative to the largest gradient."""
         (actual,) = gradients
         error = largest = 0.0
         for rows in self._blocks():
@@ -41,7 +41,7 @@ class ExactGradients:
         return self._over_ranks(error, largest)
 
     def head_error(self, gradients: Sequence[Tensor]) -> float:
-        """Largest error of a candidate's hidden and weight gradients, each relative to its largest element."""
+        """Return the largest error of a candidate's hidden and weight gradients, relative to their largest elements."""
         hidden, weight = self._problem.hidden, self._problem.weight
         dtype = self._log_sum_exp.dtype
         grad_hidden = torch.zeros(hidden.shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The loss of given logits, which each candidate may overwrite."""
+"""The loss of given logits, which a candidate may overwrite."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CANDIDATES = ("ours", "dtensor", "reference", "limit")
 
 
 def make_logits(problem: Problem) -> Tensor:
-    """This rank's logits ``[n, v/t]``."""
+    """Return this rank's logits, ``[n, v/t]``."""
     return F.linear(problem.hidden, problem.weight)
 
 
 def make_candidates(problem: Problem, group: ProcessGroup, mesh: DeviceMesh) -> dict[str, Candidate]:
-    """All of them, on one working copy of the logits that is restored before every step."""
+    """Create all candidates, on one working copy of the logits that is restored before every step."""
     pristine = make_logits(problem)
     logits = pristine.clone().requires_grad_()
     target, start = problem.target, problem.start
@@ -56,8 +56,8 @@ def make_candidates(problem: Problem, group: ProcessGroup, mesh: DeviceMesh) -> 
 
 
 def _two_reads_and_a_write(logits: Tensor) -> Callable[[], Sequence[Tensor]]:
-    """The least that goes through memory: the statistics need every logit before the gradient can have any."""
-    # In words of four bytes, whatever the logits are, so that nothing is converted.
+    """Create a step with the least memory traffic: the statistics read every logit before the gradient can start."""
+    # Use words of four bytes for any dtype, so that nothing is converted.
     flat = logits.view(-1)
     words = flat[: flat.numel() * flat.element_size() // 4 * 4 // flat.element_size()].view(torch.float32)
 

@@ -1,4 +1,4 @@
-"""What every candidate starts from, and what a candidate is."""
+"""The input of every candidate, and the definition of a candidate."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class LossSizes:
-    """One batch of tokens.
+    """Sizes of a batch of tokens.
 
     Attributes:
-        num_tokens: in the batch.
-        vocab_size: of all ranks together.
+        num_tokens: number of tokens in the batch.
+        vocab_size: vocabulary size over all ranks.
         hidden_size: width of the output layer's input.
 
     Raises:
-        ConfigError: a size that cannot be.
+        ConfigError: a size is out of range.
     """
 
     num_tokens: int
@@ -37,7 +37,7 @@ class LossSizes:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
 
     def check_split(self, num_ranks: int) -> None:
-        """Raise ConfigError unless the ranks divide the vocabulary, as DTensor's loss needs it."""
+        """Raise ConfigError unless the number of ranks divides the vocabulary, as DTensor's loss requires."""
         if self.vocab_size % num_ranks != 0:
             raise ConfigError(f"vocab_size {self.vocab_size} is not a multiple of the {num_ranks} ranks")
 
@@ -47,10 +47,10 @@ class Problem:
     """One rank's part of the batch.
 
     Attributes:
-        sizes: of the whole.
-        hidden: ``[n, h]``, the same on every rank.
-        weight: ``[v/t, h]``.
-        target: ``[n]`` global ids, the same on every rank.
+        sizes: sizes of the whole batch.
+        hidden: hidden states ``[n, h]``, the same on every rank.
+        weight: weight of the output layer, ``[v/t, h]``.
+        target: global ids ``[n]``, the same on every rank.
         start: first id of this rank.
     """
 
@@ -62,7 +62,7 @@ class Problem:
 
     @classmethod
     def draw(cls, sizes: LossSizes, dtype: torch.dtype, rank: int, num_ranks: int, seed: int) -> Problem:
-        """Random hidden states and weights, whose logits have a standard deviation of 2."""
+        """Draw random hidden states and weights; the logits have a standard deviation of 2."""
         start, stop = balanced_range(sizes.vocab_size, num_ranks, rank)
         common = torch.Generator().manual_seed(seed)
         hidden = torch.randn(sizes.num_tokens, sizes.hidden_size, generator=common)
@@ -74,12 +74,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute the loss, summed over the tokens, and its gradients.
+    """One implementation of the loss, summed over the tokens, and of its gradients.
 
     Attributes:
-        step: forward and backward; returns the gradients, for the logits or for hidden states and weight. None of a
-            limit, which computes no loss.
-        prepare: what comes before a step and is not timed.
+        step: runs forward and backward pass and returns the gradients of the logits, or of hidden states and weight;
+            no gradients for a lower bound, which computes no loss.
+        prepare: called before each step, not timed.
     """
 
     step: Callable[[], Sequence[Tensor]]

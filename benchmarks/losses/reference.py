@@ -1,7 +1,7 @@
-"""The reference's algorithm, written plainly: an fp32 copy of the logits and three all-reduces.
+"""The reference's algorithm in its simplest form: an fp32 copy of the logits and three all-reduces.
 
-A local maximum, its maximum over the ranks; the target's logit where a rank has it, and its sum over the ranks; the sum
-of exponentials, and its sum over the ranks. fp32 logits are overwritten, others copied.
+The all-reduces compute the maximum of the local maxima; the sum of the target's logit, which one rank has; and the sum
+of the exponentials. fp32 logits are overwritten, others are copied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 
 class ReferenceCrossEntropy(Function):
-    """Loss of each token, ``[n, v/t]`` to ``[n]``."""
+    """Loss of each token: ``[n, v/t]`` to ``[n]``."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, start: int, group: ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a rank runs: the candidates of one contest, compared, timed and weighed on demand."""
+"""The object in a rank's process: checks the candidates of one contest, and measures their time and memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SEED = 1234
 
 
 class Runner:
-    """What a worker holds: its rank, and the candidates made last.
+    """A rank and its current candidates.
 
     Args:
-        store: file through which the ranks meet.
+        store: file through which the ranks connect.
         rank: this rank.
     """
 
@@ -34,10 +34,10 @@ class Runner:
         self._group: ProcessGroup = self._topology.group("tp")
 
     def make(self, contest: str, dtype: str, sizes: LossSizes) -> dict[str, float]:
-        """Make the candidates of ``contest`` in place of the last ones.
+        """Create the candidates of ``contest``, and discard the previous ones.
 
         Returns:
-            Each candidate's largest error, relative to the largest gradient; limits have none.
+            Each candidate's largest error, relative to the largest gradient, without lower bounds.
         """
         self._candidates = {}
         one_rank = contest == "one_rank"
@@ -49,7 +49,7 @@ class Runner:
             logits = from_logits.make_logits(problem)
             error_of = ExactGradients(problem, lambda rows: logits[rows].double(), self._group).logits_error
         else:
-            # Needed here only.
+            # Not at the top, because only this branch needs it.
             from losses import with_head
 
             if one_rank:
@@ -69,9 +69,9 @@ class Runner:
         return errors
 
     def time_steps(self, name: str, num_steps: int) -> tuple[float, float]:
-        """Wall and processor seconds of a step of a candidate on this rank, from when all ranks are ready."""
+        """Return wall and processor seconds per step of a candidate on this rank, starting when all ranks are ready."""
         candidate = self._candidates[name]
-        # Another candidate had the caches.
+        # Warm up, because the caches are filled by another candidate.
         candidate.prepare()
         candidate.step()
         gc.collect()
@@ -89,7 +89,7 @@ class Runner:
         return wall / num_steps, processor / num_steps
 
     def extra_bytes(self, name: str) -> int | None:
-        """What a step takes beyond what it starts with at its peak, results included; None if that cannot be told."""
+        """Return the peak memory of a step beyond its start, including results, in bytes; None if it is unknown."""
         candidate = self._candidates[name]
         candidate.prepare()
         candidate.step()
@@ -108,7 +108,7 @@ class Runner:
 
 
 def _reset_peak() -> int | None:
-    """Make the present memory the peak, and return it."""
+    """Reset the peak to the current memory, and return it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -117,7 +117,7 @@ def _reset_peak() -> int | None:
 
 
 def _status(name: str) -> int | None:
-    """Bytes that Linux knows of this process."""
+    """Return a size in bytes from Linux's status of this process."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -25,7 +25,7 @@ ONE_RANK_CANDIDATES = ("ours_local", "ours_chunked", "linear_and_cross_entropy",
 
 
 def make_candidates(problem: Problem, group: ProcessGroup, mesh: DeviceMesh) -> dict[str, Candidate]:
-    """All candidates on several ranks."""
+    """Create all candidates for several ranks."""
     hidden, weight = (x.clone().requires_grad_() for x in (problem.hidden, problem.weight))
     target, start = problem.target, problem.start
 
@@ -40,7 +40,7 @@ def make_candidates(problem: Problem, group: ProcessGroup, mesh: DeviceMesh) -> 
         with loss_parallel():
             loss = F.cross_entropy(F.linear(*placed), target, reduction="sum")
             grad_hidden, grad_weight = torch.autograd.grad(loss, placed)
-        # What comes before the output layer waits for the sum over the ranks.
+        # The layers before the output layer would wait for the sum over the ranks.
         assert isinstance(grad_hidden, DTensor)
         return _local(grad_hidden.redistribute(placements=[Replicate()])), _local(grad_weight)
 
@@ -59,7 +59,7 @@ def make_candidates(problem: Problem, group: ProcessGroup, mesh: DeviceMesh) -> 
 
 
 def make_one_rank_candidates(problem: Problem, group: ProcessGroup) -> dict[str, Candidate]:
-    """All candidates on one rank; ``group`` is that rank's own."""
+    """Create all candidates for one rank; ``group`` has only this rank."""
     hidden, weight = (x.clone().requires_grad_() for x in (problem.hidden, problem.weight))
     target = problem.target
 
@@ -67,7 +67,7 @@ def make_one_rank_candidates(problem: Problem, group: ProcessGroup) -> dict[str,
         return F.cross_entropy(F.linear(hidden, weight), target, reduction="sum")
 
     def together() -> Tensor:
-        # Not in every PyTorch.
+        # Missing in some versions of PyTorch.
         fused: Any = F.linear_cross_entropy
         loss: Tensor = fused(hidden, weight, target, reduction="sum")
         return loss
@@ -92,8 +92,8 @@ def _ours(vocab_size: int, hidden: Tensor, weight: Tensor, target: Tensor, group
             memory_budget=memory_budget,
         )
 
-    # The first keeps this rank's logits, the second one slice of them: the goal leaves 16 MiB, of which the bf16
-    # product for the weight's gradient takes another slice, and the hidden gradient's reduction two tensors of 4.
+    # The first plan stores this rank's logits, the second only a slice. The goal leaves 16 MiB for this slice, another
+    # slice in the bf16 product of the weight gradient, and two tensors of 4 MiB in the hidden gradient's reduction.
     budgets = {"local_logits": 1 << 40, "chunked": 4 << 20}
     return {
         "ours_" + plan.partition("_")[0]: Candidate(partial(_gradients, partial(loss, plan, budget), hidden, weight))
@@ -111,7 +111,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _gemms(hidden: Tensor, weight: Tensor, *, num_forwards: int) -> Callable[[], Sequence[Tensor]]:
-    """The matrix products alone: logits, hidden gradient, weight gradient."""
+    """Create a step with only the matrix products: logits, hidden gradient, weight gradient."""
 
     def step() -> Sequence[Tensor]:
         for _ in range(num_forwards):

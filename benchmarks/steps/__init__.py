@@ -1,1 +1,1 @@
-"""One training step of one model, in every way that `train_step.py` compares."""
+"""A training step of one model, in all implementations that `train_step.py` compares."""

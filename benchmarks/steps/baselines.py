@@ -1,8 +1,8 @@
 """Training steps without Shardwise: one process, and DTensor.
 
-Each ``make_...`` returns a function that does one whole training step. The baselines are written as their best users
-would: fused AdamW, gradients set to None, local tensors between the parallel layers, one reduction where three linear
-layers share an input.
+Each ``make_...`` returns a function that runs one whole training step. The baselines are written as an expert would:
+fused AdamW, gradients set to None, local tensors between the parallel layers, one reduction if three linear layers
+share an input.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from steps.problem import (
 
 
 def split_parameters(model: nn.Module) -> tuple[list[Parameter], list[Parameter]]:
-    """The matrices, and the weights of norms."""
+    """Return the matrices, and the weights of norms."""
     params = list(model.parameters())
     return [param for param in params if param.dim() >= 2], [param for param in params if param.dim() < 2]
 
 
 def make_adamw(matrices: Iterable[Parameter], norms: Iterable[Parameter]) -> torch.optim.AdamW:
-    """Fused AdamW that decays matrices and not norms. A group is all DTensors or all plain tensors, as it demands."""
+    """Create a fused AdamW with weight decay only for matrices; it needs groups of only DTensors or plain tensors."""
     groups = [
         {"params": list(matrices), "weight_decay": WEIGHT_DECAY},
         {"params": list(norms), "weight_decay": 0.0},
@@ -54,12 +54,12 @@ def make_adamw(matrices: Iterable[Parameter], norms: Iterable[Parameter]) -> tor
 
 
 def gradients_of(params: Iterable[Parameter]) -> list[Tensor]:
-    """Those that there are."""
+    """Return the gradients that are not None."""
     return [param.grad for param in params if param.grad is not None]
 
 
 def make_single(problem: Problem, *, fused: bool = False) -> Step:
-    """One process, the whole model."""
+    """Create a step of the whole model in one process."""
     model = DenseLlama(problem.sizes, fused=fused).load(problem.weights)
     matrices, norms = split_parameters(model)
     optimizer = make_adamw(matrices, norms)
@@ -77,10 +77,10 @@ def make_single(problem: Problem, *, fused: bool = False) -> Step:
 
 
 def make_dtensor(problem: Problem, mesh: DeviceMesh, *, sequence_parallel: bool = False, fused: bool = False) -> Step:
-    """The plan of torchtitan's Llama, with or without sequence parallelism.
+    """Create a step with the plan of torchtitan's Llama, with or without sequence parallelism.
 
-    With sequence parallelism the sequence comes first: gathering and scattering the first dimension needs no copies.
-    Without, norms stay plain parameters, which are quicker than replicated DTensors.
+    With sequence parallelism the sequence is the first dimension, so that gathering and scattering need no copies.
+    Without it, norms stay plain parameters, which are faster than replicated DTensors.
     """
     sequence_dim = 0 if sequence_parallel else 1
     model = DenseLlama(problem.sizes, sequence_dim=sequence_dim, fused=fused)
@@ -106,9 +106,9 @@ def make_dtensor(problem: Problem, mesh: DeviceMesh, *, sequence_parallel: bool 
 
 
 def _parallelize_(model: DenseLlama, mesh: DeviceMesh, sequence: Shard | None) -> None:
-    """Split the model; ``sequence`` is the layout between the parallel layers with sequence parallelism."""
+    """Split the model; ``sequence`` is the placement between the parallel layers, None without sequence parallelism."""
     between = Replicate() if sequence is None else sequence
-    # Once per input, so that queries, keys and values share one reduction of their input's gradient.
+    # One style per input, so that queries, keys and values share one reduction of their input's gradient.
     prepare = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
@@ -130,10 +130,10 @@ def _parallelize_(model: DenseLlama, mesh: DeviceMesh, sequence: Shard | None) -
 
 
 def _clip_dtensor_gradients_(matrices: list[Parameter], norms: list[Parameter]) -> Tensor:
-    """Clip as ``clip_grad_norm_`` does, which refuses a mixture of DTensors and plain tensors."""
+    """Clip like ``clip_grad_norm_``, which does not accept a mixture of DTensors and plain tensors."""
     for param in (*matrices, *norms):
-        # The embedding's gradient comes whole, and those of sequence-parallel norms as partial sums. Moved to their
-        # parameters' placements once here, they are not moved again by each later use.
+        # The embedding's gradient is whole, and the gradients of sequence-parallel norms are partial sums. They are
+        # redistributed to their parameters' placements once here, and not again by each later use.
         if isinstance(param, DTensor) and isinstance(param.grad, DTensor) and param.grad.placements != param.placements:
             param.grad = param.grad.redistribute(placements=param.placements)
     parts = [get_total_norm(gradients_of(matrices)), get_total_norm(gradients_of(norms))]

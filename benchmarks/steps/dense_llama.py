@@ -1,7 +1,7 @@
 """A Llama-like model in plain PyTorch, for every baseline.
 
-The modules and their names are torchtitan's. Rotary positions multiply complex numbers, as there: of the ways to write
-them in plain PyTorch it is the fastest on a CPU.
+The modules and their names follow torchtitan. Rotary positions multiply complex numbers, also as in torchtitan, which
+is the fastest way in plain PyTorch on a CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from steps.problem import NORM_EPSILON, ROTARY_BASE, LlamaSizes, Weights, fuse_q
 
 
 class _Rotary:
-    """Turns pairs of neighbouring channels by position times frequency."""
+    """Rotates pairs of adjacent channels by position times frequency."""
 
     def __init__(self, sizes: LlamaSizes, sequence_dim: int) -> None:
         exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.float64) / sizes.head_dim
@@ -25,7 +25,7 @@ class _Rotary:
         self.turns = turns.unsqueeze(1 - sequence_dim)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[b, s, heads, d]`` or ``[s, b, heads, d]`` to the same."""
+        """Map ``[b, s, heads, d]`` or ``[s, b, heads, d]`` to the same shape."""
         return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * self.turns).flatten(-2)
 
 
@@ -93,10 +93,11 @@ class DenseLlama(nn.Module):
     """The model.
 
     Args:
-        sizes: of the whole model.
-        shards: build the modules this many times narrower, for a rank that holds one shard of each weight.
-        sequence_dim: 1 for ``[b, s, h]`` inside, 0 for ``[s, b, h]``.
-        fused: one linear layer in place of three for queries, keys and values, and one in place of two for gate and up.
+        sizes: sizes of the whole model.
+        shards: factor by which the modules are narrower, for a rank that holds one shard of each weight.
+        sequence_dim: 1 for hidden states ``[b, s, h]``, 0 for ``[s, b, h]``.
+        fused: use one linear layer instead of three for queries, keys and values, and one instead of two for gate and
+            up.
     """
 
     def __init__(self, sizes: LlamaSizes, *, shards: int = 1, sequence_dim: int = 1, fused: bool = False) -> None:
@@ -111,12 +112,12 @@ class DenseLlama(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Let the output layer use the embedding's parameter, if it should; anew after parameters were replaced."""
+        """Make the output layer use the embedding's parameter if weights are tied; call again after replacing it."""
         if self.sizes.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``[b, s]`` ids to ``[b, s, v]`` logits, or ``[s, b]`` to ``[s, b, v]``."""
+        """Compute logits ``[b, s, v]`` from ids ``[b, s]``, or ``[s, b, v]`` from ``[s, b]``."""
         x = self.tok_embeddings(ids)
         for layer in self.layers:
             x = layer(x)
@@ -128,8 +129,8 @@ class DenseLlama(nn.Module):
         """Copy whole weights into the unsplit model, and return it.
 
         Args:
-            weights: from ``make_weights``.
-            num_ranks: ranks over which a fused gate and up will be split: each rank's rows must be its part of both.
+            weights: whole weights, as in ``Problem``.
+            num_ranks: number of ranks that will split a fused gate and up, in which each rank's parts are adjacent.
         """
         targets = dict(self.named_parameters())
         for name, whole in _fused(weights, self.sizes.head_dim, num_ranks) if self.fused else weights.items():
@@ -139,7 +140,7 @@ class DenseLlama(nn.Module):
 
 
 def _fused(weights: Weights, head_dim: int, num_ranks: int) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names of ``DenseLlama(fused=True)``."""
+    """Yield the weights under the names of ``DenseLlama(fused=True)``."""
     for name, whole in weights.items():
         if name.endswith("wq.weight"):
             parts = [weights[name.replace("wq", linear)] for linear in ("wq", "wk", "wv")]

@@ -1,4 +1,4 @@
-"""Training steps of exact and of plain runs, on this process alone and on two tensor-parallel ranks."""
+"""Training steps of exact and plain runs, on a single process and on two tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shardwise.training.trainer import Trainer
 from steps.problem import LlamaSizes
 
 EXACT_VARIANTS = ("exact", "plain", "plain_whole")
-"""Exact; plain with the same micro-batches; plain with the samples at once, as it takes them by default."""
+"""Exact; plain with the same micro-batches; plain with all samples at once, the default."""
 
 _SEED = 1
 
 
 def settings_of(sizes: LlamaSizes, variant: str, tp: int) -> Settings:
-    """Of a run of the variant."""
+    """Return the settings of a run of the variant."""
     model = ModelSettings(
         num_layers=sizes.num_layers,
         hidden_size=sizes.hidden_size,
@@ -50,15 +50,15 @@ def settings_of(sizes: LlamaSizes, variant: str, tp: int) -> Settings:
 
 
 class ExactRunner:
-    """One rank's trainers of all variants, each with groups of its own.
+    """One rank's trainers of all variants, each with its own groups.
 
     Args:
-        store: file through which two ranks meet; None for a rank alone.
-        rank: of this process.
+        store: file through which two ranks connect; None for a single rank.
+        rank: rank of this process.
     """
 
     def __init__(self, store: str | None, rank: int) -> None:
-        # As a run does.
+        # As in a run.
         keep_freed_memory()
         self._folder = tempfile.TemporaryDirectory()
         self._tp = 1 if store is None else NUM_RANKS
@@ -72,7 +72,7 @@ class ExactRunner:
         self._trainers: dict[str, Trainer] = {}
 
     def prepare(self, sizes: LlamaSizes) -> int:
-        """Make the trainers; returns the number of this rank's parameters."""
+        """Create the trainers, and return the number of this rank's parameters."""
         self._leave_topologies()
         generator = torch.Generator().manual_seed(_SEED)
         ids = torch.randint(sizes.vocab_size, (sizes.batch_size, sizes.sequence_length + 1), generator=generator)
@@ -88,11 +88,11 @@ class ExactRunner:
         return sum(param.numel() for param in self._trainers["exact"].model.parameters())
 
     def run_steps(self, variant: str, num_steps: int) -> list[tuple[str, str]]:
-        """Loss and gradient norm of some steps, every bit of them."""
+        """Run some steps, and return every bit of the loss and the gradient norm of each."""
         return [self._step(variant, step) for step in range(num_steps)]
 
     def check(self) -> float:
-        """Seconds that an exact run takes to try its device."""
+        """Return the seconds that the trials of an exact run take."""
         trainer = self._trainers["exact"]
         settings = trainer.settings
         sizes = {"micro_batch_size": settings.micro_batch_size(1), "sequence_length": settings.sequence_length}
@@ -101,7 +101,7 @@ class ExactRunner:
         return time.perf_counter() - start
 
     def time_steps(self, variant: str, num_steps: int) -> float:
-        """Seconds of so many steps."""
+        """Return the seconds of ``num_steps`` steps."""
         return seconds_of(lambda: self._step(variant, 0), num_steps, together=self._tp > 1)
 
     def _step(self, variant: str, step: int) -> tuple[str, str]:

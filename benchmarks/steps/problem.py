@@ -1,4 +1,4 @@
-"""What every variant of the training step shares: sizes, weights, batch, and the optimizer's settings."""
+"""Common input of all variants of the training step: sizes, weights, batch, and the optimizer's settings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Weights = dict[str, Tensor]
 """Whole weights under the names of ``DenseLlama``."""
 
 Step = Callable[[], tuple[Tensor, Tensor]]
-"""One training step; returns the loss and the gradient's norm before clipping."""
+"""One training step; returns the loss and the gradient norm before clipping."""
 
 NORM_EPSILON = 1e-5
 ROTARY_BASE = 10000.0
 
-# So low that the one batch is not learnt by heart during a run: probabilities near 0 become denormal and slow.
+# Low, so that a run does not memorize its single batch: probabilities near 0 would become denormal and slow.
 LEARNING_RATE = 1e-5
 WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
@@ -29,7 +29,7 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True)
 class LlamaSizes:
-    """One model and its batch.
+    """Sizes of a model and its batch.
 
     Attributes:
         hidden_size: width of the residual stream.
@@ -39,10 +39,10 @@ class LlamaSizes:
         vocab_size: number of token ids.
         sequence_length: tokens in a sample.
         batch_size: samples in a step.
-        tie_embeddings: the output layer uses the embedding's weight.
+        tie_embeddings: whether the output layer uses the embedding's weight.
 
     Raises:
-        ConfigError: sizes out of range.
+        ConfigError: a size is out of range.
     """
 
     hidden_size: int
@@ -65,7 +65,7 @@ class LlamaSizes:
             )
 
     def check_split(self, num_ranks: int) -> None:
-        """Raise ConfigError unless the ranks divide all that they split."""
+        """Raise ConfigError unless the number of ranks divides all sizes that are split."""
         for name in ("num_heads", "ffn_hidden_size", "vocab_size", "sequence_length"):
             if getattr(self, name) % num_ranks != 0:
                 raise ConfigError(f"{name} {getattr(self, name)} is not a multiple of the {num_ranks} ranks")
@@ -78,13 +78,13 @@ class LlamaSizes:
 
 @dataclass(frozen=True)
 class Problem:
-    """What every variant starts from; bit for bit the same in every process.
+    """The input of every variant; bit for bit the same in every process.
 
     Attributes:
-        sizes: of the whole model.
-        weights: the whole weights.
-        ids: ``[b, s]`` token ids, the same batch in every step.
-        labels: ``[b, s]`` ids to predict.
+        sizes: sizes of the whole model.
+        weights: whole weights.
+        ids: token ids ``[b, s]``, the same batch in every step.
+        labels: ids to predict, ``[b, s]``.
     """
 
     sizes: LlamaSizes
@@ -94,7 +94,7 @@ class Problem:
 
     @classmethod
     def draw(cls, sizes: LlamaSizes, seed: int) -> Problem:
-        """Random weights and tokens."""
+        """Draw random weights and tokens."""
         generator = torch.Generator().manual_seed(seed)
         weights = _draw_weights(sizes, generator)
         tokens = torch.randint(sizes.vocab_size, (sizes.batch_size, sizes.sequence_length + 1), generator=generator)
@@ -102,7 +102,7 @@ class Problem:
 
 
 def fuse_qkv(parts: Sequence[Tensor], head_dim: int) -> Tensor:
-    """One weight from those of queries, keys and values: a block for each head, with its rows of the three in turn."""
+    """Fuse the weights of queries, keys and values: the rows of each head are adjacent, in this order."""
     return torch.stack([part.unflatten(0, (-1, head_dim)) for part in parts], dim=1).flatten(0, 2)
 
 
@@ -111,11 +111,11 @@ def _draw_weights(sizes: LlamaSizes, generator: torch.Generator) -> Weights:
     weights: Weights = {}
 
     def add(name: str, *shape: int) -> None:
-        # Large enough that attention looks somewhere, or a mistake in it would not show in the loss.
+        # Large enough that attention is not uniform; otherwise an error in it would not show in the loss.
         weights[name] = torch.randn(shape, generator=generator) * h**-0.5
 
     def add_norm(name: str) -> None:
-        # Norms of ones would hide a norm that was not copied.
+        # Norm weights of 1 would hide a norm that was not copied.
         weights[name] = 1.0 + 0.1 * torch.randn(h, generator=generator)
 
     add("tok_embeddings.weight", sizes.vocab_size, h)

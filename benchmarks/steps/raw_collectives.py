@@ -1,4 +1,4 @@
-"""The training step of the dense modules with collectives written by hand: what DTensor and Shardwise stand between."""
+"""The training step of the dense modules with collectives written by hand: a lower bound for DTensor and Shardwise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from steps.problem import MAX_GRAD_NORM, Problem, Step, Weights
 
 
 def make_raw(problem: Problem, group: ProcessGroup) -> Step:
-    """Collectives by hand around the narrow model: the least that tensor parallelism can cost with these modules."""
+    """Create a step with collectives around the narrow model: the minimum cost of tensor parallelism here."""
     t, rank = group.size(), group.rank()
     model = DenseLlama(problem.sizes, shards=t).load(_shards(problem.weights, t, rank))
     first_id, num_ids = rank * model.tok_embeddings.num_embeddings, model.tok_embeddings.num_embeddings
@@ -87,7 +87,7 @@ class _Reduce(Function):
 
 
 class _CrossEntropy(Function):
-    """The usual two reductions: the largest logit, then the sum of exponentials together with the target's logit."""
+    """Loss with two all-reduces: the largest logit, then the sum of exponentials together with the target's logit."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, local_labels: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Training steps of data-parallel ranks: Shardwise's model under PyTorch's wrappers and under Shardwise's own."""
+"""Training steps of data-parallel ranks: Shardwise's model with the wrappers of PyTorch and of Shardwise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from steps.problem import MAX_GRAD_NORM, LlamaSizes, Problem, Step
 from steps.runner import SEED
 from steps.shardwise_step import make_model, make_optimizer
 
-# The last computes what ``zero`` computes and communicates nothing, so it has other numbers than the rest.
+# The last variant computes like ``zero`` without communication, so its results differ from the others.
 SILENT = "silent"
 REPLICA_VARIANTS = ("ddp", "fsdp2", "buffers", "zero", "buffers_gloo", "zero_gloo", SILENT)
 
@@ -38,8 +38,8 @@ class Replica:
     """One rank of a variant.
 
     Attributes:
-        step: a training step; the loss is the mean over this rank's samples.
-        held: gives all tensors that the rank keeps from step to step.
+        step: training step; the loss is the mean over this rank's samples.
+        held: returns all tensors that the rank keeps between steps.
     """
 
     step: Step
@@ -47,7 +47,7 @@ class Replica:
 
 
 def make_ddp(problem: Problem, topology: Topology, group: ProcessGroup) -> Replica:
-    """PyTorch's DistributedDataParallel, whose gradients are views of its buckets, so that it keeps them once."""
+    """Use PyTorch's DistributedDataParallel, with gradients as views of its buckets, so that they are stored once."""
     model = make_model(problem, topology)
     optimizer = make_optimizer(model)
     wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
@@ -60,18 +60,18 @@ def make_ddp(problem: Problem, topology: Topology, group: ProcessGroup) -> Repli
         optimizer.zero_grad()
         return loss.detach(), norm
 
-    # Its buckets are not to be had, and are as large as the parameters.
+    # The buckets are not accessible. They are as large as the parameters.
     return Replica(step, lambda: [*_held_by(model, optimizer), *(torch.empty_like(p) for p in model.parameters())])
 
 
 def make_fsdp2(problem: Problem, topology: Topology, group: ProcessGroup) -> Replica:
-    """PyTorch's ``fully_shard`` of each layer and of the model."""
+    """Use PyTorch's ``fully_shard`` on each layer and on the model."""
     model = make_model(problem, topology)
     mesh = DeviceMesh.from_group(group, "cpu")
     for module in (*model.decoder.layers, model):
         fully_shard(module, mesh=mesh)
         assert isinstance(module, FSDPModule)
-        # gloo has no average.
+        # gloo has no averaging reduction.
         module.set_force_sum_reduction_for_comms(True)
     optimizer = make_optimizer(model)
 
@@ -83,12 +83,12 @@ def make_fsdp2(problem: Problem, topology: Topology, group: ProcessGroup) -> Rep
         optimizer.zero_grad()
         return loss.detach(), norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    # Gradients are shards as parameters are, and are gone after a step.
+    # Gradients are sharded like parameters, and are freed after a step.
     return Replica(step, lambda: [*_held_by(model, optimizer), *(torch.empty_like(p) for p in model.parameters())])
 
 
 def make_buffers(problem: Problem, topology: Topology, group: ProcessGroup, *, zero: bool = False) -> Replica:
-    """Shardwise's gradient buffers, and with ``zero`` its split optimizer state."""
+    """Use Shardwise's gradient buffers, and with ``zero`` its split optimizer state."""
     model: GPT = make_model(problem, topology)
     gradients = GradientBuffers(model, group=group, average=True, scatter=zero)
     inner = make_optimizer(model)
@@ -108,12 +108,10 @@ def make_buffers(problem: Problem, topology: Topology, group: ProcessGroup, *, z
 
 
 def make_silent(problem: Problem, topology: Topology, group: ProcessGroup) -> Replica:
-    """Forward, backward, clipping and a rank's share of the update, without any communication: the least that a step
-    of ``zero`` could take.
-    """
+    """Run forward, backward, clipping and a rank's part of the update without communication, a bound for ``zero``."""
     model = make_model(problem, topology)
     gradients = GradientBuffers(model, group=topology.group("tp"), average=True)
-    # Every second parameter by size is about half of the elements.
+    # Every second parameter in order of size: about half of the elements.
     mine = nn.ParameterList(sorted(model.parameters(), key=Tensor.numel)[::-NUM_RANKS])
     optimizer = make_optimizer(mine)
 
@@ -135,17 +133,17 @@ def _held_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Ten
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of each storage once, on this rank."""
+    """Return the bytes of the tensors on this rank, each storage counted once."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in local}
     return sum(storages.values())
 
 
 class ReplicaRunner:
-    """What a worker holds: the variants that it can run, and those made so far.
+    """A rank and its current variants.
 
     Args:
-        store: file through which the ranks meet.
+        store: file through which the ranks connect.
         rank: this rank.
     """
 
@@ -153,7 +151,7 @@ class ReplicaRunner:
         self._topology = join_ranks(store, rank, tp=1)
         self._rank = rank
         self._replicas: dict[str, Replica] = {}
-        # A group for each wrapper, so that none finds what another left in it.
+        # A separate group for each wrapper, so that no wrapper sees state that another left in it.
         self._groups = {name: torch.distributed.new_group(range(NUM_RANKS)) for name in REPLICA_VARIANTS}
         for name, group in self._groups.items():
             if name.endswith("_gloo"):
@@ -166,7 +164,7 @@ class ReplicaRunner:
                     os.environ[SWITCH] = before
 
     def prepare(self, sizes: LlamaSizes, variants: Sequence[str]) -> int:
-        """Make the variants of a model, in place of those of the last one; returns its number of parameters."""
+        """Create the variants of a model, discard the previous ones, and return the number of parameters."""
         self._replicas = {}
         every = Problem.draw(dataclasses.replace(sizes, batch_size=NUM_RANKS * sizes.batch_size), SEED)
         mine = slice(self._rank * sizes.batch_size, (self._rank + 1) * sizes.batch_size)
@@ -179,17 +177,17 @@ class ReplicaRunner:
         return sum(weight.numel() for weight in problem.weights.values())
 
     def run_steps(self, variant: str, num_steps: int) -> list[tuple[float, float]]:
-        """Loss of all samples and gradient norm of each of the next steps."""
+        """Run the next steps and return the loss of all samples and the gradient norm of each."""
         results = [self._replicas[variant].step() for _ in range(num_steps)]
         group = self._topology.group("dp")
         return [(float(all_reduce(loss, group=group)) / NUM_RANKS, float(norm)) for loss, norm in results]
 
     def num_bytes(self, variant: str) -> int:
-        """What this rank keeps of weights, gradients and optimizer state, after a step."""
+        """Return the bytes of weights, gradients and optimizer state that this rank keeps after a step."""
         return bytes_of(self._replicas[variant].held())
 
     def time_steps(self, variant: str, num_steps: int) -> float:
-        """Seconds that the next steps take on this rank, from when all ranks are ready."""
+        """Return the seconds that the next steps take on this rank, starting when all ranks are ready."""
         return seconds_of(self._replicas[variant].step, num_steps, together=True)
 
     def close(self) -> None:

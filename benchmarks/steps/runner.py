@@ -1,4 +1,4 @@
-"""What a worker process runs: the variants by name, checked and timed on demand."""
+"""The object in a worker process: runs and times the variants by name."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Maker = Callable[[Problem], Step]
 
 
 class Runner:
-    """What a worker holds: the variants that it can run, and those made so far.
+    """A worker and its current variants.
 
     Args:
-        store: file through which the ranks meet; None for the single process.
+        store: file through which the ranks connect; None for the single process.
         rank: this rank.
     """
 
@@ -44,7 +44,7 @@ class Runner:
         self._steps: dict[str, Step] = {}
 
     def prepare(self, sizes: LlamaSizes, variants: Sequence[str]) -> int:
-        """Make the variants of a model, in place of those of the last one; returns its number of parameters."""
+        """Create the variants of a model, discard the previous ones, and return the number of parameters."""
         self._steps = {}
         problem = Problem.draw(sizes, SEED)
         for variant in variants:
@@ -52,12 +52,12 @@ class Runner:
         return sum(weight.numel() for weight in problem.weights.values())
 
     def run_steps(self, variant: str, num_steps: int) -> list[tuple[float, float]]:
-        """Loss and gradient norm of each of the next steps."""
+        """Run the next steps and return the loss and the gradient norm of each."""
         results = [self._steps[variant]() for _ in range(num_steps)]
         return [(_as_float(loss), _as_float(norm)) for loss, norm in results]
 
     def time_steps(self, variant: str, num_steps: int) -> float:
-        """Seconds that the next steps take on this rank, from when all ranks are ready."""
+        """Return the seconds that the next steps take on this rank, starting when all ranks are ready."""
         return seconds_of(self._steps[variant], num_steps, together=self._topology is not None)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The training step of Shardwise, from the same weights as the baselines."""
+"""The training step of Shardwise, with the same weights as the baselines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NAMES = {
 
 
 def make_shardwise(problem: Problem, topology: Topology, *, sequence_parallel: bool = False) -> Step:
-    """Tensor parallelism, with or without sequence parallelism."""
+    """Create a step with tensor parallelism, with or without sequence parallelism."""
     tp_group, dp_group = topology.group("tp"), topology.group("dp")
     model = make_model(problem, topology, sequence_parallel=sequence_parallel)
     optimizer = make_optimizer(model)
@@ -57,7 +57,7 @@ def make_shardwise(problem: Problem, topology: Topology, *, sequence_parallel: b
 
 
 def make_model(problem: Problem, topology: Topology, *, sequence_parallel: bool = False) -> GPT:
-    """This rank's part of the model, with the weights of ``problem``."""
+    """Create this rank's part of the model, with the weights of ``problem``."""
     sizes, tp_group = problem.sizes, topology.group("tp")
     config = ModelConfig(
         num_layers=sizes.num_layers,
@@ -90,12 +90,12 @@ def make_model(problem: Problem, topology: Topology, *, sequence_parallel: bool 
 
 
 def make_optimizer(model: nn.Module) -> AdamW:
-    """As every variant has it."""
+    """Create the optimizer, with the same settings as in the other variants."""
     return AdamW(model, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY, betas=BETAS, epsilon=ADAM_EPSILON)
 
 
 def _whole_weight(name: str, weights: Weights, sizes: LlamaSizes) -> Tensor:
-    """The whole weight that Shardwise's model calls ``name``."""
+    """Return the whole weight with the name ``name`` in Shardwise's model."""
     prefix = ""
     if name.startswith("decoder.layers."):
         number, _, name = name.removeprefix("decoder.layers.").partition(".")
@@ -109,5 +109,5 @@ def _whole_weight(name: str, weights: Weights, sizes: LlamaSizes) -> Tensor:
 
 
 def _halves(weight: Tensor, sizes: LlamaSizes) -> Tensor:
-    """Rows of each head from pairs of neighbours to pairs half a head apart, which Shardwise's rotary turns."""
+    """Reorder the rows of each head: adjacent pairs become pairs half a head apart, as Shardwise rotates them."""
     return weight.view(sizes.num_heads, sizes.head_dim // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
