@@ -1,4 +1,4 @@
-"""Language models built from the transformer; PyTorch is imported with the first name that is asked for."""
+"""Language models built from the transformer. PyTorch is imported on the first access to a name."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2018, arXiv:1810.04805): every token sees every other; heads for masked tokens and sentences."""
+"""BERT (Devlin et al. 2018, arXiv:1810.04805): bidirectional attention, heads for masked tokens and next sentences."""
 
 import dataclasses
 from functools import partial
@@ -35,7 +35,7 @@ def _dense(
 
 
 class BertLMHead(GroupModule):
-    """Dense layer, activation and norm before the output layer; whole on every rank, and applied to its positions."""
+    """Dense layer, activation and norm before the output layer, whole on every rank and applied to its positions."""
 
     def __init__(self, config: ModelConfig, tp_group: ProcessGroup) -> None:
         super().__init__()
@@ -45,23 +45,23 @@ class BertLMHead(GroupModule):
             self.layernorm = make_norm(config)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[s, b, h]``, or ``[s/t, b, h]``, to the same."""
+        """Map ``[s, b, h]``, or ``[s/t, b, h]``, to the same shape."""
         output: Tensor = self.layernorm(self.activation_func(self.dense(hidden)))
         return output
 
 
 class Pooler(GroupModule):
-    """The first token's hidden state through a dense layer and tanh, a summary of the sequence; whole on every rank."""
+    """Summary of the sequence: a dense layer and tanh of the first token's hidden state; whole on every rank."""
 
     def __init__(self, config: ModelConfig, tp_group: ProcessGroup) -> None:
         super().__init__()
         self.dense = _dense(config, config.hidden_size, tp_group)
 
     def forward(self, hidden: Tensor, sequence: SequenceView) -> Tensor:
-        """``[s, b, h]``, or this rank's shard ``[s/t, b, h]``, to ``[b, h]``."""
+        """Map ``[s, b, h]``, or this rank's shard ``[s/t, b, h]``, to ``[b, h]``."""
         first = hidden[:1]
         if sequence.group is not None:
-            # Each rank that has tokens contributes one; the first rank's is the first of the sequence.
+            # Each rank that has tokens contributes one. The first rank's token is the first of the sequence.
             sizes = [min(size, 1) for size in sequence.sizes]
             first = moves.gather(first, dim=0, group=sequence.group, sizes=sizes)
         output: Tensor = torch.tanh(self.dense(first[0]))
@@ -71,31 +71,31 @@ class Pooler(GroupModule):
 class Bert(TransformerModel):
     """Embedding, transformer block, and heads for masked tokens and for the next sentence, or one stage of them.
 
-    BERT's own layers, and Hugging Face's, are those of ``norm_position="post"``, ``embedding_layernorm=True`` and
-    ``final_layernorm=False``; Megatron's are pre-norm.
+    The original BERT and Hugging Face's use ``norm_position="post"``, ``embedding_layernorm=True`` and
+    ``final_layernorm=False``. Megatron's is pre-norm.
 
     Args:
         config: sizes of the model.
-        vocab_size: number of token ids, of any size.
+        vocab_size: number of token ids; need not be divisible by the number of ranks.
         max_sequence_length: longest sequence; the size of a learned position embedding.
         groups: process groups, one for each kind of parallelism.
         num_tokentypes: number of token types; 0 for none.
-        layer_spec: what a layer is made of. Its ``SelfAttention`` is not causal here, unless one is given that says
-            what it forbids (``functools.partial(SelfAttention, attn_mask_type=...)``).
-        add_binary_head: there are a pooler and a head for the next sentence; not with ``classification``.
-        options: ``pre_process`` and what follows it, as for ``GPT``.
+        layer_spec: parts of a layer. The default ``SelfAttention`` is not causal; for another mask, give
+            ``functools.partial(SelfAttention, attn_mask_type=...)``.
+        add_binary_head: whether there are a pooler and a head for the next sentence; not with ``classification``.
+        options: ``pre_process`` and later arguments of ``GPT``.
 
     Attributes:
         embedding: ``TokenEmbedding``; on the first stage.
         encoder: this stage's layers.
-        lm_head: before the output layer; on the last stage, as all that follows.
-        output_layer: has a bias; with tied weights it has no weight if this is the first stage too.
-        pooler, binary_head: or None. A head for sequences has a pooler too.
-        classifier: with ``classification``, instead of ``lm_head``, ``output_layer`` and ``binary_head``.
+        lm_head: layers before the output layer; on the last stage, like all modules below.
+        output_layer: output layer with a bias; with tied weights it has no weight if this is also the first stage.
+        pooler, binary_head: modules or None. A classification head for sequences also has a pooler.
+        classifier: with ``classification``, replaces ``lm_head``, ``output_layer`` and ``binary_head``.
 
     Raises:
-        ConfigError: a size or an option out of range.
-        TopologyError: not the groups that the stages need.
+        ConfigError: a size or an option is out of range.
+        TopologyError: a process group that the stages need is missing or has the wrong ranks.
     """
 
     block_name = "encoder"
@@ -122,7 +122,7 @@ class Bert(TransformerModel):
         spec = layer_spec or TransformerLayerSpec()
         if spec.attention is SelfAttention:
             spec = dataclasses.replace(spec, attention=partial(SelfAttention, attn_mask_type=AttnMaskType.padding))
-        # The base class makes all parts and reads these attributes.
+        # The base class creates all parts, and reads these attributes.
         self.num_tokentypes = num_tokentypes
         self.add_binary_head = add_binary_head and options.get("classification") is None
         self.pooler: Pooler | None = None
@@ -154,26 +154,26 @@ class Bert(TransformerModel):
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None] | Tensor:
-        """Loss of each token with ``lm_labels``, else logits, and the logits of "B follows A" against "B is random".
+        """Return the loss of each token (logits without ``lm_labels``) and the logits of the next-sentence head.
 
         Args:
-            input_ids: ``[b, s]`` token ids. A stage that is not the first reads only their shape, and its input from
-                ``set_input_tensor``.
-            attention_mask: ``[b, s]``, 1 for real tokens and 0 for padding; all are real if None.
+            input_ids: ``[b, s]`` token ids. A stage that is not the first reads only their shape, and takes its input
+                from ``set_input_tensor``.
+            attention_mask: ``[b, s]``, 1 for real tokens and 0 for padding; None means no padding.
             tokentype_ids: ``[b, s]``; all 0 if None and there are token types.
-            lm_labels: ``[b, s]`` ids of the masked tokens, -100 elsewhere, which costs nothing.
+            lm_labels: ``[b, s]`` ids of the masked tokens; -100, whose loss is 0, for other tokens.
             position_ids: ``[s]`` or ``[b, s]``; 0 to ``s - 1`` if None.
-            labels: with ``classification``, see ``Classification.loss``; instead of ``lm_labels``.
+            labels: with ``classification``, replaces ``lm_labels``; see ``Classification.loss``.
 
         Returns:
-            With ``classification``, or on a stage that is not the last, as ``GPT.forward``. Otherwise a pair: loss
-            ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``); and ``[b, 2]``, or None
-            without ``add_binary_head``.
+            With ``classification``, or on a stage that is not the last, as for ``GPT.forward``. Otherwise a pair: loss
+            ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``); and the logits of "B
+            follows A" and "B is random", ``[b, 2]``, or None without ``add_binary_head``.
 
         Raises:
-            ShardingError: the sequence is too long, a mask of another shape, a later stage has no input, or labels of
-                the other kind.
-            VocabularyError: an id outside the vocabulary, or a label that is none.
+            ShardingError: the sequence is too long, a mask has the wrong shape, a later stage has no input, or labels
+                are given that this model does not take.
+            VocabularyError: an id is outside the vocabulary, or a label is invalid.
         """
         if (lm_labels if self.classification is not None else labels) is not None:
             given, wanted = ("labels", "lm_labels") if self.classification is None else ("lm_labels", "labels")

@@ -23,7 +23,7 @@ HeadTask = Literal["sequence-classification", "token-classification"]
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 
 IGNORED_LABEL = -100
-"""The label that costs nothing."""
+"""Label whose loss is 0."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class Classification:
     """A head that labels sequences, or each of their tokens. Names and meaning are those of ``transformers``.
 
     Attributes:
-        task: labels are of sequences or of tokens.
+        task: whether to label sequences or tokens.
         num_labels: number of logits.
-        problem_type: meaning of the labels of sequences; if None, one label is a regression's, and with several the
-            dtype of labels tells: one is right (integers), or any number of them (floats).
-        bias: the head has one.
-        pad_token_id: of a causal model of sequences: the head looks at the last token that is not this one; at the last
-            of all if None.
-        dropout: probability of dropping an element of what the head looks at.
+        problem_type: meaning of the labels of sequences. If None, one label means a regression; with several labels the
+            dtype decides: one label is correct (integers), or any number of them (floats).
+        bias: whether the head has a bias.
+        pad_token_id: id of padding, for causal models that label sequences: the head reads the last token with another
+            id. None means that it reads the last token.
+        dropout: probability of dropping an element of the head's input.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
     task: HeadTask
@@ -59,15 +59,15 @@ class Classification:
 
     @property
     def is_of_tokens(self) -> bool:
-        """Whether each token has labels."""
+        """True if each token has a label."""
         return self.task == "token-classification"
 
     def with_problem(self, problem: ProblemType) -> Classification:
-        """The same head with this meaning of labels."""
+        """Return the same head with ``problem`` as ``problem_type``."""
         return replace(self, problem_type=problem)
 
     def problem_of(self, labels: Tensor) -> ProblemType:
-        """The meaning of labels."""
+        """Return the meaning of ``labels``."""
         if self.is_of_tokens:
             return "single_label_classification"
         if self.problem_type is not None:
@@ -77,19 +77,19 @@ class Classification:
         return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each sequence, or of each token; their mean over what has a label is that of ``transformers``.
+        """Compute the loss of each sequence or token. Its mean over those with a label is the loss of ``transformers``.
 
         Args:
-            logits: ``[b, n]``, or ``[b, s, n]`` of tokens; not modified.
-            labels: ``[b]`` or ``[b, s]`` integers, where -100 costs nothing; for a regression ``[b]`` or ``[b, n]``
-                and with several labels each ``[b, n]`` floats.
+            logits: ``[b, n]``, or ``[b, s, n]`` for tokens; not modified.
+            labels: ``[b]`` or ``[b, s]`` integers, where -100 has loss 0; floats ``[b]`` or ``[b, n]`` for a
+                regression, and ``[b, n]`` if a sequence may have several labels.
 
         Returns:
             ``[b]`` or ``[b, s]``, fp32 (fp64 for fp64 logits).
 
         Raises:
-            ShardingError: labels of another shape.
-            VocabularyError: a label out of range, or no integer.
+            ShardingError: the labels have the wrong shape.
+            VocabularyError: a label is out of range, or not an integer.
         """
         problem, n = self.problem_of(labels), self.num_labels
         is_single = problem == "single_label_classification"
@@ -112,7 +112,7 @@ class Classification:
 
 
 class Classifier(ReplicatedLinear):
-    """The linear layer ``[num_labels, h]`` from hidden states to logits of labels, whole on every rank."""
+    """Linear layer ``[num_labels, h]`` from hidden states to the labels' logits, whole on every rank."""
 
     def __init__(self, config: ModelConfig, spec: Classification, tp_group: ProcessGroup) -> None:
         assert config.init_method is not None
@@ -128,22 +128,22 @@ class Classifier(ReplicatedLinear):
         self.dropout = ResidualDropout(spec.dropout)
 
     def of_tokens(self, hidden: Tensor, sequence: SequenceView) -> Tensor:
-        """``[s, b, h]``, or this rank's shard ``[s/t, b, h]``, to ``[s, b, n]``."""
+        """Map ``[s, b, h]``, or this rank's shard ``[s/t, b, h]``, to ``[s, b, n]``."""
         logits: Tensor = self(self.dropout(hidden, sequence))
         if sequence.group is not None:
             logits = moves.gather(logits, dim=0, group=sequence.group, sizes=sequence.sizes)
         return logits
 
     def of_sequences(self, pooled: Tensor) -> Tensor:
-        """``[b, h]`` to ``[b, n]``."""
+        """Map ``[b, h]`` to ``[b, n]``."""
         logits: Tensor = self(self.dropout(pooled, SequenceView.of(pooled, None)))
         return logits
 
     def last_tokens(self, input_ids: Tensor) -> Tensor:
-        """``[b, s]`` token ids to ``[b]``: the place of the last that is not padding; 0 if all are.
+        """Return the index ``[b]`` of the last token without padding in ``[b, s]`` ids; 0 if all are padding.
 
         Raises:
-            ConfigError: there are several sequences, and it is not said which id is padding.
+            ConfigError: there are several sequences, but no ``pad_token_id``.
         """
         b, s = input_ids.shape
         pad = self.spec.pad_token_id
@@ -157,10 +157,10 @@ class Classifier(ReplicatedLinear):
         return (places * (input_ids != pad)).argmax(dim=1)
 
     def pool(self, hidden: Tensor, places: Tensor, sequence: SequenceView) -> Tensor:
-        """``[s, b, h]``, or this rank's shard ``[s/t, b, h]``, to the states ``[b, h]`` at ``places`` ``[b]``."""
+        """Select the states ``[b, h]`` at ``places``, ``[b]``, from ``[s, b, h]`` or this rank's ``[s/t, b, h]``."""
         start, stop = sequence.interval
         if start == stop:
-            # Nothing, but of what this rank's backward passes through.
+            # Zeros that stay connected to this rank's backward.
             picked = hidden.sum(dim=0)
         else:
             here = (places >= start) & (places < stop)

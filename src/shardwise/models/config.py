@@ -1,4 +1,4 @@
-"""Configs of models: dataclasses, validated when made."""
+"""Model configs: dataclasses that validate their values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 
 @dataclass
 class TransformerFields:
-    """Sizes and kind of a transformer: the fields that ``ModelConfig`` and ``ModelDescription`` have in common.
+    """Sizes and variant of a transformer: the fields that ``ModelConfig`` and ``ModelDescription`` share.
 
     Attributes:
         num_layers: number of transformer layers.
@@ -36,31 +36,31 @@ class TransformerFields:
         kv_channels: width of a head; ``hidden_size / num_attention_heads`` if None.
         hidden_dropout: dropout probability on the residual branches and the embedding.
         attention_dropout: dropout probability on the attention weights.
-        layernorm_epsilon: added to the variance.
+        layernorm_epsilon: constant added to the variance.
         norm_position: ``"pre"``, a layer is ``x + f(norm(x))``; ``"post"``, ``norm(x + f(x))`` (BERT); ``"branch"``,
             ``x + norm(f(x))`` (OLMo 2); ``"sandwich"``, ``x + norm(f(norm(x)))`` (Gemma 2).
-        parallel_residual: ``x + attention(norm(x)) + mlp(norm'(x))`` in one step (GPT-NeoX); with pre-norm.
-        residual_multiplier: factor of what attention and MLP add to the residual stream (Granite).
+        parallel_residual: whether a layer is ``x + attention(norm(x)) + mlp(norm'(x))`` (GPT-NeoX); with pre-norm.
+        residual_multiplier: factor of the outputs of attention and MLP on the residual stream (Granite).
         embedding_multiplier: factor of the word embedding, rounded to its dtype (Gemma, Granite).
-        final_logit_softcap: ``c``; logits ``z`` become ``c * tanh(z / c)`` (Gemma 2); none if None.
-        logits_scaling: what logits are divided by, after that (Granite).
-        attention_logit_softcap: the same of attention scores, which are then computed in blocks of queries, and again
-            in the backward.
-        apply_residual_connection_post_layernorm: with pre-norm, ``norm(x) + f(norm(x))`` instead of ``x + f(norm(x))``
-            (an option of BLOOM).
-        embedding_layernorm: a norm after the embedding (BLOOM, BERT).
-        final_layernorm: a norm after the last layer.
-        layernorm_zero_centered_gamma: norms keep ``weight - 1``, which starts at 0, so that weight decay pulls towards
-            1.
-        qk_layernorm: norms of width ``kv_channels`` on each head's query and key, before rotation (Qwen 3).
-        qk_layernorm_over_heads: these norms are one over all heads of a token together (OLMo 2); RMSNorm only.
+        final_logit_softcap: ``c``; logits ``z`` become ``c * tanh(z / c)`` (Gemma 2); no softcap if None.
+        logits_scaling: divisor of the logits, after the softcap (Granite).
+        attention_logit_softcap: softcap of the attention scores, which are then computed in blocks of queries, and
+            recomputed in the backward.
+        apply_residual_connection_post_layernorm: with pre-norm, whether a layer is ``norm(x) + f(norm(x))`` instead of
+            ``x + f(norm(x))`` (an option of BLOOM).
+        embedding_layernorm: whether there is a norm after the embedding (BLOOM, BERT).
+        final_layernorm: whether there is a norm after the last layer.
+        layernorm_zero_centered_gamma: whether norms store ``weight - 1``, which starts at 0, so that weight decay pulls
+            the weight towards 1.
+        qk_layernorm: whether each head's query and key have norms of width ``kv_channels``, before rotation (Qwen 3).
+        qk_layernorm_over_heads: whether these norms are over all heads of a token together (OLMo 2); RMSNorm only.
         softmax_scale: factor of the attention scores; ``1 / sqrt(kv_channels)`` if None.
-        window_size: ``(before, after)``: positions that a token sees on each side of itself; -1 is no bound. Mistral's
-            window of ``w`` tokens is ``(w - 1, 0)``.
-        windowed_layers: for each layer of the model, whether ``window_size`` bounds it; all are if None.
-        rotary_layers: for each layer of the model, whether it rotates queries and keys; all do if None (SmolLM 3).
-        rotary_interleaved: rotary pairs are elements ``2i`` and ``2i + 1``, not ``i`` and ``i + d/2``.
-        gated_linear_unit: multiply the activation by a second projection (SwiGLU with SiLU).
+        window_size: ``(before, after)``: number of positions that a token sees on each side of itself; -1 means no
+            bound. Mistral's window of ``w`` tokens is ``(w - 1, 0)``.
+        windowed_layers: for each layer of the model, whether ``window_size`` bounds it; None means all layers.
+        rotary_layers: for each layer of the model, whether it rotates queries and keys (SmolLM 3); None means all.
+        rotary_interleaved: whether rotary pairs are elements ``2i`` and ``2i + 1``, not ``i`` and ``i + d/2``.
+        gated_linear_unit: whether to multiply the activation by a second projection (SwiGLU with SiLU).
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         init_method_std: standard deviation of new weights.
     """
@@ -98,19 +98,19 @@ class TransformerFields:
 
     @property
     def heads(self) -> Heads:
-        """Query heads, key-value heads and the width of a head, all known once the config is made."""
+        """Number of query heads and key-value heads, and the width of a head; known after ``__post_init__``."""
         assert self.num_query_groups is not None
         assert self.kv_channels is not None
         return Heads(self.num_attention_heads, self.num_query_groups, self.kv_channels)
 
     def windows(self, layer_number: int) -> bool:
-        """Whether ``window_size`` bounds the layer ``layer_number``, from 1."""
+        """Return whether ``window_size`` bounds the layer ``layer_number``, from 1."""
         if self.window_size is None:
             return False
         return self.windowed_layers is None or self.windowed_layers[layer_number - 1]
 
     def rotates(self, layer_number: int) -> bool:
-        """Whether the layer ``layer_number``, from 1, rotates queries and keys, where there are rotary positions."""
+        """Return whether the layer ``layer_number``, from 1, rotates queries and keys, in a model with RoPE."""
         return self.rotary_layers is None or self.rotary_layers[layer_number - 1]
 
     def _check_dropout(self) -> None:
@@ -121,34 +121,34 @@ class TransformerFields:
 
 @dataclass
 class LayerConfig:
-    """How the layers of a model are made, computed and split into stages.
+    """Construction, computation and pipeline split of a model's layers.
 
     Attributes:
         params_dtype: dtype of the parameters.
-        sequence_parallel: keep what lies between tensor-parallel regions split along the sequence (Korthikanti et al.
-            2022); the activations there take 1/t of the memory. On one rank there is nothing to split.
-        tp_comm_overlap: with ``sequence_parallel`` multiply what ranks gather as it arrives, and send what they sum as
-            it is made: the same numbers, and more of the communication during products
+        sequence_parallel: whether activations between tensor-parallel regions are split along the sequence (Korthikanti
+            et al. 2022), so that they take 1/t of the memory. No effect on one rank.
+        tp_comm_overlap: with ``sequence_parallel``, whether to overlap communication and products: multiply gathered
+            rows as they arrive, and send products to be summed as they are computed. Results are the same
             (``core.communication.overlap``).
-        perform_initialization: give weights their initial values when made.
-        use_cpu_initialization: draw initial values on the CPU, so that they do not depend on the device.
-        deterministic_mode: choose operations whose result does not depend on the order of threads.
-        gradient_accumulation_fusion: add weight gradients straight into ``weight.main_grad``.
-        delay_wgrad_compute: leave the weight gradients of linear layers out of the backward pass, until the layer's
-            ``backward_dw`` is called; a zero-bubble pipeline schedule needs it and calls it.
-        defer_embedding_wgrad_compute: keep the output layer's inputs and output gradients, and compute its weight
-            gradient after the last micro-batch.
-        wgrad_deferral_limit: number of micro-batches that are kept for it; 0 is no limit.
+        perform_initialization: whether to initialize the weights in the constructor.
+        use_cpu_initialization: whether to draw initial values on the CPU, so that they do not depend on the device.
+        deterministic_mode: whether to use only operations whose result does not depend on the order of threads.
+        gradient_accumulation_fusion: whether to add weight gradients directly to ``weight.main_grad``.
+        delay_wgrad_compute: whether a linear layer's ``backward_dw`` computes the weight gradient, instead of the
+            backward. A zero-bubble pipeline schedule needs this, and calls it.
+        defer_embedding_wgrad_compute: whether to keep the output layer's inputs and output gradients, and compute its
+            weight gradient after the last micro-batch.
+        wgrad_deferral_limit: maximum number of micro-batches to keep for this; 0 means no limit.
         pipeline_model_parallel_size: number of pipeline stages.
-        exact_parts: let results have the same bits at every number of tensor-parallel ranks and stages, and with
-            ``training.gradients.GradientTrees`` of data-parallel ranks: what is summed is cut into so many parts, a
-            power of two. The model's tensor-parallel group then sums so (``core.communication.trees``). None leaves
-            sums to the libraries.
-        virtual_pipeline_model_parallel_size: parts of the model that each stage holds, interleaved; needs
+        exact_parts: number of parts, a power of two, into which exact arithmetic splits each sum. Results then have
+            the same bits at every number of tensor-parallel ranks and stages, and of data-parallel ranks with
+            ``training.gradients.GradientTrees``. Applies to the model's tensor-parallel group
+            (``core.communication.trees``). None means plain arithmetic.
+        virtual_pipeline_model_parallel_size: number of interleaved chunks of the model on each stage; needs
             ``pipeline_model_parallel_size`` over 1.
 
     Raises:
-        ConfigError: a value out of range, or two that contradict each other.
+        ConfigError: a value is out of range, or two values contradict each other.
     """
 
     params_dtype: torch.dtype = torch.float32
@@ -169,7 +169,7 @@ class LayerConfig:
         for spec in fields(self):
             # Annotations are strings in some modules, and types in others.
             is_integer = spec.type in ("int", "int | None", int, int | None)
-            # Later it would fail in a layer, or not at all (8.0 == 8).
+            # A float would fail later in a layer, or not at all (8.0 == 8).
             if is_integer and isinstance(getattr(self, spec.name), float):
                 raise ConfigError(f"{spec.name} is {getattr(self, spec.name)!r}; it must be an integer")
             if spec.name.endswith("_parallel_size"):
@@ -187,29 +187,30 @@ class LayerConfig:
 
 @dataclass
 class ModelConfig(LayerConfig, TransformerFields):
-    """One transformer, how its layers are made, and how it starts.
+    """A transformer, the construction of its layers, and its initial values.
 
     Attributes:
-        num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage: layers of that stage, over all its
-            chunks; dealt out like the others' if None.
-        account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split: let the embedding, the output
-            layer with the loss, weigh as much as a layer when layers are dealt out to stages.
-        attention_backend: ``"auto"`` leaves the kernel to PyTorch; ``"flash"``, ``"fused"`` (memory-efficient or cuDNN)
-            and ``"unfused"`` ask for that one; ``"local"`` is attention written out. An enum with these names will do.
+        num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage: number of layers of that stage, over all
+            its chunks; None means the same rule as for other stages.
+        account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split: whether the embedding, or the
+            output layer with the loss, counts as a layer in the split of layers into stages.
+        attention_backend: ``"auto"`` lets PyTorch choose the kernel; ``"flash"``, ``"fused"`` (memory-efficient or
+            cuDNN) and ``"unfused"`` select that kernel; ``"local"`` writes out the attention in PyTorch operations. An
+            enum with these names is also accepted.
         add_bias_linear: whether linear layers have biases.
-        add_qkv_bias: give the query-key-value projection a bias even where other linear layers have none; true once
-            the config is made if ``add_bias_linear`` is.
+        add_qkv_bias: whether the query-key-value projection has a bias even if other linear layers have none; set to
+            True if ``add_bias_linear`` is True.
         activation_func: elementwise function of the MLP.
         init_method: initial values of weights; ``CounterNormal`` with ``init_method_std`` if None.
         output_layer_init_method: initial values of the weights that write to the residual stream; ``CounterNormal``
             with ``init_method_std / sqrt(2 * num_layers)`` if None.
-        fuse_output_layer_and_loss: compute output layer and loss in one, without the logits of all ranks.
-        recompute: what the backward computes again.
+        fuse_output_layer_and_loss: whether to fuse the output layer and the loss, without the logits of all ranks.
+        recompute: parts of the model that the backward recomputes.
 
-    The fields of ``TransformerFields`` and ``LayerConfig`` too.
+    The fields of ``TransformerFields`` and ``LayerConfig`` are included.
 
     Raises:
-        ConfigError: a value out of range, or two that contradict each other.
+        ConfigError: a value is out of range, or two values contradict each other.
     """
 
     num_layers_in_first_pipeline_stage: int | None = None
@@ -277,7 +278,7 @@ class ModelConfig(LayerConfig, TransformerFields):
             )
 
     def _check_attention(self) -> None:
-        # Megatron's is an enum.
+        # Megatron's value is an enum.
         self.attention_backend = getattr(self.attention_backend, "name", self.attention_backend)
         if self.attention_backend not in ATTENTION_BACKENDS:
             raise ConfigError(
@@ -351,10 +352,10 @@ class ModelConfig(LayerConfig, TransformerFields):
             )
 
     def stage_layers(self) -> tuple[tuple[range, ...], ...]:
-        """``[stage][chunk]``, the layers of the model, counted from 0, that each chunk of each pipeline stage holds.
+        """Return the layers of each chunk of each pipeline stage, ``[stage][chunk]``, counted from 0 over the model.
 
         Raises:
-            ConfigError: the layers do not suffice, or the fields on stages contradict each other.
+            ConfigError: there are too few layers, or the fields on stages contradict each other.
         """
         return stage_layers(
             self.num_layers,

@@ -1,7 +1,7 @@
-"""Descriptions of models without their weights, and the functions from one to a model and back.
+"""Descriptions of models without their weights, and conversions between a description and a model.
 
-``config.json`` is read into a ``ModelDescription`` and written from one. ``ModelChunks`` are several parts of one model
-on one rank, for interleaved pipeline schedules.
+``config.json`` is read into a ``ModelDescription`` and written from one. ``ModelChunks`` are the parts of one model on
+one rank, for interleaved pipeline schedules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.mlp import ACTIVATIONS
 from shardwise.models.transformer.rotary import RotaryScaling
 
-# A larger size is a mistake, refused before it takes time or memory.
+# A larger size is a mistake. It raises an error before it takes time or memory.
 _LARGEST = {
     "num_layers": 1 << 16,
     "num_attention_heads": 1 << 16,
@@ -41,20 +41,20 @@ _LARGEST = {
 
 @dataclass(kw_only=True, unsafe_hash=True)
 class ModelDescription(TransformerFields):
-    """A model without its weights: every field that decides which function of weights and inputs it is.
+    """A model without its weights: all fields that determine the model as a function of weights and inputs.
 
-    Fields are those of ``TransformerFields``, and arguments of the models; each has its value, and no default of a
-    file. Two descriptions are equal if the models are, outside of training: dropout and initial values are not
-    compared. Not modified once made.
+    Fields are those of ``TransformerFields``, and arguments of the models. Every field has an explicit value. Two
+    descriptions are equal if the models are equal outside of training: dropout and initial values are not compared.
+    Treat it as immutable.
 
     Attributes:
-        kind: the class: ``"gpt"`` or ``"bert"``.
+        kind: class of the model, ``"gpt"`` or ``"bert"``.
         activation: the MLP's activation, a key of ``models.transformer.mlp.ACTIVATIONS``.
-        attention_bias: there is a bias on attention's output projection.
-        qkv_bias: there are biases on its query, key and value projections.
-        mlp_bias: there are biases on both projections of the MLP.
-        classification: a head for labels, instead of all others.
-        add_binary_head: BERT's next-sentence head, and the pooler before it.
+        attention_bias: whether attention's output projection has a bias.
+        qkv_bias: whether its query, key and value projections have biases.
+        mlp_bias: whether both projections of the MLP have biases.
+        classification: classification head, instead of all other heads.
+        add_binary_head: whether BERT has the next-sentence head and its pooler.
     """
 
     num_query_groups: int = 0
@@ -92,9 +92,9 @@ class ModelDescription(TransformerFields):
         self._check_dropout()
 
     def differences(self, other: ModelDescription) -> dict[str, tuple[Any, Any]]:
-        """The fields in which the two differ, with this one's value and the other's.
+        """Return the fields in which the two differ, with this one's value and the other's.
 
-        How long a sequence may be is no difference where there is no table of positions.
+        ``max_sequence_length`` is compared only if one of them has learned positions.
         """
         bounded = "learned_absolute" in (self.position_embedding_type, other.position_embedding_type)
         return {
@@ -116,15 +116,15 @@ _GPT_FIELDS = _BERT_FIELDS - {"num_tokentypes", "add_binary_head"}
 
 
 def model_config(description: ModelDescription, **settings: Any) -> ModelConfig:
-    """The ``ModelConfig`` of a described model.
+    """Create the ``ModelConfig`` of a described model.
 
     Args:
-        description: of the model.
-        **settings: other fields of the config (``params_dtype``, ``sequence_parallel``, stages and the like), and
-            values that replace the description's (``hidden_dropout``).
+        description: description of the model.
+        **settings: other fields of the config (``params_dtype``, ``sequence_parallel``, stages and so on), and values
+            that override the description's (``hidden_dropout``).
 
     Raises:
-        ConfigError: fields that contradict each other.
+        ConfigError: fields contradict each other.
     """
     values = {name: getattr(description, name) for name in _CONFIG_FIELDS}
     values |= {
@@ -144,17 +144,17 @@ def build_model(
     max_sequence_length: int | None = None,
     vp_stage: int | None = None,
 ) -> Model:
-    """A described model, or this rank's part of it.
+    """Build a described model, or this rank's part of it.
 
     Args:
-        description, config: of the model; the config from ``model_config``.
-        groups: its process groups.
-        device: device of its parameters; PyTorch's default device if None, or the GPU of NCCL groups.
+        description, config: description of the model, and its config from ``model_config``.
+        groups: process groups of the model.
+        device: device of the parameters; PyTorch's default device if None, or the GPU of NCCL groups.
         max_sequence_length: longest sequence, for models without learned positions.
-        vp_stage: the index of the stage's chunk; None without interleaving.
+        vp_stage: index of the chunk in its stage; None without interleaving.
 
     Raises:
-        ConfigError: heads or layers that cannot be split over the ranks.
+        ConfigError: heads or layers cannot be split over the ranks.
     """
     model_class: Any = Bert if description.kind == "bert" else GPT
     arguments = model_arguments(
@@ -173,7 +173,7 @@ def model_arguments(
     max_sequence_length: int | None = None,
     vp_stage: int | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of ``GPT`` or ``Bert`` for a described model; arguments and errors as in ``build_model``."""
+    """Return keyword arguments of ``GPT`` or ``Bert`` for a described model; see ``build_model``."""
     names = _BERT_FIELDS if description.kind == "bert" else _GPT_FIELDS
     arguments = {name: getattr(description, name) for name in names}
     if max_sequence_length is not None:
@@ -197,10 +197,10 @@ def model_arguments(
 
 
 def describe_model(model: nn.Module) -> ModelDescription:
-    """The description of a model, by this rank's part of it; ``build_model``'s inverse.
+    """Describe a model, given this rank's part of it; the inverse of ``build_model``.
 
     Raises:
-        ConfigError: it is of another class, or its activation has no name.
+        ConfigError: the model is neither GPT nor Bert, or its activation has no name.
     """
     if not isinstance(model, GPT | Bert):
         raise ConfigError(f"a {type(model).__name__} cannot be described; only GPT and Bert can")
@@ -234,19 +234,19 @@ def _layer_spec(description: ModelDescription) -> TransformerLayerSpec:
 def _attention_with_biases(
     projection: bool, qkv: bool, config: ModelConfig, *args: Any, **kwargs: Any
 ) -> SelfAttention:
-    """Attention with a bias on its projections where the MLP has none, or the other way round."""
+    """Create attention whose biases do not follow the MLP's."""
     own = dataclasses.replace(config, add_bias_linear=projection, add_qkv_bias=qkv)
     return SelfAttention(own, *args, **kwargs)
 
 
 def chunks_of(config: ModelConfig) -> Sequence[int | None]:
-    """The ``vp_stage`` of each of a stage's chunks."""
+    """Return the ``vp_stage`` of each chunk of a stage."""
     count = config.virtual_pipeline_model_parallel_size
     return [None] if count is None else range(count)
 
 
 class ModelChunks(nn.ModuleList):
-    """A pipeline stage's chunks of a model, in order; at least one, all with the same config."""
+    """The chunks of a model on one pipeline stage, in order; at least one, all with the same config."""
 
     config: ModelConfig
 
@@ -260,7 +260,7 @@ class ModelChunks(nn.ModuleList):
         sharded_offsets: Sequence[ShardedOffset] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, ParamShard]:
-        """As ``LanguageModel.sharded_state_dict``, of all chunks."""
+        """Return the entries of ``LanguageModel.sharded_state_dict`` of all chunks."""
         entries: dict[str, ParamShard] = {}
         for chunk in self:
             assert isinstance(chunk, LanguageModel)

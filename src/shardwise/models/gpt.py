@@ -18,35 +18,35 @@ class GPT(TransformerModel):
 
     Args:
         config: sizes of the model.
-        vocab_size: number of token ids, of any size.
+        vocab_size: number of token ids; need not be divisible by the number of ranks.
         max_sequence_length: longest sequence; the size of a learned position embedding.
         groups: process groups, one for each kind of parallelism.
-        layer_spec: what a layer is made of; ``SelfAttention`` and ``MLP`` if None.
-        pre_process: the model begins here: there is an embedding.
-        post_process: the model ends here: there is an output layer.
-        parallel_output: return this rank's part of the logits instead of all.
-        share_embeddings_and_output_weights: the output layer uses the embedding's weight.
+        layer_spec: parts of a layer; ``SelfAttention`` and ``MLP`` if None.
+        pre_process: whether this is the start of the model, with the embedding.
+        post_process: whether this is the end of the model, with the output layer.
+        parallel_output: whether to return this rank's part of the logits instead of all logits.
+        share_embeddings_and_output_weights: whether the output layer uses the embedding's weight.
         position_embedding_type: ``"learned_absolute"``, ``"rope"``, ``"alibi"`` or ``"none"``.
         rotary_percent: share of a head that is rotated.
         rotary_base: base of the rotary wavelengths.
-        rope_scaling: lowers the rotary frequencies, for longer contexts.
+        rope_scaling: scaling of the rotary frequencies for longer contexts.
         window_rotary_base: base of the rotary wavelengths of layers with a window; ``rotary_base`` if None.
-        position_offset: rows of a table of learned positions before that of position 0 (OPT has 2).
-        positions_skip_padding: padding is not counted by positions, where ``forward`` is given none (OPT).
-        classification: a head for labels of sequences or tokens, instead of the output layer.
-        vp_stage: which of the stage's chunks this is, with interleaving.
+        position_offset: number of rows before position 0 in a table of learned positions (OPT has 2).
+        positions_skip_padding: whether default positions do not count padding (OPT).
+        classification: head for labels of sequences or tokens, instead of the output layer.
+        vp_stage: index of the chunk in its stage, with interleaving.
 
     Attributes:
         embedding: ``TokenEmbedding``; on the first stage.
         decoder: this stage's layers.
-        output_layer: on the last stage; with tied weights it has no weight if that is the first stage too.
+        output_layer: on the last stage; with tied weights it has no weight if this is also the first stage.
         classifier: with ``classification``, on the last stage.
-        output_queue: with ``config.defer_embedding_wgrad_compute``, what ``finish_weight_gradients`` computes after the
-            last backward before the optimizer's step.
+        output_queue: with ``config.defer_embedding_wgrad_compute``, the weight gradients that
+            ``finish_weight_gradients`` computes between the last backward and the optimizer's step.
 
     Raises:
-        ConfigError: a size or an option out of range.
-        TopologyError: not the groups that the stages need.
+        ConfigError: a size or an option is out of range.
+        TopologyError: a process group that the stages need is missing or has the wrong ranks.
     """
 
     block_name = "decoder"
@@ -63,35 +63,35 @@ class GPT(TransformerModel):
         lengths: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Loss of each token with ``labels``, else logits; hidden states on a stage that is not the last.
+        """Return the loss of each token, or logits without ``labels``; hidden states on all but the last stage.
 
         Args:
-            input_ids: ``[b, s]`` token ids. A stage that is not the first reads only their shape, and its input from
-                ``set_input_tensor``.
-            position_ids: ``[s]`` or ``[b, s]``; if None 0 to ``s - 1``, padding counted, or with
-                ``positions_skip_padding`` and a mask ``[b, s]`` how many tokens are before each.
-            attention_mask: ``[b, s]``, 1 or True for tokens and 0 for padding, wherever in a row that is, as in
+            input_ids: ``[b, s]`` token ids. A stage that is not the first reads only their shape, and takes its input
+                from ``set_input_tensor``.
+            position_ids: ``[s]`` or ``[b, s]``. None means 0 to ``s - 1``, padding included; or, with
+                ``positions_skip_padding`` and a mask ``[b, s]``, the number of tokens before each token.
+            attention_mask: ``[b, s]``, 1 or True for tokens and 0 for padding, at any position in a row, as in
                 ``transformers``; with a cache ``[b, keys]``. Or bools of more dimensions, True where attention is
-                forbidden, broadcast to ``[b, heads/t, s, keys]``. What comes after a token is forbidden anyway.
-            labels: ``[b, s]`` ids to predict; -100 costs nothing. With ``classification`` see ``Classification.loss``.
-            document_ids: ``[b, s]`` integers, for several texts packed into one row: tokens see those with their own
-                number only. Positions go on from text to text unless ``position_ids`` say otherwise.
-            lengths: ``[b]`` integers, tokens of each row without the padding behind them; read only by rotary
-                positions whose frequencies depend on the length of the text. If None each document's are taken, and
-                without documents, as in ``transformers``, those of the longest row for all, padding counted.
+                forbidden, broadcast to ``[b, heads/t, s, keys]``. Attention to later tokens is always forbidden.
+            labels: ``[b, s]`` ids to predict; -100 has loss 0. With ``classification`` see ``Classification.loss``.
+            document_ids: ``[b, s]`` integers, for several texts packed into one row: a token sees only tokens with the
+                same number. Positions continue from text to text unless ``position_ids`` are given.
+            lengths: ``[b]`` integers, number of tokens in each row without the padding after them; used only if rotary
+                frequencies depend on the text length. None means the length of each document or, without documents,
+                that of the longest row, padding included, for all rows, as in ``transformers``.
             cache: keys and values of earlier tokens, for generation; give ``position_ids`` with it.
 
         Returns:
             With ``classification`` the loss of each sequence ``[b]`` or token ``[b, s]``, or logits ``[b, n]`` or
             ``[b, s, n]``. Otherwise loss ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without
             ``parallel_output``). Hidden states ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) on a stage
-            that is not the last. What is returned for padding means nothing, and is finite.
+            that is not the last. Results for padding are finite, but have no meaning.
 
         Raises:
-            ShardingError: what is no tensor, or has no tokens; the sequence is too long; a mask, labels or ``lengths``
-                of another shape; or a later stage has no input.
-            VocabularyError: an id outside the vocabulary, or a label that is none.
-            ConfigError: several sequences to classify without a ``pad_token_id``.
+            ShardingError: an input is not a tensor or has no tokens; the sequence is too long; a mask, labels or
+                ``lengths`` have the wrong shape; or a later stage has no input.
+            VocabularyError: an id is outside the vocabulary, or a label is invalid.
+            ConfigError: several sequences are to be classified without a ``pad_token_id``.
         """
         check_inputs(
             input_ids,
@@ -145,7 +145,7 @@ class GPT(TransformerModel):
     def _own_lengths(
         self, lengths: Tensor | None, document_ids: Tensor | None, shape: tuple[int, int]
     ) -> Tensor | None:
-        """Length of each token's text, ``[b, 1]`` or ``[b, s]``; None if it is not read, or if it is the batch's."""
+        """Return the length of each token's text, ``[b, 1]`` or ``[b, s]``; None if unused or the batch's length."""
         if lengths is not None and lengths.shape != shape[:1]:
             raise ShardingError(
                 f"lengths have shape {list(lengths.shape)}; they must be [{shape[0]}], one for each row"
@@ -155,7 +155,7 @@ class GPT(TransformerModel):
         if lengths is not None:
             return lengths.unsqueeze(1)
         if document_ids is None or document_ids.shape != shape:
-            # Attention refuses numbers of another shape.
+            # Attention raises an error for a wrong shape.
             return None
         return document_lengths(document_ids)
 
@@ -182,6 +182,6 @@ class GPT(TransformerModel):
 
     @property
     def _sees_all_before(self) -> bool:
-        """Whether every layer's tokens see all tokens before them and none after."""
+        """True if in every layer a token sees all earlier tokens and no later ones."""
         masks = (getattr(layer.self_attention, "attn_mask_type", AttnMaskType.no_mask) for layer in self.block.layers)
         return self.config.window_size is None and all(mask.is_causal for mask in masks)

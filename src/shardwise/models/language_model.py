@@ -1,4 +1,4 @@
-"""The base of language models: their groups, the loss over a split vocabulary, tied weights, and state by name."""
+"""The base of language models: process groups, loss over a split vocabulary, tied weights, and checkpoint state."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,22 +24,22 @@ from shardwise.nn.replicated import set_replicas_
 
 
 class LanguageModel(GroupModule):
-    """Base of language models. One with a ``classification`` has a head for labels instead of an output layer.
+    """Base of language models. A model with a ``classification`` has a head for labels instead of an output layer.
 
-    A subclass sets ``pre_process`` (it has ``embedding.word_embeddings``), ``post_process`` (it has
-    ``output_layer``), ``share_embeddings_and_output_weights``, ``vocab_size`` and, with interleaving, ``vp_stage``, and
-    calls ``setup_tied_weight`` at the end of its construction. With tied weights the output layer has a weight of its
-    own only on a stage without the embedding.
+    A subclass sets ``pre_process`` (whether it has ``embedding.word_embeddings``), ``post_process`` (whether it has
+    ``output_layer``), ``share_embeddings_and_output_weights``, ``vocab_size`` and, with interleaving, ``vp_stage``. It
+    calls ``setup_tied_weight`` at the end of its constructor. With tied weights, only a stage without the embedding has
+    a separate weight in the output layer.
 
     Args:
         config: sizes of the model.
-        groups: its process groups. A model of several stages needs ``pp`` and, with tied weights, ``embd``.
+        groups: process groups. A model of several stages needs ``pp`` and, with tied weights, ``embd``.
 
     Attributes:
-        vp_stage: which of the stage's chunks this is; None without interleaving.
+        vp_stage: index of the chunk in its stage; None without interleaving.
 
     Raises:
-        ConfigError: ``config.attention_backend`` does not work here.
+        ConfigError: ``config.attention_backend`` does not work on this device.
     """
 
     config: ModelConfig
@@ -74,7 +74,7 @@ class LanguageModel(GroupModule):
 
     @property
     def pp_group(self) -> ProcessGroup | None:
-        """The pipeline's stages."""
+        """The ranks of the pipeline stages."""
         return self.groups.pp
 
     @property
@@ -93,18 +93,18 @@ class LanguageModel(GroupModule):
     def loss_of_logits(
         self, labels: Tensor, logits: Tensor, *, inplace_: bool = False, is_scaled: bool = True
     ) -> Tensor:
-        """Cross entropy of each token.
+        """Compute the cross entropy of each token.
 
         Args:
-            labels: ``[b, s]`` global ids; -100 costs nothing.
-            logits: ``[s, b, v/t]``; not modified, unless ``inplace_`` lets their memory become their gradient's.
-            is_scaled: ``config.final_logit_softcap`` and ``config.logits_scaling`` are in the logits already.
+            labels: ``[b, s]`` global ids; -100 has loss 0.
+            logits: ``[s, b, v/t]``; not modified, unless ``inplace_`` allows the gradient to overwrite them.
+            is_scaled: whether ``config.final_logit_softcap`` and ``config.logits_scaling`` were already applied.
 
         Returns:
             ``[b, s]``, fp32 (fp64 for fp64 logits), the same on every rank.
 
         Raises:
-            VocabularyError: a label outside the vocabulary.
+            VocabularyError: a label is outside the vocabulary.
         """
         assert self.vocab_size is not None
         loss = vocab_parallel_cross_entropy(
@@ -128,27 +128,27 @@ class LanguageModel(GroupModule):
         ignore_index: int = -100,
         reduction: str = "none",
     ) -> Tensor:
-        """Output layer and cross entropy of each token in one, without the logits of all ranks.
+        """Compute the fused output layer and cross entropy of each token, without the logits of all ranks.
 
         Args:
             hidden: ``[s, b, h]``, or this rank's shard ``[s/t, b, h]`` with sequence parallelism; not modified.
-            labels: ``[b, s]`` global ids; ``ignore_index`` costs nothing.
-            weight, bias: ``[v/t, h]`` and ``[v/t]`` or None, the output layer's; or the weight of the tied embedding.
-            sequence_parallel: ``hidden`` is a shard of the sequence.
+            labels: ``[b, s]`` global ids; ``ignore_index`` has loss 0.
+            weight, bias: ``[v/t, h]`` and ``[v/t]`` or None, of the output layer; or the weight of the tied embedding.
+            sequence_parallel: whether ``hidden`` is a shard of the sequence.
             reduction: ``"none"``, ``"mean"`` or ``"sum"``.
 
         Returns:
             ``[b, s]``, or a scalar if reduced; fp32 (fp64 for fp64 hidden states), the same on every rank.
 
         Raises:
-            VocabularyError: a label outside the vocabulary.
+            VocabularyError: a label is outside the vocabulary.
         """
         if self.vocab_size is None:
             raise ConfigError(
                 "output layer and loss in one need the size of the vocabulary, and this "
                 f"{type(self).__name__}'s vocab_size is None; set it"
             )
-        # The output layer is not called, which would have waited for what is on its way.
+        # The output layer, which is not called, would have waited for the weight's pending all-gather.
         wait_for_values = getattr(weight, "wait_for_values", None)
         if wait_for_values is not None:
             wait_for_values()
@@ -169,9 +169,8 @@ class LanguageModel(GroupModule):
 
     @property
     def fuses_output_layer_and_loss(self) -> bool:
-        """Whether output layer and loss are computed in one."""
-        # A deferred weight gradient needs a call of the output layer, and an output layer may add to its weight's
-        # product.
+        """True if the output layer and the loss are fused."""
+        # A deferred weight gradient needs a call of the output layer, and a layer with adapters adds further products.
         separate = self.config.defer_embedding_wgrad_compute or not self._arithmetic.fuses_loss
         output_layer: Any = getattr(self, "output_layer", None)
         separate |= not getattr(output_layer, "is_one_product", True)
@@ -179,14 +178,14 @@ class LanguageModel(GroupModule):
 
     @property
     def ties_weights(self) -> bool:
-        """Whether the model has an output layer, and its weight is the embedding's."""
+        """True if the model has an output layer that uses the embedding's weight."""
         return self.share_embeddings_and_output_weights and self.classification is None
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
-        """The tied weight that this stage holds: the word embedding's on the first, the output layer's on the last.
+        """Return the tied weight on this stage: the word embedding's on the first, the output layer's on the last.
 
         Returns:
-            ``[v/t, h]``, or None on a stage between, and if the weights are not tied.
+            ``[v/t, h]``, or None on a middle stage or if the weights are not tied.
         """
         if not self.ties_weights:
             return None
@@ -197,15 +196,15 @@ class LanguageModel(GroupModule):
         return model.embedding.word_embeddings if self.pre_process else model.output_layer
 
     def setup_tied_weight(self) -> None:
-        """Make the copies of a weight that is tied over several stages equal, and state their replicas.
+        """Synchronize the copies of a weight that is tied over several stages, and set their replicas.
 
-        Gradients are summed over the embedding group. The last stage's ``is_copy``, so that norms count one and
-        checkpoints store one. Collective then: the copy is zero at first, and one all-reduce over the embedding group
-        makes it the first stage's weight. Of a meta tensor only the replicas are stated.
+        Gradients are summed over the embedding group. The last stage's weight has ``is_copy``, so that norms and
+        checkpoints include the weight once. For such a weight the call is collective over the embedding group: the copy
+        is set to 0, and one all-reduce gives it the first stage's values. For a meta tensor only replicas are set.
 
         Raises:
-            TopologyError: tied weights over several stages, and no embedding group.
-            ConfigError: an embedding group of other ranks than the first and the last stage.
+            TopologyError: weights are tied over several stages, but there is no embedding group.
+            ConfigError: the ranks of the embedding group are not the first and the last stage.
         """
         weight: Any = self.shared_embedding_or_output_weight()
         num_stages = self.config.pipeline_model_parallel_size if self.pp_group is None else self.groups.num_stages
@@ -248,11 +247,11 @@ class LanguageModel(GroupModule):
             )
 
     def _is_in_embd_group(self) -> bool:
-        """True if this part of the model is in the embedding group."""
+        """Return whether this part of the model is in the embedding group."""
         if self.embd_group is None:
             return False
-        # Of the first rank its first chunk, of the last its last, and of one between them, as programs may choose
-        # (``get_embedding_ranks``), every chunk.
+        # The first chunk of the first rank, the last chunk of the last rank, and every chunk of any rank between them
+        # (``get_embedding_ranks`` may add some).
         ranks = dist.get_process_group_ranks(self.embd_group)
         chunk, num_chunks = self.vp_stage or 0, self.config.virtual_pipeline_model_parallel_size or 1
         if dist.get_rank() == ranks[0]:
@@ -267,18 +266,18 @@ class LanguageModel(GroupModule):
         sharded_offsets: Sequence[ShardedOffset] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, ParamShard]:
-        """This rank's part of every parameter, by its name in the whole model.
+        """Return this rank's part of every parameter, by its name in the whole model.
 
         Layers are numbered over all stages. A tied output weight is stored once, under the embedding's name. A
-        vocabulary may be of another size on load (``allow_shape_mismatch``).
+        vocabulary may have another size on load (``allow_shape_mismatch``).
 
         Args:
-            prefix: put before each name.
+            prefix: prefix of each name.
             sharded_offsets: ``(axis, index, count)`` of leading axes that stack this model with others of one name.
-            metadata: handed on to modules that answer for themselves.
+            metadata: passed to submodules that define ``sharded_state_dict``.
 
         Raises:
-            ShardingError: ``sharded_offsets`` do not fit together.
+            ShardingError: ``sharded_offsets`` contradict each other.
         """
         entries = state_of_parts(self, prefix, sharded_offsets, metadata, group=self.tp_group)
         output_weight, output_bias = f"{prefix}output_layer.weight", f"{prefix}output_layer.bias"
@@ -290,7 +289,7 @@ class LanguageModel(GroupModule):
         return entries
 
     def _tie_state(self, entries: dict[str, ParamShard], output_key: str, embedding_key: str) -> None:
-        """Let the output layer's tied weight go by the embedding's name: written once, and read by both stages."""
+        """Rename the tied output weight to the embedding's name, so that it is written once and both stages read it."""
         if not self.post_process:
             if output_key in entries:
                 raise ShardingError(

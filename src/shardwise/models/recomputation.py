@@ -1,4 +1,4 @@
-"""Settings of recomputation, which a model's config, a run and a plan share."""
+"""Settings of recomputation, shared by the config of a model, a run and a plan."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ RECOMPUTE_MODULES = get_args(RecomputedModule)
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Parts of a model that the backward computes again: less memory for more time, the same bits.
+    """Parts of a model that the backward recomputes: less memory for more time, the same bits.
 
     Attributes:
-        granularity: "full" keeps the input of layers only, and takes about a third more time; "selective" recomputes
-            parts of every layer, those of modules.
-        method: with "full": "uniform" keeps the input of every num_layers-th layer and recomputes all of them; "block"
-            recomputes the first num_layers layers of each stage (of each chunk, with interleaving), and keeps what the
-            others need.
+        granularity: "full" saves only the inputs of layers, and takes about a third more time; "selective" recomputes
+            the parts of every layer that modules names.
+        method: with "full": "uniform" saves the input of every num_layers-th layer and recomputes all layers; "block"
+            recomputes only the first num_layers layers of each stage (of each chunk, with interleaving).
         num_layers: see method.
-        modules: with "selective": attention between its projections (core_attn), the norms before attention and MLP,
-            the MLP, or its activation alone (mlp_act).
+        modules: with "selective": attention between its projections (core_attn), the norms before attention and MLP
+            (layernorm), the MLP (mlp), or only its activation (mlp_act).
 
     Raises:
-        ConfigError: a value out of range, or one that the granularity does not read.
+        ConfigError: a value is out of range, or is set although the granularity does not use it.
 
     Source: Chen et al. 2016 (arXiv:1604.06174); Korthikanti et al. 2022 (arXiv:2205.05198), section 5.
     """
@@ -64,7 +63,7 @@ class Recomputation:
             raise ConfigError("recompute.modules has 'mlp' and 'mlp_act', which is a part of it; choose one of them")
 
     def recomputes(self, module: str) -> bool:
-        """True if this part of every layer is recomputed."""
+        """Return whether this part of every layer is recomputed."""
         return self.granularity == "selective" and module in self.modules
 
     def __str__(self) -> str:

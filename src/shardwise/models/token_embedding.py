@@ -1,6 +1,6 @@
 """The first layer of a language model, from ids to hidden states, and checks and masks of its inputs.
 
-Padding masks ``[b, s]`` are those of ``transformers``: 1 or True for each token, 0 for padding.
+Padding masks ``[b, s]`` follow ``transformers``: 1 or True for each token, 0 for padding.
 """
 
 from typing import Any, Literal
@@ -23,23 +23,23 @@ PositionEmbedding = Literal["learned_absolute", "rope", "none", "alibi"]
 
 
 class TokenEmbedding(GroupModule):
-    """Words, learned positions and token types, their sum normed (``config.embedding_layernorm``) and dropped out.
+    """Sum of the embeddings of words, learned positions and token types, with an optional norm, and dropout.
 
-    Words are multiplied by ``config.embedding_multiplier``.
+    The word embedding is multiplied by ``config.embedding_multiplier``.
 
     Args:
-        config, vocab_size, max_sequence_length: of the model.
-        position_embedding_type: there is a table of positions for ``"learned_absolute"``; other kinds are attention's.
+        config, vocab_size, max_sequence_length: config and sizes of the model.
+        position_embedding_type: ``"learned_absolute"`` adds a table of positions; attention handles the other types.
         num_tokentypes: number of token types; 0 for none.
-        scatter_to_sequence_parallel: with ``config.sequence_parallel``, return this rank's shard of the sequence.
+        scatter_to_sequence_parallel: with ``config.sequence_parallel``, whether to return this rank's shard of the
+            sequence.
         tp_group: tensor-parallel group.
-        position_offset: further rows of the table, before the row of position 0.
+        position_offset: number of rows in the table before the row of position 0.
 
     Attributes:
         word_embeddings: split over the vocabulary.
         position_embeddings, tokentype_embeddings: whole on every rank, or None.
-        layernorm: or None.
-
+        layernorm: norm with ``config.embedding_layernorm``, or None.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TokenEmbedding(GroupModule):
         self.tp_group = tp_group
         self.num_tokentypes = num_tokentypes
         self.position_offset = position_offset
-        # Rounded as a tensor of that dtype would be, which is what others multiply by.
+        # Rounded to the parameters' dtype, as in other implementations, which multiply by a tensor.
         self.multiplier = torch.tensor(config.embedding_multiplier, dtype=config.params_dtype, device="cpu").item()
         self.max_sequence_length = max_sequence_length
         learned = position_embedding_type == "learned_absolute"
@@ -72,7 +72,7 @@ class TokenEmbedding(GroupModule):
         self.word_embeddings = VocabEmbedding(
             vocab_size,
             config.hidden_size,
-            # Positions and token types are added to the whole sequence, so it is split only afterwards.
+            # Positions and token types are added to the whole sequence, which is therefore split later.
             sequence_parallel=self.scatters and not learned and num_tokentypes == 0,
             init=init,
             deterministic=config.deterministic_mode,
@@ -98,13 +98,13 @@ class TokenEmbedding(GroupModule):
 
     @property
     def output_layout(self) -> Layout:
-        """The layout of hidden states, I or V(dim=0)."""
+        """I, or V(dim=0) if the sequence is scattered."""
         return hidden_layout(sequence_parallel=self.scatters)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, tokentype_ids: Tensor | None = None
     ) -> Tensor:
-        """Embed.
+        """Map token ids to hidden states.
 
         Args:
             input_ids: ``[b, s]`` token ids.
@@ -115,8 +115,8 @@ class TokenEmbedding(GroupModule):
             ``[s, b, h]``, or this rank's shard ``[s/t, b, h]``.
 
         Raises:
-            VocabularyError: a token id, position or token type that is in no table.
-            ShardingError: the sequence is too long, or token types are given to a model without.
+            VocabularyError: a token id, position or token type is out of range.
+            ShardingError: the sequence is too long, or token types are given to a model without token types.
         """
         s = input_ids.size(1)
         if s > self.max_sequence_length:
@@ -148,16 +148,16 @@ class TokenEmbedding(GroupModule):
 
 
 def check_inputs(input_ids: Any, labels: Any = None, *, labels_are_of_tokens: bool = True, **others: Any) -> None:
-    """Refuse what is no tensor, or has no tokens.
+    """Check that inputs are tensors, and that there is at least one token.
 
     Args:
         input_ids: ``[b, s]``, or None on a stage that needs none.
-        labels: ``[b, s]``, if each token has one.
-        labels_are_of_tokens: each token has one.
+        labels: ``[b, s]``, if each token has a label.
+        labels_are_of_tokens: whether each token has a label.
         others: further inputs by name; each a tensor or None.
 
     Raises:
-        ShardingError: the message names the input, what it is, and what it must be.
+        ShardingError: an input has the wrong type or shape. The message names the input and the expected value.
     """
     for name, value in {"input_ids": input_ids, "labels": labels, **others}.items():
         if value is not None and not isinstance(value, Tensor):
@@ -177,15 +177,15 @@ def check_inputs(input_ids: Any, labels: Any = None, *, labels_are_of_tokens: bo
         )
 
 
-# Taking rows out and putting their gradients back costs less than the products of a tenth of them.
+# Largest share of rows for which selecting rows, and scattering their gradients, costs less than the saved products.
 _MOST = 0.9
 
 
 def places_learned(labels: Tensor, vocab_size: int) -> Tensor | None:
-    """Places in ``labels.t().flatten()`` of the labels ``[b, s]`` that count, ``[n]``, at least one.
+    """Return the positions ``[n]`` in ``labels.t().flatten()`` of labels ``[b, s]`` that are not ignored, at least one.
 
-    None if all tokens are to be computed: most of them count; some label is out of range, which the loss reports with
-    its place; or the host would have to wait for a GPU.
+    Returns None if the loss should be computed for all tokens: few labels are ignored; a label is out of range, which
+    the loss reports with its position; or the check would synchronize with a GPU.
     """
     if labels.device.type != "cpu" or torch.compiler.is_compiling() or not labels.numel():
         return None
@@ -196,26 +196,26 @@ def places_learned(labels: Tensor, vocab_size: int) -> Tensor | None:
     places = counts.nonzero().squeeze(1)
     if len(places) > _MOST * len(flat):
         return None
-    # One that does not count stands for none at all, so that every rank's backward communicates as usual.
+    # If all are ignored, return one of them, so that every rank's backward communicates as usual.
     return places if len(places) else places.new_zeros(1)
 
 
 def tokens_at(places: Tensor, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens at ``places`` as one sample, ``[n, 1, h]`` and ``[1, n]``, of ``[s, b, h]`` and ``[b, s]``."""
+    """Select tokens of ``[s, b, h]`` and ``[b, s]`` as one sample, ``[n, 1, h]`` and ``[1, n]``."""
     return hidden.flatten(0, 1).index_select(0, places).unsqueeze(1), labels.t().flatten()[places].unsqueeze(0)
 
 
 def losses_at(places: Tensor, losses: Tensor, shape: torch.Size) -> Tensor:
-    """Losses ``[1, n]`` at ``places`` of ``shape``, ``[b, s]``, and 0 elsewhere."""
+    """Scatter losses ``[1, n]`` to their ``places`` in ``shape``, ``[b, s]``, with 0 elsewhere."""
     b, s = shape
     return viewless(losses.new_zeros(s * b).index_copy(0, places, losses.squeeze(0)).view(s, b).t().contiguous())
 
 
 def is_token(attention_mask: Tensor, b: int, s: int) -> Tensor:
-    """The mask as bools, True for each token.
+    """Convert a padding mask to bools, True for each token.
 
     Raises:
-        ShardingError: its shape is not ``[b, s]``.
+        ShardingError: the shape is not ``[b, s]``.
     """
     if attention_mask.shape != (b, s):
         raise ShardingError(
@@ -226,26 +226,26 @@ def is_token(attention_mask: Tensor, b: int, s: int) -> Tensor:
 
 
 def forbidden_keys(tokens: Tensor) -> Tensor:
-    """``[b, s]``, True for tokens, to ``[b, 1, 1, s]``, True for keys that no token may see."""
+    """Convert ``[b, s]``, True for tokens, to ``[b, 1, 1, s]``, True for keys that no token may see."""
     return tokens.logical_not()[:, None, None, :]
 
 
 def positions_of(tokens: Tensor) -> Tensor:
-    """``[b, s]``: for each token how many tokens are before it; -1 for padding."""
+    """Return the number of tokens before each token, ``[b, s]``; -1 for padding."""
     return (tokens.cumsum(dim=1) * tokens) - 1
 
 
 class TokensFirst:
-    """Moves the tokens of each row to its front, in their order, and what is computed of them back.
+    """Moves the tokens of each row to its front, in order, and results for them back.
 
-    Behind all tokens of its row, padding is seen by no token under causal attention: no mask is needed, which would be
-    of ``[b, 1, s, s]``, and attention may use any kernel.
+    Under causal attention no token sees padding that is at the end of its row. Attention then needs no mask of shape
+    ``[b, 1, s, s]``, and may use any kernel.
 
     Args:
         tokens: ``[b, s]`` bools, True for tokens.
 
     Attributes:
-        order: ``[b, s]``: where each element was.
+        order: ``[b, s]``, the original index of each element.
     """
 
     def __init__(self, tokens: Tensor) -> None:
@@ -253,17 +253,17 @@ class TokensFirst:
         self._back = self.order.argsort(dim=1)
 
     def move(self, rows: Tensor) -> Tensor:
-        """``[b, s]`` in the new order."""
+        """Reorder ``[b, s]`` to the new order."""
         return rows.gather(1, self.order)
 
     def place_of(self, places: Tensor) -> Tensor:
-        """``[b]``, a place in each row, to where it is in the new order."""
+        """Convert an index in each row, ``[b]``, to its index in the new order."""
         return self._back.gather(1, places.unsqueeze(1)).squeeze(1)
 
     def move_back(self, rows: Tensor) -> Tensor:
-        """``[b, s]`` in the order of the input."""
+        """Reorder ``[b, s]`` to the original order."""
         return rows.gather(1, self._back)
 
     def move_sequence_back(self, sequence: Tensor) -> Tensor:
-        """``[s, b, n]`` in the order of the input."""
+        """Reorder ``[s, b, n]`` to the original order."""
         return sequence.gather(0, self._back.t().unsqueeze(-1).expand_as(sequence))

@@ -30,7 +30,7 @@ _POSITIONS = ("learned_absolute", "rope", "none", "alibi")
 
 
 class _TakenApart(Function):
-    """A weight whose gradient, of this use of it, goes to ``take(weight, gradient)``."""
+    """Identity of a weight. Its backward passes the gradient to ``take(weight, gradient)`` instead of autograd."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, take: Callable[[Tensor, Tensor], None]) -> Tensor:
@@ -47,25 +47,25 @@ class _TakenApart(Function):
 class TransformerModel(FixedTensors, LanguageModel):
     """Embedding (``pre_process``), this stage's layers, and output layer (``post_process``).
 
-    Every part starts from values that depend on the default generator's state, which must be the same on every rank,
-    and on the part alone: a model starts alike on any number of ranks and stages, and ends with the generator in the
-    same state.
+    The initial values of each part depend only on the part and on the state of the default generator, which must be the
+    same on every rank. So initial values, and the generator's state afterwards, are the same for any number of ranks
+    and stages.
 
     Args:
-        config, vocab_size, max_sequence_length, groups: see ``GPT``, and so the others.
+        config, vocab_size, max_sequence_length, groups, ...: see ``GPT``.
         rotary_percent, rotary_base, rope_scaling: see ``RotaryEmbedding``.
-        window_rotary_base: the base of layers with a window, which are then not scaled (Gemma 3); as the others' if
-            None.
+        window_rotary_base: base for layers with a window, whose frequencies are then not scaled (Gemma 3); None means
+            the base and scaling of other layers.
 
     Raises:
-        ConfigError: a size or an option out of range.
-        TopologyError: not the groups that the stages need.
+        ConfigError: a size or an option is out of range.
+        TopologyError: a process group that the stages need is missing or has the wrong ranks.
     """
 
     # Name of the attribute that holds the transformer block.
     block_name: str
     _fixed = ("alibi_slopes",)
-    # A model with token types, or with an output bias, sets these before its parts are made.
+    # A model with token types, or with an output bias, sets these before it calls the base constructor.
     num_tokentypes = 0
     _output_bias = False
     output_layer: ColumnLinear
@@ -105,7 +105,7 @@ class TransformerModel(FixedTensors, LanguageModel):
             )
         self._check(vocab_size, max_sequence_length, position_embedding_type)
         if config.sequence_parallel and groups.tp.size() == 1:
-            # With one rank there is nothing to split.
+            # A sequence is not split over one rank.
             self.config = config = dataclasses.replace(config, sequence_parallel=False)
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length
@@ -169,7 +169,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         self._setup_embeddings()
 
     def _make_heads(self) -> None:
-        """For subclasses: make the heads that a model has next to the output layer."""
+        """Hook for subclasses that create heads in addition to the output layer."""
 
     def _make_classifier(self, spec: Classification) -> None:
         with self._seeded("classifier"):
@@ -188,16 +188,16 @@ class TransformerModel(FixedTensors, LanguageModel):
         )
 
     def _logits(self, hidden: Tensor, sequence: SequenceView) -> Tensor:
-        """``[s, b, h]``, or this rank's shard, to ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``)."""
+        """Map ``[s, b, h]``, or this rank's shard, to ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``)."""
         logits: Tensor = self.output_layer(hidden, self._output_weight(), sequence=sequence)
         logits = self._scaled(logits)
         return viewless(logits if self.parallel_output else self.output_layer.gather(logits))
 
     def _loss(self, hidden: Tensor, labels: Tensor, sequence: SequenceView) -> Tensor:
-        """``[s, b, h]``, or this rank's shard, and labels ``[b, s]`` to the loss of each token ``[b, s]``."""
+        """Map ``[s, b, h]``, or this rank's shard, and labels ``[b, s]`` to the loss of each token ``[b, s]``."""
         weight = self._output_weight()
         shape, places = labels.shape, None
-        # A rank of a sequence-parallel layer does not have the tokens of the others.
+        # With sequence parallelism a rank has only its own tokens.
         if not self.sequence_parallel and self._arithmetic.leaves_out_tokens:
             assert self.vocab_size is not None
             places = places_learned(labels, self.vocab_size)
@@ -206,7 +206,7 @@ class TransformerModel(FixedTensors, LanguageModel):
             sequence = SequenceView(len(places))
         if not self.fuses_output_layer_and_loss:
             logits = self.output_layer(hidden, weight, sequence=sequence)
-            # Only the loss reads these logits, so their memory may be reused for their gradient.
+            # Only the loss reads these logits, so their gradient may overwrite them.
             losses = self.loss_of_logits(labels, logits, inplace_=True, is_scaled=False)
         else:
             weight = self.output_layer.weight if weight is None else weight
@@ -222,10 +222,10 @@ class TransformerModel(FixedTensors, LanguageModel):
         return logits if scaling == 1.0 else logits / scaling
 
     def _output_weight(self) -> Tensor | None:
-        """The tied weight for the output layer, whose gradient ``GradientTrees`` may take apart; None if untied."""
+        """Return the tied weight; ``GradientTrees`` may take this use's gradient separately. None if not tied."""
         weight: Any = self.shared_embedding_or_output_weight()
         take = getattr(weight, "take_output_gradient", None)
-        # A layer that delays its weight gradient hands it over later.
+        # A layer that delays its weight gradient passes it on later.
         delays = self.config.delay_wgrad_compute
         if take is None or delays or not (self.pre_process and self.post_process and torch.is_grad_enabled()):
             shared: Tensor | None = weight
@@ -234,9 +234,9 @@ class TransformerModel(FixedTensors, LanguageModel):
         return apart
 
     def finish_weight_gradients(self) -> None:
-        """Compute the output layer's weight gradients that wait (``config.defer_embedding_wgrad_compute``).
+        """Compute the output layer's deferred weight gradients (``config.defer_embedding_wgrad_compute``).
 
-        After the last backward of a step. Collective over the tensor-parallel group with sequence parallelism.
+        Call it after the last backward of a step. Collective over the tensor-parallel group with sequence parallelism.
         """
         if self.output_queue is not None:
             self.output_queue.take(
@@ -290,11 +290,10 @@ class TransformerModel(FixedTensors, LanguageModel):
             self.setup_tied_weight()
 
     def reset_parameters(self) -> None:
-        """Give all parameters their initial values, as when the model was made; collective as that is.
+        """Set all parameters to their initial values. Collective if the constructor is, for tied weights over stages.
 
-        A model made under ``torch.device("meta")`` is first allocated where one made now would be (call ``to_empty``
-        before for another device). The values are those that a model made there would have had, if the generator is in
-        the same state.
+        A model on the meta device is first allocated on the device of a new model (call ``to_empty`` before for another
+        device). The values are those of a new model on that device, given the same state of the generator.
         """
         if any(param.is_meta for param in self.parameters()):
             self.to_empty(device=parameter_device(self.tp_group, on_cpu=self.config.use_cpu_initialization))
@@ -308,7 +307,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         self._setup_embeddings()
 
     def _parts(self) -> Iterator[tuple[tuple[object, ...], nn.Module]]:
-        """Each part of the model that has a separate seed, with what is mixed into the seed."""
+        """Yield each part of the model that has a separate seed, after the values that are mixed into its seed."""
         for name, child in self.named_children():
             if not isinstance(child, TransformerBlock):
                 yield (name,), child
@@ -318,12 +317,12 @@ class TransformerModel(FixedTensors, LanguageModel):
                 yield (name,), child.final_layernorm
 
     def set_input_tensor(self, input_tensor: Tensor | Sequence[Tensor | None] | None) -> None:
-        """Give a later stage the hidden states of the one before it, for the forwards that follow; None on the first.
+        """Set the input of the following forwards: the hidden states of the previous stage, or None on the first stage.
 
-        They are ``[s, b, h]``, with sequence parallelism this rank's shard, or a list of one tensor.
+        They are ``[s, b, h]`` (this rank's shard with sequence parallelism), as a tensor or a list of one tensor.
 
         Raises:
-            ShardingError: a list of several.
+            ShardingError: the list does not have exactly one tensor.
         """
         if isinstance(input_tensor, Sequence):
             if len(input_tensor) != 1:
@@ -333,13 +332,13 @@ class TransformerModel(FixedTensors, LanguageModel):
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether tokens are rotated otherwise in a longer text."""
+        """True if the rotary frequencies depend on the text length."""
         return self.rotary is not None and self.rotary.depends_on_length
 
     def _rotary(
         self, position_ids: Tensor | None, s: int, hidden: Tensor, lengths: Tensor | None = None
     ) -> dict[str, tuple[Tensor, Tensor] | None]:
-        """Cosine and sine as attention takes them, by ``RotaryEmbedding.tables``; by None there are none."""
+        """Return attention's keyword arguments for cosine and sine (``RotaryEmbedding.tables``; None without RoPE)."""
         rotaries = {"rotary": self.rotary} | (
             {} if self.window_rotary is None else {"window_rotary": self.window_rotary}
         )
@@ -356,7 +355,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         return self._input_tensor
 
     def _sequence_of(self, *of_tokens: Tensor | None) -> SequenceView:
-        """The view of hidden states: as long as the first ``[s]`` or ``[b, s]`` given, else as the input tensor."""
+        """Return the view of hidden states, as long as the first given ``[s]`` or ``[b, s]``, or the input tensor."""
         group = self.tp_group if self.sequence_parallel else None
         for tensor in of_tokens:
             if tensor is not None:

@@ -26,8 +26,7 @@ class Norm:
         sequence_parallel: whether each rank holds its shard of the sequence, ``[s/t, b, h]`` instead of ``[s, b, h]``.
 
     Attributes:
-        partial_gradients: whether a parameter that ranks apply to different tokens or heads has a gradient that is a
-            partial sum.
+        partial_gradients: whether parameters that ranks apply to different tokens or heads have partial gradients.
     """
 
     partial_gradients = True

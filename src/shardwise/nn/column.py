@@ -30,8 +30,7 @@ class ColumnLinear(ParallelLinear):
         out_features: width of the whole output, ``o``.
         bias: whether there is a bias.
         group: the ranks that share the layer.
-        init: function that fills the whole weight in place; the bias then starts at 0. None means the initial values
-            of ``torch.nn.Linear`` for both.
+        init: fills the whole weight in place, and the bias starts at 0; None means both as in ``torch.nn.Linear``.
         sizes: output features of each rank, within one section; balanced if None.
         sections: number of equal parts of the output, each split separately: 2 for a gate and an up projection.
         intervals: alternative to ``sizes`` and ``sections``: each rank's intervals of output features, in the order of

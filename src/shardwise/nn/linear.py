@@ -72,8 +72,7 @@ class TensorParallelLinear(Function):
 
     With COLUMN_SEQUENCE the forward saves only this rank's shard of the input, and the backward gathers it again
     (Korthikanti et al. 2022, section 4.2.2). If saved tensors are recomputed just before the backward, the forward
-    saves the gathered input instead, so that the backward needs no second gather. For a frozen weight no input is
-    saved.
+    saves the gathered input instead, so the backward needs no second gather. No input is saved for a frozen weight.
     """
 
     @staticmethod

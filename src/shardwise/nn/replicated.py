@@ -102,8 +102,7 @@ class ReplicatedLinear(ShardedModule):
         in_features, out_features: widths of input and output, ``i`` and ``o``.
         init: function that fills the weight in place; the bias starts at 0.
         bias: whether there is a bias.
-        sequence_shards: whether each rank applies the layer to its part of the sequence; gradients are then partial
-            sums.
+        sequence_shards: whether ranks apply the layer to parts of the sequence, so that gradients are partial sums.
         options: as for ``ShardedModule``.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Low-rank adapters on layers that are split over ranks."""
+"""Low-rank adapters for layers that are split over ranks."""
 
 from shardwise.models.adapters.adapter import LoraAdapter as LoraAdapter
 from shardwise.models.adapters.config import ALL_LINEAR as ALL_LINEAR, LoraConfig as LoraConfig

@@ -1,7 +1,7 @@
-"""The factors of an adapter, split over the ranks as the layer that it adapts.
+"""The factors of an adapter, split over the ranks like the layer that it adapts.
 
-One weight of ours may hold several of Hugging Face's (query, key and value; gate and up), or hold its rows in another
-order (GPT-2's ``c_attn``). A *section* lists, for each row of Hugging Face's weight in its order, the row of ours.
+A fused weight of ours may combine several Hugging Face weights (query, key and value; gate and up), or hold the rows in
+another order (GPT-2's ``c_attn``). A *section* maps each row of a Hugging Face weight to its row in the fused weight.
 """
 
 import functools
@@ -21,13 +21,13 @@ from shardwise.nn.parallel_linear import ParallelLinear
 
 
 def section_layout(section: Tensor, fused: ParamLayout, width: int) -> ParamLayout:
-    """Layout of a tensor ``[len(section), width]`` that belongs to a section of a weight with the layout ``fused``.
+    """Return the layout of a tensor ``[len(section), width]`` for a section of a weight with the layout ``fused``.
 
-    ``section`` has for each row its row in the fused weight. A rank holds the rows whose fused rows it holds,
-    ascending.
+    ``section`` has for each row its row in the fused weight. A rank holds a row if it holds its fused row; rows are in
+    ascending order.
 
     Raises:
-        ShardingError: the fused weight is not split along dimension 0, or has no such row.
+        ShardingError: the fused weight is not split along dimension 0, or lacks a row of the section.
     """
     if fused.dim != 0:
         raise ShardingError(f"a section is of rows; the fused weight is split along dimension {fused.dim}")
@@ -38,9 +38,9 @@ def section_layout(section: Tensor, fused: ParamLayout, width: int) -> ParamLayo
 
 
 def local_places(section: Tensor, fused: ParamLayout, rank: int) -> Tensor | None:
-    """For each of the rank's rows of ``section_layout``, in its local order, the row of the rank's fused part.
+    """Map the rank's rows of ``section_layout``, in local order, to rows of its part of the fused weight.
 
-    None if these are all, in order.
+    Returns None for the identity.
     """
     own = torch.arange(fused.local_size(rank))
     places = torch.full(fused.global_shape[:1], -1)
@@ -54,14 +54,14 @@ def _rows(fused: ParamLayout, rank: int) -> Tensor:
 
 
 def _held(section: Tensor, fused: ParamLayout, rank: int) -> Tensor:
-    """The section's rows that a rank holds, ascending."""
+    """Return the section's rows on a rank, in ascending order."""
     is_held = torch.zeros(fused.global_shape[0], dtype=torch.bool)
     is_held[_rows(fused, rank)] = True
     return is_held[section].nonzero().flatten()
 
 
 def _intervals(rows: Tensor) -> tuple[Interval, ...]:
-    """Ascending rows as intervals: 0, 1 and 4 are ``((0, 2), (4, 5))``."""
+    """Convert ascending rows to intervals: 0, 1 and 4 become ``((0, 2), (4, 5))``."""
     if not rows.numel():
         return ((0, 0),)
     ends = (rows.diff() != 1).nonzero().flatten()
@@ -70,13 +70,13 @@ def _intervals(rows: Tensor) -> tuple[Interval, ...]:
     return tuple(zip(starts, stops, strict=True))
 
 
-# PEFT initialises A as nn.Linear does its weight, uniformly within 1 / sqrt(fan in).
+# PEFT initialises A like the weight of nn.Linear: uniformly within 1 / sqrt(fan in).
 _INIT_A = functools.partial(init.kaiming_uniform_, a=math.sqrt(5))
 _REDUCED_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class Adapter(ShardedModule):
-    """The two factors for one layer of Hugging Face's.
+    """Base of the two factors for one Hugging Face layer.
 
     Attributes:
         r, scaling: rank, and factor of the product.
@@ -97,18 +97,17 @@ class Adapter(ShardedModule):
 class LoraAdapter(Adapter):
     """The two factors for one Hugging Face linear layer.
 
-    Factors of a layer in half precision are kept in fp32, so that small updates are not lost, and multiplied in the
+    Factors of a layer in half precision are stored in fp32, so that small updates are not lost, and multiplied in the
     layer's dtype.
 
-    ``section`` has the rows of a column-parallel layer's output that they add to, in their order; all in order if None.
+    ``section`` maps the adapter's output features to those of a column-parallel layer; None is the identity.
 
     Attributes:
         r, scaling: rank, and factor of the product.
-        lora_A: ``[r, i]`` of a column-parallel layer, ``[r, i/t]`` of a row-parallel one.
-        lora_B: ``[o/t, r]`` of a column-parallel layer, ``[o, r]`` of a row-parallel one; starts as 0.
-        lora_magnitude_vector: with ``use_dora``, ``[o/t]`` or ``[o]``: the lengths of the weight's rows, which are what
-            they start as.
-        places: ``[o/t]``, the rows of the rank's part of the layer's output; None if these are all, in order.
+        lora_A: ``[r, i]`` for a column-parallel layer, ``[r, i/t]`` for a row-parallel one.
+        lora_B: ``[o/t, r]`` for a column-parallel layer, ``[o, r]`` for a row-parallel one; starts at 0.
+        lora_magnitude_vector: with ``use_dora``, ``[o/t]`` or ``[o]``; starts as the lengths of the weight's rows.
+        places: ``[o/t]``, indices of the adapter's features in this rank's output; None for the identity.
     """
 
     places: Tensor | None
@@ -157,15 +156,15 @@ class LoraAdapter(Adapter):
 
 
 def row_lengths(layer: ParallelLinear, weight: Tensor) -> Tensor:
-    """The 2-norm of each of this rank's rows of a weight of ``layer``'s layout, ``[o/t]`` or ``[o]``, in fp32 or wider.
+    """Return the 2-norm of each row of this rank's part of a weight, ``[o/t]`` or ``[o]``, in fp32 or wider.
 
-    Of a row-parallel layer a row is split over the ranks, and its squares are summed over them.
+    ``weight`` is split like that of ``layer``. The ranks of a row-parallel layer sum the squares of their parts.
     """
     return lengths(weight, 1, layer.group if isinstance(layer, RowLinear) else None)
 
 
 def lengths(weight: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
-    """The 2-norm along a dimension, which the ranks of ``group`` split, in fp32 or wider."""
+    """Return the 2-norm along ``dim``, in fp32 or wider. If ``group`` is given, its ranks split ``dim``."""
     squares = weight.to(torch.promote_types(weight.dtype, torch.float32)).square().sum(dim)
     if group is not None and group.size() > 1:
         squares = all_reduce(squares, group=group)

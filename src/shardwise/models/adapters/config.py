@@ -1,4 +1,4 @@
-"""Settings of adapters: rank, strength, the layers that get one, and parameters that are trained next to them."""
+"""Settings of adapters: rank, strength, adapted layers, and parameters that are trained in addition."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ from typing import Literal, get_args
 from shardwise.core.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
-"""As a target: every linear layer of the transformer layers."""
+"""Target that stands for every linear layer of the transformer layers."""
 
 Biases = Literal["none", "all", "lora_only"]
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters: next to each chosen weight ``W`` a product ``scaling * B A`` is learned, and ``W`` stays.
+    """Low-rank adapters: each chosen weight ``W`` is frozen, and a product ``scaling * B A`` is learned and added.
 
     Names and meanings are those of the ``peft`` library.
 
     Attributes:
-        r: rank, the rows of ``A`` and the columns of ``B``.
+        r: rank: number of rows of ``A`` and columns of ``B``.
         lora_alpha: strength of the product; see ``scaling``.
         lora_dropout: probability of dropping an element of the input of ``A``, in training.
-        target_modules: the layers by their Hugging Face names, such as ``("q_proj", "v_proj", "embed_tokens")``; a name
-            stands for all whose path ends with it. ``("all-linear",)`` is all linear ones of the transformer layers. A
-            string that is not in a tuple is a regular expression of whole paths.
-        use_rslora: divide the strength by ``sqrt(r)`` instead of ``r``.
-        use_dora: learn the length of each row of the weight apart from its direction: the layer's weight is
-            ``m * (W + scaling * B A) / n``, where ``n`` is the length of each row of the sum and ``m`` is learned, and
-            starts as that of ``W``. ``n`` counts as a constant in the backward, as in ``peft``.
-        rank_pattern: other ranks, by a name or a regular expression of the end of a path; the first that fits counts.
-        alpha_pattern: other strengths, the same way.
-        bias: which biases of the model are trained too: none, all, or those of layers with adapters.
-        modules_to_save: modules that are trained whole, by the ends of their Hugging Face paths, such as ``("lm_head",
-            "embed_tokens")``; a tied weight that is named is untied.
-        layers_to_transform: numbers of the transformer layers that get adapters, from 0; None or empty: all. A target
-            that is a whole path counts in any layer, and the embedding and the output layer get none.
-        layers_pattern: the names of the list of layers whose numbers count, such as ``("layers",)``, each a regular
-            expression; empty: any list.
-        exclude_modules: layers that get no adapter, in the manner of ``target_modules``.
+        target_modules: Hugging Face names of the layers, such as ``("q_proj", "v_proj", "embed_tokens")``; a name
+            matches all paths that end with it. ``("all-linear",)`` is all linear layers of the transformer layers. A
+            string instead of a tuple is a regular expression that matches whole paths.
+        use_rslora: whether to divide the strength by ``sqrt(r)`` instead of ``r``.
+        use_dora: whether to learn the length of each row of the weight separately from its direction. The layer's
+            weight is ``m * (W + scaling * B A) / n``, where ``n`` is the length of each row of the sum. ``m`` is
+            learned and starts as the row lengths of ``W``. The backward treats ``n`` as a constant, as in ``peft``.
+        rank_pattern: ranks that override ``r``, by a name or regular expression for the end of a path; the first match
+            counts.
+        alpha_pattern: strengths that override ``lora_alpha``, in the same form.
+        bias: biases of the model that are also trained: none, all, or those of layers with adapters.
+        modules_to_save: modules that are trained in full, by the ends of their Hugging Face paths, such as
+            ``("lm_head", "embed_tokens")``. A named tied weight is untied.
+        layers_to_transform: numbers of the transformer layers that get adapters, from 0; None or empty means all. A
+            target that is a whole path matches in any layer; the embedding and the output layer get no adapter.
+        layers_pattern: names of the list of layers that the numbers refer to, such as ``("layers",)``, each a regular
+            expression; empty means any list.
+        exclude_modules: layers that get no adapter, in the form of ``target_modules``.
 
     Raises:
-        ConfigError: a value out of range, a wrong regular expression, or layers next to one.
+        ConfigError: a value is out of range, a regular expression is invalid, or fields that select layers conflict.
 
     Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023 (arXiv:2312.03732) for ``use_rslora``; Liu et al. 2024
     (arXiv:2402.09353), section 4, for ``use_dora``.
@@ -109,7 +110,7 @@ class LoraConfig:
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
     def chooses(self, path: str, *, in_layers: bool = True) -> bool:
-        """Whether the layer of that path gets an adapter; ``in_layers`` if it is a linear one of a layer."""
+        """Return whether the layer at ``path`` gets an adapter; ``in_layers``: it is linear, in a transformer layer."""
         if _names(self.exclude_modules, path):
             return False
         if isinstance(self.target_modules, str) or path in self.target_modules:
@@ -118,31 +119,31 @@ class LoraConfig:
         return is_target and (not self.layers_to_transform or self.layer_of(path) in self.layers_to_transform)
 
     def layer_of(self, path: str) -> int | None:
-        """The number of the transformer layer that a path is in, by ``layers_pattern``; None if it is in none."""
+        """Return the number of the transformer layer of a path, by ``layers_pattern``; None if it is not in one."""
         lists = [rf"(?:^|.*?\.){pattern}" for pattern in self.layers_pattern] or [r".*?\.[^.]*"]
         found = (re.match(rf"{each}\.(\d+)\.", path) for each in lists)
         return next((int(match[match.re.groups]) for match in found if match is not None), None)
 
     @property
     def choice(self) -> str:
-        """The fields that say which layers get adapters, with their values."""
+        """The fields that select the layers with adapters, and their values, for messages."""
         names = ("target_modules", "layers_to_transform", "layers_pattern", "exclude_modules", "modules_to_save")
         return ", ".join(f"{name} {value!r:.200}" for name in names if (value := getattr(self, name)))
 
     def saves(self, path: str) -> bool:
-        """Whether a module of that path, or one that it is in, is trained whole."""
+        """Return whether the module at ``path``, or a module that contains it, is trained in full."""
         within = [path[:end] for end in (*(dot.start() for dot in re.finditer(r"\.", path)), len(path))]
         return any(module.endswith(name) for module in within for name in self.modules_to_save)
 
     def at(self, path: str) -> LoraConfig:
-        """The configuration of the adapter at ``path``: with its own rank and strength, and without patterns."""
+        """Return the configuration of the adapter at ``path``, with the patterns applied and removed."""
         rank = self.rank_pattern.get(_pattern_of(self.rank_pattern, path) or "", self.r)
         alpha = self.alpha_pattern.get(_pattern_of(self.alpha_pattern, path) or "", self.lora_alpha)
         return dataclasses.replace(self, r=rank, lora_alpha=alpha, rank_pattern={}, alpha_pattern={})
 
 
 def _names(modules: tuple[str, ...] | str, path: str) -> bool:
-    """Whether a regular expression is all of a path, or the path ends with one of several names."""
+    """Return whether a regular expression matches a whole path, or the path ends with one of several names."""
     if isinstance(modules, str):
         return bool(modules) and re.fullmatch(modules, path) is not None
     return any(f".{path}".endswith(f".{name}") for name in modules)

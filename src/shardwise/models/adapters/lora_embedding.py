@@ -1,7 +1,7 @@
 """The embedding split over the vocabulary with a low-rank adapter: ``W[i] + scaling * B A[:, i]`` for an id ``i``.
 
-``A`` has a column for each id and is split like ``W``; ``B`` is whole, and its gradient partial. Of an id that is not a
-rank's all is masked, so that the product joins the partial sum before the layer's own reduction: nothing else travels.
+``A`` has a column for each id and is split like ``W``. ``B`` is whole, and its gradient is partial. A rank masks the
+sum for ids of other ranks, so the layer's own reduction sums the products too, without further communication.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class LoraEmbeddingAdapter(Adapter):
 
     Attributes:
         r, scaling: rank, and factor of the product.
-        lora_embedding_A: ``[r, v/t]``; starts as 0.
+        lora_embedding_A: ``[r, v/t]``; starts at 0.
         lora_embedding_B: ``[h, r]``; starts normally distributed, as in ``peft``.
-        lora_magnitude_vector: with ``use_dora``, ``[h]``: the lengths of the weight's columns.
+        lora_magnitude_vector: with ``use_dora``, ``[h]``; starts as the lengths of the weight's columns.
     """
 
     def __init__(self, layer: VocabEmbedding, config: LoraConfig) -> None:
@@ -53,15 +53,15 @@ class LoraEmbedding(LoraLayer, VocabEmbedding):
 
     @staticmethod
     def add(layer: nn.Module, config: LoraConfig, name: str) -> LoraEmbedding:
-        """Give an embedding an adapter, in place. With ``config.use_dora`` collective over the layer's group.
+        """Add an adapter to an embedding, in place. With ``config.use_dora`` collective over the layer's group.
 
         Args:
-            layer: a VocabEmbedding, or of a class derived from it.
+            layer: a VocabEmbedding, or an instance of a subclass.
             config: rank and strength.
-            name: the adapter's.
+            name: name of the adapter.
 
         Raises:
-            ConfigError: the layer has an adapter, is of another kind, or sums over parts.
+            ConfigError: the layer has an adapter already, is not a VocabEmbedding, or uses exact arithmetic.
         """
         if isinstance(layer, LoraEmbedding):
             raise ConfigError(f"the layer has adapters already: {', '.join(layer.lora)}; remove them first")
@@ -89,7 +89,7 @@ class LoraEmbedding(LoraLayer, VocabEmbedding):
         return output * self._factors().to(output.dtype) if self.lora_config.use_dora else output
 
     def _factors(self) -> Tensor:
-        """With ``use_dora``, ``m / n`` of each column, ``[h]``."""
+        """Return ``m / n`` of ``use_dora`` for each column, ``[h]``."""
         with torch.no_grad():
             own = lengths(self.weight + self.delta(), 0, self.group)
         return self._adapter.lora_magnitude_vector / own
@@ -99,7 +99,7 @@ class LoraEmbedding(LoraLayer, VocabEmbedding):
 
     @torch.no_grad()
     def delta(self) -> Tensor:
-        """This rank's part of what the adapter adds to the weight, ``scaling * (B A)^T``, in fp32 or wider."""
+        """Return this rank's part of the adapter's product, ``scaling * (B A)^T``, in fp32 or wider."""
         adapter = self._adapter
         wide = torch.promote_types(adapter.lora_embedding_A.dtype, torch.float32)
         return adapter.scaling * (adapter.lora_embedding_A.t().to(wide) @ adapter.lora_embedding_B.t().to(wide))

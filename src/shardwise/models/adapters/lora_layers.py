@@ -1,4 +1,4 @@
-"""Tensor-parallel linear layers with low-rank adapters: exact at every number of ranks, and cheap on the wire.
+"""Tensor-parallel linear layers with low-rank adapters: exact at every number of ranks, with little communication.
 
 ==================== ================= ================= ==============================================================
 layer                A                 B                 communication besides the layer's own
@@ -10,10 +10,10 @@ row, also sequence   split like ``W``  whole, gradient   none: ``B z`` joins the
 parallel                               partial           reduction
 ==================== ================= ================= ==============================================================
 
-``z`` has ``r`` features, so a token sends ``r / hidden_size`` of the layer's own traffic. Partial gradients are summed
-once per step by ``finalize_gradients_``. A replicated ``A`` has its whole gradient on every rank, because the gradient
-of ``z`` is summed over the ranks. In a group that sums over parts (``core.communication.trees``) no gradient is
-partial, and ``z`` of a row-parallel layer is summed over the ranks too.
+``z`` has ``r`` features, so its traffic is ``r / hidden_size`` of the layer's own. ``finalize_gradients_`` sums partial
+gradients once per step. Every rank has the whole gradient of a replicated ``A``, because the gradient of ``z`` is
+summed over the ranks. With exact arithmetic (``core.communication.trees``) no gradient is partial, and ``z`` of a
+row-parallel layer is summed over the ranks, too.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from shardwise.nn.quantization import QuantizedTensor
 class LoraLayer(ShardedModule):
     """Base of layers with adapters.
 
-    Not made directly: ``add`` turns a layer into one with adapters, in place, so that its parameters keep their names.
+    Do not construct it directly. ``add`` adds adapters to a layer in place, so that its parameters keep their names.
 
     Attributes:
         lora: the adapters, by the last part of their Hugging Face names.
         lora_config: rank, strength, dropout.
-        lora_enabled: whether the adapters take part in ``forward``.
-        lora_merged: whether their product is part of ``weight`` now.
-        layer_number: whose random numbers dropout draws; None for those of what is in no layer.
-        addition: what stands next to the layer, for messages of rooms that know no adapters.
+        lora_enabled: whether ``forward`` uses the adapters.
+        lora_merged: whether ``weight`` includes their product.
+        layer_number: number of the transformer layer, for the random stream of dropout; None outside of layers.
+        addition: name of the addition to the plain layer, for messages of code that does not import adapters.
     """
 
     addition = "adapters"
@@ -67,7 +67,7 @@ class LoraLayer(ShardedModule):
 
     @classmethod
     def _turn(cls, layer: nn.Module, adapters: Mapping[str, Adapter], config: LoraConfig) -> Any:
-        """Make a plain layer one of this class, in place."""
+        """Turn a plain layer into an instance of this class, in place."""
         adapted: Any = layer
         base: Any = cls
         adapted.__class__ = _with_adapters(base, adapted.__class__)
@@ -78,7 +78,7 @@ class LoraLayer(ShardedModule):
         return adapted
 
     def remove(self) -> None:
-        """Take the adapters away, in place; a merged product stays in the weight."""
+        """Remove the adapters, in place. A merged product stays in the weight."""
         plain: Any = self
         vars(plain).pop("layer_number", None)
         del plain.lora, plain.lora_config, plain.lora_enabled, plain.lora_merged
@@ -89,11 +89,11 @@ class LoraLayer(ShardedModule):
         return self.lora_enabled and not self.lora_merged
 
     def delta(self) -> Tensor:
-        """This rank's part of what the adapters add to the weight, of its shape, in fp32 or wider."""
+        """Return this rank's part of the adapters' product, in the weight's shape and in fp32 or wider."""
         raise NotImplementedError
 
     def _scaled(self, weight: Tensor, factors: Tensor) -> Tensor:
-        """The weight with what ``use_dora`` multiplies."""
+        """Multiply the weight by the factors of ``use_dora``."""
         return weight * factors[:, None]
 
     def _factors(self) -> Tensor:
@@ -101,9 +101,9 @@ class LoraLayer(ShardedModule):
 
     @torch.no_grad()
     def merge_(self) -> None:
-        """Add the adapters' product to the weight, in place; afterwards ``forward`` costs what it did without them.
+        """Add the adapters' product to the weight, in place, so that ``forward`` has the cost of the plain layer.
 
-        With ``use_dora`` rows get their learned lengths too. Collective then, of a layer whose rows are split.
+        With ``use_dora`` the rows also get their learned lengths; this is collective if the layer's rows are split.
 
         Raises:
             ConfigError: the weight is quantised.
@@ -116,7 +116,7 @@ class LoraLayer(ShardedModule):
         if not self.lora_merged:
             whole = self.weight + self.delta()
             if self.lora_config.use_dora:
-                # Kept, because the lengths before cannot be told from the product.
+                # Kept for unmerge_, because the merged weight does not determine the earlier lengths.
                 self.lora_row_factors = self._factors()
                 whole = self._scaled(whole, self.lora_row_factors)
             self.weight.copy_(whole)
@@ -124,7 +124,7 @@ class LoraLayer(ShardedModule):
 
     @torch.no_grad()
     def unmerge_(self) -> None:
-        """Subtract the product again, in place: the weight is what it was up to one rounding."""
+        """Subtract the product again, in place. This restores the weight up to one rounding."""
         if self.lora_merged:
             whole: Tensor = self.weight
             if self.lora_config.use_dora:
@@ -138,7 +138,7 @@ class LoraLinear(LoraLayer, ParallelLinear):
     """Base of column- and row-parallel layers with adapters; see ``LoraLayer``."""
 
     weight: nn.Parameter
-    # Of the rank's rows those whose bias is trained, as bools; None if all, or none, are.
+    # Whether the bias of each of the rank's rows is trained, as bools; None if all or none are.
     lora_bias_rows: Tensor | None
 
     @staticmethod
@@ -148,19 +148,19 @@ class LoraLinear(LoraLayer, ParallelLinear):
         sections: Mapping[str, Tensor | None],
         paths: Mapping[str, str] | None = None,
     ) -> LoraLinear:
-        """Give a linear layer adapters, in place. With ``config.use_dora`` collective over the layer's group.
+        """Add adapters to a linear layer, in place. With ``config.use_dora`` collective over the layer's group.
 
         Args:
-            layer: a ColumnLinear or a RowLinear, or of a class derived from one of them.
+            layer: a ColumnLinear or a RowLinear, or an instance of a subclass.
             config: rank, strength and dropout.
-            sections: for each adapter's name the rows of the layer's output that it adds to; None for all in order.
-            paths: for each adapter's name its path in Hugging Face's model, for the config's patterns.
+            sections: each adapter's section, by name: the output features that it adds to; None for all, in order.
+            paths: each adapter's path in the Hugging Face model, by name, for the config's patterns.
 
         Returns:
-            ``layer``, now of a class with adapters.
+            ``layer``, now an instance of a class with adapters.
 
         Raises:
-            ConfigError: the layer has adapters, or is of a kind that cannot have any.
+            ConfigError: the layer has adapters already, or cannot have any.
         """
         if isinstance(layer, LoraLinear):
             raise ConfigError(f"the layer has adapters already: {', '.join(layer.lora)}; remove them first")
@@ -186,11 +186,11 @@ class LoraLinear(LoraLayer, ParallelLinear):
         return not self._is_active and super().is_one_product
 
     def _check_sums(self) -> None:
-        """Raise ConfigError for adapters that the layer's arithmetic cannot sum."""
+        """Raise ConfigError if the layer's arithmetic does not support its adapters."""
 
     @property
     def lora_widths(self) -> set[int]:
-        """Of how many features there are products: the ranks of the adapters, and of all together."""
+        """Inner widths of the products: each adapter's rank, and the sum of the ranks."""
         ranks = [adapter.r for adapter in self._adapters()]
         return {*ranks, sum(ranks)}
 
@@ -202,7 +202,7 @@ class LoraLinear(LoraLayer, ParallelLinear):
         return [adapter for adapter in self.lora.values() if isinstance(adapter, LoraAdapter)]
 
     def _low_rank(self, input_: Tensor, *, dim: int | None, sizes: Sequence[int] | None) -> Tensor:
-        """``A x`` of all adapters side by side, ``[..., ranks]``; ``dim`` and ``sizes`` say how ``x`` is split."""
+        """Return ``A x`` of all adapters, ``[..., ranks]``. The ranks split ``x`` along ``dim`` by ``sizes``."""
         adapters, p = self._adapters(), self.lora_config.lora_dropout
         if not self.training or p == 0:
             return self._down(input_, _side_by_side([adapter.lora_A for adapter in adapters], 0))
@@ -213,11 +213,11 @@ class LoraLinear(LoraLayer, ParallelLinear):
         return _side_by_side(parts, -1)
 
     def _down(self, input_: Tensor, factor: Tensor) -> Tensor:
-        """``A x``, of a row-parallel layer a partial sum."""
+        """Return ``A x``, for a row-parallel layer a partial sum."""
         return F.linear(input_, factor.to(input_.dtype))
 
     def _up(self) -> Tensor:
-        """``B`` of all adapters in one matrix ``[o/t, ranks]``, scaled as the first; 0 outside of sections."""
+        """Return ``B`` of all adapters, ``[o/t, ranks]``, relative to the first scaling; 0 outside of sections."""
         columns, adapters = [], self._adapters()
         for adapter in adapters:
             factor: Tensor = adapter.lora_B
@@ -230,7 +230,7 @@ class LoraLinear(LoraLayer, ParallelLinear):
         return _side_by_side(columns, 1)
 
     def _add_up(self, output: Tensor, low_rank: Tensor) -> Tensor:
-        """``output + scaling * B z``, in one product."""
+        """Return ``output + scaling * B z``, in one product."""
         up = self._up().to(output.dtype)
         flat = torch.addmm(
             output.flatten(0, -2), low_rank.flatten(0, -2).to(output.dtype), up.t(), alpha=self._adapters()[0].scaling
@@ -242,7 +242,7 @@ class LoraLinear(LoraLayer, ParallelLinear):
         return self._is_active and self.lora_config.use_dora
 
     def _adapted(self, output: Tensor, low_rank: Tensor, bias: Tensor | None) -> Tensor:
-        """The output with the adapters' product; the factors of DoRA do not multiply the bias, which comes last."""
+        """Add the adapters' product to the output. With DoRA the bias is added last, so its factors do not scale it."""
         output = self._add_up(output, low_rank)
         if not self._is_dora:
             return output
@@ -250,7 +250,7 @@ class LoraLinear(LoraLayer, ParallelLinear):
         return output if bias is None else output + bias.to(output.dtype)
 
     def _factors(self) -> Tensor:
-        """With ``use_dora``, ``m / n`` of each of this rank's rows, ``[o/t]``; 1 where there is no adapter."""
+        """Return ``m / n`` of ``use_dora`` for each of this rank's rows, ``[o/t]``; 1 for rows without an adapter."""
         with torch.no_grad():
             lengths = row_lengths(self, self.weight + self.delta())
         factors = torch.ones_like(lengths)
@@ -262,7 +262,7 @@ class LoraLinear(LoraLayer, ParallelLinear):
 
     @torch.no_grad()
     def delta(self) -> Tensor:
-        """This rank's part of what the adapters add to the weight, ``scaling * B A``, in fp32 or wider."""
+        """Return this rank's part of the adapters' product, ``scaling * B A``, in fp32 or wider."""
         down = _side_by_side([adapter.lora_A for adapter in self._adapters()], 0)
         wide = torch.promote_types(down.dtype, torch.float32)
         return self._adapters()[0].scaling * (self._up().to(wide) @ down.to(wide))
@@ -296,7 +296,7 @@ class LoraColumn(LoraLinear):
 
 
 class LoraRow(LoraLinear):
-    """A RowLinear with adapters, whose product is added before the sum over ranks."""
+    """A RowLinear with adapters; their product is added before the sum over ranks."""
 
     sequence_parallel: bool
     _input_sizes: list[int]
@@ -318,7 +318,7 @@ class LoraRow(LoraLinear):
 
 
 class _ExactLora(LoraLinear):
-    """Adapters of a layer whose group sums over parts: factors that are split sum as the weight does."""
+    """Adapters with exact arithmetic: split factors use the same exact sums as the weight."""
 
     def _check_sums(self) -> None:
         if self.lora_config.use_dora:
@@ -339,18 +339,18 @@ class _ExactLora(LoraLinear):
         return dataclasses.replace(self._products, is_narrow=True)
 
     def _split_product(self, input_: Tensor, factor: Tensor, parallelism: LinearParallelism) -> Tensor:
-        """The product with a factor that is split as the weight is."""
+        """Multiply by a factor that is split like the weight."""
         return tensor_parallel_linear(
             input_, factor, None, parallelism=parallelism, group=self.group, products=self._exact_products
         )
 
     def _add(self, output: Tensor, product: Tensor) -> Tensor:
-        # Not in one operation, which may round the elements at the end of a tensor otherwise.
+        # Two operations, because a fused one may round the last elements of a tensor differently.
         return output + product * self._adapters()[0].scaling
 
 
 class ExactLoraColumn(_ExactLora, LoraColumn):
-    """``LoraColumn`` in a group that sums over parts."""
+    """``LoraColumn`` with exact arithmetic."""
 
     def _down(self, input_: Tensor, factor: Tensor) -> Tensor:
         return linear_by_rows(input_, factor, group=self.group, sequence_parallel=self.sequence_parallel)
@@ -361,7 +361,7 @@ class ExactLoraColumn(_ExactLora, LoraColumn):
 
 
 class ExactLoraRow(_ExactLora, LoraRow):
-    """``LoraRow`` in a group that sums over parts: ``A x`` is summed, and ``B`` is multiplied with the sum."""
+    """``LoraRow`` with exact arithmetic: the ranks sum ``A x``, and multiply the sum by ``B``."""
 
     def _multiply(
         self,
@@ -384,7 +384,7 @@ class ExactLoraRow(_ExactLora, LoraRow):
 
 @functools.cache
 def _with_adapters(base: Any, plain: Any) -> Any:
-    """The class of a ``plain`` layer with adapters."""
+    """Return the class of a ``plain`` layer with adapters."""
     return type(f"Lora{plain.__name__}", (base, plain), {"__doc__": f"A {plain.__name__} with adapters."})
 
 

@@ -1,4 +1,4 @@
-"""Key-value caches, for one generation and from one to the next, and trained models on layers for inference."""
+"""Key-value caches, for one generation or across several, and views of models with inference layers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from shardwise.nn.linear import LinearParallelism
 class PreallocatedCache:
     """A key-value cache of fixed capacity for the heads of one rank; a ``models.transformer.attention.KeyValueCache``.
 
-    A forward pass appends to each layer once. A pass that failed half-way is undone by ``truncate(cache.length)``.
+    A forward pass appends to each layer once. ``truncate(cache.length)`` undoes a pass that failed part-way.
 
     Args:
-        num_layers: number of layers, which append as 1 to ``num_layers``.
-        num_groups, head_dim: key-value heads of this rank, and their width.
-        batch_size, capacity: number of sequences, and of tokens that it can hold of each.
-        dtype, device: of keys and values; the default device if None.
+        num_layers: number of layers, which are numbered from 1.
+        num_groups, head_dim: number of key-value heads on this rank, and their width.
+        batch_size, capacity: number of sequences, and maximum number of tokens in each.
+        dtype, device: dtype and device of keys and values; the default device if None.
 
     Raises:
-        ConfigError: a size under 1.
+        ConfigError: a size is under 1.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class PreallocatedCache:
 
     @classmethod
     def for_model(cls, model: GPT, *, batch_size: int, capacity: int) -> PreallocatedCache:
-        """An empty cache for this rank's part of ``model``, in its dtype and on its device.
+        """Create an empty cache for this rank's part of ``model``, with its dtype and device.
 
-        The model's attention is ``SelfAttention`` or holds the same heads on each rank.
+        The model's attention must be ``SelfAttention``, or hold the same heads on each rank.
         """
         num_heads, num_groups, head_dim = model.config.heads
         start, stop = split_heads(num_heads, num_groups, model.tp_group.size()).groups[model.tp_group.rank()]
@@ -74,31 +74,31 @@ class PreallocatedCache:
             head_dim,
             batch_size=batch_size,
             capacity=capacity,
-            # Rows that ranks share out may be in fp32, and are gathered in the dtype that layers compute in.
+            # A fully sharded weight may be stored in fp32. It is gathered in the layers' compute dtype.
             dtype=model.config.params_dtype if is_sharded(weight) else weight.dtype,
             device=weight.device,
         )
 
     @property
     def length(self) -> int:
-        """Tokens that every layer holds: it grows when the last layer of a pass has appended."""
+        """Number of tokens that every layer holds; grows when the last layer of a pass has appended."""
         return min(self._lengths)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the cache takes on this rank, full or empty."""
+        """Bytes of the cache on this rank, full or empty."""
         return self._store.numel() * self._store.element_size()
 
     def append(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values of new tokens, ``[b, groups/t, new, d]``, to the layer of this number, from 1.
+        """Append keys and values of new tokens, ``[b, groups/t, new, d]``, to a layer, numbered from 1.
 
         Returns:
-            Keys and values of all tokens so far, ``[b, groups/t, all, d]``: views of the cache, which the next
+            Keys and values of all tokens so far, ``[b, groups/t, all, d]``: views of the cache, which a later
             ``truncate`` and ``append`` may overwrite.
 
         Raises:
-            ShardingError: no such layer, a shape that does not fit, more tokens than the capacity, or a layer that
-                appends twice before all others did once.
+            ShardingError: there is no such layer, the shape is wrong, there are more tokens than the capacity, or a
+                layer appends twice before all others appended once.
         """
         num_layers, _, b, groups, _, d = self._store.shape
         if not 1 <= layer_number <= num_layers:
@@ -128,15 +128,15 @@ class PreallocatedCache:
         return keys[:, :, :stop], values[:, :, :stop]
 
     def whole_layer(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, from 1, ``[b, groups/t, capacity, d]``: views of all that it can hold."""
+        """Return the full buffers of keys and values of a layer, from 1, as views ``[b, groups/t, capacity, d]``."""
         keys, values = self._store[layer_number - 1]
         return keys, values
 
     def extend(self, count: int) -> None:
-        """Count ``count`` tokens that were written into ``whole_layer`` of every layer.
+        """Increase the length by ``count`` tokens that were written to ``whole_layer`` of every layer.
 
         Raises:
-            ShardingError: there is no room for them.
+            ShardingError: they exceed the capacity.
         """
         if self.length + count > self.capacity:
             raise ShardingError(
@@ -146,10 +146,10 @@ class PreallocatedCache:
         self._lengths = [self.length + count] * len(self._lengths)
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first ``length`` tokens; 0 empties the cache.
+        """Drop all but the first ``length`` tokens; 0 empties the cache.
 
         Raises:
-            ShardingError: there are not that many tokens.
+            ShardingError: there are fewer tokens.
         """
         if not 0 <= length <= self.length:
             raise ShardingError(f"cannot truncate a key-value cache of {self.length} tokens to {length}")
@@ -157,10 +157,10 @@ class PreallocatedCache:
 
 
 class PrefixCache:
-    """The key-value cache of the text that a model read last, for prompts that begin as that text does.
+    """The key-value cache of a model's previous text, for prompts that share a prefix with it.
 
-    ``generate`` reads only the tokens of a prompt that differ from it. Each rank of the model's tensor-parallel group
-    makes one. Make another when weights have changed.
+    ``generate`` processes only the tokens of a prompt after the shared prefix. Each rank of the model's tensor-parallel
+    group creates one. Create a new one when weights have changed.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -170,21 +170,21 @@ class PrefixCache:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose keys and values are kept."""
+        """Number of tokens whose keys and values are cached."""
         return len(self._token_ids)
 
     def shared(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens need not be read, since the text before began with them; never all of them."""
+        """Return the length of the prefix that ``token_ids`` share with the cache; at most all tokens but the last."""
         if self.model.depends_on_length:
-            # The keys were rotated for a text of another length.
+            # The cached keys were rotated for another text length.
             return 0
         pairs = zip(self._token_ids, token_ids[:-1], strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def take(self, token_ids: Sequence[int], capacity: int) -> PreallocatedCache:
-        """The cache of the first ``shared(token_ids)`` of the tokens, with room for ``capacity`` tokens at least.
+        """Return a cache of the first ``shared(token_ids)`` tokens, with a capacity of at least ``capacity`` tokens.
 
-        Call ``keep`` once it is filled.
+        Call ``keep`` after filling it.
         """
         length, old = self.shared(token_ids), self._cache
         self._token_ids = []
@@ -192,7 +192,7 @@ class PrefixCache:
             old.truncate(length)
             return old
         if old is not None:
-            # A conversation grows turn by turn: copying is rare if the room doubles.
+            # A conversation grows turn by turn. Doubling the capacity makes copies rare.
             capacity = max(capacity, min(2 * old.capacity, self.model.max_sequence_length))
         new = PreallocatedCache.for_model(self.model, batch_size=1, capacity=capacity)
         if old is not None and length > 0:
@@ -203,7 +203,7 @@ class PrefixCache:
         return new
 
     def keep(self, token_ids: Sequence[int]) -> None:
-        """Note the tokens of the cache that was taken: as many of ``token_ids`` as it holds."""
+        """Record the tokens of the cache from ``take``: the first ``token_ids``, as many as it holds."""
         assert self._cache is not None
         self._token_ids = list(token_ids[: self._cache.length])
 
@@ -212,28 +212,28 @@ M = TypeVar("M", bound=GPT)
 
 
 def inference_view(model: M, *, fused: bool) -> M:
-    """The model that computes what ``model`` does in evaluation mode, without gradient, on layers for inference.
+    """Return a model on inference layers that computes ``model`` in evaluation mode, without gradient.
 
-    It has the parameters that ``model`` has now, under the same names: what is written into them is seen by both. Take
-    another after parameters were replaced, as by ``load_state_dict(assign=True)``.
+    It shares the current parameters of ``model``, under the same names, so in-place changes affect both. Create a new
+    view after parameters were replaced, for example by ``load_state_dict(assign=True)``.
 
     Args:
-        model: not modified.
-        fused: one exchange per half block (``shardwise.nn.inference``), for models with sequence parallelism and
-            without; on one rank there is nothing to fuse.
+        model: the model; not modified.
+        fused: whether to use one exchange per half block (``shardwise.nn.inference``), with or without sequence
+            parallelism; no effect on one rank.
 
     Raises:
-        ConfigError: layers with adapters, with parts of a program's own, not pre-norm; or with ``fused`` one of several
-            pipeline stages, or no norm after the last layer.
+        ConfigError: layers have adapters or custom parts, or are not pre-norm; or, with ``fused``, the model is one of
+            several pipeline stages, or has no norm after the last layer.
     """
     return with_block(model, InferenceBlock.of(model.decoder, fused=fused))
 
 
 def with_block(model: M, block: InferenceBlock) -> M:
-    """The model with ``block``, which was made of the model's block; else as ``inference_view``."""
+    """Return the view of ``inference_view`` with a given ``block``, which was created from the model's block."""
     if not block.fused:
         return sharing(model, type(model), decoder=block)
-    # The block's output is whole already.
+    # The output of a fused block is already whole.
     output_layer = sharing(
         model.output_layer, type(model.output_layer), parallelism=LinearParallelism.COLUMN, sequence_parallel=False
     )
@@ -241,16 +241,17 @@ def with_block(model: M, block: InferenceBlock) -> M:
 
 
 def on_layers(model: M, layers: Literal["auto", "training", "inference", "fused"]) -> tuple[M, str]:
-    """The model on the layers that are asked for, and which they are, for people.
+    """Return the model on the requested layers, and a description of the choice for the user.
 
     Args:
-        model: not modified.
-        layers: those of training; those for inference, with the same communication or ``"fused"``; or ``"auto"``, those
-            for inference unfused where the model can have them. Of a model that is not split along the sequence these
-            take the same collectives and fewer operations; fused on a CPU there are more operations.
+        model: the model; not modified.
+        layers: ``"training"``; ``"inference"``, with the communication of training; ``"fused"``, inference layers with
+            fused communication; or ``"auto"``, ``"inference"`` if the model supports it, else ``"training"``. Without
+            sequence parallelism ``"inference"`` has the same collectives and fewer operations than ``"training"``;
+            ``"fused"`` has more operations on a CPU.
 
     Raises:
-        ConfigError: the model cannot have those that are asked for by name.
+        ConfigError: the model does not support the requested layers.
     """
     if layers == "training":
         return model, "those of training, as asked for"

@@ -1,8 +1,8 @@
 """Decode one token on CUDA with the same kernels at the same addresses for every token.
 
-The token's id, its position and the length of the cache lie in buffers on the GPU, and the host reads none of them. So
-the pass can be recorded once as a CUDA graph, and launched as one: at one sequence a time
-the host otherwise takes longer to launch the operations than the GPU to do them.
+The token's id, its position and the length of the cache are in buffers on the GPU, and the host reads none of them. So
+the pass can be recorded once as a CUDA graph and launched as a unit. Without the graph, launching the operations for a
+single sequence takes longer than executing them.
 """
 
 import torch
@@ -15,9 +15,9 @@ from shardwise.models.transformer.attention import SelfAttention
 
 
 class CacheAtPosition:
-    """A cache whose layers write at a position on the device and return the whole buffer.
+    """A cache that writes keys and values at a position on the device and returns the whole buffer.
 
-    A ``models.transformer.attention.KeyValueCache`` that attention reads by ``kernels.decode_attention``.
+    A ``models.transformer.attention.KeyValueCache`` for ``kernels.decode_attention``.
 
     Attributes:
         query_position: int64 ``[1]``.
@@ -28,7 +28,7 @@ class CacheAtPosition:
         self.query_position = query_position
 
     def append(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """``[b, groups/t, 1, d]`` each in; ``[b, groups/t, capacity, d]`` each out."""
+        """Write ``[b, groups/t, 1, d]`` each; return the buffers ``[b, groups/t, capacity, d]``."""
         keys, values = self._cache.whole_layer(layer_number)
         keys.index_copy_(2, self.query_position, key)
         values.index_copy_(2, self.query_position, value)
@@ -49,7 +49,7 @@ class DecodeStep:
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
         self._at_position = CacheAtPosition(cache, self._position)
-        # The host takes part in each step of a fused exchange, which a CUDA graph cannot record.
+        # A fused exchange needs the host at each step, so a CUDA graph cannot record it.
         fused = getattr(model.decoder, "fused", False)
         self._is_recorded = not fused and dispatch.CUDA_GRAPHS.why_not(_call(self._token)) is None
         self._graph: torch.cuda.CUDAGraph | None = None

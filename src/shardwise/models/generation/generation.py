@@ -48,23 +48,23 @@ def generate(
         max_new_tokens: maximum number of tokens to generate.
         sampling: sampling parameters.
         seed: random seed, from 0 to 2**63 - 1.
-        eos_id: the token that ends the text, or several that do.
-        on_token: called with each token as soon as it is chosen, on every rank. What it raises ends the generation on
-            its rank.
+        eos_id: id or ids of tokens that end the text.
+        on_token: callback that receives each token as soon as it is chosen, on every rank. An exception from it ends
+            the generation on its rank.
         prefix: cache of the previous text, of the same model; updated to this text.
 
     Returns:
         The new tokens, without the prompt and without the one that ended the text.
 
     Raises:
-        ConfigError: no prompt, a negative ``max_new_tokens``, a seed out of range, a model that is one of several
-            pipeline stages, or a ``prefix`` of another model.
-        VocabularyError: a token of the prompt or ``eos_id`` outside the vocabulary.
-        DesyncError: the ranks were given different arguments.
-        DivergenceError: the logits are infinite or not numbers.
+        ConfigError: the prompt is empty, ``max_new_tokens`` is negative, the seed is out of range, the model is one of
+            several pipeline stages, or ``prefix`` belongs to another model.
+        VocabularyError: a token of the prompt or ``eos_id`` is outside the vocabulary.
+        DesyncError: the ranks have different arguments.
+        DivergenceError: the logits are infinite or NaN.
     """
     vocab_size, eos_ids = _checked_model(model), _ids_of(eos_id)
-    # This comes before the other checks, so that a mistake on one rank leaves no rank waiting.
+    # Compare the ranks' arguments before the other checks, so that an error on one rank leaves no rank waiting.
     prompt_sha256 = hashlib.sha256(repr(list(prompt_ids)).encode()).hexdigest()
     window = model.max_sequence_length
     context = list(prompt_ids or eos_ids[:1])[-window:]
@@ -211,11 +211,11 @@ def sequence_log_probs(model: GPT, input_ids: Tensor) -> Tensor:
         input_ids: ``[b, s]``, at least 2 tokens each.
 
     Returns:
-        ``[b, s - 1]``, of the tokens from the second on; fp32 (fp64 for an fp64 model), the same on every rank.
+        ``[b, s - 1]``, for all tokens but the first; fp32 (fp64 for an fp64 model), the same on every rank.
 
     Raises:
-        ShardingError: the sequences are longer than the model's ``max_sequence_length`` and one.
-        VocabularyError: a token outside the vocabulary.
+        ShardingError: the sequences are longer than the model's ``max_sequence_length + 1``.
+        VocabularyError: a token is outside the vocabulary.
     """
     with evaluation_mode(model):
         loss: Tensor = model(input_ids[:, :-1], labels=input_ids[:, 1:])
@@ -224,7 +224,7 @@ def sequence_log_probs(model: GPT, input_ids: Tensor) -> Tensor:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; each module's mode is restored afterwards."""
+    """Context of evaluation mode without gradients; restores each module's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -247,7 +247,7 @@ def _next_logits(model: GPT, unread: Tensor, cache: PreallocatedCache, step: Dec
 
 
 def _own_part(model: GPT, logits: Tensor) -> Tensor:
-    """This rank's part ``[b, v/t]`` of a model's logits."""
+    """Return this rank's part ``[b, v/t]`` of a model's logits."""
     if model.parallel_output:
         return logits
     start, stop = balanced_range(_checked_model(model), model.tp_group.size(), model.tp_group.rank())
@@ -255,7 +255,7 @@ def _own_part(model: GPT, logits: Tensor) -> Tensor:
 
 
 def _checked_model(model: GPT) -> int:
-    """The size of the vocabulary; ConfigError for a pipeline stage."""
+    """Return the size of the vocabulary; raise ConfigError for one of several pipeline stages."""
     if not (model.pre_process and model.post_process):
         raise ConfigError("generation needs the whole model on each rank, and this is one pipeline stage of it")
     assert model.vocab_size is not None

@@ -1,19 +1,19 @@
 r"""Sampling of the next token from logits that are split over the ranks.
 
-Every rank holds ``x``, the logits of its part of the vocabulary. Sampling from ``softmax(x / T)`` is an argmax in
-disguise (the Gumbel-max trick): with ``u`` uniform on (0, 1), one number for each id,
+Every rank holds ``x``, the logits of its part of the vocabulary. Sampling from ``softmax(x / T)`` reduces to an argmax
+(the Gumbel-max trick): with ``u`` uniform on (0, 1), one number for each id,
 
     argmax_i  x_i + T · (-log(-log u_i))
 
-is a sample. So greedy choice and sampling are one small all-gather: every rank's best score and its id. Top-k gathers k
-candidates of every rank, and top-p without top-k all logits, since its threshold needs their sum in order.
+is a sample. So greedy decoding and sampling need one small all-gather: every rank's best score and its id. Top-k
+gathers k candidates per rank. Top-p without top-k gathers all logits, because its threshold needs their sorted sum.
 
-Every rank draws ``u`` for the *whole* vocabulary from a generator of the same seed. The noise thereby belongs to the
-id, not to a rank or to a place in a list: the same seed gives the same text at every tensor-parallel size. Where the
-logits at two sizes differ by their last bits, a choice differs only between scores as close as that. The noise is made
-on the generator's device, whose numbers for a seed are its own: a CPU's text for a seed is not a GPU's.
+Every rank draws ``u`` for the *whole* vocabulary from a generator with the same seed, so the noise of an id does not
+depend on ranks or on positions in a list. The same seed gives the same text at every tensor-parallel size. If the
+logits at two sizes differ in their last bits, the choice can differ only between scores that are as close. The noise is
+drawn on the generator's device, and devices draw different numbers, so CPU and GPU give different texts.
 
-Nothing here waits for a GPU before the choice is read: a token that cannot be chosen is -1 until then.
+Nothing here synchronizes with a GPU before the choice is read. If no token can be chosen, its id is -1 until then.
 """
 
 import math
@@ -75,7 +75,7 @@ def vocab_parallel_argmax(scores: Tensor, *, vocab_size: int, group: ProcessGrou
 
     Raises:
         ShardingError: ``scores`` is not this rank's part of the vocabulary.
-        DivergenceError: the highest score of a row is infinite or not a number; on every rank.
+        DivergenceError: the highest score of a row is infinite or NaN; on every rank.
     """
     return checked_choice(_argmax(scores, vocab_size, group))
 
@@ -100,10 +100,10 @@ def sample_next_token(
 
     Args:
         logits: ``[b, v/t]``, this rank's part of the vocabulary by the balanced rule; not modified.
-        sampling: how to choose.
+        sampling: sampling parameters.
         vocab_size: size of the whole vocabulary.
         group: the ranks that split it.
-        generator: of the CPU or of the logits' device, in the same state on every rank; it draws ``b * vocab_size``
+        generator: generator on the CPU or the logits' device, in the same state on every rank; draws ``b * vocab_size``
             numbers (greedy: none).
 
     Returns:
@@ -111,7 +111,7 @@ def sample_next_token(
 
     Raises:
         ShardingError: ``logits`` is not this rank's part of the vocabulary.
-        DivergenceError: the logits are infinite or not numbers; on every rank.
+        DivergenceError: the logits are infinite or NaN; on every rank.
     """
     return checked_choice(choose_next_token(logits, sampling, vocab_size=vocab_size, group=group, generator=generator))
 
@@ -124,9 +124,9 @@ def choose_next_token(
     group: ProcessGroup,
     generator: torch.Generator | Sequence[torch.Generator],
 ) -> Tensor:
-    """``sample_next_token`` without synchronization: the id is -1 if the logits are infinite or NaN.
+    """Like ``sample_next_token``, but without synchronization: the id is -1 if the logits are infinite or NaN.
 
-    With several generators, each row uses its own, as if it were alone.
+    With several generators, each row has a separate one and draws the numbers that it would draw alone.
     """
     if sampling.temperature == 0 or sampling.top_k == 1:
         return _argmax(logits, vocab_size, group)
@@ -134,7 +134,7 @@ def choose_next_token(
     generators = [generator] if isinstance(generator, torch.Generator) else generator
     shape = logits.size(0) // len(generators), vocab_size
     uniform = torch.cat([torch.rand(shape, generator=g, dtype=torch.float64, device=g.device) for g in generators])
-    # Multiplying by the temperature, where dividing by it would be equivalent, does not overflow at a small one.
+    # Multiply the noise by the temperature. Dividing the logits would be equivalent, but may overflow if it is small.
     noise = (-uniform.log()).log_().mul_(-sampling.temperature).to(logits.device)
     if sampling.top_k == 0 and sampling.top_p == 1:
         local_noise = noise[:, start : start + logits.size(1)]
@@ -160,7 +160,7 @@ def checked_choice(ids: Tensor) -> Tensor:
 
 
 def _check_shard(scores: Tensor, vocab_size: int, group: ProcessGroup) -> int:
-    """The first id of this rank's part of the vocabulary."""
+    """Check the shape of this rank's scores; return the first id of its part of the vocabulary."""
     t, rank = group.size(), group.rank()
     if vocab_size < t:
         raise ShardingError(f"a vocabulary of {vocab_size} ids is too small for {t} ranks; each needs at least one")
@@ -174,13 +174,13 @@ def _check_shard(scores: Tensor, vocab_size: int, group: ProcessGroup) -> int:
 
 
 def _without_nan(scores: Tensor) -> Tensor:
-    """Convert to fp64 and NaN to infinity, which wins on every rank, so that all ranks raise the same error."""
+    """Convert to fp64, and NaN to infinity, which wins the argmax on every rank, so that all raise the same error."""
     scores = scores.double()
     return torch.where(scores.isnan(), torch.inf, scores)
 
 
 def _pick_highest(values: Tensor, ids: Tensor) -> Tensor:
-    """The id of each row's highest value, -1 if it is not finite; ties go to the first, so ``ids`` must be sorted."""
+    """Return the id of each row's highest value, -1 if not finite; ties go to the first, so ``ids`` must be sorted."""
     index = values.argmax(dim=-1, keepdim=True)
     chosen = ids.gather(1, index).masked_fill(~values.gather(1, index).isfinite(), -1)
     return chosen.squeeze(1).long()
@@ -189,7 +189,7 @@ def _pick_highest(values: Tensor, ids: Tensor) -> Tensor:
 def _gather_candidates(
     logits: Tensor, start: int, top_k: int, vocab_size: int, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` highest logits over all ranks and their ids, both ``[b, k]`` in fp64, sorted by id."""
+    """Return the ``top_k`` highest logits over all ranks and their ids, both ``[b, k]`` in fp64, sorted by id."""
     ids = torch.arange(start, start + logits.size(1), device=logits.device).double().expand_as(logits)
     candidates = _top_k_in_order(torch.stack((logits, ids), dim=-1), top_k)
     sizes = [min(top_k, size) for size in balanced_sizes(vocab_size, group.size())]
@@ -199,7 +199,7 @@ def _gather_candidates(
 
 
 def _top_k_in_order(candidates: Tensor, k: int) -> Tensor:
-    """The ``[b, k, 2]`` pairs of highest value of ``[b, n, 2]``, in their order; of equal values the first."""
+    """Select the ``k`` pairs with the highest values from ``[b, n, 2]``, in order; the first ones of equal values."""
     values = candidates[..., 0]
     if k >= values.size(1):
         return candidates
@@ -214,7 +214,7 @@ def _top_k_in_order(candidates: Tensor, k: int) -> Tensor:
 
 
 def _keep_top_p(values: Tensor, top_p: float, temperature: float) -> Tensor:
-    """``values`` ``[b, n]`` with -inf for all but the fewest whose probabilities sum to at least ``top_p``."""
+    """Set ``values`` ``[b, n]`` to -inf except for the fewest whose probabilities sum to at least ``top_p``."""
     ordered, order = values.sort(dim=1, descending=True, stable=True)
     probabilities = ((ordered - ordered[:, :1]) / temperature).softmax(dim=1)
     dropped = probabilities.cumsum(1) - probabilities >= top_p

@@ -1,1 +1,1 @@
-"""The transformer: rotary positions, attention, MLP, layer and block, each split over the tensor-parallel group."""
+"""The transformer: rotary positions, attention, MLP, layer and block, split over the tensor-parallel group."""

@@ -1,4 +1,4 @@
-"""Self-attention whose heads are split over the tensor-parallel group, by a kernel that the config may choose."""
+"""Self-attention whose heads are split over the tensor-parallel group, with a configurable kernel."""
 
 import copy
 import math
@@ -35,47 +35,47 @@ _KERNELS = {
     "fused": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION],
     "unfused": [SDPBackend.MATH],
 }
-"""Kernels that each ``config.attention_backend`` leaves PyTorch to choose from; all for "auto", none for "local"."""
+"""Kernels that PyTorch may use, by ``config.attention_backend``; all for "auto", none for "local"."""
 
-# cuDNN's kernel makes a plan for each number of keys, which takes longer than the attention of one token.
+# cuDNN's kernel builds a plan for each number of keys, which takes longer than the attention of one token.
 _KERNELS_ON_A_CACHE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-# 64 MiB of fp32.
+# Maximum number of scores in a block, 64 MiB in fp32.
 _SCORES_OF_BLOCK = 1 << 24
 
 
 class KeyValueCache(Protocol):
-    """A cache as attention uses it: it appends new keys and values and returns all of them."""
+    """Interface of a cache that attention uses."""
 
     def append(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """``[b, groups/t, new, d]`` each in; ``[b, groups/t, all, d]`` each out."""
+        """Append keys and values ``[b, groups/t, new, d]``; return those of all tokens, ``[b, groups/t, all, d]``."""
         ...
 
 
 class SelfAttention(GroupModule):
     """Multi-head, grouped-query or multi-query attention.
 
-    The query-key-value weight holds one block per key-value head: its queries, its key, its value. Ranks hold whole
-    blocks, by the balanced rule, so 7 heads on 3 ranks are 3, 2 and 2. Where there are fewer key-value heads than
-    ranks, ranks hold their share of the query heads, and a copy of the key-value heads that these use; the copies'
-    gradients are partial sums until ``finalize_gradients_`` (``models.transformer.heads.HeadSplit``).
+    The query-key-value weight has one block per key-value head: its queries, its key, its value. Ranks hold whole
+    blocks, by the balanced rule, so 7 heads on 3 ranks are split into 3, 2 and 2. With fewer key-value heads than
+    ranks, the ranks split the query heads, and each holds a copy of the key-value heads that its query heads use. The
+    copies' gradients are partial sums until ``finalize_gradients_`` (``models.transformer.heads.HeadSplit``).
 
     Args:
-        config: sizes and kind of the attention.
-        layer_number: this layer's place in the model, from 1; names its cache.
+        config: sizes and variant of the attention.
+        layer_number: number of this layer in the model, from 1; identifies its part of a cache.
         tp_group: tensor-parallel group.
-        attn_mask_type: positions that it forbids without a mask.
+        attn_mask_type: positions that attention forbids without a mask.
 
     Attributes:
-        num_local_groups: key-value heads of this rank.
-        q_layernorm, k_layernorm: with ``config.qk_layernorm``, norms of one head each, or of all heads together. Every
-            rank holds them whole and applies them to its own heads, so that their gradients are partial sums, with
-            sequence parallelism or without, except with ``config.exact_parts``.
-        window_size: of this layer; None if none.
+        num_local_groups: number of key-value heads on this rank.
+        q_layernorm, k_layernorm: with ``config.qk_layernorm``, norms of each head, or of all heads together. Every rank
+            holds the whole norms and applies them to its heads, so their gradients are partial sums, with and without
+            sequence parallelism, except with ``config.exact_parts``.
+        window_size: window of this layer, or None.
         rotates: whether this layer rotates queries and keys.
 
     Raises:
-        ConfigError: fewer query heads than ranks, or with ``config.exact_parts`` fewer key-value heads.
+        ConfigError: there are fewer query heads than ranks or, with ``config.exact_parts``, fewer key-value heads.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class SelfAttention(GroupModule):
             with parameter_device(group, on_cpu=config.use_cpu_initialization):
                 self.q_layernorm, self.k_layernorm = self._make_norms(config, split)
             for norm in (self.q_layernorm, self.k_layernorm):
-                # By parts a gradient is whole as soon as it is made.
+                # With exact arithmetic the backward already computes the whole gradient.
                 is_partial = group.size() > 1 and self._norm.partial_gradients
                 set_replicas_(norm, Replicas(summed_over=("tp",) if is_partial else ()))
         self.linear_proj = RowLinear(
@@ -141,12 +141,12 @@ class SelfAttention(GroupModule):
 
     @property
     def input_layout(self) -> Layout:
-        """The layout of hidden states, I or V(dim=0)."""
+        """Layout of hidden states, I or V(dim=0)."""
         return self.linear_qkv.input_layout
 
     @property
     def output_layout(self) -> Layout:
-        """As ``input_layout``."""
+        """Same as ``input_layout``."""
         return self.linear_proj.output_layout
 
     def _hold(self, split: HeadSplit, group: ProcessGroup) -> None:
@@ -158,10 +158,10 @@ class SelfAttention(GroupModule):
         self._head_sizes = split.query_sizes()
 
     def with_heads_of(self, split: HeadSplit, group: ProcessGroup) -> Self:
-        """A copy whose ``attended`` takes the heads of a rank of another group, and norms neither queries nor keys."""
+        """Return a copy whose ``attended`` takes this rank's heads by another split, without query and key norms."""
         other = copy.copy(self)
         other._hold(split, group)
-        # A new dictionary, as the copy shares that of the original.
+        # A new dictionary, because the copy shares the original's.
         other._modules = {**self._modules, "q_layernorm": None, "k_layernorm": None}
         return other
 
@@ -191,22 +191,22 @@ class SelfAttention(GroupModule):
         cache: KeyValueCache | None = None,
         sequence: SequenceView | None = None,
     ) -> Tensor:
-        """Attend.
+        """Apply attention.
 
         Args:
             hidden: ``[s, b, h]``, or ``[s/t, b, h]`` with sequence parallelism.
-            attention_mask: True where attention is forbidden, beyond what ``attn_mask_type`` and the window forbid,
-                broadcast to ``[b, heads/t, s, keys]``; or with documents and ALiBi, an ``AttentionMask``.
+            attention_mask: bools, True where attention is forbidden in addition to ``attn_mask_type`` and the window,
+                broadcast to ``[b, heads/t, s, keys]``; or an ``AttentionMask``, for documents and ALiBi.
             rotary: cosine and sine of the positions; no rotation if None.
-            window_rotary: the same for layers with a window, where these have their own.
-            cache: keys and values of earlier tokens; what is new is appended.
-            sequence: read with sequence parallelism; None if all ranks hold as many positions.
+            window_rotary: separate cosine and sine for layers with a window, or None.
+            cache: keys and values of earlier tokens, to which new ones are appended.
+            sequence: used with sequence parallelism; None if all ranks hold the same number of positions.
 
         Returns:
-            Like ``hidden``.
+            A tensor with the shape of ``hidden``.
 
         Raises:
-            ShardingError: a mask that does not fit.
+            ShardingError: the mask has the wrong shape.
         """
         mixed: Tensor = self.linear_qkv(hidden, sequence=sequence)
         if self.window_size is not None and window_rotary is not None:
@@ -222,7 +222,7 @@ class SelfAttention(GroupModule):
         rotary: tuple[Tensor, Tensor] | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """``forward`` between its two linear layers: ``[s, b, rows/t]`` to ``[s, b, heads/t * d]``."""
+        """Compute ``forward`` between its two linear layers: ``[s, b, rows/t]`` to ``[s, b, heads/t * d]``."""
         s, b, _ = mixed.shape
         query, key, value = self._split_heads(mixed, rotary if self.rotates else None)
         # [s, b, heads, d] -> [b, heads, s, d], as views.
@@ -234,7 +234,7 @@ class SelfAttention(GroupModule):
         return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
     def _split_heads(self, mixed: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """``[s, b, rows/t]`` to ``[s, b, heads/t, d]`` and twice ``[s, b, groups/t, d]``, normed and rotated."""
+        """Split ``[s, b, rows/t]`` into ``[s, b, heads/t, d]`` and two ``[s, b, groups/t, d]``, normed and rotated."""
         s, b, _ = mixed.shape
         per_group, head_dim, interleaved = self.queries_of_groups[0], self.head_dim, self.rotary_interleaved
         if self._rotates_while_splitting and rotary is not None and self.q_layernorm is None:
@@ -258,7 +258,7 @@ class SelfAttention(GroupModule):
 
     @property
     def attends_at_position(self) -> bool:
-        """Whether it can attend to a cache that is read by ``AttentionMask.query_position``."""
+        """True if this attention supports ``AttentionMask.query_position``."""
         is_causal, reads = self.attn_mask_type.is_causal, self._activation.reads_a_cache
         return type(self) is SelfAttention and self._is_even and is_causal and reads
 
@@ -306,7 +306,7 @@ class SelfAttention(GroupModule):
         return why_repeat_keys(self._backend, *kind, head_dim=self.head_dim, masked=bias is not None)
 
     def _for_all_queries(self, heads: Tensor) -> Tensor:
-        """Keys or values ``[b, groups/t, keys, d]``, each repeated for all of its queries."""
+        """Repeat keys or values ``[b, groups/t, keys, d]`` for all of their queries."""
         if self.num_local_groups == sum(self.queries_of_groups):
             return heads
         copies = [heads[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(self.queries_of_groups)]
@@ -315,7 +315,7 @@ class SelfAttention(GroupModule):
     def _attend_in_blocks(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, dropout: float
     ) -> Tensor:
-        """Written out for some queries at a time, and again in the backward, so that no more scores are in memory."""
+        """Run ``_attend_written_out`` by blocks of queries, recomputed in the backward, to bound the scores' memory."""
         b, heads, s, _ = query.shape
         counted = self._activation.counted_heads(heads, sum(self._head_sizes))
         rows = max(1, _SCORES_OF_BLOCK // max(1, b * counted * key.size(2)))
@@ -323,7 +323,7 @@ class SelfAttention(GroupModule):
         for start in range(0, s, rows):
             some = query[:, :, start : start + rows]
             part = bias if bias is None or bias.size(-2) == 1 else bias[..., start : start + rows, :]
-            # Of causal attention without a bias, which has as many keys as queries, the later keys are not seen.
+            # Causal attention without a bias has as many keys as queries, and does not see later keys.
             seen = start + some.size(2) if is_causal else key.size(2)
             attend = partial(self._attend_written_out, is_causal=is_causal, dropout=dropout)
             blocks.append(recomputed(attend, some, key[:, :, :seen], value[:, :, :seen], part))
@@ -332,7 +332,7 @@ class SelfAttention(GroupModule):
     def _attend_written_out(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, dropout: float
     ) -> Tensor:
-        # PyTorch's attention draws its dropout mask itself, and the "global" rule needs a slice of all heads' mask.
+        # PyTorch's attention draws its own dropout mask, but the "global" rule needs a slice of the mask of all heads.
         key, value = self._for_all_queries(key), self._for_all_queries(value)
         forbidden = blind = None
         if is_causal:
@@ -348,7 +348,7 @@ class SelfAttention(GroupModule):
             forbidden = bias == -torch.inf
             blind = forbidden.all(dim=-1, keepdim=True)
         if forbidden is not None:
-            # With -inf the softmax of a token that sees nothing would be NaN.
+            # Not -inf, because the softmax of a token that sees nothing would be NaN.
             scores = scores.masked_fill(forbidden, torch.finfo(scores.dtype).min)
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
@@ -361,10 +361,10 @@ class SelfAttention(GroupModule):
 
 
 def check_attention_backend(config: ModelConfig, device: torch.device, *, masked: bool = False) -> None:
-    """Raise ConfigError, with PyTorch's reasons, unless ``config.attention_backend`` works on a device, by trying it.
+    """Try ``config.attention_backend`` on a device; raise ConfigError with PyTorch's reasons if it does not work.
 
-    Nothing is tried on the meta device. ``masked``: attention has a mask or bias (padding, documents, ALiBi), which
-    some kernels do not take.
+    No-op on the meta device. ``masked`` means that attention has a mask or bias (padding, documents, ALiBi), which some
+    kernels do not support.
     """
     kernels = _KERNELS.get(config.attention_backend)
     if kernels is None or device.type == "meta":

@@ -1,4 +1,4 @@
-"""The stack of transformer layers that one pipeline stage holds, and the norm after the last layer of the model."""
+"""The stack of transformer layers on one pipeline stage, and the norm after the last layer of the model."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +22,11 @@ from shardwise.nn.recompute import recomputed
 def layers_of_this_stage(
     config: ModelConfig, pp_group: ProcessGroup | None = None, vp_stage: int | None = None
 ) -> range:
-    """The layers of the model, counted from 0, that this rank's stage, or its chunk ``vp_stage``, holds.
+    """Return the layers of this rank's stage, or of its chunk ``vp_stage``, counted from 0 over the model.
 
     Raises:
-        TopologyError: there are several stages and no group, or one of another size.
-        ConfigError: ``vp_stage`` is needed and not given, or is not one of the chunks.
+        TopologyError: there are several stages, but no group, or a group of another size.
+        ConfigError: ``vp_stage`` is missing, or is not one of the chunks.
     """
     stages = config.stage_layers()
     if len(stages) > 1 and (pp_group is None or pp_group.size() != len(stages)):
@@ -45,18 +45,18 @@ def layers_of_this_stage(
 
 
 class TransformerBlock(HiddenToHidden):
-    """Layers, one after the other, and a norm after the model's last.
+    """Consecutive layers, and the norm after the model's last layer.
 
     Args:
-        config, spec, tp_group: as ``TransformerLayer``.
-        layers: the layers of the model, counted from 0, that are here; all if None.
-        post_process: the model ends here, so that the final norm (``config.final_layernorm``) is here too.
-        seed: the source of each layer's seed, so that a layer starts alike on every stage; the default
-            generators go on from layer to layer if None.
+        config, spec, tp_group: as for ``TransformerLayer``.
+        layers: layers of the model in this block, counted from 0; all if None.
+        post_process: whether this is the end of the model, with the final norm (``config.final_layernorm``).
+        seed: source of each layer's seed, so that a layer's initial values do not depend on its stage. If None, all
+            layers draw from the default generators in turn.
 
     Attributes:
-        layers: indexed from 0 on every stage; each knows its place in the model, from 1, as ``layer_number``.
-        final_layernorm: or None.
+        layers: indexed from 0 on every stage; ``layer_number`` of each is its number in the model, from 1.
+        final_layernorm: final norm or None.
     """
 
     def __init__(
@@ -85,21 +85,21 @@ class TransformerBlock(HiddenToHidden):
                 self.final_layernorm = spec.norm(config)
 
     def seeded_parts(self) -> Iterator[tuple[tuple[object, ...], nn.Module]]:
-        """Each layer, with what is mixed into its seed."""
+        """Yield each layer, after the values that are mixed into its seed."""
         for layer in self.layers:
             assert isinstance(layer, TransformerLayer)
             yield _part(layer.layer_number), layer
 
     def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None, **attention: Any) -> Tensor:
-        """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same.
+        """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape.
 
-        ``sequence`` and what else is given by keyword are those of ``SelfAttention.forward``.
+        ``sequence`` and all other keyword arguments are those of ``SelfAttention.forward``.
         """
         for line in agree_on_kernels(hidden, group=self.tp_group):
             if self.tp_group.rank() == 0:
                 warnings.warn(line, stacklevel=2)
         for layers, is_recomputed in self._spans():
-            # With a cache, a second call would append to it once more.
+            # With a cache, a recomputation would append to it again.
             run = recomputed if is_recomputed and attention.get("cache") is None else _call
             hidden = run(_through, layers, hidden, sequence=sequence, **attention)
         if self.final_layernorm is not None:
@@ -107,7 +107,7 @@ class TransformerBlock(HiddenToHidden):
         return hidden
 
     def _spans(self) -> Iterator[tuple[list[nn.Module], bool]]:
-        """Runs of layers, and whether each is recomputed."""
+        """Yield runs of layers, and whether each run is recomputed."""
         is_full = self._recompute.granularity == "full"
         layers, number = list(self.layers), self._recompute.num_layers if is_full else 0
         if is_full and self._recompute.method == "uniform":
@@ -124,10 +124,10 @@ class TransformerBlock(HiddenToHidden):
         sharded_offsets: Sequence[ShardedOffset] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, ParamShard]:
-        """As ``ShardedModule.sharded_state_dict``; a layer's names have its place in the whole model, from 0.
+        """Like ``ShardedModule.sharded_state_dict``; names contain the layer's number in the whole model, from 0.
 
-        If ``non_homogeneous_layers`` in ``metadata`` is False, the tensors of all layers are stacked: the key of an
-        entry has no number, and the entry is one of ``num_layers``.
+        If ``non_homogeneous_layers`` in ``metadata`` is False, the tensors of all layers are stacked: keys have no
+        number, and each entry is one of ``num_layers`` along a leading axis.
         """
         entries: dict[str, ParamShard] = {}
         for layer in self.layers:

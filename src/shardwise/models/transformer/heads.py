@@ -1,4 +1,4 @@
-"""Which attention heads are on which rank: pure arithmetic."""
+"""The split of attention heads over ranks: pure arithmetic."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from shardwise.core.sharding import Interval, ParamLayout, balanced_sizes, inter
 
 
 class Heads(NamedTuple):
-    """Query heads, key-value heads, and the width of a head."""
+    """Number of query heads, number of key-value heads, and width of a head."""
 
     queries: int
     groups: int
@@ -17,16 +17,16 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which heads each rank holds.
+    """The heads of each rank.
 
     With at least as many key-value heads as ranks, ranks hold whole groups: a key-value head and all of its query
-    heads. With fewer, the query heads are dealt out, and a rank holds a copy of each key-value head that one of them
-    uses. Groups and query heads are dealt out by the balanced rule, in order.
+    heads. With fewer, the query heads are split, and a rank holds a copy of each key-value head that its query heads
+    use. Groups or query heads are split by the balanced rule, in order.
 
     Attributes:
-        queries_per_group: query heads that share a key-value head, on all ranks together.
-        groups: for each rank, the interval of its key-value heads.
-        queries: for each rank, the interval of its query heads.
+        queries_per_group: number of query heads that share a key-value head, over all ranks.
+        groups: interval of key-value heads of each rank.
+        queries: interval of query heads of each rank.
     """
 
     queries_per_group: int
@@ -34,30 +34,30 @@ class HeadSplit:
     queries: tuple[Interval, ...]
 
     def queries_of_groups(self, rank: int) -> tuple[int, ...]:
-        """For each key-value head of ``rank``, how many of its query heads are there too."""
+        """Return, for each key-value head of ``rank``, the number of its query heads on that rank."""
         return tuple(stop - start for start, stop in self._queries_by_group(rank))
 
     def num_first_groups(self, rank: int) -> int:
-        """How many of the key-value heads of ``rank``, its last ones, no rank before it holds."""
+        """Return the number of key-value heads of ``rank`` that no earlier rank holds; they are its last ones."""
         start, stop = self.groups[rank]
         return stop - (start if rank == 0 else max(start, self.groups[rank - 1][1]))
 
     def query_sizes(self) -> tuple[int, ...]:
-        """How many query heads each rank holds."""
+        """Return the number of query heads of each rank."""
         return tuple(stop - start for start, stop in self.queries)
 
     def qkv_layout(self, row_shape: tuple[int, ...], head_dim: int) -> ParamLayout:
-        """Layout of a query-key-value weight ``[rows, *row_shape]``.
+        """Return the layout of a query-key-value weight ``[rows, *row_shape]``.
 
-        Its rows are one block for each key-value head: its queries, its key, its value, each of ``head_dim`` rows. A
-        rank holds for each of its key-value heads those queries that are its own, the key and the value.
+        Its rows are one block per key-value head: its queries, its key, its value, each with ``head_dim`` rows. For
+        each of its key-value heads, a rank holds the key, the value and the rank's own queries.
         """
         block = self.queries_per_group + 2
         intervals = []
         for rank, (first, _) in enumerate(self.groups):
             runs = []
             for group, (start, stop) in enumerate(self._queries_by_group(rank), first):
-                # In rows of the weight, `2 * group` keys and values stand before the queries of `group`.
+                # `2 * group` keys and values precede the queries of `group` in the weight.
                 key = group * block + self.queries_per_group
                 runs += [(start + 2 * group, stop + 2 * group), (key, key + 2)]
             intervals.append([(start * head_dim, stop * head_dim) for start, stop in runs])
@@ -71,15 +71,15 @@ class HeadSplit:
 
 
 def qkv_sections(num_heads: int, num_groups: int, head_dim: int) -> tuple[tuple[Interval, ...], ...]:
-    """The rows of a query-key-value weight that are queries, keys and values; see ``HeadSplit.qkv_layout``.
+    """Return the rows of queries, keys and values in a query-key-value weight; see ``HeadSplit.qkv_layout``.
 
     >>> qkv_sections(4, 2, 1)
     (((0, 2), (4, 6)), ((2, 3), (6, 7)), ((3, 4), (7, 8)))
 
     Args:
-        num_heads: query heads.
-        num_groups: key-value heads, which divide the query heads.
-        head_dim: rows of a head.
+        num_heads: number of query heads.
+        num_groups: number of key-value heads, a divisor of ``num_heads``.
+        head_dim: number of rows of a head.
     """
     n = num_heads // num_groups
     return tuple(
@@ -91,18 +91,18 @@ def qkv_sections(num_heads: int, num_groups: int, head_dim: int) -> tuple[tuple[
 
 
 def split_heads(num_heads: int, num_groups: int, world_size: int) -> HeadSplit:
-    """The heads of each rank.
+    """Split attention heads over ranks.
 
     >>> split_heads(6, 2, 4).groups
     ((0, 1), (0, 2), (1, 2), (1, 2))
 
     Args:
-        num_heads: query heads.
-        num_groups: key-value heads, which divide the query heads.
+        num_heads: number of query heads.
+        num_groups: number of key-value heads, a divisor of ``num_heads``.
         world_size: number of ranks.
 
     Raises:
-        ConfigError: fewer query heads than ranks.
+        ConfigError: there are fewer query heads than ranks.
     """
     if num_heads < world_size:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A transformer block on layers for inference, which share the parameters of a training block."""
+"""A transformer block of inference layers that shares the parameters of a training block."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from shardwise.nn.norm import NormFunction
 
 
 class InferenceLayer(TransformerLayer):
-    """A pre-norm ``TransformerLayer`` in evaluation mode, without gradient, on the parameters of a layer of training.
+    """A pre-norm ``TransformerLayer`` in evaluation mode, without gradient, that shares a training layer's parameters.
 
     Attributes:
-        fused: the row-parallel layers add the residual and apply the next norm in their one exchange.
-        splits_residual: the input is whole, and from here on each rank keeps its shard of the residual.
+        fused: whether row-parallel layers add the residual and apply the next norm in their one exchange.
+        splits_residual: whether the input is whole, and each rank takes its shard of the residual from it.
     """
 
     fused = False
@@ -35,10 +35,10 @@ class InferenceLayer(TransformerLayer):
 
     @classmethod
     def of(cls, layer: nn.Module) -> InferenceLayer:
-        """The layer that does what ``layer`` does.
+        """Return an inference layer that is equivalent to ``layer``.
 
         Raises:
-            ConfigError: a layer that is not pre-norm, or has parts that this library does not know.
+            ConfigError: ``layer`` is not pre-norm, or has custom parts.
         """
         if type(layer) is not TransformerLayer or type(layer.self_attention) is not SelfAttention:
             raise ConfigError("layers for inference are made of TransformerLayer with SelfAttention, of no other class")
@@ -92,7 +92,7 @@ class InferenceLayer(TransformerLayer):
         return rows[0], rows[1]
 
     def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None, **keywords: Any) -> Tensor:
-        """``[s, b, h]``, or ``[s/t, b, h]``, to the same; always a shard from the first layer on in fused mode."""
+        """Map ``[s, b, h]``, or ``[s/t, b, h]``, to the same shape; in fused mode the output is always a shard."""
         attention, mlp = self.self_attention, self.mlp
         residual = hidden
         if self.fused:
@@ -110,26 +110,26 @@ class InferenceLayer(TransformerLayer):
 
 
 class InferenceBlock(TransformerBlock):
-    """A ``TransformerBlock`` in evaluation mode, without gradient, on the parameters of a block of training.
+    """A ``TransformerBlock`` in evaluation mode, without gradient, that shares a training block's parameters.
 
     Attributes:
-        fused: each rank keeps its shard of the residual, and each half block makes one exchange
-            (``nn.inference``). The result is then whole on every rank, with sequence parallelism too.
+        fused: whether each rank keeps its shard of the residual, and each half block has one exchange
+            (``nn.inference``). The result is then whole on every rank, even with sequence parallelism.
     """
 
     fused: bool
 
     @classmethod
     def of(cls, block: TransformerBlock, *, fused: bool) -> InferenceBlock:
-        """The block that does what ``block`` does.
+        """Return an inference block that is equivalent to ``block``.
 
         Args:
-            block: of training; its parameters are shared.
-            fused: see above; nothing is fused on one rank.
+            block: training block, whose parameters are shared.
+            fused: see the class; no effect on one rank.
 
         Raises:
-            ConfigError: layers that layers for inference cannot be made of, or with ``fused`` a block without the
-                model's last layer and a norm after it.
+            ConfigError: a layer is not supported (``InferenceLayer.of``) or, with ``fused``, the block does not include
+                the model's last layer and a norm after it.
         """
         fused = fused and block.tp_group.size() > 1
         if fused and (block.final_layernorm is None or len(block.layers) == 0):
@@ -157,7 +157,7 @@ class InferenceBlock(TransformerBlock):
 
     @torch.no_grad()
     def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None, **attention: Any) -> Tensor:
-        """As ``TransformerBlock``'s; in fused mode to ``[s, b, h]``, which the next pass in this group overwrites."""
+        """Like ``TransformerBlock.forward``; in fused mode to ``[s, b, h]``, which the group's next pass overwrites."""
         if self.fused and sequence is not None:
             sequence = SequenceView(sequence.length, self.tp_group)
         for layer in self.layers:
@@ -168,6 +168,6 @@ class InferenceBlock(TransformerBlock):
         left = symmetric_buffer_of(self.tp_group, hidden.device).take()
         if left is not None and left.normed is not None:
             return left.normed
-        # The buffer is too small for it.
+        # The buffer is too small for the normed output.
         assert sequence is not None
         return all_gather(norm(hidden), group=self.tp_group, dim=0, sizes=sequence.sizes)

@@ -21,13 +21,13 @@ __all__ = ["ResidualDropout", "TransformerLayer", "TransformerLayerSpec", "make_
 
 
 class ResidualDropout(nn.Module):
-    """Dropout on the residual stream: the same mask on every rank, or on its shard of the sequence each rank's own.
+    """Dropout on the residual stream: one mask for all ranks, or each rank's own mask on its shard of the sequence.
 
-    With streams of the "global" rule, the mask of the whole sequence is the same at every number of ranks.
+    Under the "global" rule of random streams, the mask of the whole sequence is the same at every number of ranks.
 
     Args:
         p: dropout probability.
-        layer_number: of the layer that it is in; None if in none.
+        layer_number: number of the transformer layer; None outside of layers.
     """
 
     def __init__(self, p: float, layer_number: int | None = None) -> None:
@@ -36,7 +36,7 @@ class ResidualDropout(nn.Module):
         self.p = p
 
     def forward(self, input_: Tensor, sequence: SequenceView) -> Tensor:
-        """``[s, ...]``, or this rank's shard ``[s/t, ...]``, to the same shape."""
+        """Map ``[s, ...]``, or this rank's shard ``[s/t, ...]``, to the same shape."""
         if self.p == 0.0 or not self.training:
             return input_
         group = sequence.group
@@ -51,9 +51,9 @@ class TransformerLayerSpec:
     """Parts of a layer; replace one to change the model.
 
     Attributes:
-        norm: from the config, a norm.
-        attention: from config, layer number (from 1) and group, the attention; called as ``SelfAttention`` is.
-        mlp: from config and group, the MLP; called as ``MLP`` is.
+        norm: function that creates a norm from the config.
+        attention: function that creates the attention from config, layer number (from 1) and group.
+        mlp: function that creates the MLP from config and group. Both have the ``forward`` of the defaults.
     """
 
     norm: Callable[[ModelConfig], nn.Module] = make_norm
@@ -62,7 +62,7 @@ class TransformerLayerSpec:
 
 
 class _Input(NamedTuple):
-    """The residual, the input of attention or MLP, and the recomputation whose output is freed after it."""
+    """The residual, the input of attention or MLP, and the recomputation of that input, if any."""
 
     residual: Tensor
     input_: Tensor
@@ -76,12 +76,12 @@ class HiddenToHidden(GroupModule):
 
     @property
     def input_layout(self) -> Layout:
-        """The layout of hidden states, I or V(dim=0)."""
+        """Layout of hidden states, I or V(dim=0)."""
         return hidden_layout(sequence_parallel=self._sequence_parallel)
 
     @property
     def output_layout(self) -> Layout:
-        """The same."""
+        """Same as ``input_layout``."""
         return self.input_layout
 
 
@@ -91,18 +91,19 @@ class TransformerLayer(HiddenToHidden):
     With ``config.norm_position`` "pre": ``x + attention(norm(x))``, then ``x + mlp(norm(x))``; with "post":
     ``norm(x + attention(x))``, then ``norm(x + mlp(x))``; with "branch": ``x + norm(attention(x))``, and with
     "sandwich": ``x + norm(attention(norm(x)))``. ``config.apply_residual_connection_post_layernorm`` adds to
-    ``norm(x)`` instead of ``x``; ``config.parallel_residual`` gives the layer's input to both, and adds both to it.
+    ``norm(x)`` instead of ``x``. With ``config.parallel_residual`` attention and MLP both read the layer's input, and
+    both outputs are added to it.
 
     Args:
         config: sizes of the model.
-        spec: what the layer is made of.
-        layer_number: this layer's place in the model, from 1.
+        spec: parts of the layer.
+        layer_number: number of this layer in the model, from 1.
         tp_group: tensor-parallel group.
 
     Attributes:
-        layer_number: as given.
-        input_layernorm, pre_mlp_layernorm: the norms before attention and MLP, or None.
-        post_self_attn_layernorm, post_mlp_layernorm: those after them, or None.
+        layer_number: the argument.
+        input_layernorm, pre_mlp_layernorm: norms before attention and MLP, or None.
+        post_self_attn_layernorm, post_mlp_layernorm: norms after attention and MLP, or None.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class TransformerLayer(HiddenToHidden):
         self._norms_sum = position == "post"
         again = config.recompute
         self.recomputes_norms, self.recomputes_mlp = again.recomputes("layernorm"), again.recomputes("mlp")
-        # Parts that the spec makes may not ask the group for the device of their parameters.
+        # Custom parts of the spec may create parameters on the default device.
         with parameter_device(tp_group, on_cpu=config.use_cpu_initialization):
             self.input_layernorm = spec.norm(config) if is_before else None
             self.self_attention = spec.attention(config, layer_number, tp_group)
@@ -135,9 +136,9 @@ class TransformerLayer(HiddenToHidden):
         self.dropout = ResidualDropout(config.hidden_dropout, layer_number)
 
     def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None, **attention: Any) -> Tensor:
-        """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same.
+        """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape.
 
-        ``sequence`` and what else is given by keyword are those of ``SelfAttention.forward``.
+        ``sequence`` and all other keyword arguments are those of ``SelfAttention.forward``.
         """
         sequence = sequence or SequenceView.of(hidden, self._tp_group if self._sequence_parallel else None)
         residual, input_, norm = self._before(hidden, self.input_layernorm)
@@ -157,8 +158,8 @@ class TransformerLayer(HiddenToHidden):
         if norm is not None:
             norm.discard_(mixed)
         added = self._branch(mixed, self.post_mlp_layernorm, sequence)
-        # The norm after a pre-norm layer's sum is the next layer's: layers are recomputed, sharded and put on stages
-        # one by one.
+        # The norm after a pre-norm layer's sum belongs to the next layer, because layers are recomputed, sharded and
+        # placed on stages one by one.
         norm_after = self.post_mlp_layernorm if self._norms_sum else None
         return residual + added if norm_after is None else self._norm.add_and_norm(norm_after, residual, added)[1]
 
@@ -179,7 +180,7 @@ class TransformerLayer(HiddenToHidden):
         return _Input(normed if self.residual_is_normed else hidden, normed, recomputation)
 
     def _between(self, residual: Tensor, added: Tensor) -> _Input:
-        """From the sum of the residual stream and attention to the MLP."""
+        """Add attention's output to the residual stream, and compute the MLP's input."""
         if self._norms_sum:
             assert self.post_self_attn_layernorm is not None
             _, normed = self._norm.add_and_norm(self.post_self_attn_layernorm, residual, added)

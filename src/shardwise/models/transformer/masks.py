@@ -1,4 +1,4 @@
-"""Attention masks and ALiBi's slopes: which tokens see which, and how far away they seem."""
+"""Attention masks and ALiBi's slopes."""
 
 import functools
 from enum import Enum
@@ -13,45 +13,44 @@ from shardwise.models.transformer.heads import split_heads
 
 
 class AttnMaskType(Enum):
-    """Positions that attention forbids without a mask; a mask forbids more. Names are those of Megatron."""
+    """Positions that attention forbids in addition to a mask. Names are those of Megatron."""
 
     causal = "causal"
-    """A token sees itself and those before it."""
+    """A token sees only itself and earlier tokens."""
     padding_causal = "padding_causal"
-    """The same; the mask is said to hide padding."""
+    """Same as ``causal``; the mask hides padding."""
     padding = "padding"
-    """Nothing; the mask is said to hide padding (BERT)."""
+    """Forbids nothing; the mask hides padding (BERT)."""
     arbitrary = "arbitrary"
-    """Nothing; the mask is all."""
+    """Forbids nothing; the mask is arbitrary."""
     no_mask = "no_mask"
-    """Nothing."""
+    """Forbids nothing."""
     causal_bottom_right = "causal_bottom_right"
-    """As ``causal``: queries are the last of the keys' positions, also where there are fewer of them."""
+    """Same as ``causal``. Queries are at the last of the keys' positions, even if there are fewer queries than keys."""
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token sees none after it."""
+        """True if a token does not see later tokens."""
         return self in (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
 
 class AttentionMask:
-    """Restrictions and biases of the attention of one forward pass, in addition to those of each layer.
+    """Restrictions and biases of the attention in one forward pass, in addition to those of each layer.
 
-    It keeps the tensor that it makes, so that all layers share one: make it anew for each forward pass.
+    It caches the bias tensor for all layers. Create a new object for each forward pass.
 
     Args:
-        forbidden: bools, True where a token may not see another, broadcast to ``[b, heads/t, s, keys]``. A token that
-            sees nothing gets zeros.
-        document_ids: ``[b, s]`` integers: tokens see those with their own number only. For several texts packed into
-            one row; without a cache.
-        alibi_slopes: ``[heads/t]``, this rank's: scores fall by so much per position of distance.
-        key_positions: ``[b, keys]`` integers: the positions that ALiBi measures distances between; each key's place if
-            None.
-        query_position: int64 ``[1]`` of the one query, whose keys are a whole cache; what lies after it is forbidden.
-            With ALiBi as the only other restriction.
+        forbidden: bools, True where a token may not see another, broadcast to ``[b, heads/t, s, keys]``. The output for
+            a token that sees nothing is 0.
+        document_ids: ``[b, s]`` integers, for several texts packed into one row, without a cache: a token sees only
+            tokens with the same number.
+        alibi_slopes: ``[heads/t]``, decrease of this rank's scores per position of distance.
+        key_positions: ``[b, keys]`` integers, positions for ALiBi's distances; each key's index if None.
+        query_position: int64 ``[1]``, position of a single query whose keys are a whole cache; later positions are
+            forbidden. ALiBi is the only other restriction that it supports.
 
     Raises:
-        ShardingError: ``forbidden`` is not of bools.
+        ShardingError: ``forbidden`` is not bools.
     """
 
     def __init__(
@@ -78,20 +77,20 @@ class AttentionMask:
     def bias(
         self, query: Tensor, num_keys: int, *, causal: bool, window: tuple[int, int] | None
     ) -> tuple[Tensor | None, bool]:
-        """``attn_mask`` and ``is_causal`` of ``scaled_dot_product_attention``.
+        """Return ``attn_mask`` and ``is_causal`` of ``scaled_dot_product_attention``.
 
         Args:
-            query: ``[b, heads/t, s, d]``, of the last ``s`` of ``num_keys`` positions.
-            num_keys: number of positions of the keys.
-            causal: forbid keys after a token.
-            window: positions that a token sees before and after itself, -1 for no bound.
+            query: ``[b, heads/t, s, d]``, for the last ``s`` of ``num_keys`` positions.
+            num_keys: number of keys.
+            causal: whether keys after a token are forbidden.
+            window: number of positions that a token sees before and after itself, -1 for no bound.
 
         Returns:
             A bias of the query's dtype, -inf where attention is forbidden, broadcast to ``[b, heads/t, s, num_keys]``;
-            None if ``is_causal`` suffices.
+            None if ``is_causal`` is enough.
 
         Raises:
-            ShardingError: a mask of another shape; numbers of documents of another shape, or with a cache.
+            ShardingError: the mask or ``document_ids`` have the wrong shape, or ``document_ids`` come with a cache.
         """
         new = query.size(2)
         before, after = (-1, -1) if window is None else window
@@ -108,7 +107,7 @@ class AttentionMask:
     def _make(self, query: Tensor, num_keys: int, causal: bool, before: int, after: int) -> Tensor:
         new, device = query.size(2), query.device
         keys = torch.arange(num_keys, device=device)
-        # Queries are the last of the keys' positions.
+        # Queries are at the last of the keys' positions.
         queries = keys[num_keys - new :, None]
         forbidden = []
         if causal:
@@ -121,7 +120,7 @@ class AttentionMask:
             forbidden.append(self._other_document(query, num_keys))
         if self.forbidden is not None:
             forbidden.append(self._checked(query, num_keys))
-        # Of the query's dtype: of bools each layer would make such a tensor, and keep it.
+        # In the query's dtype. From bools, each layer would create such a tensor, and save it.
         bias = torch.zeros((), dtype=query.dtype, device=device)
         if self.alibi_slopes is not None:
             wide = torch.promote_types(query.dtype, torch.float32)
@@ -159,37 +158,37 @@ class AttentionMask:
 
 
 def document_lengths(document_ids: Tensor) -> Tensor:
-    """The number of tokens in each token's document, ``[b, s]``, from the documents' numbers ``[b, s]``.
+    """Return the number of tokens in each token's document, ``[b, s]``, from the documents' numbers ``[b, s]``.
 
     >>> document_lengths(torch.tensor([[0, 0, 1, 1, 1, -1]]))
     tensor([[2, 2, 3, 3, 3, 1]])
     """
-    # By sorting, as a count of each number would need the host to know how many there are.
+    # By sorting, because a count of each number would need a synchronization for the size of the result.
     ids = document_ids.contiguous()
     ordered = ids.sort(dim=1).values
     return torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)
 
 
 def document_ids_of(cu_seqlens: Tensor, length: int) -> Tensor:
-    """The document of each token of one packed row, ``[1, length]``, for ``AttentionMask``.
+    """Return the document of each token of one packed row, ``[1, length]``, for ``AttentionMask``.
 
     >>> document_ids_of(torch.tensor([0, 2, 5]), 6)
     tensor([[0, 0, 1, 1, 1, 2]])
 
     Args:
-        cu_seqlens: ``[documents + 1]``, where each begins, and where the last one ends; the rest is padding, and counts
-            as a document.
-        length: of the row.
+        cu_seqlens: ``[documents + 1]``, start of each document, and end of the last one. The rest of the row is
+            padding, with a separate number.
+        length: length of the row.
     """
     positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True).unsqueeze(0)
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """How much each head's scores fall per position, ``[num_heads]`` in fp64, on the CPU.
+    """Return the decrease of each head's scores per position, ``[num_heads]`` in fp64, on the CPU.
 
-    For a power of two, ``2 ** (-8 i / num_heads)`` for ``i`` from 1. For another number, those of the next smaller
-    power of two, then every other one of the next greater, as in the authors' code and BLOOM.
+    For a power of two, ``2 ** (-8 i / num_heads)`` for ``i`` from 1. For another number, the slopes of the next smaller
+    power of two, then every other slope of the next greater one, as in the authors' code and BLOOM.
 
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
@@ -203,7 +202,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 def local_alibi_slopes(config: ModelConfig, tp_group: ProcessGroup) -> Tensor:
-    """The slopes of this rank's query heads, for ``AttentionMask``: ``[heads/t]`` in fp64, on the CPU."""
+    """Return the slopes of this rank's query heads, for ``AttentionMask``: ``[heads/t]`` in fp64, on the CPU."""
     num_heads, num_groups, _ = config.heads
     start, stop = split_heads(num_heads, num_groups, tp_group.size()).queries[tp_group.rank()]
     return alibi_slopes(num_heads)[start:stop]

@@ -1,6 +1,6 @@
 """The MLP of a transformer layer: column-parallel up, row-parallel down.
 
-From a model's config to the arguments, norms and activations of its layers: the one place that knows both.
+This file also converts a model's config to the arguments, norms and activations of its layers.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,12 @@ from shardwise.nn.replicated import set_replicas_
 
 
 def layer_arguments(config: LayerConfig, *, group: ProcessGroup, linear: bool = True) -> dict[str, Any]:
-    """Arguments of a model's layers, except for their sizes and initial values.
+    """Return arguments of a model's layers, except for their sizes and initial values.
 
     Args:
-        config: of the model.
+        config: config of the model.
         group: the ranks that share the layer.
-        linear: for a ColumnLinear or a RowLinear; else for another layer with parameters.
+        linear: whether the layer is a ColumnLinear or RowLinear, instead of another layer with parameters.
     """
     arguments: dict[str, Any] = {
         "group": group,
@@ -46,21 +46,21 @@ def layer_arguments(config: LayerConfig, *, group: ProcessGroup, linear: bool = 
 
 
 def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
-    """The norm that ``config`` names, of ``width`` or ``hidden_size``, on PyTorch's default device.
+    """Create the norm of ``config``, with ``width`` or ``hidden_size`` features, on PyTorch's default device.
 
-    Every rank holds its parameters whole. With sequence parallelism each rank sees only a part of the tokens, so their
+    Every rank holds the whole parameters. With sequence parallelism each rank sees only a part of the tokens, so
     gradients are partial sums.
     """
     kind = NORMS[config.normalization, config.layernorm_zero_centered_gamma]
     norm = kind(width or config.hidden_size, eps=config.layernorm_epsilon, dtype=config.params_dtype)
-    # By parts a gradient is whole as soon as it is made.
+    # With exact arithmetic the backward already computes the whole gradient.
     is_partial = config.sequence_parallel and config.exact_parts is None
     set_replicas_(norm, Replicas(summed_over=("tp",) if is_partial else ()))
     return norm
 
 
 def gelu_tanh(input_: Tensor) -> Tensor:
-    """GELU with the normal distribution function replaced by a tanh (GPT-2, BLOOM).
+    """Compute GELU with the normal distribution function approximated by a tanh (GPT-2, BLOOM).
 
     Source: Hendrycks & Gimpel 2016 (arXiv:1606.08415), section 2.
     """
@@ -68,17 +68,17 @@ def gelu_tanh(input_: Tensor) -> Tensor:
 
 
 def quick_gelu(input_: Tensor) -> Tensor:
-    """GELU with the normal distribution function replaced by ``sigmoid(1.702 x)``; the same source."""
+    """Compute GELU with the normal distribution function approximated by ``sigmoid(1.702 x)``; the same source."""
     return input_ * (1.702 * input_).sigmoid()
 
 
 def squared_relu(input_: Tensor) -> Tensor:
-    """``relu(x) ** 2`` (So et al. 2021, arXiv:2109.08668)."""
+    """Compute ``relu(x) ** 2`` (So et al. 2021, arXiv:2109.08668)."""
     return F.relu(input_).square()
 
 
 def softcap(input_: Tensor, cap: float) -> Tensor:
-    """``cap * tanh(x / cap)``, which keeps scores and logits under ``cap`` (Gemma 2, arXiv:2408.00118, section 2)."""
+    """Compute ``cap * tanh(x / cap)``, which bounds scores and logits by ``cap`` (Gemma 2, arXiv:2408.00118, 2)."""
     return (input_ / cap).tanh() * cap
 
 
@@ -90,13 +90,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
-"""For ``ModelConfig.activation_func``; ``silu`` with ``gated_linear_unit`` is SwiGLU, ``gelu`` GeGLU."""
+"""Choices of ``ModelConfig.activation_func``. With ``gated_linear_unit``, ``silu`` is SwiGLU and ``gelu`` GeGLU."""
 
 
 class MLP(GroupModule):
     """``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))`` with ``gated_linear_unit``.
 
-    Gate and up are the two sections of one weight (``stride=2``), so every rank holds matching halves of both.
+    Gate and up are the two sections of one weight (``sections=2``), so every rank holds matching parts of both.
 
     Args:
         config: sizes, activation and biases.
@@ -130,18 +130,18 @@ class MLP(GroupModule):
 
     @property
     def input_layout(self) -> Layout:
-        """The layout of hidden states, I or V(dim=0)."""
+        """Layout of hidden states, I or V(dim=0)."""
         return self.linear_fc1.input_layout
 
     @property
     def output_layout(self) -> Layout:
-        """As ``input_layout``."""
+        """Same as ``input_layout``."""
         return self.linear_fc2.output_layout
 
     def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None) -> Tensor:
-        """``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape.
+        """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape.
 
-        ``sequence`` is read with sequence parallelism; None if all ranks hold as many positions.
+        ``sequence`` is used with sequence parallelism; None if all ranks hold the same number of positions.
         """
         inner: Tensor = self.linear_fc1(hidden, sequence=sequence)
         if not self.recomputes_activation:

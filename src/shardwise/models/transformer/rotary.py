@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
 Pairs of elements of a head are rotated: ``i`` and ``i + d/2``, the half-split form of GPT-NeoX and Llama, or ``2i`` and
-``2i + 1``, the interleaved form of the paper. ``RotaryScaling`` is for contexts longer than that of the first training.
+``2i + 1``, the interleaved form of the paper. ``RotaryScaling`` extends the context beyond that of the pre-training.
 """
 
 import math
@@ -18,9 +18,9 @@ _WITHOUT_FP64 = ("mps", "meta")
 
 
 class FixedTensors(nn.Module):
-    """A module whose tensors of the names in ``_fixed`` move with it from device to device, and change in nothing else.
+    """A module whose tensors named in ``_fixed`` move with it between devices, but never change dtype or values.
 
-    As buffers they would be rounded by ``module.bfloat16()``, and ``to_empty`` would lose their values.
+    If they were buffers, ``module.bfloat16()`` would round them, and ``to_empty`` would lose their values.
     """
 
     _fixed: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class FixedTensors(nn.Module):
 
 
 def on_default_device(tensor: Tensor) -> Tensor:
-    """A tensor in fp64 on PyTorch's default device, or where it is, if that device has no such tensors."""
+    """Move an fp64 tensor to PyTorch's default device, or leave it in place if that device does not support fp64."""
     return _on(torch.get_default_device(), tensor)
 
 
@@ -48,29 +48,30 @@ RotaryScalingKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How the frequencies of a ``RotaryEmbedding`` are lowered. Field names and meaning are those of Hugging Face.
+    """Reduction of the frequencies of a ``RotaryEmbedding``. Field names and meaning are those of Hugging Face.
 
     Attributes:
         kind: ``"linear"`` divides every frequency by ``factor`` (Chen et al. 2023, arXiv:2306.15595). ``"llama3"`` and
-            ``"yarn"`` divide those that turn seldom over the original context, leave those that turn often, and blend
-            in between: by the number of turns (Llama 3.1), or by the frequency's index (Peng et al. 2023,
+            ``"yarn"`` divide low frequencies (few turns over the original context), keep high ones, and interpolate in
+            between: by the number of turns (Llama 3.1), or by the frequency's index (Peng et al. 2023,
             arXiv:2309.00071). ``"dynamic"`` raises the base with the length of a sequence beyond the original context
-            (there too, appendix B.2), and ``"longrope"`` divides each frequency by a different number, one list of
-            them for sequences within the original context and one for longer ones (Ding et al. 2024,
+            (Peng et al., appendix B.2). ``"longrope"`` has a separate divisor for each frequency, with one list of
+            divisors for sequences within the original context and one for longer ones (Ding et al. 2024,
             arXiv:2402.13753; Phi-3).
-        factor: of the context's growth.
-        original_max_position_embeddings: context of the first training; not read by ``"linear"``.
-        short_factor, long_factor: ``"longrope"``: the divisors, one for each frequency.
-        low_freq_factor, high_freq_factor: ``"llama3"``: a frequency of fewer turns than the first is divided, and one
-            of more than the second is left.
-        beta_slow, beta_fast: ``"yarn"``: the same.
-        attention_factor: ``"yarn"`` and ``"longrope"``: factor of cosine and sine, and so the square root of that of
-            the scores; from ``mscale`` and ``mscale_all_dim``, or from ``factor``, if None.
-        mscale, mscale_all_dim: ``"yarn"``: weights of ``log(factor)`` above and below the line of the attention factor.
-        truncate: ``"yarn"``: round the indices where the blend begins and ends outwards.
+        factor: growth factor of the context.
+        original_max_position_embeddings: context of the pre-training; not used by ``"linear"``.
+        short_factor, long_factor: for ``"longrope"``, divisors of the frequencies.
+        low_freq_factor, high_freq_factor: for ``"llama3"``, numbers of turns below which a frequency is divided, and
+            above which it is kept.
+        beta_slow, beta_fast: the same for ``"yarn"``.
+        attention_factor: for ``"yarn"`` and ``"longrope"``, factor of cosine and sine, and so the square root of the
+            factor of the scores; None means that ``mscale`` and ``mscale_all_dim``, or ``factor``, determine it.
+        mscale, mscale_all_dim: for ``"yarn"``, weights of ``log(factor)`` in numerator and denominator of the attention
+            factor.
+        truncate: for ``"yarn"``, whether to round the bounds of the interpolated indices outwards.
 
     Raises:
-        ConfigError: a value out of range, or two that contradict each other.
+        ConfigError: a value is out of range, or two values contradict each other.
     """
 
     kind: RotaryScalingKind
@@ -118,15 +119,14 @@ class RotaryScaling:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether sequences longer than the original context have other frequencies than shorter ones."""
+        """True if the frequencies depend on the length of the sequence."""
         return self.kind in ("dynamic", "longrope")
 
     def scale(self, frequencies: Tensor, base: float) -> Tensor:
-        """The lowered frequencies of ``[d/2]`` angles per position, ``base ** (-2i/d)``; else the input of
-        ``at_length``.
+        """Scale the frequencies ``[d/2]``, ``base ** (-2i/d)``; if they depend on the length, prepare ``at_length``.
 
         Raises:
-            ConfigError: lists of divisors of another length than the frequencies.
+            ConfigError: a list of divisors does not have the length of the frequencies.
         """
         if self.kind == "dynamic":
             return frequencies
@@ -151,20 +151,19 @@ class RotaryScaling:
         return lowered + (frequencies - lowered) * kept
 
     def is_outgrown_at(self, length: int) -> bool:
-        """True if ``"longrope"`` changes to its other list at this length, so that a key-value cache is of no use.
+        """Return whether ``"longrope"`` switches to ``long_factor`` at this length, which makes cached keys invalid.
 
-        With ``"dynamic"`` each further token has other frequencies, and keys in a cache keep theirs, as in
-        ``transformers``.
+        With ``"dynamic"`` each new token has other frequencies, but cached keys keep theirs, as in ``transformers``.
         """
         return self.kind == "longrope" and length - 1 == self.original_max_position_embeddings
 
     def at_length(self, frequencies: Tensor, length: int | Tensor) -> Tensor:
-        """The frequencies ``[..., d/2]`` of sequences, where they depend on the length.
+        """Return the frequencies ``[..., d/2]`` for sequences of the given length, if they depend on it.
 
         Args:
-            frequencies: what ``scale`` returned, on any device.
-            length: number of positions of the sequence; a tensor ``[...]`` for several, or if the host does not know
-                it, which then does not wait for it.
+            frequencies: result of ``scale``, on any device.
+            length: number of positions of the sequence; a tensor ``[...]`` for several sequences, or to avoid a
+                synchronization if the host does not know the length.
         """
         context = self.original_max_position_embeddings
         assert context is not None
@@ -184,7 +183,7 @@ class RotaryScaling:
 
     @property
     def cos_sin_factor(self) -> float:
-        """Factor of cosine and sine; 1 but for YaRN and LongRoPE."""
+        """Factor of cosine and sine; 1 except for YaRN and LongRoPE."""
         if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -210,30 +209,30 @@ class RotaryScaling:
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, d - 1)
-        # Hugging Face uses this width where the blend would have none.
+        # Hugging Face uses this width if the interpolated range is empty.
         width = (last - first) or 0.001
         index = torch.arange(frequencies.numel(), dtype=frequencies.dtype, device=frequencies.device)
         return 1 - ((index - first) / width).clamp(0, 1)
 
     def _index_of_turns(self, turns: float, d: int, base: float) -> float:
-        """The index, not a whole number, of the frequency that turns so often over the original context."""
+        """Return the fractional index of the frequency with this number of turns over the original context."""
         assert self.original_max_position_embeddings is not None
         return d * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
 
 
 class RotaryEmbedding(FixedTensors):
-    """Angles by position.
+    """Rotary angles by position.
 
     Args:
         head_dim: width of a head.
         rotary_percent: share of the head that is rotated, from 0 to 1.
         rotary_base: base of the geometric sequence of wavelengths.
-        rope_scaling: lowers the frequencies, for longer contexts.
+        rope_scaling: scaling of the frequencies for longer contexts.
 
     Attributes:
-        inverse_frequencies: ``[d/2]`` in fp64, on the module's device; no buffer. What they are made of where
-            ``depends_on_length``.
-        depends_on_length: they depend on the sequence's length, beyond the context of the first training.
+        inverse_frequencies: ``[d/2]`` in fp64, on the module's device; not a buffer. With ``depends_on_length``, the
+            input of ``RotaryScaling.at_length``.
+        depends_on_length: whether frequencies depend on the sequence's length, beyond the original context.
 
     Raises:
         ConfigError: ``rotary_percent`` is not from 0 to 1, or ``rotary_base`` is not over 1.
@@ -254,10 +253,10 @@ class RotaryEmbedding(FixedTensors):
                 f"rotary_percent {rotary_percent} must be from 0 to 1, and rotary_base {rotary_base} over 1"
             )
         rotated = int(head_dim * rotary_percent) // 2 * 2
-        # fp64: positions times frequencies lose digits in fp32 long before the context ends.
+        # fp64, because in fp32 positions times frequencies lose digits long before the end of the context.
         frequencies = rotary_base ** -(torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated)
         self._scaling = rope_scaling
-        # Frequencies that depend on the length are made in each forward.
+        # Each forward computes frequencies that depend on the length.
         self.depends_on_length = rope_scaling is not None and rope_scaling.depends_on_length
         if rope_scaling is not None:
             frequencies = rope_scaling.scale(frequencies, rotary_base)
@@ -266,13 +265,13 @@ class RotaryEmbedding(FixedTensors):
         self._tables: dict[tuple[torch.device, torch.dtype, int], tuple[Tensor, Tensor]] = {}
 
     def forward(self, positions: Tensor, dtype: torch.dtype, *, length: int | Tensor = 0) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for each position, times the factor of YaRN's or LongRoPE's scaling.
+        """Compute cosine and sine for each position, times the factor of YaRN's or LongRoPE's scaling.
 
         Args:
             positions: ``[s]`` or ``[b, s]`` token positions.
-            dtype: dtype of what will be rotated.
-            length: number of positions of the whole sequence, a tensor ``[]`` of it, or ``[b, 1]`` or ``[b, s]`` of
-                the text of each position; read where ``depends_on_length``.
+            dtype: dtype of the result.
+            length: number of positions in the whole sequence, as an int or a tensor ``[]``; or ``[b, 1]`` or ``[b, s]``
+                for the text of each position. Used with ``depends_on_length``.
 
         Returns:
             Two tensors ``[s, 1 or b, 1, d/2]``.
@@ -280,7 +279,7 @@ class RotaryEmbedding(FixedTensors):
         if positions.dim() == 1:
             positions = positions.unsqueeze(0)
         if self.inverse_frequencies.device != positions.device:
-            # Once: a copy in every forward would let the host wait, and no CUDA graph could be captured.
+            # Keep the copy. A copy in every forward would synchronize, and prevent the capture of a CUDA graph.
             self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
         frequencies = self.inverse_frequencies
         if self.depends_on_length:
@@ -295,39 +294,39 @@ class RotaryEmbedding(FixedTensors):
         return cos.to(dtype), sin.to(dtype)
 
     def is_outgrown_at(self, length: int) -> bool:
-        """True if the scaling, if there is one, changes at this length; see ``RotaryScaling.is_outgrown_at``."""
+        """Return whether there is a scaling that changes at this length; see ``RotaryScaling.is_outgrown_at``."""
         return self._scaling is not None and self._scaling.is_outgrown_at(length)
 
     def tables(
         self, position_ids: Tensor | None, s: int, like: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the tokens of a batch, as ``forward`` returns them.
+        """Return the result of ``forward`` for the tokens of a batch.
 
         Args:
             position_ids: ``[s]`` or ``[b, s]``; 0 to ``s - 1`` if None.
             s: length of the sequence.
-            like: of the dtype and on the device of what will be rotated.
-            lengths: ``[b, 1]`` or ``[b, s]``: how long the text of each token is; read where ``depends_on_length``. If
-                None all are of one, which is as long as the largest position says.
+            like: tensor with the dtype and device of the result.
+            lengths: ``[b, 1]`` or ``[b, s]``, length of each token's text; used with ``depends_on_length``. None means
+                one length for all, the largest position plus 1.
         """
         if position_ids is None and (lengths is None or not self.depends_on_length):
             return self.first(s, like.dtype, like.device)
         positions = torch.arange(s, device=like.device) if position_ids is None else position_ids
         if lengths is None and self.depends_on_length:
-            # The host does not wait for it.
+            # A tensor, to avoid a synchronization.
             lengths = positions.max() + 1
         made: tuple[Tensor, Tensor] = self(positions, like.dtype, length=s if lengths is None else lengths)
         return made
 
     def first(self, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """``forward`` of the positions 0 to ``count - 1``; the tables of the largest count are kept."""
+        """Return the result of ``forward`` for the positions 0 to ``count - 1``; caches the largest tables."""
         key = device, dtype, count if self.depends_on_length else 0
         kept = self._tables.get(key)
         if kept is None or kept[0].size(0) < count:
-            # Of a model that generates first and is trained then, autograd must be able to keep them.
+            # A model may generate first and train later, and autograd cannot save inference tensors.
             with torch.inference_mode(False):
                 kept = self(torch.arange(count, device=device), dtype, length=count)
-            # The compiler makes what it traces anew, and a fake tensor is of its mode alone.
+            # Compiled code computes the tables itself, and a fake tensor is valid only in its mode.
             if not torch.compiler.is_compiling() and type(kept[0]) is type(self.inverse_frequencies):
                 self._tables[key] = kept
         cos, sin = kept

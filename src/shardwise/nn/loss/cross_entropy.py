@@ -21,8 +21,7 @@ cancel, so the gradient is computed there as ``expm1(-nll) + a + (w - 1) exp(-nl
 Error bound. ``M`` may be near 1e4, but no number near ``M`` is added to a number near 1. Let ``u`` be half a unit in
 the last place of fp32 (6e-8; 1e-16 for fp64 logits), and take the logits as exact:
 
-- each term of ``s_r`` has a relative error of a few ``u`` plus ``u |y - m_r|``, and so has their sum, because all terms
-  are positive;
+- each term of ``s_r``, and so their sum (all are positive), has a relative error of a few ``u`` plus ``u |y - m_r|``;
 - ``log S`` has the relative error of ``S`` as absolute error, plus ``u log S``; the target's difference has ``u`` times
   the spread ``M - z``. So ``|error of nll| ≤ c u (1 + nll)`` with ``c`` about 10, for logits of any size;
 - softcap and temperature round ``y``, which adds ``2 u max |y|``;

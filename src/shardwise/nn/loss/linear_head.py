@@ -8,13 +8,11 @@ gradients are products with ``E`` and numbers per token:
 - weight: ``Eᵀ (g ρ hidden)`` for any incoming gradient ``g``, with ``a / ρ`` in the target's column of ``E``.
 
 ``a`` is the gradient in the target's column, which is known to full precision only with the loss. If ``ρ`` is so small
-that ``a / ρ`` might overflow, a floor replaces ``ρ``: the other columns of such a row are below the rounding of the
-result.
+that ``a / ρ`` might overflow, a floor replaces ``ρ``: the rest of such a row is below the rounding of the result.
 
 With a softcap ``E`` is multiplied by its slope. Label smoothing subtracts ``rest`` from every column. Without a softcap
 ``rest`` is the same for all columns, so a sum of the weight's rows, or of the hidden states, is enough. With both, and
-in fp16, which cannot represent ``a / ρ``, the loss waits for the statistics and then overwrites the logits with their
-complete gradient.
+in fp16, where ``a / ρ`` may overflow, the loss waits for the statistics, then overwrites the logits with their gradient.
 """
 
 from collections.abc import Sequence

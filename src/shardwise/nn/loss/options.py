@@ -151,8 +151,7 @@ class LossChecks:
         Args:
             every: ``[t, n, k]``, all ranks' ``row_statistics``, or ``[t p, n, k]`` of their parts; marked.
             row_of: function that returns this rank's logits ``[v]`` of a token; called only after an error.
-            target: this rank's targets; messages give positions in their shape.
-            ignored: ``[n]``, True for ignored targets.
+            target, ignored: this rank's targets, and a mask ``[n]`` of the ignored ones.
             interval: this rank's ids.
             group: the ranks that split the vocabulary.
 
