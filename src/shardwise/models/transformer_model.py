@@ -52,7 +52,7 @@ class TransformerModel(FixedTensors, LanguageModel):
     and stages.
 
     Args:
-        config, vocab_size, max_sequence_length, groups, ...: see ``GPT``.
+        config, vocab_size, max_sequence_length, groups and others: see ``GPT``.
         rotary_percent, rotary_base, rope_scaling: see ``RotaryEmbedding``.
         window_rotary_base: base for layers with a window, whose frequencies are then not scaled (Gemma 3); None means
             the base and scaling of other layers.

@@ -12,7 +12,7 @@ that ``a / ρ`` might overflow, a floor replaces ``ρ``: the rest of such a row 
 
 With a softcap ``E`` is multiplied by its slope. Label smoothing subtracts ``rest`` from every column. Without a softcap
 ``rest`` is the same for all columns, so a sum of the weight's rows, or of the hidden states, is enough. With both, and
-in fp16, where ``a / ρ`` may overflow, the loss waits for the statistics, then overwrites the logits with their gradient.
+in fp16, where ``a / ρ`` may overflow, the loss waits for the statistics, and overwrites the logits with the gradient.
 """
 
 from collections.abc import Sequence
