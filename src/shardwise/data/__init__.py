@@ -1,4 +1,4 @@
-"""From text to batches: records, tokens, rows, and the order in which they are seen.
+"""From text to batches: records, tokens, rows, and their order.
 
 ::
 

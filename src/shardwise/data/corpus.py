@@ -1,4 +1,4 @@
-"""A corpus of text documents, with its size and hash, and its split into a training part and a held-out part.
+"""A corpus of text documents, with size and hash, which can be split into a training part and a held-out part.
 
 The Python standard library serves as a corpus of real text on every machine, with no download.
 """
@@ -18,7 +18,7 @@ from shardwise.core.errors import ConfigError, DataError
 
 
 def text_size(texts: Iterable[str]) -> str:
-    """The human-readable size of texts in UTF-8.
+    """Return the human-readable size of texts in UTF-8.
 
     >>> text_size(["x" * 12_108_092]), text_size(["x" * 1000, "y" * 500]), text_size(["1234567"])
     ('12.1 MB', '1.5 kB', '7 B')
@@ -86,9 +86,8 @@ class Corpus:
 
         Whole documents are held out in the order of a hash of the seed and their text. The split is therefore
         independent of their names and order, and equal documents stay in one part. The last document is cut if it is
-        too large: its tail is held out, from the start of a line, or of a word in very long lines. A corpus of one big
-            file
-        is split this way.
+        too large: its tail is held out, from the start of a line, or of a word in very long lines. So one file can be
+        split.
 
         Args:
             held_out_fraction: fraction of the bytes to hold out, between 0 and 1. Give this or ``held_out_bytes``.
@@ -139,7 +138,7 @@ class Corpus:
         return num_bytes
 
     def _equal_documents(self, seed: int) -> list[list[int]]:
-        """Groups of indices of equal documents, in the order in which they are held out."""
+        """Group the indices of equal documents, in the order in which they are held out."""
         groups: dict[bytes, list[int]] = {}
         for index, document in enumerate(self.documents):
             groups.setdefault(hashlib.sha256(f"{seed}:{document}".encode()).digest(), []).append(index)
@@ -183,10 +182,10 @@ def stdlib_corpus(folder: Path | None = None) -> Corpus:
     A file that cannot be decoded with its declared encoding is skipped; CPython has such files only in its tests.
 
     Args:
-        folder: folder of the library; that of this Python if None.
+        folder: folder of the library; None for this Python's.
 
     Returns:
-        About 700 documents and 12 MB, named for instance "CPython 3.11.7 standard library, 728 files, 12.0 MB".
+        About 700 documents and 12 MB, named for example "CPython 3.11.7 standard library, 728 files, 12.0 MB".
 
     Raises:
         DataError: the sources are missing (a zipped or stripped Python) or cannot be read.

@@ -33,7 +33,7 @@ class UnusableExampleError(DataError):
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of an example.
+    """Tokens of an example.
 
     Attributes:
         ids: ``[n]``, int64.
@@ -115,7 +115,7 @@ class ExampleEncoder:
         return self.tokenizer.encode(text, parse_special=True)
 
     def turn_end_ids(self) -> tuple[int, ...]:
-        """The token that ends a turn of the assistant, at which a model trained on such chats stops.
+        """Return the token that ends a turn of the assistant, at which a model trained on such chats stops.
 
         Empty if the template ends a turn with plain text, or rejects a question with its answer.
         """
@@ -270,7 +270,7 @@ _UNMARKED = (
 
 
 def _what_is_left(before: str, text: str) -> str:
-    """The longest suffix of ``before`` that is a prefix of ``text``."""
+    """Return the longest suffix of ``before`` that is a prefix of ``text``."""
     start = before.find(text[:_PROBE]) if len(text) >= _PROBE else -1
     while start >= 0:
         if text.startswith(before[start:]):
@@ -285,7 +285,7 @@ _PROBE = 16
 
 
 def _gist(message: Mapping[str, Any]) -> str:
-    """The text that every rendering of a message contains: its content, or the function that it calls."""
+    """Return the text that every rendering of a message contains: its content, or the function that it calls."""
     content: str = message.get("content", "").strip()
     calls = message.get("tool_calls")
     if content or not isinstance(calls, list) or not calls or not isinstance(calls[0], dict):
@@ -294,7 +294,7 @@ def _gist(message: Mapping[str, Any]) -> str:
 
 
 def _touched(spans: Sequence[Span], written: Sequence[Span], length: int) -> NDArray[np.bool_]:
-    """True for each token with a character in one of the ``written`` spans."""
+    """Return True for each token with a character in one of the ``written`` spans."""
     changes = np.zeros(length + 1, dtype=np.int64)
     for begin, end in written:
         changes[begin] += 1

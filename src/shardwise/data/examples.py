@@ -19,8 +19,8 @@ a record with                                            is a preference of
 ======================================================== =============================================================
 
 A message has ``role`` and ``content`` (OpenAI's form) or ``from`` and ``value`` (ShareGPT's). A record with messages
-may also have ``system``, a text that goes before them, ``tools``, and ``chat_template_kwargs``, which the template is
-given. Preferences are those of the library ``trl``, with explicit and implicit prompts.
+may also have ``system``, a text before them, ``tools``, and ``chat_template_kwargs``, which are passed to the template.
+Preferences have the formats of the library ``trl``, with explicit and implicit prompts.
 """
 
 import json
@@ -74,7 +74,7 @@ class Example:
 
 
 def has_text(record: Record, text_key: str) -> bool:
-    """True if a record is not empty. Raises as ``text_of`` for a plain text."""
+    """True if the record is not empty. Raises as ``text_of`` for a plain text."""
     return not is_plain_text(record) or not _names_its_text(record, text_key) or bool(text_of(record, text_key))
 
 
@@ -83,7 +83,7 @@ def _names_its_text(record: Record, text_key: str) -> bool:
 
 
 def is_plain_text(record: Record) -> bool:
-    """True if a record is only a text."""
+    """True if the record is only a text."""
     value = record.value
     if not isinstance(value, dict):
         return True
@@ -129,7 +129,6 @@ def messages_of(value: object, where: str, key: str) -> Messages:
 
 
 def _message_of(value: object, where: str) -> dict[str, Any]:
-    """Convert a message to OpenAI's format."""
     if not isinstance(value, dict):
         raise DataError(f'{where}: not an object but {kind_of(value)}; a message is {{"role": ..., "content": ...}}')
     message = {name: each for name, each in value.items() if each is not None}
@@ -152,7 +151,7 @@ def _message_of(value: object, where: str) -> dict[str, Any]:
 
 
 def _content_of(value: object, where: str) -> str:
-    """The text of a message; the parts of an OpenAI list are joined."""
+    """Return the text of a message; the parts of an OpenAI list are joined."""
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         for part in value:
             if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
@@ -172,7 +171,7 @@ def with_system(value: Mapping[str, Any], messages: Messages, where: str) -> Mes
 
 
 def tools_of(value: Mapping[str, Any], where: str) -> list[Any] | None:
-    """The record's ``tools``. Raises DataError if they are invalid."""
+    """Return the record's ``tools``. Raises DataError if they are invalid."""
     tools = value.get("tools")
     if isinstance(tools, str):
         try:
@@ -185,7 +184,7 @@ def tools_of(value: Mapping[str, Any], where: str) -> list[Any] | None:
 
 
 def variables_of(value: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The record's ``chat_template_kwargs``. Raises DataError if they are invalid."""
+    """Return the record's ``chat_template_kwargs``. Raises DataError if they are invalid."""
     variables = value.get("chat_template_kwargs")
     if variables is None:
         return {}
@@ -217,7 +216,7 @@ class Preference(Example):
 
 
 def is_preference(record: Record) -> bool:
-    """True if a record has two answers."""
+    """True if the record has two answers."""
     return isinstance(record.value, dict) and all(key in record.value for key in _KEYS)
 
 
@@ -266,7 +265,7 @@ def preference_of(record: Record) -> Preference:
 
 
 def _common_text(chosen: str, rejected: str) -> int:
-    """Length of the common prefix of two texts, without a space at its end, which belongs to the answers."""
+    """Return the length of the common prefix of two texts, without a final space, which belongs to the answers."""
     common = common_length(chosen, rejected)
     if common == min(len(chosen), len(rejected)):
         return max(0, common - 1)
@@ -274,5 +273,5 @@ def _common_text(chosen: str, rejected: str) -> int:
 
 
 def common_length(first: Sequence[object], second: Sequence[object]) -> int:
-    """Length of the common prefix of two sequences."""
+    """Return the length of the common prefix of two sequences."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

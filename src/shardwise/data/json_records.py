@@ -85,7 +85,7 @@ def records_of_json(content: str, file: Path) -> list[Record]:
 
 
 def text_of(record: Record, text_key: str) -> str:
-    """The text of a record.
+    """Return the text of a record.
 
     Args:
         record: the record.
@@ -115,7 +115,6 @@ def text_of(record: Record, text_key: str) -> str:
 
 
 def _records_of_array(content: str, start: int, file: Path) -> Iterator[Record]:
-    """Decode the records of the array at ``start`` one by one."""
     at = _skip_blank(content, start + 1)
     line, done = 1, 0
     number = 0
@@ -154,7 +153,7 @@ def _records_of_array(content: str, start: int, file: Path) -> Iterator[Record]:
 
 
 def _problem(error: json.JSONDecodeError) -> str:
-    """The error without its position: "Invalid control character", not "Invalid control character at"."""
+    """Return the message without its position: "Invalid control character", not "Invalid control character at"."""
     return error.msg.removesuffix(" at")
 
 
@@ -205,13 +204,13 @@ def check_text(text: str, where: str, what: str) -> str:
 
 
 def kind_of(value: object) -> str:
-    """The JSON name of a value, with its article."""
+    """Return the JSON name of a value's type, with its article."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def keys_of(value: Mapping[str, Any]) -> str:
-    """The first keys of an object, for messages."""
+    """Return the first keys of an object, for messages."""
     return ", ".join(map(repr, list(value)[:5])) or "none"
 
 
@@ -221,7 +220,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def digest_of(value: object) -> str:
-    """Hex SHA-256 of a value as JSON."""
+    """Return the hex SHA-256 of a value as JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 

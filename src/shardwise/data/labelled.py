@@ -1,4 +1,4 @@
-"""Texts with labels, or with one for each word: from records to what a label is."""
+"""Texts with a label, or with a label for each word: read from records, and encoded as numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.data.json_records import Record, check_text, counted, digest_of, 
 from shardwise.data.reading import AnyPath, read_records
 
 if TYPE_CHECKING:
-    # Reading data needs no model, and none is imported.
+    # Reading data does not import models.
     from shardwise.models.classification import ProblemType
 
 _MOST_LABELS = 1 << 20
@@ -26,14 +26,14 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class LabelledText:
-    """A text, or two, and what is to be said of it.
+    """A text, or a pair of texts, with its label.
 
     Attributes:
-        where: the file, and the place in it.
+        where: file and position in it, for messages.
         text: the text.
-        pair: the second one, or None.
-        label: as the record has it: a name, a number, or a list of them; None if it has none.
-        words: the words, if each has a label, a name or a number of ``label``; None if the label is the text's.
+        pair: the second text, or None.
+        label: label in the record: a name, a number, or a list of them; None if it has none.
+        words: the words, if ``label`` has a name or number for each word; None if the label is the text's.
     """
 
     where: str
@@ -49,24 +49,24 @@ class LabelledText:
 
     @cached_property
     def sha256(self) -> str:
-        """Hex digest of texts and label, wherever they lie."""
+        """Hex digest of texts and label, independent of ``where``."""
         return digest_of([self.words or self.text, self.pair, self.label])
 
 
 def read_labelled(
     paths: AnyPath | Iterable[AnyPath], text_key: str, *, of_words: bool, needs_labels: bool = True
 ) -> tuple[str, list[LabelledText]]:
-    """The name of files and folders for people, and their texts. Raises as ``read_records`` and what reads a record."""
+    """Read texts of files and folders; return a display name and the texts. Raises as ``read_records``."""
     name, records = read_records(paths)
     read = labelled_words_of if of_words else labelled_text_of
     return name, [read(record, text_key, needs_labels=needs_labels) for record in records]
 
 
 def labelled_text_of(record: Record, text_key: str, *, needs_labels: bool = True) -> LabelledText:
-    """A record with ``text_key``, ``label`` and, for pairs, ``text_pair``.
+    """Read a record with ``text_key``, ``label`` and, for pairs, ``text_pair``.
 
     Raises:
-        DataError: one is missing, or no text. The message says where.
+        DataError: the text or the label is missing or invalid. The message names the position.
     """
     text = text_of(record, text_key)
     value = record.value if isinstance(record.value, dict) else {}
@@ -83,15 +83,15 @@ def labelled_text_of(record: Record, text_key: str, *, needs_labels: bool = True
 
 
 def labelled_words_of(record: Record, words_key: str, *, needs_labels: bool = True) -> LabelledText:
-    """A record of words, under ``tokens`` or ``words``, and of ``labels``, ``tags`` or ``ner_tags``.
+    """Read a record of words, under ``tokens`` or ``words``, with their ``labels``, ``tags`` or ``ner_tags``.
 
     Args:
         record: the record.
-        words_key: where the words are, unless it is ``text``, that of texts.
-        needs_labels: a record without labels is an error.
+        words_key: key of the words; ``text``, the default for texts, means ``tokens`` or ``words``.
+        needs_labels: whether a record without labels is an error.
 
     Raises:
-        DataError: one is missing, or they are not as many. The message says where.
+        DataError: words or labels are missing, or their numbers differ. The message names the position.
     """
     value = record.value if isinstance(record.value, dict) else {}
     named = ("tokens", "words") if words_key == "text" else (words_key,)
@@ -120,11 +120,11 @@ def labelled_words_of(record: Record, words_key: str, *, needs_labels: bool = Tr
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels that texts may have.
+    """Labels that texts may have.
 
     Attributes:
-        names: of each, in order.
-        problem: what they mean.
+        names: name of each label, in order.
+        problem: kind of problem.
     """
 
     names: tuple[str, ...]
@@ -135,10 +135,10 @@ class Labels:
         return len(self.names)
 
     def encode(self, text: LabelledText) -> NDArray[Any]:
-        """``[1]`` int64, the label's number; or ``[n]`` fp32, a number for each.
+        """Return the label's number, ``[1]`` int64; or a number for each label, ``[n]`` fp32.
 
         Raises:
-            DataError: a label that is none of these.
+            DataError: the label is not valid.
         """
         label, n = text.label, len(self)
         if self.problem == "single_label_classification":
@@ -159,10 +159,10 @@ class Labels:
         return chosen
 
     def encode_words(self, text: LabelledText) -> NDArray[np.int64]:
-        """The number of each word's label; -100 stays what it is, and costs nothing.
+        """Return the number of each word's label; -100 stays -100, which the loss ignores.
 
         Raises:
-            DataError: a label that is none of these.
+            DataError: a label is not valid.
         """
         numbers = [IGNORE_INDEX if _is_ignored(tag) else self._number(tag, text.where) for tag in text.label]
         return np.array(numbers, dtype=np.int64)
@@ -188,16 +188,16 @@ class Labels:
 def labels_of(
     texts: Sequence[LabelledText], *, num_labels: int | None = None, problem: ProblemType | None = None
 ) -> Labels:
-    """The labels that texts have: names in sorted order, or integers from 0, or a number of a regression.
+    """Find the labels of texts: names in sorted order, integers from 0, or the numbers of a regression.
 
     Args:
-        texts: those to train on.
-        num_labels: how many there are; as many as the texts have if None.
-        problem: what they mean; if None, a fraction is a regression's, and a list holds any number of labels.
+        texts: texts to train on.
+        num_labels: number of labels; None for as many as the texts have.
+        problem: kind of problem; if None, fractions mean a regression, and lists mean several labels per text.
 
     Raises:
-        DataError: labels of several kinds, or other ones than ``num_labels``.
-        ConfigError: ``num_labels`` is less than the kind of problem needs.
+        DataError: labels are of several kinds, or contradict ``num_labels``.
+        ConfigError: the number of labels is out of range.
     """
     given = [each.label for each in texts]
     problem = problem or usual_problem(texts, num_labels)
@@ -238,7 +238,6 @@ def labels_of(
 
 
 def _check_integer(label: object, where: str) -> None:
-    """Raise DataError unless a label that is no name is an integer from 0."""
     if type(label) is not int:
         hint = "write 0 and 1, or names" if isinstance(label, bool) else "give names, or integers from 0"
         raise DataError(f"{where}: the label is {kind_of(label)}, {_shown(label)}; {hint}")
@@ -247,7 +246,7 @@ def _check_integer(label: object, where: str) -> None:
 
 
 def usual_problem(texts: Sequence[LabelledText], num_labels: int | None = None) -> ProblemType:
-    """The kind of problem that labels suggest: a fraction is a regression's, and a list holds any number of labels."""
+    """Guess the kind of problem: fractions mean a regression, and lists mean several labels per text."""
     if any(isinstance(text.label, list) for text in texts):
         return "multi_label_classification"
     is_regression = num_labels == 1 or any(isinstance(text.label, float) for text in texts)

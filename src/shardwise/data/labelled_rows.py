@@ -1,4 +1,4 @@
-"""Rows of tokens with labels, of whole texts or of each token."""
+"""Rows of tokens with a label for the text, or for each token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ from shardwise.data.tokenizer import Tokenizer
 
 
 class LabelledRows(Rows):
-    """Rows of tokens, each with a label, or with one for each of its tokens.
+    """Rows of tokens, with a label for each row or for each token.
 
     Args:
-        tokens: of each row, int64; at least one.
-        kinds: the token types of each row; None for a model without.
-        values: ``[1]`` or ``[n]`` of each row, see ``Labels.encode``; of tokens int64 as many as the row has.
-        pad_id: what rows are filled with, on the right.
-        of_tokens: whether each token has a label, or -100.
+        tokens: token ids of each row, int64; at least one row.
+        kinds: token types of each row; None for a model without token types.
+        values: labels of each row: ``[1]`` or ``[n]`` from ``Labels.encode``, or int64 with one for each token.
+        pad_id: id of the padding, on the right.
+        of_tokens: whether each token has a label or -100.
 
     Attributes:
-        lengths: ``[rows]``: tokens.
-        labels: ``[rows]``: labels that count, 1 of each text.
+        lengths: ``[rows]``: number of tokens.
+        labels: ``[rows]``: number of labels that are not ignored; 1 if the label is the text's.
 
     Raises:
-        DataError: no rows.
+        DataError: there are no rows.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LabelledRows(Rows):
         return len(self._tokens)
 
     def width(self, indices: NDArray[np.int64]) -> int:
-        """The longest of these rows."""
+        """Return the length of the longest of these rows."""
         return int(self.lengths[indices].max())
 
     def row(self, index: int, length: int | None = None) -> Row:
@@ -67,7 +67,7 @@ class LabelledRows(Rows):
         return row if kinds is not None else row | {"lengths": self.lengths[index]}
 
     def padding(self, length: int) -> Row:
-        """A row whose label counts for nothing: -100, or NaN."""
+        """Return a row whose label is ignored: -100 or NaN."""
         value = self._values[0][:1] if self._of_tokens else self._values[0]
         nothing = np.full_like(value, IGNORE_INDEX if value.dtype == np.int64 else np.nan)
         return self._filled(self._tokens[0][:1], None if self._kinds is None else self._kinds[0][:1], nothing, length)
@@ -91,15 +91,15 @@ class LabelledRows(Rows):
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """Texts with labels as rows of tokens.
+    """Labelled texts as rows of tokens.
 
     Attributes:
-        rows: the tokens.
-        texts: those that the rows are of, in order.
-        max_length: most tokens of a row.
-        num_cut: texts that lost their end.
-        num_words: words with a label but without a token: cut off, or of characters that the tokenizer leaves out.
-        num_left_out: texts without a word whose label counts.
+        rows: rows of tokens.
+        texts: text of each row.
+        max_length: maximum number of tokens of a row.
+        num_cut: number of texts that were cut.
+        num_words: number of words with a label but without a token, because they were cut or the tokenizer drops them.
+        num_left_out: number of texts in which all labels are ignored.
     """
 
     rows: LabelledRows
@@ -110,11 +110,11 @@ class EncodedTexts:
     num_left_out: int
 
     def notes(self, flag: str, what: str = "") -> tuple[str, ...]:
-        """Notes on texts that were cut and left out, a line each.
+        """Return notes on texts that were cut or left out, one line each.
 
         Args:
-            flag: says how long a row is.
-            what: the texts are for, such as ``" to train on"``.
+            flag: name of the flag that sets the length of a row.
+            what: purpose of the texts, such as ``" to train on"``.
         """
         lines = (
             (self.num_cut, "text", f"{what} cut to {counted(self.max_length, 'token')} ({flag})"),
@@ -134,23 +134,23 @@ def encode_labelled(
     kinds: int,
     parse_special: bool,
 ) -> EncodedTexts:
-    """Rows of texts.
+    """Encode labelled texts as rows.
 
-    The first token of a word has the word's label, as is usual with ``transformers``. Texts without a word whose label
-    counts are left out.
+    A word's first token gets the word's label, as usual in ``transformers``. Texts with only ignored labels are left
+    out.
 
     Args:
-        texts: at least one; all with labels of words, or none.
-        tokenizer: of the model.
-        labels: the labels; if None words have their numbers instead of labels, and no text is left out.
-        max_length: most tokens.
-        pad_id: fills up rows.
-        kinds: token types of the model; 0 of one that has none, and whose padding needs no mask.
-        parse_special: the names of special tokens in texts are these tokens.
+        texts: texts to encode; labels of words are in all of them or in none.
+        tokenizer: tokenizer of the model.
+        labels: labels of the model. If None, words have their index as label, and no text is left out.
+        max_length: maximum number of tokens of a row.
+        pad_id: id of the padding.
+        kinds: number of the model's token types; 0 if it has none, and needs no mask for padding.
+        parse_special: whether to parse the names of special tokens in texts as special tokens.
 
     Raises:
-        DataError: a label that is none of ``labels``, or a text of no tokens, or a pair for a model of one token type;
-            or no text is left.
+        DataError: a label is not in ``labels``, a text has no tokens, the model has too few token types for a pair, or
+            no text is left.
     """
     of_tokens = any(text.words is not None for text in texts)
     ids, types, values, kept, num_cut, num_words = [], [], [], [], 0, 0
@@ -187,7 +187,7 @@ def encode_labelled(
 
 
 def _of_first_tokens(values: NDArray[np.int64], words: Sequence[int | None]) -> NDArray[np.int64]:
-    """For each token the value of its word, if it is the word's first; else -100."""
+    """Return for each token the value of its word if it is the word's first token, otherwise -100."""
     return np.array(
         [
             IGNORE_INDEX if word is None or word == before else values[word]

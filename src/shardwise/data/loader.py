@@ -36,29 +36,29 @@ class Rows(Protocol):
         """Number of rows."""
 
     def width(self, indices: NDArray[np.int64]) -> int:
-        """The padded length of a batch of these rows."""
+        """Return the padded length of a batch of these rows."""
 
     def row(self, index: int, length: int | None = None) -> Row:
-        """One row in new arrays, filled up to ``length`` places; if None to the usual number of its kind.
+        """Return one row in new arrays, padded to ``length`` positions, or to the default length.
 
-        It has ``lengths`` if nothing else in it says where its text ends. Raises IndexError: there is no such row.
+        It includes ``lengths`` if no other array gives the end of its text. Raises IndexError if there is no such row.
         """
 
     def padding(self, length: int) -> Row:
-        """A row whose labels are all ignored."""
+        """Return a row whose labels are all ignored."""
 
     def in_epoch(self, seed: int, epoch: int) -> Rows:
-        """The rows of an epoch: the same in all, unless a text is cut anew in each."""
+        """Return the rows of an epoch; they differ between epochs only if each cuts texts differently."""
         return self
 
 
-# An epoch's numbers are drawn for a purpose each, so that its order and its offset are independent.
+# Separate random numbers for each purpose make an epoch's order and offset independent.
 _FOR_ORDER, FOR_OFFSET = 0, 1
 
 
 def random_uint64(seed: int, epoch: int, purpose: int, count: int) -> NDArray[np.uint64]:
-    """Raw numbers of an epoch, for one purpose."""
-    # NumPy guarantees a bit generator's raw numbers across versions, but not what Generator derives from them.
+    """Return random numbers of an epoch for one purpose."""
+    # NumPy guarantees the raw numbers of a bit generator across versions, but not the results of Generator.
     bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch, purpose)))
     return np.asarray(bits.random_raw(count), dtype=np.uint64)
 
@@ -79,15 +79,15 @@ def _check_rank(dp_rank: int, dp_size: int, micro_batch_size: int) -> None:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The order of samples: each epoch is a new permutation of all of them, and batches follow one another through it.
+    """Order of samples: each epoch is a new permutation of all samples, which consecutive batches go through.
 
     Attributes:
-        num_samples: samples in an epoch.
-        global_batch_size: samples in a step, over all data-parallel ranks. May exceed an epoch.
-        seed: not negative.
+        num_samples: number of samples in an epoch.
+        global_batch_size: number of samples in a step, over all data-parallel ranks. May exceed an epoch.
+        seed: seed of the permutations, not negative.
 
     Raises:
-        ConfigError: a size below 1 or a negative seed.
+        ConfigError: a size is below 1, or the seed is negative.
     """
 
     num_samples: int
@@ -102,7 +102,7 @@ class BatchSchedule:
             )
 
     def _places(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Epoch, and place in it, of each sample of a step."""
+        """Return the epoch, and the position in it, of each sample of a step."""
         if step < 0:
             raise ConfigError(f"step {step} must be at least 0")
         first = step * self.global_batch_size
@@ -110,11 +110,11 @@ class BatchSchedule:
         return epochs, places
 
     def epochs(self, step: int) -> NDArray[np.int64]:
-        """``[global_batch_size]``: the epoch, from 0, of each sample of a step."""
+        """Return the epoch, from 0, of each sample of a step, ``[global_batch_size]``."""
         return self._places(step)[0]
 
     def global_batch(self, step: int) -> NDArray[np.int64]:
-        """``[global_batch_size]``: the samples of a step, in order.
+        """Return the samples of a step in order, ``[global_batch_size]``.
 
         Args:
             step: the step, from 0.
@@ -130,14 +130,15 @@ class BatchSchedule:
         return samples
 
     def micro_batches(self, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[slice]:
-        """Which parts of a global batch one rank computes on, one after the other.
+        """Return the slices of the global batch that are one rank's micro-batches, in order.
 
-        A rank has a contiguous part of the global batch: all ranks' parts in order are the whole, at every layout.
+        A rank has a contiguous part of the global batch; the parts of all ranks in order are the whole, at every
+        layout.
 
         Args:
             dp_rank: data-parallel rank.
             dp_size: number of data-parallel ranks.
-            micro_batch_size: samples in one forward pass.
+            micro_batch_size: number of samples in one forward pass.
 
         Raises:
             ConfigError: the global batch does not divide into micro-batches of all ranks.
@@ -156,15 +157,15 @@ class BatchSchedule:
 
 
 class DataLoader:
-    """The batches of rows.
+    """Makes batches of rows.
 
     Args:
-        rows: gives the samples.
-        global_batch_size: samples in a step, over all data-parallel ranks.
-        seed: seed of the order, and of what rows change in each epoch.
+        rows: rows of the samples.
+        global_batch_size: number of samples in a step, over all data-parallel ranks.
+        seed: seed of the order of samples, and of the changes of rows between epochs.
 
     Raises:
-        ConfigError: ``global_batch_size`` is less than 1, or the seed negative.
+        ConfigError: ``global_batch_size`` is less than 1, or the seed is negative.
     """
 
     def __init__(self, rows: Rows, global_batch_size: int, seed: int) -> None:
@@ -188,21 +189,21 @@ class DataLoader:
         *,
         with_lengths: bool = False,
     ) -> Iterator[Batch]:
-        """The micro-batches of one rank in one step, all with the places that the step's longest sample takes.
+        """Return the micro-batches of one rank in one step, all padded to the step's longest sample.
 
         Args:
-            step: the step, from 0; steps may be asked for in any order.
+            step: the step, from 0; steps may be requested in any order.
             dp_rank: data-parallel rank.
             dp_size: number of data-parallel ranks.
-            micro_batch_size: ``b``, samples in one forward pass; all that the rank has if None.
-            with_lengths: give batches their ``lengths``, where rows have any.
+            micro_batch_size: ``b``, number of samples in one forward pass; None for all samples of the rank.
+            with_lengths: whether batches include ``lengths``, if rows have them.
 
         Returns:
-            ``global_batch_size / (dp_size * b)`` batches, made as they are asked for.
+            An iterator of ``global_batch_size / (dp_size * b)`` batches, which are made on demand.
 
         Raises:
-            ConfigError: the global batch does not divide into micro-batches of all ranks, no such rank, or a negative
-                step. At the call, before anything is asked for.
+            ConfigError: the global batch does not divide into micro-batches of all ranks, the rank does not exist, or
+                the step is negative. Raised by the call, not by the iterator.
         """
         if micro_batch_size is None:
             micro_batch_size = max(1, self.schedule.global_batch_size // max(1, dp_size))
@@ -223,14 +224,14 @@ class DataLoader:
 
 
 class HeldOut:
-    """Held-out rows of one length; every label counts once.
+    """Held-out rows of one length, in which every label counts once.
 
     Args:
-        rows: gives the rows.
-        indices: ``[n]``, which of them; all if None.
+        rows: the rows.
+        indices: ``[n]``, indices of the held-out rows; None for all rows.
 
     Attributes:
-        rows: see above.
+        rows: as given.
     """
 
     def __init__(self, rows: Rows, indices: NDArray[np.int64] | None = None) -> None:
@@ -244,36 +245,35 @@ class HeldOut:
 
     @property
     def num_labels(self) -> int:
-        """Labels that count."""
+        """Number of labels that are not ignored."""
         return int(self.rows.labels[self._indices].sum())
 
     def bits_per_byte(self, total_nll: float) -> float:
-        """Bits that a model spends on a byte of the text behind all rows, the ends of documents and turns included.
+        """Return the bits per byte of the text of all rows, including the ends of documents and turns.
 
         Args:
-            total_nll: sum over all labels that count of ``-ln p(label)``.
+            total_nll: sum of ``-ln p(label)`` over all labels that are not ignored.
         """
         return total_nll / math.log(2) / max(1, self.rows.num_bytes)
 
     def batches(
         self, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1, *, with_lengths: bool = False
     ) -> Iterator[Batch]:
-        """The rows of one rank, in batches of one size.
+        """Return the rows of one rank, in batches of one size.
 
-        Every rank gets the same number of batches, filled up with rows in which no label counts.
+        Every rank gets the same number of batches, which are padded with rows whose labels are ignored.
 
         Args:
-            micro_batch_size: ``b``, rows in one forward pass.
+            micro_batch_size: ``b``, number of rows in one forward pass.
             dp_rank: data-parallel rank.
             dp_size: number of data-parallel ranks.
-            with_lengths: give batches their ``lengths``, where rows have any. A row that only fills up has the last
-                one's.
+            with_lengths: whether batches include ``lengths``, if rows have them; in padding rows, the last row's.
 
         Returns:
-            The batches, made as they are asked for.
+            An iterator of batches, which are made on demand.
 
         Raises:
-            ConfigError: ``micro_batch_size`` is less than 1, or no such rank.
+            ConfigError: ``micro_batch_size`` is less than 1, or the rank does not exist.
         """
         _check_rank(dp_rank, dp_size, micro_batch_size)
         together = dp_size * micro_batch_size

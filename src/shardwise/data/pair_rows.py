@@ -1,4 +1,4 @@
-"""Pairs of answers to a prompt: fitted to the sequence length, and as rows, the chosen answer's before the other's."""
+"""Pairs of answers to a prompt, fitted to the sequence length, as rows: the chosen answer, then the rejected one."""
 
 import hashlib
 from typing import Literal
@@ -18,29 +18,27 @@ _Ids = NDArray[np.int64]
 class PairRows(Rows):
     """Pairs of samples that begin with the same prompt.
 
-    A pair with a sample that takes more than ``sequence_length`` places is cut or dropped. If it is cut, the prompt
-    loses its left end first, until half of the row is left to it (what the tokenizer puts in front of every text
-    stays), and then both answers their right ends.
+    A pair with a sample of more than ``sequence_length`` positions is cut or dropped. A cut first removes the start of
+    the prompt, except ``beginning``, until the prompt takes half of the row; then it removes the ends of both answers.
 
     Args:
-        samples: of pair ``i`` the chosen one is sample ``2i`` and the rejected one sample ``2i + 1``. What is learned
-            of both begins at the same place, and all before it is the prompt.
-        sequence_length: ``s``, most places in a row.
-        too_long: what becomes of longer pairs.
-        beginning: ids that a prompt keeps if it begins with them.
+        samples: for pair ``i``, the chosen sample is ``2i`` and the rejected sample ``2i + 1``. The tokens to train on
+            begin at the same position in both; all tokens before them are the prompt.
+        sequence_length: ``s``, maximum number of positions in a row.
+        too_long: treatment of longer pairs.
+        beginning: ids that the tokenizer adds before every text, which a cut prompt keeps.
 
     Attributes:
-        samples, sequence_length, too_long: see above.
-        num_too_long: pairs with a sample that was longer.
-        num_equal: pairs that were left out since both samples are the same after the cut.
-        lengths: ``[pairs]``: places that both samples take.
-        labels: ``[pairs]``: 1 for each, as a step's loss is the mean over pairs.
-        reference: ``[pairs, 2]``, fp64: log-probability of either answer by the model that training begins with; NaN
-            until it is set.
+        samples, sequence_length, too_long: as given.
+        num_too_long: number of pairs with a sample that was too long.
+        num_equal: number of pairs that were left out because both samples are equal after the cut.
+        lengths: ``[pairs]``: number of positions that both samples take.
+        labels: ``[pairs]``: 1 for each pair, because a step's loss is the mean over pairs.
+        reference: ``[pairs, 2]``, fp64: log-probability of each answer under the initial model; NaN until it is set.
 
     Raises:
         ConfigError: ``sequence_length`` is less than 2.
-        DataError: nothing is left.
+        DataError: no pair is left.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class PairRows(Rows):
         self.samples, self.sequence_length, self.too_long = samples, sequence_length, too_long
         self.num_too_long = self.num_equal = 0
         self._beginning = np.asarray(beginning, dtype=np.int64)
-        # Of each pair: which it is, the prompt's tokens that are kept, and of each answer.
+        # For each pair: its index, and the number of tokens kept of the prompt and of each answer.
         self._kept: list[tuple[int, int, tuple[int, int]]] = []
         self._firsts = [self._first(2 * pair) for pair in range(len(samples) // 2)]
         for pair, first in enumerate(self._firsts):
@@ -84,11 +82,11 @@ class PairRows(Rows):
         return int(self.samples.starts[sample + 1] - self.samples.starts[sample])
 
     def _first(self, sample: int) -> int:
-        """Tokens of the prompt."""
+        """Return the number of tokens of the prompt."""
         return int(np.argmax(self.samples.learned[self.samples.starts[sample] : self.samples.starts[sample + 1]]))
 
     def _fitted(self, prompt: int, answers: tuple[int, int]) -> tuple[int, tuple[int, int]]:
-        """Tokens that are kept of a prompt and its two answers."""
+        """Return the numbers of tokens to keep of a prompt and its two answers."""
         limit, longest = self.sequence_length + 1, max(answers)
         if prompt + longest > limit:
             prompt = min(prompt, max(limit - longest, limit // 2))
@@ -96,7 +94,7 @@ class PairRows(Rows):
         return prompt, (chosen, rejected)
 
     def _ids(self, index: int) -> tuple[_Ids, _Ids]:
-        """The tokens of both samples of a pair, as they were fitted."""
+        """Return the tokens of both samples of a pair, after the cut."""
         pair, prompt, answers = self._kept[index]
         chosen, rejected = (self._sample(2 * pair + side, self._firsts[pair], prompt, answers[side]) for side in (0, 1))
         return chosen, rejected
@@ -115,7 +113,7 @@ class PairRows(Rows):
         return len(self._kept)
 
     def notes(self, what: str) -> list[str]:
-        """Notes on pairs, for ``what``, that were cut or left out, a line each."""
+        """Return notes on pairs that were cut or left out, one line each; ``what`` is their purpose."""
         notes = []
         if self.num_too_long:
             of = f"{counted(len(self._firsts), 'pair')} {what}"
@@ -126,7 +124,7 @@ class PairRows(Rows):
 
     @property
     def sha256(self) -> str:
-        """Hex digest of the tokens of all pairs, as they were fitted, and of where the answers begin."""
+        """Hex digest of the tokens of all pairs, after the cut, and of the starts of the answers."""
         digest = hashlib.sha256()
         for index, (_, prompt, _) in enumerate(self._kept):
             for ids in self._ids(index):
@@ -134,9 +132,9 @@ class PairRows(Rows):
         return digest.hexdigest()
 
     def row(self, index: int, length: int | None = None) -> Row:
-        """``tokens [2, s]``, ``labels [2, s]``, ``lengths [2]`` and ``reference [2]`` of one pair.
+        """Return ``tokens [2, s]``, ``labels [2, s]``, ``lengths [2]`` and ``reference [2]`` of one pair.
 
-        It is filled up to ``length`` places, or to ``sequence_length``. Labels are the tokens of the answers.
+        Rows are padded to ``length`` positions, or to ``sequence_length``. Labels are the tokens of the answers.
         """
         row = self.padding(self.sequence_length if length is None else length)
         row |= {"lengths": self._sizes[index], "reference": self.reference[index]}
@@ -148,15 +146,15 @@ class PairRows(Rows):
         return row
 
     def width(self, indices: NDArray[np.int64]) -> int:
-        """The longest sample of these pairs."""
+        """Return the length of the longest sample of these pairs."""
         return int(self._sizes[indices].max())
 
     def by_width(self, count: int) -> list[NDArray[np.int64]]:
-        """The indices of all pairs in ``count`` parts of about one size, those that need the fewest places first."""
+        """Return the indices of all pairs in ``count`` parts of similar size, the shortest pairs first."""
         order = np.argsort(self._sizes.max(axis=1), kind="stable")
         return [np.sort(part) for part in np.array_split(order, count)]
 
     def padding(self, length: int) -> Row:
-        """A pair in which no label counts."""
+        """Return a pair whose labels are all ignored."""
         tokens = np.full((2, length), self.samples.eos_id, dtype=np.int64)
         return {"tokens": tokens, "labels": np.full_like(tokens, IGNORE_INDEX), "reference": np.zeros(2)}

@@ -1,10 +1,10 @@
-"""Documents and records from files and folders of text, JSON, Parquet or Arrow.
+"""Read documents and records from files and folders of text, JSON, Parquet or Arrow.
 
-A file is one document, except that each line of a JSON-lines file (``.jsonl``, ``.ndjson``) is one, each record of
-a ``.json`` file (an array of objects or strings, or JSON lines), and each row of a Parquet or Arrow file. In a folder,
-the files with a suffix of ``TEXT_SUFFIXES``, ``JSONL_SUFFIXES`` or ``.parquet`` are read, in all folders below it, in
-the order of their paths; what begins with a dot is not. A folder that the library ``datasets`` saved is read as it
-says. A file that is named itself is read with any suffix, except tables as text (``.csv``, ``.tsv``).
+A file is one document, except that these are one document each: a line of JSON lines (``.jsonl``, ``.ndjson``), a
+record of a ``.json`` file (an array of objects or strings, or JSON lines), and a row of a Parquet or Arrow file. In a
+folder and all its subfolders, files with a suffix of ``TEXT_SUFFIXES``, ``JSONL_SUFFIXES`` or ``.parquet`` are read, in
+the order of their paths; hidden names are skipped. A folder that the library ``datasets`` saved is read in its own
+order. A file that is given by name may have any suffix except ``.csv`` and ``.tsv``, tables as text.
 """
 
 import os
@@ -27,24 +27,24 @@ from shardwise.data.json_records import (
 AnyPath = str | os.PathLike[str]
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
-"""Files whose lines are JSON objects with a text."""
+"""Suffixes of files whose lines are JSON objects with a text."""
 
 JSON_SUFFIX = ".json"
-"""A file of records: one JSON array, or JSON lines."""
+"""Suffix of a file with a JSON array of records, or JSON lines."""
 
 _PROSE_SUFFIXES = ".txt .text .md .markdown .rst .adoc .org .tex .html .htm .xml"
 _SOURCE_SUFFIXES = (
     ".py .pyi .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .java .kt .scala .cs .go .rs .swift .m .js .mjs .jsx .ts .tsx .rb "
     ".pl .php .lua .jl .r .hs .ml .ex .erl .clj .el .lisp .scm .f90 .sql .sh .bash .toml .yaml .yml .ini .cfg"
 )
-# Files named .json in a folder are seldom text to learn from (a config.json), so they must be named explicitly.
+# .json files in a folder, such as config.json, are rarely training text, so they must be given by name.
 TEXT_SUFFIXES = frozenset(_PROSE_SUFFIXES.split() + _SOURCE_SUFFIXES.split())
-"""Files of a folder that are read as one document each (in either case)."""
+"""Suffixes, in either case, of files in a folder that are read as one document each."""
 
-# Tables as text: a model would learn their commas and quotes, and there is no one way to read them.
+# A model would learn the commas and quotes of such tables, and there is no unique way to parse them.
 _TEXT_TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 
-# A binary file named by mistake may be as large as a disk, so this much is examined before the rest is read.
+# Examine this many bytes first: a binary file given by mistake may be as large as a disk.
 _FIRST_LOOK_BYTES = 1 << 16
 
 
@@ -52,30 +52,30 @@ def read_corpus(paths: AnyPath | Iterable[AnyPath], *, text_key: str = "text") -
     """Read the documents of files and folders.
 
     The text must be UTF-8; a byte order mark is dropped, and line ends stay unchanged. A file that is reached twice,
-    also through links, is read once. Nothing is skipped in silence: a file that was picked and cannot be read is an
-    error, in a folder too. Empty files, blank lines and empty texts of records carry nothing and are left out.
+    even through links, is read once. No file is skipped silently: a selected file that cannot be read is an error, also
+    in a folder. Empty files, blank lines and empty texts of records are left out.
 
     Args:
-        paths: files and folders, or one; documents come in the order of these.
-        text_key: name of the text in the objects of JSON lines and of JSON arrays.
+        paths: files and folders, or one of them; documents have the same order.
+        text_key: key of the text in the objects of JSON lines and JSON arrays.
 
     Returns:
-        The corpus; its name and hash do not depend on where the paths lie.
+        The corpus; its name and hash do not depend on the location of the files.
 
     Raises:
-        DataError: a path that is missing, unreadable or without text, a file that is not text or is a table of it, a
-            line or record of JSON that has no text. The message names the file, and the line or byte.
-        ConfigError: no paths given.
+        DataError: a path is missing, unreadable or without text; a file is not text or is a table as text; or a JSON
+            line or record has no text. The message names the file, and the line or byte.
+        ConfigError: no paths are given.
     """
     name, records = read_records(paths, has_text=lambda record: bool(text_of(record, text_key)))
     return corpus_of(name, records, text_key)
 
 
 def corpus_of(name: str, records: Iterable[Record], text_key: str) -> Corpus:
-    """The corpus of records that are texts, whose size follows their name in its own.
+    """Make a corpus of records that are texts. Its name is ``name`` with the size.
 
     Raises:
-        DataError: a record that has no text, or no text in any.
+        DataError: a record has no text, or all texts are empty.
     """
     documents = tuple(text_of(record, text_key) for record in records)
     return Corpus(f"{name}, {text_size(documents)}", documents)
@@ -84,18 +84,18 @@ def corpus_of(name: str, records: Iterable[Record], text_key: str) -> Corpus:
 def read_records(
     paths: AnyPath | Iterable[AnyPath], *, has_text: Callable[[Record], bool] = lambda record: bool(record.value)
 ) -> tuple[str, list[Record]]:
-    """The records of files and folders, as ``read_corpus`` finds them; a file of plain text is one.
+    """Read the records of files and folders, found as by ``read_corpus``; a plain text file is one record.
 
     Args:
-        paths: files and folders, or one.
-        has_text: whether a record holds anything; one of each path must.
+        paths: files and folders, or one of them.
+        has_text: whether a record is not empty; each path needs such a record.
 
     Returns:
-        A name for people, which does not depend on where they lie, and the records in order.
+        A display name, independent of the location of the files, and the records in order.
 
     Raises:
-        DataError: a path that is missing or unreadable or has no records, or a file of another format.
-        ConfigError: no paths given, or a file that needs a library that is not installed.
+        DataError: a path is missing or unreadable or has no records, or a file has another format.
+        ConfigError: no paths are given, or a file needs a library that is not installed.
     """
     if isinstance(paths, str | os.PathLike):
         paths = [paths]
@@ -138,7 +138,7 @@ def _unreadable(path: Path, error: Exception) -> DataError:
 
 
 def _files_of(root: Path) -> list[Path]:
-    """The files that a path stands for: itself, or those of a folder that are text by their suffix, in order."""
+    """Return the file itself, or the files of a folder with a known suffix, in order."""
     mode = _status(root).st_mode
     if stat.S_ISREG(mode):
         return [root]
@@ -163,7 +163,7 @@ def _files_of(root: Path) -> list[Path]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """All that is no folder below a folder, hidden names left out. Each folder is entered once, so link loops end."""
+    """Yield all files below a folder, without hidden names. Each folder is entered once, so that link loops end."""
 
     def fail(error: OSError) -> None:
         raise _unreadable(Path(error.filename), error) from error
@@ -206,7 +206,7 @@ def _decode(content: bytes, file: Path) -> str:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        # The first look may end within a character; then a NUL before it is the actual reason.
+        # The bytes examined first may end within a character; then the reason is a NUL before it.
         offset = error.start if offset < 0 else min(offset, error.start)
     if offset < 0:
         return text.removeprefix("\ufeff")

@@ -1,4 +1,4 @@
-"""Samples of different lengths: fitted to the sequence length, and packed into rows."""
+"""Samples of different lengths, fitted to the sequence length and packed into rows."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from shardwise.data.json_records import counted
 from shardwise.data.loader import Rows
 
 TooLong = Literal["cut", "split", "drop"]
-"""The rest of a sample that is longer than a sequence: its beginning, pieces of it, or nothing."""
+"""What to keep of a sample that is longer than a sequence: its beginning, all in pieces, or nothing."""
 
 
 @dataclass(frozen=True)
 class TokenSamples:
-    """Samples as one flat array of tokens.
+    """Samples in one flat array of tokens.
 
     Attributes:
-        name: what people call them.
-        tokens: ``[n]`` ids of all samples, one after the other.
-        learned: ``[n]`` bools: whether the token is learned.
-        starts: ``[samples + 1]``: where each begins, and where the last one ends.
-        num_bytes: ``[n]``: bytes in UTF-8 that each token adds to the text; none for a special token.
-        eos_id: what fills rows.
+        name: display name.
+        tokens: ``[n]``, token ids of all samples in order.
+        learned: ``[n]``, bool: whether the token is trained on.
+        starts: ``[samples + 1]``: start of each sample, and end of the last one.
+        num_bytes: ``[n]``: bytes in UTF-8 that each token adds to the text; 0 for a special token.
+        eos_id: id of the padding.
     """
 
     name: str
@@ -42,7 +42,7 @@ class TokenSamples:
 
     @classmethod
     def of(cls, name: str, encoded: Sequence[Encoded], eos_id: int) -> TokenSamples:
-        """The samples in order; at least one."""
+        """Join encoded samples, at least one, in order."""
         return cls(
             name,
             np.concatenate([each.ids for each in encoded]).astype(np.uint32),
@@ -58,26 +58,26 @@ class TokenSamples:
 
 
 class SampleRows(Rows):
-    """Rows of samples, each row one sample or several.
+    """Rows of one or several samples.
 
-    A sample of ``n`` tokens takes ``n - 1`` places of a row, each with the next token as its label. One that takes more
-    than ``sequence_length`` is cut, split or dropped. Packed rows are filled by best fit, the longest samples first.
+    A sample of ``n`` tokens takes ``n - 1`` positions, each with the next token as its label. A sample that takes more
+    than ``sequence_length`` positions is cut, split or dropped. Packed rows are filled by best fit, longest first.
 
     Args:
         samples: the samples.
-        sequence_length: ``s``, most places in a row.
-        packing: put several samples into a row. Positions begin at 0 in each, and a model tells them apart by their
-            numbers.
-        too_long: what becomes of longer samples.
-        multiple_of: rows of a batch have a multiple of so many places, which divides ``sequence_length``.
+        sequence_length: ``s``, maximum number of positions in a row.
+        packing: whether to put several samples into a row, with position ids from 0 in each, and different document
+            ids.
+        too_long: treatment of longer samples.
+        multiple_of: divisor of the length of unpacked rows, and of ``sequence_length``.
 
     Attributes:
-        samples, sequence_length, packing, too_long: see above.
-        num_too_long: samples that were longer.
-        num_masked: samples or parts of them that were left out since nothing in them is learned after the cut.
-        lengths: ``[rows]``: places that samples take.
-        labels: ``[rows]``: labels that count.
-        num_bytes: of the text of these labels in UTF-8; special tokens have none.
+        samples, sequence_length, packing, too_long: as given.
+        num_too_long: number of samples that were too long.
+        num_masked: number of samples or pieces that were left out because no token in them is trained on.
+        lengths: ``[rows]``: number of positions that samples take.
+        labels: ``[rows]``: number of labels that are not ignored.
+        num_bytes: size of the text of these labels in UTF-8, without special tokens.
 
     Raises:
         ConfigError: ``sequence_length`` is less than 1.
@@ -119,7 +119,7 @@ class SampleRows(Rows):
         self.num_bytes = int(over_rows(lambda start, stop: bytes_before[stop] - bytes_before[start + 1]).sum())
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
-        """Begin and end of what becomes of each sample."""
+        """Yield the start and the end of each piece of a sample."""
         s, learned = self.sequence_length, self.samples.learned
         for start, stop in zip(self.samples.starts[:-1].tolist(), self.samples.starts[1:].tolist(), strict=True):
             parts = [(start, stop)]
@@ -127,7 +127,7 @@ class SampleRows(Rows):
                 self.num_too_long += 1
                 if self.too_long == "drop":
                     continue
-                # The last token of a part is its last label, and the first token of the next one.
+                # The last token of a piece is its last label, and the first input of the next piece.
                 parts = [(begin, min(begin + s + 1, stop)) for begin in range(start, stop - 1, s)]
                 parts = parts[:1] if self.too_long == "cut" else parts
             for begin, end in parts:
@@ -137,7 +137,7 @@ class SampleRows(Rows):
                     self.num_masked += 1
 
     def notes(self, what: str) -> list[str]:
-        """Notes on samples, for ``what``, that were cut or left out, a line each."""
+        """Return notes on samples that were cut or left out, one line each; ``what`` is their purpose."""
         notes = []
         if self.num_too_long:
             of = f"{counted(len(self.samples), 'sample')} {what}"
@@ -154,10 +154,10 @@ class SampleRows(Rows):
         return len(self._rows)
 
     def row(self, index: int, length: int | None = None) -> Row:
-        """``tokens [s]`` and ``labels [s]``; packed ``position_ids [s]`` and ``document_ids [s]``, else ``lengths []``.
+        """Return ``tokens`` and ``labels``; if packed, ``position_ids`` and ``document_ids``, else ``lengths []``.
 
-        It is filled up to ``length`` places, or to ``sequence_length``, with labels that count for nothing, and in a
-        packed row with the number -1.
+        All but ``lengths`` are ``[s]``, padded to ``length`` or ``sequence_length`` with ignored labels and document id
+        -1.
         """
         row = self.padding(self.sequence_length if length is None else length)
         if not self.packing:
@@ -175,13 +175,13 @@ class SampleRows(Rows):
         return row
 
     def width(self, indices: NDArray[np.int64]) -> int:
-        """``sequence_length`` if packed; else the longest of these rows, as a multiple of ``multiple_of``."""
+        """Return ``sequence_length`` if packed, else the longest length rounded up to a multiple of ``multiple_of``."""
         if self.packing:
             return self.sequence_length
         return -(-int(self.lengths[indices].max()) // self._multiple_of) * self._multiple_of
 
     def padding(self, length: int) -> Row:
-        """A row in which no label counts."""
+        """Return a row whose labels are all ignored."""
         row = {"tokens": np.full(length, self.samples.eos_id, np.int64), "labels": np.full(length, IGNORE_INDEX)}
         if self.packing:
             row |= {"position_ids": np.arange(length, dtype=np.int64), "document_ids": np.full(length, -1)}
@@ -192,7 +192,7 @@ _PAST = {"cut": "cut", "split": "split", "drop": "dropped"}
 
 
 def note_on_length(count: int, of: str, too_long: TooLong, sequence_length: int) -> str:
-    """The note that ``count`` of so many samples were too long."""
+    """Return the note that ``count`` of several samples, described by ``of``, were too long."""
     return (
         f"{count} of {of} {_PAST[too_long]}, as they are longer than {sequence_length + 1} tokens (--too-long, "
         "--model.sequence-length)"
@@ -200,9 +200,9 @@ def note_on_length(count: int, of: str, too_long: TooLong, sequence_length: int)
 
 
 def _packed(pieces: Sequence[tuple[int, int]], length: int) -> list[list[tuple[int, int]]]:
-    """Pieces in rows by best fit: each, the longest first, goes where it leaves the least room."""
+    """Pack pieces into rows by best fit: each, the longest first, goes where it leaves the least room."""
     rows: list[list[tuple[int, int]]] = []
-    # Pairs of the room that is left in a row and the row, in order.
+    # Sorted pairs of the room left in a row, and the row.
     room: list[tuple[int, int]] = []
     for start, stop in sorted(pieces, key=lambda piece: piece[0] - piece[1]):
         size = stop - start - 1

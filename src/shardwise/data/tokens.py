@@ -1,6 +1,6 @@
-"""A corpus as one flat array of token ids, cached on disk.
+"""A corpus as a flat array of token ids, cached on disk; rows for training, and windows for evaluation.
 
-Samples to learn from, and windows that cover a text exactly once to judge by.
+Samples for training may start anywhere; windows for evaluation cover the text exactly once.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from shardwise.data.tokenizer import Tokenizer
 
 _CACHE_FORMAT = 3
 
-# Documents are encoded in groups of about this size, which bounds the tokenizer's memory.
+# Encode documents in groups of about this size, to limit the tokenizer's memory.
 _GROUP_CHARS = 1 << 20
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """The token ids of a corpus, one document after the other, each followed by the end-of-text id.
+    """Token ids of a corpus: its documents in order, each followed by the end-of-text id.
 
     Attributes:
-        name: the corpus's name.
-        tokens: ``[num_tokens]`` of uint16, or uint32 for a vocabulary of more than 65,536; read-only, and mapped from
-            disk where it was cached.
-        eos_id: the id behind each document.
-        num_bytes: size of the corpus's text in UTF-8, in bytes.
+        name: name of the corpus.
+        tokens: ``[num_tokens]``, uint16, or uint32 for more than 65,536 ids; read-only, and memory-mapped if cached.
+        eos_id: id after each document.
+        num_bytes: size of the text in UTF-8, in bytes.
     """
 
     name: str
@@ -48,7 +47,7 @@ class TokenStream:
 
     @property
     def num_tokens(self) -> int:
-        """Number of ids, the end-of-text ids included."""
+        """Number of ids, including end-of-text ids."""
         return len(self.tokens)
 
     @classmethod
@@ -60,17 +59,17 @@ class TokenStream:
         *,
         parse_special: bool = False,
     ) -> TokenStream:
-        """Encode a corpus, or map what an earlier call with the same contents wrote.
+        """Encode a corpus, or map the cached array of an earlier call with the same contents.
 
-        Several processes may call this at once with one folder. Each that finds nothing there does the whole work, so
-        let one go first.
+        Several processes may use one folder at once. Each process that finds no entry does all the work, so run one
+        first.
 
         Args:
             corpus: the documents.
-            tokenizer: encodes them.
-            cache_dir: folder for arrays (``.npy``) and their descriptions (``.json``), made if missing; nothing is
-                cached if None. An entry that is not as described is written anew.
-            parse_special: read the names of special tokens in the documents as these tokens; see ``Tokenizer.encode``.
+            tokenizer: tokenizer for the documents.
+            cache_dir: folder for arrays (``.npy``) and their descriptions (``.json``), created if missing; None for no
+                cache. An entry that does not match its description is replaced.
+            parse_special: whether to parse the names of special tokens in documents; see ``Tokenizer.encode``.
 
         Raises:
             ConfigError: ``cache_dir`` cannot be written to.
@@ -122,13 +121,13 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[Any], parse_sp
 
 def _write_cache(path: Path, identity: dict[str, Any], tokens: NDArray[Any]) -> None:
     header = identity | {"dtype": tokens.dtype.name, "num_tokens": len(tokens)}
-    # The description is written last, so that its array is complete wherever it exists.
+    # Write the description last, so that the array is complete if it exists.
     write_atomically(path, lambda file: np.save(file, tokens, allow_pickle=False))
     write_atomically(path.with_suffix(".json"), lambda file: file.write(json.dumps(header, indent=2).encode()))
 
 
 def _map_cached(path: Path, identity: dict[str, Any], dtype: np.dtype[Any]) -> NDArray[Any] | None:
-    """The cached array; None if there is none, or it is not what its description and ours say."""
+    """Return the cached array; None if there is none, or if it does not match its description and ours."""
     try:
         header = read_json(path.with_suffix(".json"))
         with open_regular(path):
@@ -161,20 +160,20 @@ class _StreamRows(Rows):
 
 
 class TokenRows(_StreamRows):
-    """A token stream cut into rows of one length that do not overlap, to learn from.
+    """A token stream cut into rows of one length without overlap, for training.
 
-    The stream is read as a ring: it ends with the end of a document and goes on with the start of one. So a row may
-    start anywhere, and shifting all rows by an offset gives each the same length. Each epoch has another offset, so
-    that texts are cut anew.
+    The stream is a ring: its end, which is the end of a document, is followed by its start. A row may therefore start
+    anywhere, and rows that are shifted by an offset all keep their length. Each epoch has another offset, so that texts
+    are cut at different places.
 
     Args:
-        stream: the tokens.
-        sequence_length: ``s``, tokens in a row.
+        stream: token stream.
+        sequence_length: ``s``, number of tokens in a row.
         offset: shift of all rows, in tokens.
 
     Raises:
         ConfigError: ``sequence_length`` is less than 1.
-        DataError: the stream is shorter than one row and the label behind it.
+        DataError: the stream is shorter than one row and the label after it.
     """
 
     def __init__(self, stream: TokenStream, sequence_length: int, offset: int = 0) -> None:
@@ -188,7 +187,7 @@ class TokenRows(_StreamRows):
         self.lengths = self.labels = np.broadcast_to(np.int64(sequence_length), stream.num_tokens // sequence_length)
 
     def row(self, index: int, length: int | None = None) -> Row:
-        """``tokens [s]``, and the token behind each as ``labels [s]``."""
+        """Return ``tokens [s]``, and the token after each as ``labels [s]``."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is not one of {len(self)}")
         start = (index * self.sequence_length + self.offset) % self.stream.num_tokens
@@ -199,20 +198,19 @@ class TokenRows(_StreamRows):
         return {"tokens": window[:-1].astype(np.int64), "labels": window[1:].astype(np.int64)}
 
     def in_epoch(self, seed: int, epoch: int) -> TokenRows:
-        """The rows by the offset of an epoch."""
+        """Return the rows with the epoch's offset."""
         offset = int(random_uint64(seed, epoch, FOR_OFFSET, 1)[0]) % self.sequence_length
         return TokenRows(self.stream, self.sequence_length, offset)
 
 
 class WindowRows(_StreamRows):
-    """Windows of a token stream in which every token is a label exactly once, to judge by.
+    """Windows of a token stream in which every token is a label exactly once, for evaluation.
 
-    The first token is predicted from an end-of-text token in front of it. The last window is filled with tokens whose
-    labels count for nothing.
+    The first token is predicted from an end-of-text token before it. The last window is padded with ignored labels.
 
     Args:
-        stream: the tokens.
-        sequence_length: ``s``, tokens in a window. The stream may be shorter.
+        stream: token stream.
+        sequence_length: ``s``, number of tokens in a window. The stream may be shorter.
 
     Raises:
         ConfigError: ``sequence_length`` is less than 1.
@@ -224,7 +222,7 @@ class WindowRows(_StreamRows):
         self.lengths = self.labels = np.minimum(sequence_length, stream.num_tokens - starts)
 
     def row(self, index: int, length: int | None = None) -> Row:
-        """``tokens [s]``, and the token behind each as ``labels [s]``."""
+        """Return ``tokens [s]``, and the token after each as ``labels [s]``."""
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} is not one of {len(self)}")
         row, start = self.padding(self.sequence_length), index * self.sequence_length

@@ -1,4 +1,4 @@
-"""Text to token ids and back: what data, Hugging Face folders and generation share."""
+"""Conversion between text and token ids, for data, Hugging Face folders and generation."""
 
 from shardwise.data.tokenizer.chat_template import ChatTemplate as ChatTemplate
 from shardwise.data.tokenizer.streaming import TextStream as TextStream

@@ -1,8 +1,8 @@
-"""Chat templates: from messages to the text that a model knows, and which of it the assistant wrote.
+"""Chat templates: from messages to a model's input text, with the parts that the assistant wrote.
 
-A template is a Jinja program in a model's folder. What it may use beyond Jinja itself is what ``transformers`` gives
-it: ``raise_exception``, ``strftime_now``, a ``tojson`` that escapes no HTML, ``break`` and ``continue``, the names of
-special tokens, and ``{% generation %}`` around what the assistant wrote. It comes from strangers, so it runs in Jinja's
+A template is a Jinja program in a model's folder. In addition to Jinja, it may use the extensions of ``transformers``:
+``raise_exception``, ``strftime_now``, a ``tojson`` that does not escape HTML, ``break`` and ``continue``, the names of
+special tokens, and ``{% generation %}`` around the assistant's text. Templates are untrusted, so they run in Jinja's
 sandbox, within limits (``template_limits``).
 """
 
@@ -31,19 +31,19 @@ from shardwise.data.tokenizer.template_meter import LimitError
 TEMPLATE_NAME = "chat_template.jinja"
 
 Message = Mapping[str, Any]
-"""A role, a content, and what else a template reads."""
+"""A message with a role, a content, and further values that a template may read."""
 
 Span = tuple[int, int]
-"""Where a part of a text begins, and where it ends, in characters."""
+"""Start and end of a part of a text, in characters."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """Messages as text.
+    """Rendered messages.
 
     Attributes:
-        text: what the model reads.
-        spans: what the template marks as written by the assistant; nothing where it has no marks.
+        text: input text of the model.
+        spans: parts that the template marks as written by the assistant; empty without marks.
     """
 
     text: str
@@ -51,7 +51,7 @@ class Rendered:
 
 
 class TemplateError(DataError):
-    """A chat template refuses messages, or fails on them."""
+    """A chat template rejects messages or fails on them."""
 
 
 class ChatTemplate:
@@ -59,15 +59,15 @@ class ChatTemplate:
 
     Args:
         source: the Jinja program.
-        tokens: names of special tokens by their roles, such as ``bos_token``.
-        where: where the program comes from, for messages.
+        tokens: names of special tokens by role, such as ``bos_token``.
+        where: origin of the program, for messages.
 
     Attributes:
-        source, tokens: see above.
-        has_marks: whether it marks what the assistant wrote.
+        source, tokens: as given.
+        has_marks: whether the template marks the assistant's text.
 
     Raises:
-        DataError: it is no Jinja program.
+        DataError: the source is not a Jinja program.
     """
 
     def __init__(
@@ -76,14 +76,15 @@ class ChatTemplate:
         self.source = source
         self.tokens = dict(tokens or {})
         self._where = where
-        # Where a marked part lies is known only once the whole text is there. No content can hold these by chance.
+        # The positions of marked parts are known only when the text is complete. Random marks cannot occur in content
+        # by chance.
         token = secrets.token_hex(16)
         self._opening, self._closing = f"\ufdd0{token}\ufdd1", f"\ufdd1{token}\ufdd0"
         try:
             self._template = _environment(lambda text: f"{self._opening}{text}{self._closing}").limited_template(source)
         except LimitError as error:
             raise DataError(f"{where} {error}; {_REMEDY}") from error
-        except Exception as error:  # the template of strangers becomes a program of Python's
+        except Exception as error:  # an untrusted template is compiled to Python
             line = getattr(error, "lineno", None)
             place = "" if line is None else f", line {line}"
             raise DataError(f"{where}{place} is no Jinja template: {error!s:.300}; repair it") from error
@@ -91,13 +92,13 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str | Path) -> ChatTemplate | None:
-        """The template in a model's folder; None if there is none.
+        """Load the template in a model's folder; None if there is none.
 
-        It stands in ``chat_template.jinja``, or else under ``chat_template`` in ``tokenizer_config.json`` or
-        ``chat_template.json``: as a string, or as the one of several that is called "default".
+        It is in ``chat_template.jinja``, or else under ``chat_template`` in ``tokenizer_config.json`` or
+        ``chat_template.json``: a string, or the one named "default" of several.
 
         Raises:
-            DataError: a file that cannot be read, or a template that is none.
+            DataError: a file cannot be read, or the template is invalid.
         """
         folder = Path(folder)
         tokens = DeclaredTokens(folder).names
@@ -122,7 +123,7 @@ class ChatTemplate:
 
     @property
     def sha256(self) -> str:
-        """Hex digest of all that decides what messages become, today's date included if the template asks for it."""
+        """Hex digest of everything that affects rendering, including today's date if the template uses it."""
         today = datetime.date.today().isoformat() if "strftime_now" in self.source else ""
         return hashlib.sha256(json.dumps([self.source, sorted(self.tokens.items()), today]).encode()).hexdigest()
 
@@ -134,17 +135,17 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> Rendered:
-        """Messages as the model reads them.
+        """Render messages as the model's input text.
 
         Args:
-            messages: in their order; what is None in one counts as missing. Not modified.
+            messages: messages in order, not modified; a value of None counts as missing.
             tools: descriptions of functions that the assistant may call.
-            add_generation_prompt: end with what the assistant's next turn begins with.
-            variables: more for the template to read.
+            add_generation_prompt: whether to add the beginning of the assistant's next turn.
+            variables: further variables of the template.
 
         Raises:
-            TemplateError: the template refuses the messages, or fails on them.
-            DataError: it takes too many steps, or makes too long a text.
+            TemplateError: the template rejects the messages or fails on them.
+            DataError: the template takes too many steps, or its output is too long.
         """
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         values = self.tokens | variables | {"messages": given, "tools": tools, "documents": None}
@@ -154,7 +155,7 @@ class ChatTemplate:
             raise DataError(f"{self._where} {error} for these messages; {_REMEDY}") from error
         except jinja2.TemplateError as error:
             raise TemplateError(f"{self._where} refuses the messages: {error!s:.1000}") from error
-        except Exception as error:  # whatever a program of strangers may raise
+        except Exception as error:  # an untrusted program may raise any exception
             raise TemplateError(f"{self._where} fails: {type(error).__name__}: {error!s:.1000}") from error
         return _without_marks(text, self._opening, self._closing)
 
@@ -173,7 +174,7 @@ def _without_marks(text: str, opening: str, closing: str) -> Rendered:
 
 
 def _default_of(value: object, path: Path) -> str:
-    """The template itself, or the default one of a list or an object of named ones."""
+    """Return the template itself, or the default one of a list or an object of named templates."""
     named = value
     if isinstance(value, list) and all(isinstance(each, dict) for each in value):
         named = {each.get("name"): each.get("template") for each in value}
@@ -203,7 +204,7 @@ _REMEDY = "repair it, or use the template that the model was published with"
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %} ... {% endgeneration %}``: what stands between them passes through ``_MARK``."""
+    """``{% generation %} ... {% endgeneration %}``, whose content passes through ``_MARK``."""
 
     tags = {"generation"}  # noqa: RUF012 - the class variable of Jinja's own base class is declared so
 
@@ -232,7 +233,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _tags_of(source: str) -> set[str]:
-    """The names that block tags of a template begin with."""
+    """Return the names of a template's block tags."""
     found: set[str] = set()
     expects = False
     for _, kind, value in jinja2.Environment(extensions=[jinja2.ext.loopcontrols]).lex(source):

@@ -1,12 +1,12 @@
-"""Limits of the tokenizer library: it gets long texts in parts, and its panics become errors.
+"""Limits of the tokenizer library: long texts are split into parts, and its panics become errors.
 
-It holds some 200 bytes per token while it encodes. A panic of its Rust code is no ``Exception``.
+The library uses about 200 bytes per token while it encodes. A panic of its Rust code is not an ``Exception``.
 
-The files next to a ``tokenizer.json`` add to it: further tokens, and which of all are special.
+The files next to a ``tokenizer.json`` declare further tokens, and which tokens are special.
 
-``transformers`` reads them so: ``added_tokens_decoder`` of ``tokenizer_config.json`` replaces what ``tokenizer.json``
-says of a token. Where it is missing, ``special_tokens_map.json`` and ``added_tokens.json`` count. Every token with a
-role (``eos_token``, ``image_token``, ``extra_special_tokens``) that is no added token yet becomes a special one.
+They are read as in ``transformers``: ``added_tokens_decoder`` of ``tokenizer_config.json`` overrides the tokens of
+``tokenizer.json``. If it is missing, ``special_tokens_map.json`` and ``added_tokens.json`` are used. Every token with a
+role (``eos_token``, ``image_token``, ``extra_special_tokens``) that has not been added becomes a special token.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ from shardwise.core.errors import DataError
 from shardwise.core.files import read_json
 
 MAX_PART_CHARS = 1 << 20
-"""Longest part."""
+"""Maximum length of a part, in characters."""
 
 _WINDOW_CHARS = 256
 _MAX_LINES_TRIED = 64
@@ -29,7 +29,7 @@ _MAX_PLACES_TRIED = 256
 
 
 def parts_of(text: str) -> Iterator[str]:
-    """Consecutive parts of bounded length, cut before a line where there is one in the second half of a part."""
+    """Yield consecutive parts of limited length, cut before a line if one begins in the second half of a part."""
     start = 0
     while len(text) - start > MAX_PART_CHARS:
         limit = start + MAX_PART_CHARS
@@ -41,16 +41,16 @@ def parts_of(text: str) -> Iterator[str]:
 
 
 def encodable_parts(text: str, encode: Callable[[str], list[int]], *, longest_name: int = 0) -> Iterator[str]:
-    """Consecutive parts of bounded length, whose ids one after the other are those of the whole text.
+    """Yield consecutive parts of limited length, whose concatenated ids are the ids of the whole text.
 
-    A cut is tried out: the text around it must become the same ids with and without it. So none falls within a word
-    that is one token, within the name of a special token, or among the blanks that such a token takes with it. Where no
-    place in reach is good, such as in a word of a million letters, the part just ends.
+    Each cut is tested: the text around it must have the same ids with and without the cut. A cut is therefore not
+    within a token, within the name of a special token, or among the blanks that belong to such a token. If there is no
+    such place in reach, as in a word of a million letters, the part ends at its limit.
 
     Args:
         text: a text of any length.
-        encode: the ids of a text by themselves.
-        longest_name: characters of the longest name of a token that is looked for in the text.
+        encode: function from a text to its ids.
+        longest_name: length of the longest name of an added token.
     """
     reach = max(2 * longest_name, min(_WINDOW_CHARS, MAX_PART_CHARS // 4))
     start = 0
@@ -63,7 +63,7 @@ def encodable_parts(text: str, encode: Callable[[str], list[int]], *, longest_na
 
 
 def _places(text: str, start: int, limit: int) -> Iterator[int]:
-    """Where a part that begins at ``start`` may end: before a line of its second half, or else near its limit."""
+    """Yield places at which a part may end: before a line of its second half, or else near its limit."""
     middle = start + MAX_PART_CHARS // 2
     newline = limit
     for _ in range(_MAX_LINES_TRIED):
@@ -71,15 +71,14 @@ def _places(text: str, start: int, limit: int) -> Iterator[int]:
         if newline < 0:
             break
         yield newline + 1
-        # Some tokenizers join a line's end with the next line's indentation in one token, others with the blanks before
-        # it.
+        # A token may join a line's end with the next line's indentation, or with the blanks before it.
         yield newline
     yield from range(limit, max(middle, limit - _MAX_PLACES_TRIED), -1)
 
 
 def _is_seam(text: str, place: int, reach: int, encode: Callable[[str], list[int]]) -> bool:
     left, right = text[max(0, place - reach) : place], text[place : place + reach]
-    # If one side is nothing but blanks, a token beyond the window may take them all.
+    # If one side has only blanks, a token beyond the window may include them all.
     if left.isspace() or right.isspace():
         return False
     return encode(left + right) == encode(left) + encode(right)
@@ -90,18 +89,18 @@ _SHOWN_CHARS = 40
 
 @contextmanager
 def panics_as_errors(what: str) -> Iterator[None]:
-    """Within, a panic of the tokenizer library is a DataError.
+    """Convert a panic of the tokenizer library within the context to a DataError.
 
     Args:
-        what: what the tokenizer does there, such as "encode a text".
+        what: action of the tokenizer, such as "encode a text".
 
     Raises:
-        DataError: the library panics: most often a regular expression of a ``tokenizer.json`` gives up on a text.
+        DataError: the library panics, usually because a regular expression of a ``tokenizer.json`` fails on a text.
     """
     try:
         yield
     except BaseException as error:
-        # The library offers no other way to its class.
+        # The library does not export the class.
         if type(error).__name__ != "PanicException":
             raise
         raise DataError(
@@ -112,7 +111,7 @@ def panics_as_errors(what: str) -> Iterator[None]:
 
 
 def shown(text: str) -> str:
-    """A text by its beginning and its length, for a message."""
+    """Describe a text by its beginning and its length, for a message."""
     dots = "..." if len(text) > _SHOWN_CHARS else ""
     return f"the text {text[:_SHOWN_CHARS]!r}{dots} of {len(text):,} characters"
 
@@ -121,19 +120,19 @@ CONFIG_NAME = "tokenizer_config.json"
 
 _DECODER = "added_tokens_decoder"
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")
-# Names that the vocabulary lacks get new ids in this order; other roles follow.
+# Names that the vocabulary lacks get new ids in this order, followed by other roles.
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FIELDS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class DeclaredTokens:
-    """The tokens that the files in a tokenizer's folder declare.
+    """Tokens that the files in a tokenizer's folder declare.
 
     Args:
-        folder: the folder of the ``tokenizer.json``; each of the files may be missing.
+        folder: folder of the ``tokenizer.json``; any of the files may be missing.
 
     Raises:
-        DataError: a file that is not JSON, or a token in it that cannot be one. The message names file and field.
+        DataError: a file is not JSON, or a token in it is invalid. The message names file and field.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -154,17 +153,17 @@ class DeclaredTokens:
 
     @property
     def eos_token(self) -> str | None:
-        """Name of the token that ends a text; None if no file says."""
+        """Name of the token that ends a text; None if no file declares it."""
         token = self._named.get("eos_token")
         return None if token is None else str(token.content)
 
     @property
     def names(self) -> dict[str, str]:
-        """The name of each token with a role, such as ``bos_token``."""
+        """Name of each token with a role, such as ``bos_token``."""
         return {role: str(token.content) for role, token in self._named.items()}
 
     def declare_(self, backend: tokenizers.Tokenizer) -> None:
-        """Tell the library's tokenizer of them, in place; names that its vocabulary lacks get new ids behind it."""
+        """Add the tokens to the library's tokenizer in place; names outside its vocabulary get new ids at the end."""
         known: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         roles = {str(token.content) for token in self._named.values()}
         special = roles | {str(token.content) for token in self._extra}
@@ -211,7 +210,7 @@ class DeclaredTokens:
 
 
 def _token_of(value: object, path: Path, role: str, *, special: bool = True) -> AddedToken:
-    """A token from its name, or from an object that has it as ``content``, special unless the object says otherwise."""
+    """Make a token from its name, or from an object with the name as ``content`` and other options."""
     fields = value if isinstance(value, Mapping) else {"content": value}
     content = fields.get("content")
     options = {name: fields[name] for name in _FIELDS if name in fields}
@@ -229,7 +228,7 @@ def _bad_token(path: Path, role: str, value: object) -> DataError:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one if there is no such file."""
+    """Read the JSON object in a file; an empty one if the file is missing."""
     try:
         return read_json(path)
     except FileNotFoundError:

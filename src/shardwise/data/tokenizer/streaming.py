@@ -1,4 +1,4 @@
-"""Text from tokens as they come."""
+"""Decode a stream of tokens to text."""
 
 from collections.abc import Sequence
 
@@ -6,21 +6,21 @@ from shardwise.data.tokenizer.tokenizer import Tokenizer
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
-# A window long enough that its start, which may lie within a character, does not matter; decoding every token again
-# for each new one would take time that grows with the square of the text.
+# Decode only a window, because decoding all tokens for each new one takes quadratic time. The window is so long that
+# its start, which may lie within a character, does not matter.
 _MAX_WINDOW = 64
 _KEPT = 8
 
 
 class TextStream:
-    """Decodes tokens one by one, and gives each character when all of its bytes are there.
+    """Decodes tokens one by one, and returns each character when all of its bytes have arrived.
 
-    A character may be spread over several tokens. Bytes that no further token can complete come out as U+FFFD, as when
-    all tokens are decoded at once: the pieces always join to the same text.
+    A character may consist of several tokens. Bytes that no further token can complete become U+FFFD, as when all
+    tokens are decoded at once: the pieces always join to the same text.
 
     Args:
-        tokenizer: decodes.
-        prompt_ids: tokens before the first new one, on which a tokenizer may let the text of it depend.
+        tokenizer: tokenizer that decodes.
+        prompt_ids: tokens before the first new token, whose text may depend on them.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
@@ -32,7 +32,7 @@ class TextStream:
         """Add a token.
 
         Returns:
-            The characters that are now certain; often none or several.
+            The new characters that are complete; often none or several.
         """
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
@@ -45,7 +45,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """The remaining text, with U+FFFD for a character that stays unfinished."""
+        """Return the remaining text, with U+FFFD for an incomplete character."""
         piece = self._tokenizer.decode(self._window)[self._num_given :]
         self._num_given += len(piece)
         return piece

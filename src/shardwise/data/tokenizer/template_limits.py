@@ -1,8 +1,9 @@
-"""A Jinja sandbox in which every template ends: bounded steps, values and output, in any thread, on any machine alike.
+"""A Jinja sandbox in which every template ends, because its steps, values and output are limited.
 
-The work of a template is counted, never timed. Loops, macros and blocks count each time they are entered,
-by the nodes of what is in them. What one operation of Python's can make large (a product, a power, a width, a
-replacement) or slow (a comparison of lists of lists) is estimated before it is done, and refused if it is too large.
+The work of a template is counted, not timed, so that the limits are the same in any thread on any machine. Each time
+that a loop, macro or block is entered, the number of nodes in its body is counted. A Python operation whose result can
+be large (a product, a power, a width, a replacement), or that can be slow (a comparison of nested lists), is estimated
+before it runs, and refused if the estimate is too large.
 """
 
 import re
@@ -22,35 +23,35 @@ from jinja2.visitor import NodeTransformer
 from shardwise.data.tokenizer.template_meter import SIZED, LimitError, Meter, width_of
 
 MAX_OUTPUT_BYTES = 16 << 20
-"""Longest text that a template may make, in UTF-8."""
+"""Maximum size of the output of a template, in UTF-8."""
 
 MAX_SOURCE_CHARS = 1 << 20
-"""Longest template."""
+"""Maximum length of a template."""
 
 
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits; ``render`` applies them to a template that ``limited_template`` made.
+    """Jinja's sandbox with limits, which ``render`` applies to a template from ``limited_template``.
 
     Args:
-        options: of Jinja's environment.
+        options: options of Jinja's environment.
     """
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_finalized, **options)
-        # Random text, which no template for a model has use for.
+        # A generator of random text, which no chat template needs.
         del self.globals["lipsum"]
         self.concat = _concat  # type: ignore[method-assign]
 
     def limited_template(self, source: str) -> jinja2.Template:
-        """A template of ``source``; raises as ``from_string``, or LimitError if it is too long."""
+        """Compile ``source``; raise as ``from_string`` does, or LimitError if it is too long."""
         if len(source) > MAX_SOURCE_CHARS:
             raise LimitError(f"has {len(source):,} characters, more than {MAX_SOURCE_CHARS:,}")
         self.filters = {name: _limited_filter(name, each) for name, each in self.filters.items()}
         self.filters |= {
             _STEP: _step,
-            # Before a comparison, as the key of a dictionary, or as text next to another; after a slice.
+            # Applied to values before a comparison, to keys of a dictionary, to concatenated values, and after a slice.
             _BOUNDED: _counting(Meter.weigh),
             _JOINED: _counting(_weigh_as_text),
             _CUT: _counting(Meter.made),
@@ -61,7 +62,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """``left operator right``, if it is not too large."""
+        """Compute ``left operator right`` if the result is not too large."""
         meter = _METER.get()
         meter.check_numbers(left, right)
         if operator == "*":
@@ -77,13 +78,13 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """``obj[argument]``, which may have to compare the argument."""
+        """Return ``obj[argument]``, which may compare the argument."""
         if isinstance(argument, tuple):
             _METER.get().weigh(argument)
         return super().getitem(obj, argument)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as the base
-        """``__obj(*args, **kwargs)``, if its result is not too large."""
+        """Call ``__obj(*args, **kwargs)`` if the result is not too large."""
         meter = _METER.get()
         meter.step(_CALL_STEPS)
         if isinstance(__obj, Macro | LoopContext | BlockReference):
@@ -102,10 +103,10 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def render(template: jinja2.Template, *values: Mapping[str, Any]) -> str:
-    """The text that a template of ``LimitedEnvironment.limited_template`` makes of values by name.
+    """Render a template of ``LimitedEnvironment.limited_template`` with values by name.
 
     Raises:
-        LimitError: it goes beyond a limit.
+        LimitError: the template exceeds a limit.
     """
     token = _METER.set(Meter())
     try:
@@ -117,12 +118,12 @@ def render(template: jinja2.Template, *values: Mapping[str, Any]) -> str:
 _METER: ContextVar[Meter] = ContextVar("meter")
 _CALL_STEPS = 40
 _FILTER_STEPS = 20
-# Names that no template can spell.
+# Filter names that no template can contain.
 _STEP, _BOUNDED, _JOINED, _CUT = "a step", "is compared", "is joined", "is cut"
 
 
 def _listed(value: Any) -> Any:
-    """A generator's items as a list, counted; anything else unchanged."""
+    """Convert a generator to a list and count its items; return any other value unchanged."""
     return list(value) if isinstance(value, GeneratorType) else value
 
 
@@ -133,7 +134,6 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _concat(pieces: Iterable[str]) -> str:
-    """Pieces of output as one text."""
     size, kept = 0, []
     for piece in pieces:
         size += len(piece) if piece.isascii() else len(piece.encode(errors="surrogatepass"))
@@ -150,7 +150,7 @@ def _weigh_as_text(meter: Meter, value: Any) -> None:
 
 @pass_context
 def _finalized(context: Context, value: Any) -> Any:
-    """A value that is about to be written as text."""
+    """Count a value before it is written as text."""
     if not isinstance(value, str):
         _weigh_as_text(_METER.get(), value)
     return value
@@ -163,7 +163,7 @@ def _step(context: Context, value: Any, count: int) -> Any:
 
 
 def _counting(count: Callable[[Meter, Any], object]) -> Callable[..., Any]:
-    """A filter that counts its value and returns it."""
+    """Make a filter that counts its value and returns it."""
 
     @pass_context
     def counting(context: Context, value: Any) -> Any:
@@ -174,7 +174,7 @@ def _counting(count: Callable[[Meter, Any], object]) -> Callable[..., Any]:
 
 
 class _Limiter(NodeTransformer):
-    """Puts the counting into a template's tree."""
+    """Inserts counting into a template's tree."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - as Jinja's visitors are called
         weight = self._enter(node)
@@ -211,7 +211,7 @@ class _Limiter(NodeTransformer):
         return node
 
     def _enter(self, node: Any) -> int:
-        """Count each time that the body of a node is entered; returns its weight."""
+        """Insert a count for each entry of a node's body; return the body's weight."""
         weight = _ENTRY_STEPS[type(node)] + sum(map(_weight, node.body))
         self.generic_visit(node)
         count = nodes.ExprStmt(_filter(nodes.Const(None), _STEP, nodes.Const(weight)), lineno=node.lineno)
@@ -219,15 +219,13 @@ class _Limiter(NodeTransformer):
         return weight
 
 
-# The measured cost of entering them.
+# Measured cost of entering these nodes.
 _ENTRY_STEPS = {nodes.For: 8, nodes.Macro: 40, nodes.CallBlock: 40, nodes.Block: 400}
 _MADE = (nodes.List, nodes.Tuple, nodes.Dict, nodes.Macro, nodes.CallBlock, nodes.For)
 
 
 def _weight(node: nodes.Node) -> int:
-    """The number of nodes in a part of a template, without bodies that are counted when they are entered.
-
-    A node that allocates counts more."""
+    """Count the nodes of a part of a template, without bodies that are counted on entry; allocations count more."""
     weight, left = 0, [node]
     while left:
         each = left.pop()
@@ -246,7 +244,7 @@ def _filter(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
 
 
 def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that counts, and refuses what would be too large."""
+    """Make a filter that counts its work, and refuses a result that would be too large."""
     first = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
 
     @pass_context
@@ -280,21 +278,21 @@ _COMPARING_TESTS = (
     *("==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", ">=", "ge", "<", "lt", "lessthan", "<=", "le"),
     *("in", "divisibleby", "even", "odd", "lower", "upper"),
 )
-# Filters that read all of a generator.
+# Filters that read a whole generator.
 _CONSUMING = frozenset(("batch", "groupby", "join", "max", "min", "slice", "sort", "sum", "unique"))
 
 
 def _check_operation(
     meter: Meter, kinds: Mapping[str, frozenset[str]], name: str, value: Any, args: Any, kwargs: Any
 ) -> None:
-    """Count what a filter, or a method, reads, and refuse what would make too much.
+    """Count the input of a filter or a method, and refuse it if its result would be too large.
 
     Args:
-        meter: of this rendering.
-        kinds: of the filters, or of the methods, by what they can do at most.
-        name: of the filter or the method.
-        value: its own value.
-        args, kwargs: the others.
+        meter: meter of this rendering.
+        kinds: ``_FILTERS`` or ``_METHODS``, the names by maximum cost.
+        name: name of the filter or the method.
+        value: value of the filter, or object of the method.
+        args, kwargs: other arguments.
     """
     given = (*args, *kwargs.values())
     if name in kinds["shallow"]:
@@ -317,7 +315,7 @@ def _check_operation(
 
 
 def _bound(meter: Meter, name: str, value: Any, size: int, given: tuple[Any, ...], others: int, numbers: int) -> int:
-    """The most characters that an operation makes."""
+    """Return the maximum number of characters in the result of an operation."""
     texts = isinstance(value, str) and all(isinstance(each, str) for each in given[:2])
     if name == "replace" and texts and len(given) >= 2:
         return int(size + value.count(given[0]) * len(given[1]))
@@ -339,7 +337,7 @@ _PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\*|\d*)(?:\.(\*|\d*))?")
 
 
 def _formatted(meter: Meter, value: Any, given: Any, *, by_percent: bool) -> int:
-    """The most characters that a text with places for values becomes, by ``%`` or by ``format``."""
+    """Return the maximum number of characters of a text formatted by ``%`` or by ``format``."""
     form = str(value)
     try:
         specs = [] if by_percent else [spec or "" for _, _, spec, _ in string.Formatter().parse(form)]
@@ -360,8 +358,9 @@ def _set(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-# By their cost at most: they look at the value but not at what is in it; read all of it; compare each part of it with
-# each of the arguments', or with each other. Those in no set count as if they made value times arguments.
+# Names by maximum cost: "shallow" operations do not read the contents of the value's items, "linear" ones read all of
+# it, "searching" ones compare its parts with the arguments' parts, and "quadratic" ones with each other. All others
+# count as if the result had the size of the value times that of the arguments.
 _FILTERS = {
     "shallow": _set(
         "attr count d default first items last length list map random reject rejectattr reverse select selectattr"

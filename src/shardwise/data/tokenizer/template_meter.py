@@ -1,4 +1,4 @@
-"""The work of one rendering of a chat template so far, and the sizes of its values."""
+"""A meter of the work and the values of one rendering of a chat template."""
 
 import itertools
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 from jinja2.utils import Cycler, Namespace
 
 MAX_STEPS = 20_000_000
-"""Nodes of a template, items of a sequence and portions of 64 characters that one rendering may go through."""
+"""Maximum steps of a rendering; a step is a node of the template, an item of a sequence, or 64 characters."""
 
 _MAX_VALUE = 1 << 24
 _MAX_VALUES = 1 << 27
@@ -18,15 +18,15 @@ _ITEM_SIZE = 8
 
 
 class LimitError(Exception):
-    """A template goes beyond a limit."""
+    """A template exceeds a limit."""
 
 
 class Meter:
-    """The work of one rendering so far.
+    """Meter of one rendering; its methods raise LimitError if a limit is exceeded.
 
     Attributes:
-        steps: nodes, items and portions of text gone through.
-        num_made: characters of all values made, those of a list counting eight for each item.
+        steps: number of steps so far.
+        num_made: characters of all values made so far; an item of a list counts as eight.
     """
 
     __slots__ = ("num_made", "steps")
@@ -36,13 +36,13 @@ class Meter:
         self.num_made = 0
 
     def step(self, count: int) -> None:
-        """Count steps."""
+        """Count ``count`` steps."""
         self.steps += count
         if self.steps > MAX_STEPS:
             raise LimitError(f"takes more than {MAX_STEPS:,} steps")
 
     def make(self, size: int) -> None:
-        """Count a value of ``size`` characters that is about to be made."""
+        """Count a value of ``size`` characters before it is made."""
         if size > _MAX_VALUE:
             raise LimitError(f"makes a value of more than {_MAX_VALUE:,} characters")
         self.num_made += size + _VALUE_SIZE
@@ -51,22 +51,22 @@ class Meter:
             raise LimitError(f"makes values of more than {_MAX_VALUES:,} characters")
 
     def made(self, value: Any) -> None:
-        """Count a value that was made, without what is in it."""
+        """Count a value that was made, without the contents of its items."""
         self.make(len(value) * width_of(value) if isinstance(value, SIZED) else 0)
 
     def check_bits(self, bits: int) -> None:
-        """Refuse a number of so many bits."""
+        """Refuse a number of too many bits."""
         if bits > _MAX_BITS:
             raise LimitError(f"makes a number of more than {_MAX_BITS} bits")
 
     def check_numbers(self, *values: Any) -> None:
-        """Refuse numbers that are too large to calculate with."""
+        """Refuse numbers that are too large for arithmetic."""
         for each in values:
             if isinstance(each, int):
                 self.check_bits(each.bit_length())
 
     def weigh(self, value: Any) -> int:
-        """About how many characters a value has as text, what occurs twice in it counting twice."""
+        """Return the approximate length of a value as text; an object that occurs twice in it counts twice."""
         if not _is_container(value):
             return self._weigh_one(value)
         size = num_items = 0
@@ -103,13 +103,13 @@ class Meter:
 
 
 SIZED = (str, bytes, list, tuple, dict, set, frozenset)
-"""Kinds of values that are as large as they are long."""
+"""Types whose size is proportional to their length."""
 
 _TEXTS = (str, bytes)
 _EMPTY: dict[str, str] = {}
 _VIEWS = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
 _CONTAINERS = (list, tuple, dict, set, frozenset, *_VIEWS, Cycler)
-# By their own type first: others, such as a namespace, answer slowly which class they are of.
+# Look up the exact type first, because isinstance is slow for some types, such as a namespace.
 _IS_CONTAINER = dict.fromkeys((*_CONTAINERS, Namespace), True) | dict.fromkeys((str, bytes, int, float, bool), False)
 
 
@@ -127,5 +127,5 @@ def _items_of(value: Any) -> Iterator[Any]:
 
 
 def width_of(value: Any) -> int:
-    """Characters that an item of a value counts."""
+    """Return the number of characters that an item of a value counts as."""
     return 1 if isinstance(value, str | bytes) else _ITEM_SIZE

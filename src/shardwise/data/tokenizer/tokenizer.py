@@ -1,7 +1,7 @@
-"""The tokenizer: trained, loaded, cached, saved.
+"""The tokenizer: train, load, cache and save.
 
-A byte-level BPE by the ``tokenizers`` library. Every byte is a token, so every text survives the round trip exactly,
-and no text is ever out of vocabulary.
+A trained tokenizer is a byte-level BPE of the ``tokenizers`` library. Every byte is a token, so every text survives a
+round trip exactly, and no text is out of vocabulary.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shardwise.data.tokenizer.library import CONFIG_NAME, DeclaredTokens, panics
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Where a tokenizer file does not say which token ends a text, these names are tried in order.
+# Names to try in order if no file states the end-of-text token.
 _USUAL_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
 
-# The longest spans of a token. Made for source code: an identifier is one piece and takes one blank and one sign in
-# front (" self", ".join", "(_name"), and a line's end is one piece with the next line's indentation and the signs
-# before it ("):\n        "). Every run is bounded, because merges within one piece of a megabyte would take hours.
+# The longest spans of a token, chosen for source code. An identifier is one piece, with at most one blank and one sign
+# before it (" self", ".join", "(_name"). A line's end is one piece with the signs before it and the next line's
+# indentation ("):\n        "). Every run is bounded, because merges within a piece of a megabyte would take hours.
 _SIGN = r"[^\s\p{L}\p{M}\p{N}_]"
 _PIECE_PATTERN = "|".join(
     (
@@ -41,14 +41,14 @@ _PIECE_PATTERN = "|".join(
     )
 )
 
-# Of a tokenizer.json; those of the largest published vocabularies have 35 MB.
+# Maximum size of a tokenizer.json; the largest published vocabularies have 35 MB.
 _MAX_BYTES = 200_000_000
 
 _CACHE_FORMAT = 1
 
 
 class TextSource(Protocol):
-    """The part of a corpus that ``Tokenizer.train_cached`` reads."""
+    """The members of a corpus that ``Tokenizer.train_cached`` reads."""
 
     @property
     def documents(self) -> Sequence[str]:
@@ -60,13 +60,13 @@ class TextSource(Protocol):
 
 
 class Framed(NamedTuple):
-    """A text, or two, as tokens with what is put around them.
+    """Tokens of a text or a pair, with the special tokens around them.
 
     Attributes:
-        ids: of the tokens.
-        type_ids: of each token its type.
-        words: of each token the number of its word; None for what is put around them.
-        is_cut: whether anything was cut.
+        ids: token ids.
+        type_ids: type of each token.
+        words: index of each token's word; None for the special tokens around them.
+        is_cut: whether a text was cut.
     """
 
     ids: list[int]
@@ -80,10 +80,9 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _use_one_thread() -> None:
-    """Set the library to one thread, unless ``TOKENIZERS_PARALLELISM`` says otherwise.
+    """Limit the library to one thread, unless ``TOKENIZERS_PARALLELISM`` is set.
 
-    Its threads do not survive a fork: a forked child warns or hangs, by version. And the ranks of one machine share its
-    cores anyway.
+    Its threads do not survive a fork: a forked child warns or hangs, depending on the version. Also, ranks share cores.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -106,19 +105,18 @@ def _check_special_tokens(special_tokens: Sequence[str], vocab_size: int) -> Non
 class Tokenizer:
     """A tokenizer of the ``tokenizers`` library with an end-of-text token.
 
-    Text is text: a special token's name in it is encoded like any other characters, so a document cannot end itself,
-    unless ``parse_special`` says otherwise.
+    Unless ``parse_special`` is set, the name of a special token in a text is encoded like any other characters, so that
+    a document cannot end itself.
 
-    The library runs on one thread, some 6 MB of text per second, unless the environment has
-    ``TOKENIZERS_PARALLELISM=true``; where it has nothing of that name, ``false`` is set, since threads do not survive a
-    fork.
+    The library runs on one thread, at about 6 MB of text per second, unless the environment has
+    ``TOKENIZERS_PARALLELISM=true``. If that is not set, it becomes ``false``, because threads do not survive a fork.
 
     Args:
-        backend: the library's tokenizer; its padding, truncation and handling of special tokens are set here.
-        eos_token: the special token that ends a text.
+        backend: tokenizer of the library; its padding, truncation and handling of special tokens are changed.
+        eos_token: special token that ends a text.
 
     Raises:
-        DataError: the tokenizer has no such token.
+        DataError: the tokenizer does not have that token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_token: str = END_OF_TEXT) -> None:
@@ -143,15 +141,15 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)) -> Tokenizer:
-        """Learn a byte-level BPE. The same texts give the same tokenizer, on any number of threads.
+        """Train a byte-level BPE. The same texts give the same tokenizer, on any number of threads.
 
         Args:
-            texts: what to learn from; long ones are read in parts.
-            vocab_size: number of ids, special tokens included. Fewer result if the texts offer no more merges.
-            special_tokens: get the first ids; the first of them ends a text.
+            texts: training texts; long texts are read in parts.
+            vocab_size: maximum number of ids, including special tokens; texts with few merges give fewer.
+            special_tokens: names of special tokens, which get the first ids; the first one ends a text.
 
         Raises:
-            ConfigError: ``vocab_size`` is less than 256 and the special tokens, or these are not distinct names.
+            ConfigError: ``vocab_size`` is less than 256 plus the number of special tokens, or names are not distinct.
         """
         _check_special_tokens(special_tokens, vocab_size)
         _use_one_thread()
@@ -180,13 +178,13 @@ class Tokenizer:
         cache_dir: str | os.PathLike[str],
         special_tokens: Sequence[str] = (END_OF_TEXT,),
     ) -> Tokenizer:
-        """``train`` on the corpus, or what an earlier call with the same contents and settings learned.
+        """Train on a corpus, or load the cached tokenizer of an earlier call with the same contents and settings.
 
         Args:
-            corpus: its documents are learned from.
-            vocab_size: see ``train``.
-            cache_dir: folder for the learned tokenizers, made if missing. A damaged entry is learned anew.
-            special_tokens: see ``train``.
+            corpus: corpus with the training texts.
+            vocab_size: as for ``train``.
+            cache_dir: folder for trained tokenizers, created if missing. A damaged entry is replaced.
+            special_tokens: as for ``train``.
 
         Raises:
             ConfigError: as for ``train``, or ``cache_dir`` cannot be written to.
@@ -204,7 +202,7 @@ class Tokenizer:
 
     @classmethod
     def _from_cache(cls, path: Path, eos_token: str) -> Tokenizer | None:
-        """The cached tokenizer; None if there is none, or it is not what was written."""
+        """Return the cached tokenizer; None if it is missing or damaged."""
         try:
             entry = read_json(path, limit=_MAX_BYTES)
             tokenizer = cls._from_json(entry["tokenizer"], eos_token)
@@ -214,18 +212,19 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], eos_token: str | None = None) -> Tokenizer:
-        """Read a ``tokenizer.json``, ours or another of the Hugging Face format.
+        """Load a ``tokenizer.json`` in the Hugging Face format.
 
-        The files next to it (``tokenizer_config.json``, ``special_tokens_map.json``, ``added_tokens.json``) say, too,
-        which tokens are special; see ``library.DeclaredTokens``.
+        The files next to it (``tokenizer_config.json``, ``special_tokens_map.json``, ``added_tokens.json``) may declare
+        further special tokens; see ``library.DeclaredTokens``.
 
         Args:
-            path: the file, or the folder that holds it.
-            eos_token: the token that ends a text. If None, the one that the files next to it name, or else the first of
-                the usual names that the tokenizer has.
+            path: the file, or its folder.
+            eos_token: token that ends a text. None for the one that the files next to it declare, or else the first
+                usual name that the tokenizer has.
 
         Raises:
-            DataError: no such file, not a tokenizer, no end-of-text token found in it, or a damaged file next to it.
+            DataError: the file is missing, is not a tokenizer or has no known end-of-text token; or a file next to it
+                is damaged.
         """
         file = Path(path).expanduser()
         if file.is_dir():
@@ -252,28 +251,28 @@ class Tokenizer:
             eos_token = next((name for name in _USUAL_END_NAMES if backend.token_to_id(name) is not None), None)
         if eos_token is None:
             raise DataError(f"the tokenizer {str(file)!r} does not say which token ends a text; pass its eos_token")
-        # The end-of-text token is looked up before other tokens are declared: one added now, which the model does not
-        # know, would never end a text.
+        # Look up the end-of-text token before declaring others: the model does not know a token that is only added now,
+        # so it would never end a text.
         tokenizer = cls(backend, eos_token)
         with panics_as_errors(f"be read from {str(file)!r}"):
             declared.declare_(backend)
         return tokenizer
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``tokenizer.json`` and ``tokenizer_config.json``, which ``transformers`` opens too.
+        """Save ``tokenizer.json`` and ``tokenizer_config.json``, which ``transformers`` can load.
 
         Args:
-            folder: made if missing.
+            folder: destination, created if missing.
 
         Raises:
             ConfigError: the folder cannot be written to.
         """
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            # As in GPT-2, the token that ends a text also begins one.
+            # As in GPT-2, the end-of-text token also begins a text.
             "bos_token": self.eos_token,
             "eos_token": self.eos_token,
-            # Otherwise decoding would drop blanks before punctuation.
+            # By default, decoding drops blanks before punctuation.
             "clean_up_tokenization_spaces": False,
         }
         folder = Path(folder).expanduser()
@@ -285,24 +284,24 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id: the rows that an embedding needs."""
+        """The largest id plus 1, which is the number of rows that an embedding needs."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
     def tokens(self) -> dict[int, str]:
-        """The entry of each id in the tokenizer's file."""
+        """Entry of each id in the tokenizer's file."""
         return {number: name for name, number in self._backend.get_vocab(with_added_tokens=True).items()}
 
     @cached_property
     def sha256(self) -> str:
-        """Hex digest of all that decides which ids a text becomes."""
+        """Hex digest of everything that affects the ids of a text."""
         return hashlib.sha256(f"{self.eos_token}\n{self._backend.to_str()}".encode()).hexdigest()
 
     @cached_property
     def beginning(self) -> tuple[int, ...]:
-        """The tokens that the tokenizer's file puts in front of each text, such as ``<s>``; none for most.
+        """Tokens that the tokenizer's file adds before each text, such as ``<s>``; most add none.
 
-        ``encode`` does not add it, since its texts may be parts of one.
+        ``encode`` does not add them, because its text may be a part of a document.
         """
         with panics_as_errors(f"encode {shown('x')}"):
             encoding = self._backend.encode("x", add_special_tokens=True)
@@ -310,21 +309,20 @@ class Tokenizer:
         return tuple(encoding.ids[: is_text.index(True)] if True in is_text else ())
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Token ids of a text. No token is added in front or behind.
+        """Return the token ids of a text, without adding tokens before or after it.
 
         Args:
             text: any text without lone surrogates.
-            parse_special: read the names of special tokens in the text as these tokens, as ``transformers`` does: for
-                prompts in a chat format, not for the text of people whom you don't trust.
+            parse_special: whether to parse the names of special tokens in the text, as ``transformers`` does. Use it
+                for prompts in a chat format, but not for untrusted text.
 
         Raises:
-            DataError: the text holds a lone surrogate, which no byte sequence stands for; or a regular expression of
-                the tokenizer gives up on it.
+            DataError: the text has a lone surrogate, or a regular expression of the tokenizer fails.
         """
         return self.encode_batch([text], parse_special=parse_special)[0]
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool = False) -> list[list[int]]:
-        """``encode`` of each text; on several threads if ``TOKENIZERS_PARALLELISM=true`` is set."""
+        """Encode each text, on several threads if ``TOKENIZERS_PARALLELISM=true`` is set."""
         backend = self._parsing_backend if parse_special else self._backend
 
         def encode(texts: Sequence[str]) -> list[list[int]]:
@@ -361,10 +359,10 @@ class Tokenizer:
         ]
 
     def encode_with_spans(self, text: str, *, parse_special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
-        """``encode``, and where in the text each token begins and ends, in characters.
+        """Encode a text; return the ids, and each token's start and end in the text, in characters.
 
         Raises:
-            DataError: the text holds a lone surrogate, or a regular expression of the tokenizer gives up on it.
+            DataError: the text has a lone surrogate, or a regular expression of the tokenizer fails.
         """
         backend = self._parsing_backend if parse_special else self._backend
         try:
@@ -377,18 +375,18 @@ class Tokenizer:
     def encode_framed(
         self, text: str | Sequence[str], pair: str | None = None, *, max_length: int, parse_special: bool = False
     ) -> Framed:
-        """A text, or two, with what the tokenizer's file puts around them, as ``transformers`` reads a single text.
+        """Encode a text or a pair with the special tokens that the tokenizer's file adds, as ``transformers`` does.
 
         Args:
-            text: the text; or its words, as ``transformers`` reads them with ``is_split_into_words``: there is nothing
-                between words that is not in them.
-            pair: the second one.
-            max_length: most tokens; of longer texts the end of the longer one is cut.
-            parse_special: see ``encode``.
+            text: the text; or its words, as with ``is_split_into_words`` of ``transformers``, with nothing between
+                them.
+            pair: the second text, if any.
+            max_length: maximum number of tokens; the end of the longer text is cut.
+            parse_special: as for ``encode``.
 
         Raises:
-            DataError: a text holds a lone surrogate, a regular expression of the tokenizer gives up on it, or what is
-                put around it is longer than ``max_length``.
+            DataError: a text has a lone surrogate, a regular expression of the tokenizer fails, or the added tokens
+                alone reach ``max_length``.
         """
         backend = self._framing_backend
         backend.encode_special_tokens = not parse_special
@@ -408,40 +406,40 @@ class Tokenizer:
 
     @cached_property
     def joins_words(self) -> bool:
-        """Whether ``encode_framed`` reads words as if they were one, as byte-level tokenizers usually do."""
+        """Whether ``encode_framed`` joins words without blanks, as byte-level tokenizers usually do."""
         with panics_as_errors("encode the words 'x' and 'x'"):
             encoding = self._framing_backend.encode(["x", "x"], is_pretokenized=True, add_special_tokens=False)
         return self.decode(encoding.ids) == "xx"
 
     def id_of(self, name: str) -> int | None:
-        """The id of the token of that name; None if there is none."""
+        """Return the id of the token with that name, or None."""
         number: int | None = self._backend.token_to_id(name)
         return number
 
     @cached_property
     def added_names(self) -> dict[int, str]:
-        """The names of tokens that are looked for in a text before it is split, special ones or not, by their ids."""
+        """Names, by id, of all tokens, special or not, that are found in a text before it is split."""
         return {number: str(token.content) for number, token in self._backend.get_added_tokens_decoder().items()}
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """The ids of special tokens."""
+        """Ids of special tokens."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
     def special_names(self) -> tuple[str, ...]:
-        """The names of special tokens."""
+        """Names of special tokens."""
         return tuple(self.added_names[token_id] for token_id in sorted(self.special_ids))
 
     @cached_property
     def _parsing_backend(self) -> tokenizers.Tokenizer:
-        """A fresh copy, which reads special tokens, so that no call changes what another one sees."""
+        """A separate copy that parses special tokens, so that no call changes the state of another."""
         return tokenizers.Tokenizer.from_str(self._backend.to_str())
 
     @cached_property
     def _framing_backend(self) -> tokenizers.Tokenizer:
-        """A fresh copy, which may truncate."""
+        """A separate copy that may truncate."""
         return tokenizers.Tokenizer.from_str(self._backend.to_str())
 
     @cached_property
@@ -450,21 +448,21 @@ class Tokenizer:
 
     @cached_property
     def _encodes_locally(self) -> bool:
-        """Whether a text may be encoded in parts: not if each part gets a blank in front, as SentencePiece does."""
+        """Whether a text may be encoded in parts: False if a blank is added before each part, as in SentencePiece."""
         ids = self.encode("x")
         return self.decode(ids + ids) == "xx"
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens by their names.
+        """Return the text of token ids, with special tokens as their names.
 
-        ``decode(encode(text)) == text``. Ids that end within a character give U+FFFD for it.
+        ``decode(encode(text)) == text``. An incomplete character at the end becomes U+FFFD.
 
         Args:
             ids: token ids.
 
         Raises:
             VocabularyError: an id is outside the vocabulary.
-            DataError: a regular expression of the tokenizer gives up on the text.
+            DataError: a regular expression of the tokenizer fails on the text.
         """
         numbers = [int(token) for token in ids]
         for position, token in enumerate(numbers):
@@ -477,8 +475,8 @@ class Tokenizer:
 
 
 class PaddedTokenizer(Tokenizer):
-    """The tokenizer of a model whose vocabulary may be larger, as published models' often are."""
+    """The tokenizer of a model with a padded vocabulary, which is common in published models."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """As ``Tokenizer.decode``; ids that only the model has stand for nothing."""
+        """Decode as ``Tokenizer.decode`` does, but skip ids that only the model has."""
         return super().decode([token for token in ids if token < self.vocab_size])

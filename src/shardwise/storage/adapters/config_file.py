@@ -106,7 +106,6 @@ def _lora_arguments(fields: Fields) -> dict[str, Any]:
 
 
 def _modules(fields: Fields, name: str, *, or_none: bool = False) -> tuple[str, ...] | str:
-    """Return a list of names, or a regular expression."""
     value = fields.values.get(name)
     if value is None and or_none:
         return ()

@@ -138,7 +138,7 @@ def add_lora_(model: TransformerModel, config: LoraConfig, architecture: Archite
 
     Collective over the model's ranks. Initial values depend on the state of PyTorch's default generator and on the
     layer's name, so they are the same for any number of ranks and stages. ``B`` (of an embedding, ``A``) is 0, so the
-    model's output does not change.
+    output does not change.
 
     Args:
         model: a model without adapters; untied if the embedding or the output layer gets an adapter or is trained.

@@ -98,8 +98,7 @@ def publish(partial: Path, target: Path) -> None:
 def remove(folder: Path) -> None:
     """Delete a complete checkpoint. It is renamed before its files are deleted, so that no reader sees a part of it.
 
-    The next save deletes files that cannot be deleted now, for example because they are in use on a network file
-    system.
+    The next save deletes files that cannot be deleted now, for example those in use on a network file system.
     """
     partial = _partial_path(folder)
     os.rename(folder, partial)

@@ -350,7 +350,6 @@ def damaged(folder: Path, what: str) -> CheckpointError:
 
 
 def _is_inside(name: str) -> bool:
-    """True if the name is of a file in the checkpoint's folder."""
     path = PurePosixPath(name)
     return can_be_a_name(name) and path.parts != () and not path.is_absolute() and ".." not in path.parts
 

@@ -100,7 +100,7 @@ class Pipeline(Generic[T]):
 
         Raises:
             ShardwiseError: an error of any stage, raised on every stage. If the error is of another class, its stage
-                raises it unchanged, and the others raise a DesyncError that names it. All messages have been exchanged
+                raises it unchanged, and the others raise a DesyncError that names it. All messages were exchanged
                 before.
             ConfigError: the schedule has other numbers of stages and chunks, or needs ``config.delay_wgrad_compute``;
                 or a chunk's ``pre_process`` or ``post_process`` contradicts its position in the model.
@@ -327,7 +327,6 @@ def _raise(error: Exception | None) -> None:
 
 
 def _delayed(chunk: nn.Module) -> Iterator[Any]:
-    """Yield the chunk's layers that delay their weight gradients."""
     for module in chunk.modules():
         if getattr(module, "delays_weight_gradients", False):
             yield module
