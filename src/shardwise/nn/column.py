@@ -150,7 +150,7 @@ class ColumnLinear(ParallelLinear):
         Layout V -> I: forward all-gather, backward split.
 
         Raises:
-            ShardingError: the layer was made with ``intervals``.
+            ShardingError: the layer has ``intervals``.
         """
         if not self._can_gather:
             raise ShardingError("the layer was made with intervals; its output cannot be gathered")

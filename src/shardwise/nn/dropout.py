@@ -48,7 +48,7 @@ def sharded_dropout(
 
     Raises:
         ConfigError: ``p`` is not a probability.
-        ShardingError: no such dimension, or ``sizes`` does not fit ``input_``.
+        ShardingError: there is no such dimension, or ``sizes`` does not fit ``input_``.
         TopologyError: the random streams were not seeded.
     """
     if not 0 <= p <= 1:
@@ -88,7 +88,7 @@ def global_keep_mask(
         alone would have drawn, for each split dimension.
 
     Raises:
-        ShardingError: no such dimension, or ``sizes`` does not fit ``shape``.
+        ShardingError: there is no such dimension, or ``sizes`` does not fit ``shape``.
         TopologyError: the streams were not seeded with ``rng="global"``.
     """
     if dim is None:

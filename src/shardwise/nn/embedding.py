@@ -85,7 +85,7 @@ class VocabEmbedding(ShardedModule):
             sequence by the balanced rule.
 
         Raises:
-            VocabularyError: an id outside the vocabulary.
+            VocabularyError: an id is outside the vocabulary.
         """
         check_ids_alike(input_, self.num_embeddings, what="token id", group=self.group)
         sequence_first = self._arithmetic.sequence_first

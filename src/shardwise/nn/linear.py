@@ -164,7 +164,7 @@ class TensorParallelLinear(Function):
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    # Not -1 for the rows: it is ambiguous where a rank holds no features.
+    # Not -1 for the rows, which is ambiguous if a rank holds no features.
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.size(-1))
 
 

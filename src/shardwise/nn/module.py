@@ -1,4 +1,4 @@
-"""The base classes of modules: a group, parameters made from layouts, and state for checkpoints."""
+"""The base classes of modules: a group, parameters from layouts, and checkpoint state."""
 
 import copy
 from collections.abc import Sequence

@@ -276,7 +276,7 @@ class OutputRecomputation:
                 if owner.storages:
                     owner.refill_(outputs)
             elif owner is not None:
-                # Reading what the node saved makes autograd run the function again, which refills the storages.
+                # Reading the node's saved tensor makes autograd run the function again, which refills the storages.
                 owner.node, owner.again = node, node and partial(_run_by_reading, node)
             return outputs
 

@@ -37,7 +37,7 @@ class RowLinear(ParallelLinear):
         bias: ``[o]``, or None. With sequence parallelism its gradient is a partial sum.
 
     Raises:
-        ShardingError: ``sizes`` do not sum to a section.
+        ShardingError: ``sizes`` do not sum to the size of a section.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """

@@ -40,7 +40,7 @@ class Sampling:
             off.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
     """
 
     temperature: float = 1.0
@@ -95,8 +95,8 @@ def sample_next_token(
 ) -> Tensor:
     """Choose a token for each row of split logits.
 
-    Layout V -> I: one all-gather, per row and rank of 16 bytes (``min(k, v/t)`` times as many with top-k, ``v/t`` times
-    with top-p alone).
+    Layout V -> I: one all-gather of 16 bytes per row and rank (times ``min(k, v/t)`` with top-k, ``v/t`` with top-p
+    alone).
 
     Args:
         logits: ``[b, v/t]``, this rank's part of the vocabulary by the balanced rule; not modified.

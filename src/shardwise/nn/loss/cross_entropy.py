@@ -183,7 +183,7 @@ def vocab_parallel_cross_entropy(
         ``[...]``, or a scalar if reduced; fp32 (fp64 for fp64 logits), the same on every rank.
 
     Raises:
-        ConfigError: an option out of range.
+        ConfigError: an option is out of range.
         ShardingError: the shapes of logits and target do not match, or the shard does not fit the vocabulary.
         VocabularyError: a target is outside the vocabulary and not ``ignore_index``.
         DesyncError: the ranks have different targets; on every rank.
@@ -269,7 +269,7 @@ def vocab_parallel_log_probs(
         ``[...]``, fp32 (fp64 for fp64 logits), the same on every rank.
 
     Raises:
-        ConfigError: an option out of range.
+        ConfigError: an option is out of range.
         ShardingError: the shapes of logits and ids do not match, or the shard does not fit the vocabulary.
         VocabularyError: an id is outside the vocabulary and not ``ignore_index``.
         DesyncError: the ranks have different ids; on every rank.

@@ -99,7 +99,7 @@ def vocab_parallel_entropy(
         ``[...]``, fp32 (fp64 for fp64 logits), the same on every rank.
 
     Raises:
-        ConfigError: an option out of range.
+        ConfigError: an option is out of range.
         ShardingError: the shard does not fit the vocabulary.
     """
     options = LossOptions(softcap=softcap, temperature=temperature)
