@@ -90,7 +90,7 @@ class ParallelSettings(Checked, prefix="parallel."):
         require(parts & (parts - 1) == 0, f"parallel.exact-parts is {parts}; it must be a power of two, such as 8")
 
     def check_exact(self, dp: int, sequence_length: int | None, training: TrainingSettings) -> None:
-        """Check that an exact run has the same bits at every layout.
+        """If a run is exact, check that all its settings have an exact form.
 
         Args:
             dp: number of data-parallel ranks.

@@ -207,7 +207,7 @@ class Tokenizer:
             entry = read_json(path, limit=_MAX_BYTES)
             tokenizer = cls._from_json(entry["tokenizer"], eos_token)
             return tokenizer if tokenizer.sha256 == entry["sha256"] else None
-        except Exception:  # the library raises bare Exception; whatever is wrong, training anew is the answer
+        except Exception:  # the library raises bare Exception; after any error, train again
             return None
 
     @classmethod

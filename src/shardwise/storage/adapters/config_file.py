@@ -17,7 +17,7 @@ from shardwise.storage.huggingface.tensor_folder import read_json
 CONFIG_NAME = ADAPTER_CONFIG_NAME
 
 _MERGE_FIRST = "merge them into the model with peft (merge_and_unload, then save_pretrained) and use that folder"
-# Initializations that do not change the base weights.
+# Initialisations that do not change the base weights.
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 # Fields with which an adapter computes something other than B A.
 _VARIANTS = (

@@ -238,7 +238,7 @@ def remove_lora_(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def lora_disabled(model: nn.Module) -> Iterator[None]:
-    """Disable adapters that are not merged, and restore the original values of other trained parameters, inside it."""
+    """Within the context, disable unmerged adapters, and restore original values of other trained parameters."""
     before = [(layer, layer.lora_enabled) for layer in lora_layers(model)]
     for layer, _ in before:
         layer.lora_enabled = False
@@ -373,7 +373,7 @@ def train_(model: TransformerModel, parameters: list[BaseParameter], tensors: Co
 
 @contextlib.contextmanager
 def originals(model: nn.Module) -> Iterator[None]:
-    """Restore the original values of trained base parameters that are not merged, inside the context."""
+    """Within the context, restore the original values of trained base parameters that are not merged."""
     trained = trained_of(model)
     taken = [] if trained.merged else [(each, each.exchange()) for each in trained.parameters]
     try:

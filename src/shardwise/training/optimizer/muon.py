@@ -66,7 +66,7 @@ def with_momentum(gradient: Tensor, mean: Tensor, momentum: float) -> Tensor:
 
 def update_(param: Tensor, move: Tensor, *, rate: float, weight_decay: float) -> None:
     """Decay ``param`` and subtract ``rate * move``, in place; ``move`` is overwritten."""
-    # Use two operations: in 16 bits, a fused one rounds the last elements of a tensor differently.
+    # Use two operations: in 16 bits, ``sub_`` with a factor rounds the last elements of a tensor differently.
     param.mul_(1 - rate * weight_decay).sub_(move.mul_(rate))
 
 
