@@ -1,4 +1,4 @@
-"""Megatron's attributes of split parameters, and its private names that programs import."""
+"""Megatron's attributes of split parameters, and private names of Megatron that programs import."""
 
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from shardwise.megatron.core import parallel_state
 from shardwise.megatron.errors import AssertedConfigError, IndivisibleError, asserting
 from shardwise.megatron.surface import offer
 
-# Programs import it in spite of the underscore.
+# Programs import it despite the underscore.
 _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS: dict[str, Any] = {
     "expert_tp": False,
     "is_qkv": False,
@@ -29,16 +29,16 @@ _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS: dict[str, Any] = {
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Mark how a parameter is split.
+    """Set the attributes that describe how a parameter is split.
 
     Args:
         tensor: the parameter; gets ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``.
         is_parallel: whether it is split; False for a parameter that every rank holds whole.
-        dim: dimension that is split.
+        dim: split dimension.
         stride: number of sections, each split separately.
 
     Raises:
-        AssertedConfigError: the tensor is marked already; nothing is changed.
+        AssertedConfigError: the tensor has marks already; nothing is changed.
     """
     for name in _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS:
         if hasattr(tensor, name):
@@ -54,31 +54,31 @@ def _mark(tensor: Any, is_parallel: bool, dim: int, stride: int) -> None:
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Mark a tensor as one that every rank holds whole, where it is not marked yet."""
+    """Set the missing marks of a tensor to those of a tensor that every rank holds whole."""
     for name, value in _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS.items():
         if not hasattr(tensor, name):
             setattr(tensor, name, value)
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Give ``destination_tensor`` the marks of ``source_tensor``, those that it has."""
+    """Copy the existing marks of ``source_tensor`` to ``destination_tensor``."""
     for name in _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS:
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: ProcessGroup | None = None) -> bool:
-    """Whether this rank is the one that counts ``param`` in a sum over the tensor-parallel group, such as a norm.
+    """True if this rank counts ``param`` in a sum over the tensor-parallel group, such as a norm.
 
     Args:
-        param: a parameter; one without marks is held whole by every rank.
+        param: a parameter; without marks, it counts as whole on every rank.
         tp_group: tensor-parallel group; the ambient one if None.
 
     Returns:
-        True for a part of a split parameter, and on the first rank for a whole one.
+        True for a part of a split parameter, and on the first rank for a whole parameter.
 
     Raises:
-        TopologyError: it matters which rank this is, no group was given and none initialised.
+        TopologyError: the parameter is whole, no group is given and none is initialised.
     """
     if getattr(param, "tensor_model_parallel", False):
         return True
@@ -86,7 +86,7 @@ def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: ProcessGroup
     return rank == 0
 
 
-# No extension is needed to accumulate weight gradients in place.
+# Accumulating weight gradients in-place needs no extension.
 _grad_accum_fusion_available = True
 
 # Transformer Engine is not used, even if it is installed.
@@ -115,19 +115,19 @@ def _initialize_affine_weight_cpu(
     world_size: int | None = None,
     skip_set_tensor_parallel_attributes: bool = False,
 ) -> Tensor | None:
-    """Fill ``weight``, in place, with this rank's part of a whole one that is drawn on the CPU.
+    """Fill ``weight`` in-place with this rank's part of a whole weight that is drawn on the CPU.
 
     Args:
         weight: this rank's part of ``[output_size, input_size]``; overwritten and marked.
-        per_partition_size: this rank's size along ``partition_dim``, the dimension that is split.
-        init_method: fills the whole weight in place.
+        per_partition_size: this rank's size along ``partition_dim``, the split dimension.
+        init_method: function that fills the whole weight in-place.
         stride: number of sections, each split separately.
-        return_master_weight: return the whole weight, in ``params_dtype``.
-        rank, world_size: of the tensor-parallel group; the ambient one if None.
-        skip_set_tensor_parallel_attributes: do not mark ``weight``.
+        return_master_weight: whether to return the whole weight, in ``params_dtype``.
+        rank, world_size: rank in the tensor-parallel group, and its size; those of the ambient group if None.
+        skip_set_tensor_parallel_attributes: whether to leave ``weight`` unmarked.
 
     Raises:
-        ShardingError: ``weight`` is not of this rank's shape.
+        ShardingError: ``weight`` does not have this rank's shape.
     """
     if rank is None or world_size is None:
         rank = parallel_state.get_tensor_model_parallel_rank()
@@ -152,7 +152,7 @@ def _initialize_affine_weight_cpu(
 def _initialize_whole_(
     whole: Tensor, shard: Tensor, layout: ParamLayout, rank: int, init_method: InitMethod, *, on_cpu: bool = False
 ) -> Tensor:
-    """Fill a whole parameter as one rank does, whose values are those of several, and ``shard`` with a rank's part."""
+    """Fill ``whole`` with the values that any number of ranks would get, and ``shard`` with the part of ``rank``."""
     alone = ParamLayout(layout.global_shape, layout.dim, (((0, layout.global_shape[layout.dim or 0]),),), 1)
     initialize_shard_(whole, alone, 0, init_method, on_cpu=on_cpu)
     with torch.no_grad():
@@ -163,11 +163,11 @@ def _initialize_whole_(
 def _initialize_affine_weight_gpu(
     weight: Tensor, init_method: InitMethod, partition_dim: int, stride: int = 1, is_expert: bool = False
 ) -> None:
-    """Fill ``weight``, in place, from this rank's own random stream, and mark it.
+    """Fill ``weight`` in-place from this rank's random stream, and mark it.
 
-    Its values depend on the number of ranks; the layers' own initialisation does not.
+    The values depend on the number of ranks, unlike the layers' own initialisation.
 
-    With ``is_expert`` from the experts' stream. A TopologyError if there is no such stream.
+    ``is_expert`` selects the experts' stream. Raises TopologyError if there is no such stream.
     """
     set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
     with torch.no_grad(), streams().fork(EXPERT_PARALLEL_STREAM if is_expert else TENSOR_PARALLEL_STREAM):

@@ -1,4 +1,4 @@
-"""The loss over a split vocabulary with Megatron's name and arguments, on ``shardwise.nn.loss``."""
+"""The loss over a split vocabulary with Megatron's name and arguments, based on ``shardwise.nn.loss``."""
 
 from functools import partial
 from typing import Any
@@ -23,16 +23,16 @@ _options = asserting(AssertedConfigError)(LossOptions)
 
 
 class VocabParallelCrossEntropy:
-    """The local steps of the loss, for programs that put their own communication between them.
+    """The local steps of the loss, for programs that insert their own communication between them.
 
-    Between ``calculate_logits_max`` and ``calculate_predicted_logits`` the maximum is reduced over the ranks, and after
-    the latter the predicted logits and the sum are. No step modifies its arguments. Gradients flow through
-    ``vocab_parallel_cross_entropy``, which needs one collective.
+    The program reduces the maximum over the ranks before ``calculate_predicted_logits``, and the predicted logits and
+    the sum after it. No step modifies its arguments. For gradients, use ``vocab_parallel_cross_entropy``, which needs
+    one collective.
     """
 
     @staticmethod
     def calculate_logits_max(vocab_parallel_logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits ``[..., v/t]`` in fp32 (fp64 stays), and their maximum ``[...]``."""
+        """Return the logits ``[..., v/t]`` in fp32 (fp64 stays fp64), and their maximum ``[...]``."""
         logits = vocab_parallel_logits.to(loss_reference.compute_dtype(vocab_parallel_logits.dtype))
         return logits, logits.amax(dim=-1)
 
@@ -40,18 +40,19 @@ class VocabParallelCrossEntropy:
     def calculate_predicted_logits(
         vocab_parallel_logits: Tensor, target: Tensor, logits_max: Tensor, vocab_start_index: int, vocab_end_index: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The contribution of this rank's part of the vocabulary.
+        """Compute the contribution of this rank's part of the vocabulary.
 
         Args:
             vocab_parallel_logits: ``[..., v/t]``.
             target: ``[...]`` global ids.
             logits_max: ``[...]``, the maximum over all ranks.
             vocab_start_index: first id of this rank.
-            vocab_end_index: the id after its last.
+            vocab_end_index: last id of this rank plus 1.
 
         Returns:
-            Where the target is another rank's ``[...]``, the local target ``[n]`` (0 there), the target's logit minus
-            the maximum ``[...]`` (0 there), the sum of exponentials ``[...]``, and the exponentials ``[..., v/t]``.
+            A mask ``[...]``, True where another rank has the target, the local target ``[n]`` (0 there), the target's
+            logit minus the maximum ``[...]`` (0 there), the sum of exponentials ``[...]``, and the exponentials
+            ``[..., v/t]``.
         """
         columns, _ = columns_of(target, (vocab_start_index, vocab_end_index), IGNORE_INDEX)
         rows = vocab_parallel_logits.reshape(columns.numel(), vocab_parallel_logits.size(-1))
@@ -65,18 +66,18 @@ class VocabParallelCrossEntropy:
     def calculate_cross_entropy_loss(
         exp_logits: Tensor, predicted_logits: Tensor, sum_exp_logits: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Softmax ``[..., v/t]`` and loss ``[...]``, from exponentials and what was summed over the ranks."""
+        """Compute softmax ``[..., v/t]`` and loss ``[...]`` from exponentials and the sums over the ranks."""
         return exp_logits / sum_exp_logits.unsqueeze(-1), sum_exp_logits.log() - predicted_logits
 
     @staticmethod
     def prepare_gradient_calculation_operands(
         softmax: Tensor, target_mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The arguments of ``calculate_gradients``.
+        """Prepare arguments of ``calculate_gradients``.
 
         Returns:
-            The softmax as ``[n, v/t]``, the numbers 0 to ``n - 1``, 1 where the target is this rank's ``[n]`` and 0
-            elsewhere, and the softmax ``[..., v/t]``.
+            The softmax as ``[n, v/t]``, the numbers 0 to ``n - 1``, ``[n]`` with 1 where this rank has the target and
+            0 elsewhere, and the softmax ``[..., v/t]``.
         """
         grad_2d = softmax.reshape(-1, softmax.size(-1))
         arange_1d = torch.arange(grad_2d.size(0), device=softmax.device)
@@ -91,7 +92,7 @@ class VocabParallelCrossEntropy:
         grad_input: Tensor,
         grad_output: Tensor,
     ) -> Tensor:
-        """The logits' gradient ``[..., v/t]``: softmax minus one at the target, times ``grad_output`` ``[...]``."""
+        """Return the logits' gradient ``[..., v/t]``: (softmax - 1 at the target) times ``grad_output`` ``[...]``."""
         gradient = grad_2d.index_put((arange_1d, masked_target_1d), -softmax_update, accumulate=True)
         return gradient.view(grad_input.shape).mul_(grad_output.unsqueeze(-1))
 
@@ -141,27 +142,27 @@ def vocab_parallel_cross_entropy(
     validate: bool = True,
     check_finite: bool = False,
 ) -> Tensor:
-    """Cross entropy of each token over a vocabulary split over the ranks, ``shardwise.nn.loss`` in Megatron's order.
+    """Compute the cross entropy of each token over a vocabulary that is split over the ranks.
 
     Layout V -> I: one all-gather of 12 bytes per token and rank in fp32 (16 with label smoothing), none in the
-    backward. The keywords and the errors are those of ``shardwise.nn.loss.vocab_parallel_cross_entropy``; further:
+    backward. Other keywords and errors are the same as in ``shardwise.nn.loss.vocab_parallel_cross_entropy``.
 
     Args:
         vocab_parallel_logits: ``[s, b, v/t]``; not modified unless ``inplace_``.
         target: ``[s, b]`` global ids.
         label_smoothing: probability taken from the target and spread over all other ids of the true vocabulary.
         tp_group: tensor-parallel group; the ambient one if None.
-        vocab_size: true size of the vocabulary. If None every rank must have as many logits per token, which one more
-            row of 12 bytes (16) checks, and padding counts as ids.
+        vocab_size: true size of the vocabulary. If None, all ranks must have the same number of logits per token, which
+            one more row of 12 bytes (16) checks, and padding counts as ids.
 
     Returns:
         ``[s, b]``, or a scalar if reduced; fp32 (fp64 for fp64 logits), the same on every rank.
 
     Raises:
-        TopologyError: no group given and none initialised.
+        TopologyError: no group is given and none is initialised.
         ConfigError: ``padded_vocab_size`` without ``vocab_size``.
-        ShardingError: without ``vocab_size``, the ranks have different numbers of logits per token; on every rank. On
-            CUDA an assertion on the device, without a wait, and under torch.compile a RuntimeError.
+        ShardingError: on every rank, if ranks have different numbers of logits per token without ``vocab_size``. On
+            CUDA this is an assertion on the device, without a wait, and under torch.compile a RuntimeError.
     """
     group = resolve_tensor_model_parallel_group(tp_group)
     local_size = vocab_parallel_logits.size(-1)

@@ -1,6 +1,6 @@
-"""Megatron's linear layers for inference, on ``shardwise.nn.inference``, which describes fused mode.
+"""Megatron's linear layers for inference, based on ``shardwise.nn.inference``, which describes fused mode.
 
-They need no Transformer Engine and no GPU, and split any size.
+They need neither Transformer Engine nor a GPU, and split any size.
 """
 
 from typing import Any
@@ -26,19 +26,19 @@ from shardwise.nn.norm import NormFunction
 
 
 class InferenceColumnParallelLinear(ColumnParallelLinear, InferenceColumnLinear):
-    """``ColumnParallelLinear`` without gradient; ``gather_output`` works with sequence parallelism too.
+    """``ColumnParallelLinear`` without gradient; ``gather_output`` also works with sequence parallelism.
 
     Attributes:
-        skip_norm_and_all_gather: the row-parallel layer before this one is in fused mode, and has written the whole
-            normed input into symmetric memory; False at first.
+        skip_norm_and_all_gather: whether the previous row-parallel layer is in fused mode and has written the whole
+            normalized input into symmetric memory; initially False.
 
     ``forward(x)`` takes ``[s/t, b, i]`` (``[s, b, i]`` without sequence parallelism) and returns ``[s, b, o/t]`` and
-    the bias or None, as ``ColumnParallelLinear`` does; ``sequence_length`` says ``s`` where the ranks do not divide it.
+    the bias or None, like ``ColumnParallelLinear``; it needs ``sequence_length``, ``s``, if the ranks do not divide it.
 
     Raises:
-        ConfigError: in ``forward``, an input of another dtype than the weight, or ``skip_norm_and_all_gather`` without
-            such a layer.
-        ShardingError: in ``forward``, an input that is not of the shape that the layer takes.
+        ConfigError: in ``forward``, the input does not have the weight's dtype, or there is no such previous layer for
+            ``skip_norm_and_all_gather``.
+        ShardingError: in ``forward``, the input has the wrong shape.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, InferenceColumnLinear)
 
 
 class InferenceLayerNormColumnParallelLinear(InferenceColumnParallelLinear, InferenceNormColumnLinear):
-    """The norm that the config names, and ``InferenceColumnParallelLinear``.
+    """The norm that the config names, followed by ``InferenceColumnParallelLinear``.
 
-    The arguments are those of ``InferenceColumnParallelLinear``, with a ``TransformerConfig`` that describes the norm.
+    The arguments are the same as in ``InferenceColumnParallelLinear``; a ``TransformerConfig`` describes the norm.
 
     Attributes:
         layer_norm_weight: ``[i]``, whole on every rank.
         layer_norm_bias: ``[i]``, or None for RMSNorm.
-        eps: of the norm.
+        eps: epsilon of the norm.
 
     Raises:
-        ConfigError: a config without a norm.
+        ConfigError: the config does not describe a norm.
     """
 
     def _finish(self, config: ModelParallelConfig) -> None:
@@ -88,15 +88,15 @@ class InferenceLayerNormColumnParallelLinear(InferenceColumnParallelLinear, Infe
 
 
 class InferenceRowParallelLinear(RowParallelLinear, InferenceRowLinear):
-    """``RowParallelLinear`` without gradient, which may add the residual and apply the next norm in its one exchange.
+    """``RowParallelLinear`` without gradient; fused mode adds the residual and applies the next norm in one exchange.
 
     Args:
         input_size, output_size, config, init_method, bias, input_is_parallel, skip_bias_add, is_expert,
-            tp_comm_buffer_name, tp_group, name, pg_collection: as ``RowParallelLinear``.
+            tp_comm_buffer_name, tp_group, name, pg_collection: as in ``RowParallelLinear``.
 
     Attributes:
-        next_layer_norm_weights: of the norm after this layer, which makes its mode fused; None at first.
-        residual: what ``_set_residual`` has set, until the next call in fused mode.
+        next_layer_norm_weights: weight of the norm after this layer, which turns on fused mode; initially None.
+        residual: tensor from ``_set_residual``, until the next call in fused mode.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class InferenceRowParallelLinear(RowParallelLinear, InferenceRowLinear):
         return None if self.next_norm is None else self.next_norm.weight
 
     def _set_next_layer_norm_weights(self, weights: Tensor | None, bias: Tensor | None = None) -> None:
-        """Set the weight of the norm after this layer, and for LayerNorm its bias; None unsets it.
+        """Set the weight of the norm after this layer, and for LayerNorm its bias; None removes the norm.
 
         Raises:
-            ConfigError: tensors that the config's norm does not take.
+            ConfigError: the tensors do not fit the config's norm.
         """
         if weights is None:
             self.next_norm = None
@@ -146,7 +146,7 @@ class InferenceRowParallelLinear(RowParallelLinear, InferenceRowLinear):
         self.next_norm = NormFunction(weights, bias, config.layernorm_epsilon, config.normalization, zero_centered)
 
     def _set_residual(self, residual: Tensor) -> None:
-        """Set what the next call in fused mode adds, ``[s/t, b, o]``."""
+        """Set the residual that the next call in fused mode adds, ``[s/t, b, o]``."""
         self.residual = residual
 
     def forward(  # type: ignore[override]  # Megatron's layers return pairs.
@@ -156,16 +156,17 @@ class InferenceRowParallelLinear(RowParallelLinear, InferenceRowLinear):
 
         Args:
             x: ``[s, b, i/t]``, or ``[s, b, i]`` without ``input_is_parallel``; not modified.
-            residual: like the output, and added to it; in fused mode that of ``_set_residual`` if None.
+            residual: tensor of the output's shape, added to the output; in fused mode None means that of
+                ``_set_residual``.
 
         Returns:
             The output ``[s/t, b, o]`` (``[s, b, o]`` without sequence parallelism), and the bias with
-            ``skip_bias_add``, else None. In fused mode the new residual, bias included, and None; its norm, whole, lies
-            in symmetric memory.
+            ``skip_bias_add``, else None. In fused mode the new residual, including the bias, and None; symmetric memory
+            then holds the whole output of the next norm.
 
         Raises:
-            ShardingError: the input or the residual is not of the shape that the layer takes.
-            ConfigError: of another dtype, or no residual in fused mode.
+            ShardingError: the input or the residual has the wrong shape.
+            ConfigError: the input or the residual has the wrong dtype, or fused mode has no residual.
         """
         if not self.input_is_parallel and self.tp_size > 1:
             x = self.scatter(x)
@@ -174,7 +175,7 @@ class InferenceRowParallelLinear(RowParallelLinear, InferenceRowLinear):
 
 
 def _te_rms_norm_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of ``x`` over its last dimension."""
+    """Apply RMSNorm to ``x`` over its last dimension."""
     with torch.no_grad():
         return rms_norm(x, weight, eps)
 
@@ -183,12 +184,12 @@ def _te_rms_norm_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def inference_all_gather_from_tensor_model_parallel_region(
     x: Tensor, tp_group: ProcessGroup | None = None, config: ModelParallelConfig | None = None
 ) -> Tensor:
-    """``gather_from_tensor_model_parallel_region`` without gradient: all-gather of the last dimension.
+    """``gather_from_tensor_model_parallel_region`` without gradient: all-gather along the last dimension.
 
     Args:
-        x: ``[..., n/t]``, of one size on all ranks.
-        tp_group: the ambient tensor-parallel group if None.
-        config: accepted for programs that pass it; nothing depends on it.
+        x: ``[..., n/t]``, the same size on all ranks.
+        tp_group: tensor-parallel group; the ambient one if None.
+        config: no effect.
     """
     return moves.gather(x, dim=-1, group=resolve_tensor_model_parallel_group(tp_group))
 
@@ -201,14 +202,14 @@ def inference_reduce_scatter_to_sequence_parallel_region(
 
     Args:
         x: ``[s, ...]``, a partial sum.
-        tp_group: the ambient tensor-parallel group if None.
-        config: accepted for programs that pass it; nothing depends on it.
+        tp_group: tensor-parallel group; the ambient one if None.
+        config: no effect.
     """
     return moves.reduce_scatter(x, dim=0, group=resolve_tensor_model_parallel_group(tp_group))
 
 
 def __getattr__(name: str) -> Any:
-    # Programs import Megatron's exchanges from here too.
+    # Programs also import Megatron's exchanges from this module.
     return getattr(symmetric_exchanges, name)
 
 

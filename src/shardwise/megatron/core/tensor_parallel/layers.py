@@ -1,7 +1,7 @@
-"""Layers whose parameters are split over the tensor-parallel group, and the linear functions behind them.
+"""Layers whose parameters are split over the tensor-parallel group, and their linear functions.
 
-``param_layouts`` of a layer says where this rank's part of each parameter lies in the whole one. Weights start with the
-values of the dense layer at every number of ranks (``shardwise.core.initialization``).
+A layer's ``param_layouts`` describe the position of this rank's part in each whole parameter. Initial weights equal
+those of the dense layer for any number of ranks (``shardwise.core.initialization``).
 """
 
 from collections.abc import Sequence
@@ -34,24 +34,24 @@ from shardwise.nn.weight_gradient import WeightGradientQueue
 
 
 class VocabParallelEmbedding(MegatronLayer, VocabEmbedding):
-    """``VocabEmbedding`` as Megatron has it: from a config.
+    """``VocabEmbedding`` with Megatron's config.
 
     Args:
-        num_embeddings: size of the vocabulary, of any size.
-        embedding_dim: width of an embedding, ``h``.
-        init_method: fills the whole weight in place.
-        reduce_scatter_embeddings: return this rank's shard of the sequence, ``[s/t, b, h]``.
+        num_embeddings: size of the vocabulary; any number.
+        embedding_dim: size of an embedding, ``h``.
+        init_method: function that fills the whole weight in-place.
+        reduce_scatter_embeddings: whether to return this rank's shard of the sequence, ``[s/t, b, h]``.
         config: dtype and initialisation; with ``deterministic_mode`` the gradient is summed in a fixed order.
-        tp_group: tensor-parallel group; ``pg_collection.tp`` if None, and the ambient one where that is missing.
-        name: changes nothing.
+        tp_group: tensor-parallel group; None means ``pg_collection.tp``, or the ambient group without that.
+        name: no effect.
 
     Attributes:
         weight: ``[v/t, h]``.
-        vocab_start_index, vocab_end_index: ids on this rank, the end excluded.
+        vocab_start_index, vocab_end_index: range of ids on this rank, the end excluded.
         num_embeddings_per_partition: number of ids on this rank.
 
     Raises:
-        TopologyError: no group given and none initialised.
+        TopologyError: no group is given and none is initialised.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """
@@ -77,41 +77,41 @@ class VocabParallelEmbedding(MegatronLayer, VocabEmbedding):
 
 
 class ColumnParallelLinear(MegatronLinear, ColumnLinear):
-    """``ColumnLinear`` as Megatron has it: from a config, and with a pair for its result.
+    """``ColumnLinear`` with Megatron's config and a pair as its result.
 
     Args:
-        input_size: width of the input, ``i``.
-        output_size: width of the whole output, ``o``.
-        config: dtype, initialisation, sequence parallelism, and where weight gradients go.
-        init_method: fills the whole weight in place.
+        input_size: size of the input, ``i``.
+        output_size: size of the whole output, ``o``.
+        config: dtype, initialisation, sequence parallelism, and destination of weight gradients.
+        init_method: function that fills the whole weight in-place.
         bias: whether there is a bias.
-        gather_output: return the whole output on every rank.
+        gather_output: whether to return the whole output on every rank.
         stride: number of equal sections of the output, each split separately: 2 for a gate and an up projection.
-        keep_master_weight_for_test: keep the initial whole weight in ``master_weight``.
-        skip_bias_add: return the bias instead of adding it, for the caller to fuse.
-        skip_weight_param_allocation: make no weight; it is passed to ``forward``.
-        embedding_activation_buffer, grad_output_buffer: where inputs and output gradients are kept for
+        keep_master_weight_for_test: whether to keep the initial whole weight in ``master_weight``.
+        skip_bias_add: whether to return the bias instead of adding it, so that the caller can fuse the addition.
+        skip_weight_param_allocation: whether to make no weight; ``forward`` then needs one.
+        embedding_activation_buffer, grad_output_buffer: buffers of inputs and output gradients for
             ``drain_embedding_wgrad_compute``, with ``config.defer_embedding_wgrad_compute``.
-        is_expert: the layer is part of an expert: its group is the expert-tensor one, and where experts' tokens are
-            exchanged explicitly (several ranks per expert, or experts on several ranks) it communicates nothing itself.
-        tp_comm_buffer_name: kept as an attribute; nothing depends on it.
-        disable_grad_reduce: leave the input gradient a partial sum, for the caller to reduce (without sequence
-            parallelism).
-        tp_group: tensor-parallel group; if None that of ``pg_collection`` (``tp``, or ``expt_tp`` for an expert), and
-            the ambient one where that is missing.
-        name: changes nothing.
-        output_dtype: of the output, whose sums are not rounded to a narrower one; that of the input if None.
-        sizes, intervals: as ``ColumnLinear``.
+        is_expert: whether the layer is part of an expert. Its group is then the expert-tensor group. It communicates
+            nothing if tokens are exchanged explicitly (several ranks per expert, or experts on several ranks).
+        tp_comm_buffer_name: stored as an attribute; no effect.
+        disable_grad_reduce: whether to leave the input gradient a partial sum, which the caller reduces (without
+            sequence parallelism).
+        tp_group: tensor-parallel group; None means that of ``pg_collection`` (``tp``, or ``expt_tp`` for an expert), or
+            the ambient group without that.
+        name: no effect.
+        output_dtype: dtype of the output, without rounding to a narrower dtype before; None means the input's dtype.
+        sizes, intervals: as in ``ColumnLinear``.
 
     Attributes:
         weight: ``[o/t, i]``.
         bias: ``[o/t]`` or None.
 
     Raises:
-        TopologyError: no group given and none initialised.
-        ShardingError: ``sizes`` do not sum to a section.
-        ConfigError: a deferred weight gradient without both buffers; ``intervals`` with what they exclude; an
-            ``output_dtype`` that is no floating-point dtype, or in a group that sums over parts.
+        TopologyError: no group is given and none is initialised.
+        ShardingError: the sum of ``sizes`` is not the size of a section.
+        ConfigError: only one of the two buffers; ``intervals`` with ``gather_output``, ``stride`` or ``sizes``; an
+            ``output_dtype`` that is not a floating-point dtype, or is given in a group that sums over parts.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """
@@ -185,17 +185,17 @@ class ColumnParallelLinear(MegatronLinear, ColumnLinear):
         Args:
             input_: ``[s, b, i]``, the same on every rank, or this rank's shard ``[s/t, b, i]`` with sequence
                 parallelism; not modified.
-            weight: ``[o/t, i]``, instead of the layer's own.
+            weight: ``[o/t, i]``, overrides the layer's weight.
             runtime_gather_output: overrides ``gather_output`` for this call.
-            sequence_length: ``s``, where the ranks do not divide it, with sequence parallelism: shards are then of the
-                balanced sizes. None if all ranks hold as many positions.
+            sequence_length: ``s`` with sequence parallelism, if the ranks do not divide it; shards then have the
+                balanced sizes. None means that all ranks hold the same number of positions.
 
         Returns:
             The output ``[s, b, o/t]`` (``[s, b, o]`` when gathered), and the bias with ``skip_bias_add``, else None.
 
         Raises:
-            ShardingError: the input is not of the layer's width.
-            WeightError: there is no weight, or a passed one is not of this layer's shape.
+            ShardingError: the input does not have the layer's size.
+            WeightError: there is no weight, or the given weight has another shape.
         """
         if weight is None and self.weight is None:
             raise WeightError("the layer was made with skip_weight_param_allocation; pass a weight to forward")
@@ -207,29 +207,29 @@ class ColumnParallelLinear(MegatronLinear, ColumnLinear):
 
 
 class RowParallelLinear(MegatronLinear, RowLinear):
-    """``RowLinear`` as Megatron has it: from a config, and with a pair for its result.
+    """``RowLinear`` with Megatron's config and a pair as its result.
 
     Args:
-        input_size: width of the whole input, ``i``.
-        output_size: width of the output, ``o``.
+        input_size: size of the whole input, ``i``.
+        output_size: size of the output, ``o``.
         bias: whether there is a bias; every rank holds it whole.
-        input_is_parallel: the input is already this rank's part (not optional with sequence parallelism).
+        input_is_parallel: whether the input is already this rank's part (required with sequence parallelism).
         stride: number of equal sections of the input, each split separately.
-        config, init_method, skip_bias_add, keep_master_weight_for_test, tp_comm_buffer_name, tp_group, name: as
+        config, init_method, skip_bias_add, keep_master_weight_for_test, tp_comm_buffer_name, tp_group, name: as in
             ``ColumnParallelLinear``.
-        is_expert: the layer is part of an expert: its group is the expert-tensor one, and where experts' tokens are
-            exchanged explicitly (several ranks per expert, or experts on several ranks) its output stays a partial sum.
-        sizes: input features of each rank, within one section; balanced if None.
+        is_expert: whether the layer is part of an expert. Its group is then the expert-tensor group. Its output stays a
+            partial sum if tokens are exchanged explicitly (several ranks per expert, or experts on several ranks).
+        sizes: number of input features of each rank, within one section; balanced if None.
 
     Attributes:
         weight: ``[o, i/t]``.
         bias: ``[o]`` or None. With sequence parallelism its gradient is a partial sum (``bias.sequence_parallel``).
 
     Raises:
-        TopologyError: no group given and none initialised.
-        ShardingError: ``sizes`` do not sum to a section.
-        ConfigError: sequence parallelism without ``input_is_parallel``; an expert with explicit communication without
-            ``skip_bias_add``, since a bias must be added once, after the sum.
+        TopologyError: no group is given and none is initialised.
+        ShardingError: the sum of ``sizes`` is not the size of a section.
+        ConfigError: sequence parallelism without ``input_is_parallel``; or an expert with explicit communication but
+            without ``skip_bias_add``, because a bias must be added once, after the sum.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
     """
@@ -289,7 +289,7 @@ class RowParallelLinear(MegatronLinear, RowLinear):
             None.
 
         Raises:
-            ShardingError: the input is not of the width that the layer takes.
+            ShardingError: the input does not have the layer's input size.
         """
         if not self.input_is_parallel and self.tp_size > 1:
             input_ = self.scatter(input_)
@@ -299,7 +299,7 @@ class RowParallelLinear(MegatronLinear, RowLinear):
 
 
 def __getattr__(name: str) -> Any:
-    # Megatron's private names, which programs import from here.
+    # Megatron's private names, which programs import from this module.
     return getattr(attributes, name)
 
 

@@ -1,4 +1,4 @@
-"""Megatron's functions of a linear layer with its communication, on ``shardwise.nn.linear``."""
+"""Megatron's functions of a linear layer and its communication, based on ``shardwise.nn.linear``."""
 
 import os
 import warnings
@@ -35,29 +35,29 @@ def linear_with_grad_accumulation_and_async_allreduce(
     sequence_length: int | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``input @ weight.T + bias``, the backward's communication overlapped with the weight gradient.
+    """Compute ``input @ weight.T + bias``; the backward overlaps communication with the weight gradient.
 
     Args:
         input: ``[s, b, i]``, or ``[s/t, b, i]`` with sequence parallelism; not modified.
         weight: ``[o/t, i]``.
         bias: ``[o/t]`` or None.
-        gradient_accumulation_fusion: add the weight gradient to ``weight.main_grad`` instead of ``weight.grad``.
-        allreduce_dgrad: sum the input gradient over the group.
-        sequence_parallel: gather the input along the sequence, reduce-scatter its gradient.
-        grad_output_buffer: keeps the output gradients whose weight gradient is deferred; the caller keeps the inputs,
-            and ``drain_embedding_wgrad_compute`` computes the gradients. None defers none.
-        wgrad_deferral_limit: how many are deferred; 0 is no limit.
-        async_grad_allreduce: deprecated and not used.
-        tp_group: tensor-parallel group; the ambient one if None. Not read where nothing is communicated.
-        sequence_length: ``s``, where the ranks do not divide it; None if all hold as many positions.
-        output_dtype: of the result, whose sums are not rounded to a narrower one; that of the input if None.
+        gradient_accumulation_fusion: whether to add the weight gradient to ``weight.main_grad``, not ``weight.grad``.
+        allreduce_dgrad: whether to sum the input gradient over the group.
+        sequence_parallel: whether to gather the input along the sequence and reduce-scatter its gradient.
+        grad_output_buffer: buffer of the output gradients whose weight gradient is deferred; the caller keeps the
+            inputs, and ``drain_embedding_wgrad_compute`` computes the gradients. None defers nothing.
+        wgrad_deferral_limit: maximum number of deferred gradients; 0 means no limit.
+        async_grad_allreduce: deprecated, no effect.
+        tp_group: tensor-parallel group; the ambient one if None. Not needed without communication.
+        sequence_length: ``s``, if the ranks do not divide it; None if all hold the same number of positions.
+        output_dtype: dtype of the result, without rounding to a narrower dtype before; None means the input's dtype.
 
     Returns:
         ``[s, b, o/t]``.
 
     Raises:
         ConfigError: both ``allreduce_dgrad`` and ``sequence_parallel``; in the backward, a missing ``main_grad``.
-        TopologyError: a group is needed, and neither given nor initialised.
+        TopologyError: a group is needed, but none is given or initialised.
     """
     _warn_deprecated(async_grad_allreduce)
     communication = _communication(allreduce_dgrad, sequence_parallel, tp_group)
@@ -67,7 +67,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     return tensor_parallel_linear(input, weight, bias, weight_gradient=gradient, **options)
 
 
-# A program that sets it to True is not warned.
+# A program can set this to True to suppress the warning.
 linear_with_grad_accumulation_and_async_allreduce.__dict__["warned"] = False
 
 
@@ -86,24 +86,23 @@ def linear_with_frozen_weight(
     sequence_length: int | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``input @ weight.T + bias`` with a weight that gets no gradient: no input is saved, no weight gradient computed.
+    """Compute ``input @ weight.T + bias`` without a weight gradient, and therefore without saving the input.
 
     A bias that requires a gradient gets one.
 
     Args:
         input, bias, allreduce_dgrad, sequence_parallel, tp_group, async_grad_allreduce, sequence_length, output_dtype:
-            as ``linear_with_grad_accumulation_and_async_allreduce``.
+            as in ``linear_with_grad_accumulation_and_async_allreduce``.
         weight: ``[o/t, i]``; gets no gradient even if it requires one.
-        gradient_accumulation_fusion: not used; there is no weight gradient.
-        grad_output_buffer, wgrad_deferral_limit: None, as no gradient is deferred.
+        gradient_accumulation_fusion: no effect, because there is no weight gradient.
+        grad_output_buffer, wgrad_deferral_limit: None, because no gradient is deferred.
 
     Returns:
         ``[s, b, o/t]``.
 
     Raises:
-        ConfigError: both ``allreduce_dgrad`` and ``sequence_parallel``; a buffer or a limit, for a gradient that is not
-            computed.
-        TopologyError: a group is needed, and neither given nor initialised.
+        ConfigError: both ``allreduce_dgrad`` and ``sequence_parallel``; or a buffer or a limit is given.
+        TopologyError: a group is needed, but none is given or initialised.
     """
     _warn_deprecated(async_grad_allreduce)
     if grad_output_buffer is not None or wgrad_deferral_limit is not None:
@@ -169,8 +168,8 @@ class LinearWithFrozenWeight(Function):
 
 
 def _forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, frozen: bool, *how: Any) -> Tensor:
-    """The engine's forward; ``how`` is the communication and, if there is one, the weight gradient."""
-    # A context that a program made itself does not say which gradients are wanted.
+    """Run the engine's forward; ``how`` has the parallelism, the group and the weight gradient or None."""
+    # A context that a program made lacks ``needs_input_grad``.
     needs_input, needs_weight, needs_bias = getattr(ctx, "needs_input_grad", (True, True, bias is not None))[:3]
     ctx.needs_input_grad = needs_input, needs_weight and not frozen, needs_bias
     if torch.is_autocast_enabled(input.device.type):
@@ -189,12 +188,12 @@ def _weight_gradient(
 
 
 def _sequence_view(length: int | None, group: ProcessGroup | None) -> SequenceView | None:
-    """The engine's argument for Megatron's layers' ``sequence_length``."""
+    """Convert the ``sequence_length`` of Megatron's layers to the engine's argument."""
     return None if length is None else SequenceView(length, group)
 
 
 def _warn_of_connections(device: torch.device, parallelism: LinearParallelism) -> None:
-    """Say once per process that a GPU may begin a collective of the backward after the product that should hide it."""
+    """Warn once per process if a GPU may start a collective of the backward after the product that should hide it."""
     if parallelism not in (LinearParallelism.COLUMN, LinearParallelism.COLUMN_SEQUENCE) or device.type != "cuda":
         return
     function = linear_with_grad_accumulation_and_async_allreduce.__dict__
@@ -215,7 +214,7 @@ def _warn_deprecated(async_grad_allreduce: Any) -> None:
 def _communication(
     allreduce_dgrad: bool, sequence_parallel: bool, tp_group: ProcessGroup | None
 ) -> tuple[LinearParallelism, ProcessGroup | None]:
-    """The communication of a column-parallel layer with these settings, and its group."""
+    """Return the parallelism of a column-parallel layer with these settings, and its group."""
     if allreduce_dgrad and sequence_parallel:
         raise AssertedConfigError(
             "allreduce_dgrad and sequence_parallel are both set; with sequence parallelism the input gradient is "
@@ -239,20 +238,20 @@ def drain_embedding_wgrad_compute(
 ) -> None:
     """Compute the deferred weight gradients of an output layer, and empty its buffers.
 
-    With sequence parallelism each input is gathered while the gradient before it is computed.
+    With sequence parallelism, gathering an input overlaps with computing the previous gradient.
 
     Args:
         config: ``sequence_parallel`` if inputs are shards of the sequence; ``gradient_accumulation_fusion`` to add the
             gradient to ``weight.main_grad`` instead of ``weight.grad``.
-        embedding_activation_buffer: the inputs, ``[s, b, i]`` or ``[s/t, b, i]``; emptied.
-        grad_output_buffer: the output gradients, ``[s, b, o/t]``, in the same order; emptied.
-        weight: the output layer's weight.
-        tp_group: tensor-parallel group; the ambient one if None. Not read without sequence parallelism.
+        embedding_activation_buffer: inputs, ``[s, b, i]`` or ``[s/t, b, i]``; emptied.
+        grad_output_buffer: output gradients, ``[s, b, o/t]``, in the same order; emptied.
+        weight: weight of the output layer.
+        tp_group: tensor-parallel group; the ambient one if None. Not needed without sequence parallelism.
 
     Raises:
-        ShardingError: the buffers are not of the same length.
-        ConfigError: ``weight.main_grad`` is needed and missing.
-        TopologyError: a group is needed, and neither given nor initialised.
+        ShardingError: the buffers have different lengths.
+        ConfigError: ``weight.main_grad`` is needed but missing.
+        TopologyError: a group is needed, but none is given or initialised.
     """
     gathers = config.sequence_parallel and grad_output_buffer
     group = resolve_tensor_model_parallel_group(tp_group) if gathers else None

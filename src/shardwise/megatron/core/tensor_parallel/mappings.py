@@ -1,15 +1,14 @@
 """The moves between layouts under Megatron's names; ``shardwise.core.communication.moves`` has the table of layouts.
 
-A ``group`` that is left out is the ambient tensor-parallel group; without one a move raises a TopologyError. No move
-modifies its argument.
+``group`` defaults to the ambient tensor-parallel group; without one a move raises TopologyError. No move modifies its
+argument.
 
-The autograd functions behind the moves have Megatron's names too. ``symbolic`` is the forward without autograd.
-``backward`` reads only ``group`` from a context that a program made, and returns as many values to it as Megatron's;
-autograd, whose contexts have ``sizes``, gets one for each argument.
+The autograd functions of the moves have Megatron's names too. ``symbolic`` is the forward without autograd. With a
+context made by a program, ``backward`` reads only ``group`` and returns as many values as Megatron's. With a context of
+autograd, which has ``sizes``, it returns one value for each argument.
 
-With ``use_global_buffer`` (True for the ambient topology's buffer, or a ``GlobalMemoryBuffer``) the result lies in the
-buffer's tensor "mpu". The next such call overwrites it, and a backward that would read overwritten values raises a
-RuntimeError.
+With ``use_global_buffer`` (True for the ambient topology's buffer, or a ``GlobalMemoryBuffer``) the result is in the
+buffer's tensor "mpu". The next such call overwrites it; a backward that needs overwritten values raises RuntimeError.
 """
 
 import types
@@ -69,7 +68,7 @@ def scatter_to_tensor_model_parallel_region(
     Layout I -> V: forward split, backward all-gather.
 
     Args:
-        sizes: every rank's size; balanced if None. A ShardingError unless they sum to ``n``.
+        sizes: every rank's size; balanced if None. ShardingError unless their sum is ``n``.
     """
     return moves.scatter(input_, dim=-1, group=_resolve(group), sizes=sizes)
 
@@ -82,7 +81,7 @@ def gather_from_tensor_model_parallel_region(
     Layout V -> I: forward all-gather, backward split.
 
     Args:
-        sizes: every rank's size; all as this rank's if None. A ShardingError unless they have this rank's.
+        sizes: every rank's size; None means equal sizes. ShardingError if they contradict this rank's size.
     """
     return moves.gather(input_, dim=-1, group=_resolve(group), sizes=sizes)
 
@@ -95,7 +94,7 @@ def scatter_to_sequence_parallel_region(
     Layout I -> V: forward split, backward all-gather.
 
     Args:
-        sizes: every rank's size; balanced if None. A ShardingError unless they sum to ``s``.
+        sizes: every rank's size; balanced if None. ShardingError unless their sum is ``s``.
     """
     return moves.scatter(input_, dim=0, group=_resolve(group), sizes=sizes)
 
@@ -109,15 +108,15 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """Concatenate the ranks' parts along the first dimension: ``[s/t, ...]`` to ``[s, ...]``.
 
-    Layout V -> R: forward all-gather, backward reduce-scatter; with ``tensor_parallel_output_grad=False`` V -> I and
-    the backward splits.
+    Layout V -> R: forward all-gather, backward reduce-scatter. With ``tensor_parallel_output_grad=False``, V -> I:
+    backward split.
 
     Args:
         input_: this rank's part.
-        tensor_parallel_output_grad: a tensor-parallel region follows, whose gradient is a partial sum.
+        tensor_parallel_output_grad: whether a tensor-parallel region follows, so that the gradient is a partial sum.
         group: tensor-parallel group; the ambient one if None.
-        output_split_sizes: every rank's size; all as this rank's if None. A ShardingError unless they have this rank's.
-        use_global_buffer: return a tensor in the "mpu" buffer, for values that are dead before the next call.
+        output_split_sizes: every rank's size; None means equal sizes. ShardingError if they contradict this rank's.
+        use_global_buffer: whether to return a tensor in the "mpu" buffer, for values not needed after the next call.
     """
     result: Tensor = _GatherFromSequenceParallelRegion.apply(
         input_, _resolve(group), tensor_parallel_output_grad, output_split_sizes, use_global_buffer
@@ -138,7 +137,7 @@ def reduce_scatter_to_sequence_parallel_region(
     Args:
         input_: this rank's partial sum.
         group: tensor-parallel group; the ambient one if None.
-        input_split_sizes: every rank's size; balanced if None. A ShardingError unless they sum to ``s``.
+        input_split_sizes: every rank's size; balanced if None. ShardingError unless their sum is ``s``.
         use_global_buffer: as in ``gather_from_sequence_parallel_region``.
 
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), operator g-bar.
@@ -151,7 +150,7 @@ def reduce_scatter_to_sequence_parallel_region(
 def all_gather_last_dim_from_tensor_parallel_region(
     input_: Tensor, group: ProcessGroup | None = None, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """``gather_from_tensor_model_parallel_region``, for use in a tensor-parallel region.
+    """Like ``gather_from_tensor_model_parallel_region``, but for use in a tensor-parallel region.
 
     Layout V -> R: forward all-gather, backward reduce-scatter.
     """
@@ -166,7 +165,7 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
     Layout P -> V, ``[..., n]`` to ``[..., n/t]``: forward reduce-scatter, backward all-gather.
 
     Args:
-        sizes: every rank's size; balanced if None. A ShardingError unless they sum to ``n``.
+        sizes: every rank's size; balanced if None. ShardingError unless their sum is ``n``.
     """
     return moves.reduce_scatter(input_, dim=-1, group=_resolve(group), sizes=sizes)
 
@@ -178,16 +177,16 @@ def all_to_all(
     input_split_sizes: Sequence[int] | None = None,
     use_nccl_stream: bool = False,
 ) -> Tensor:
-    """Send a run of rows to every rank and receive one from each.
+    """Send consecutive rows to each rank and receive rows from each rank.
 
     Layout V -> V; the backward is the inverse exchange.
 
     Args:
-        group: the ranks; an AssertedTopologyError if None, as in Megatron.
+        group: the ranks that take part; None raises AssertedTopologyError, as in Megatron.
         input_: ``[sum(input_split_sizes), ...]``.
-        output_split_sizes_: rows received from each rank; equal parts if None.
-        input_split_sizes: rows sent to each rank; equal parts if None.
-        use_nccl_stream: changes nothing; the result is there when the call returns.
+        output_split_sizes_: numbers of rows received from each rank; equal parts if None.
+        input_split_sizes: numbers of rows sent to each rank; equal parts if None.
+        use_nccl_stream: no effect; the result is complete when the call returns.
 
     Returns:
         ``[sum(output_split_sizes_), ...]``.
@@ -198,20 +197,20 @@ def all_to_all(
 
 
 def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None, *, num_tokens: int | None = None) -> Tensor:
-    """From a part of the tokens with all features to all tokens with a part of the features.
+    """Convert a part of the tokens with all features to all tokens with a part of the features.
 
     Layout V -> V, one all-to-all; the backward is the inverse exchange, ``all_to_all_hp2sp``.
 
     Args:
         input_: ``[n/t, h]``; leading dimensions are flattened into one.
         group: tensor-parallel group; the ambient one if None.
-        num_tokens: ``n``, split by the balanced rule. None: all ranks hold as many, and divide ``h``.
+        num_tokens: ``n``, split by the balanced rule. None means that all parts are equal, and ``t`` divides ``h``.
 
     Returns:
         ``[n, h/t]``, features by the balanced rule.
 
     Raises:
-        ShardingError: without ``num_tokens``, the ranks do not divide ``h``; with it, this rank's share is another.
+        ShardingError: without ``num_tokens``, ``t`` does not divide ``h``; with it, this rank's part is not balanced.
 
     Source: Jacobs et al. 2023 (arXiv:2309.14509), section 3.
     """
@@ -226,20 +225,20 @@ def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None, *, num_t
 
 
 def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None, *, hidden_size: int | None = None) -> Tensor:
-    """From all tokens with a part of the features to a part of the tokens with all features.
+    """Convert all tokens with a part of the features to a part of the tokens with all features.
 
     Layout V -> V, one all-to-all; the backward is the inverse exchange, ``all_to_all_sp2hp``.
 
     Args:
         input_: ``[n, h/t]``; leading dimensions are flattened into one.
         group: tensor-parallel group; the ambient one if None.
-        hidden_size: ``h``, split by the balanced rule. None: all ranks hold as many, and divide ``n``.
+        hidden_size: ``h``, split by the balanced rule. None means that all parts are equal, and ``t`` divides ``n``.
 
     Returns:
         ``[n/t, h]``, tokens by the balanced rule.
 
     Raises:
-        ShardingError: without ``hidden_size``, the ranks do not divide ``n``; with it, this rank's share is another.
+        ShardingError: without ``hidden_size``, ``t`` does not divide ``n``; with it, this rank's part is not balanced.
 
     Source: Jacobs et al. 2023 (arXiv:2309.14509), section 3.
     """
@@ -247,7 +246,7 @@ def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None, *, hidde
     columns, rows = _shares(input_, 1, hidden_size, "features", group)
     own_rows, own_columns = rows[group.rank()], columns[group.rank()]
     sizes = [own_rows * n for n in columns]
-    # A run of rows is contiguous: it is sent as it lies.
+    # Consecutive rows are contiguous, so they are sent without a copy.
     sent = [n * own_columns for n in rows]
     received = moves.all_to_all(input_.reshape(-1), group=group, output_sizes=sizes, input_sizes=sent)
     parts = zip(received.split(sizes), columns, strict=True)
@@ -257,7 +256,7 @@ def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None, *, hidde
 def _shares(
     input_: Tensor, dim: int, total: int | None, what: str, group: ProcessGroup
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Every rank's shares of a matrix that is split along ``dim``, where ``total`` is its size, and along the other."""
+    """Return the ranks' sizes of a matrix split along ``dim``, with ``total`` as its size, and along the other dim."""
     t, rank, own, other = group.size(), group.rank(), input_.size(dim), input_.size(1 - dim)
     if total is None:
         divide(other, t)
@@ -276,11 +275,11 @@ def _given(group: ProcessGroup | None) -> ProcessGroup:
 
 
 class _Region(Function):
-    """A move between layouts."""
+    """Base class of the moves between layouts."""
 
     @classmethod
     def symbolic(cls, graph: Any, *args: Any, **options: Any) -> Any:
-        """The result of ``forward``, without autograd."""
+        """Return the result of ``forward`` without autograd."""
         return cls.forward(types.SimpleNamespace(), *args, **options)
 
 
@@ -293,7 +292,7 @@ class _ReduceFromModelParallelRegion(moves._Reduce, _Region):
 
 
 def _along(dim: int, move: Callable[..., Tensor], adjoint: Callable[..., Tensor]) -> Callable[[type[_Region]], Any]:
-    """Give an autograd function its forward and backward: two collectives along ``dim``."""
+    """Set the forward and backward of an autograd function to two collectives along ``dim``."""
 
     def forward(ctx: Any, input_: Tensor, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
         ctx.group = group
@@ -383,7 +382,7 @@ class _ReduceScatterToSequenceParallelRegion(_Region):
 
 
 class _AllToAll(_Region):
-    """V -> V: rows exchanged between all ranks."""
+    """V -> V: exchange of rows between all ranks."""
 
     @staticmethod
     def forward(
@@ -402,52 +401,52 @@ class _AllToAll(_Region):
 
 
 def _in_buffer(result: Tensor, buffer: GlobalMemoryBuffer | bool) -> Tensor:
-    """``result``, copied into the buffer if there is one."""
+    """Return ``result``, copied into the buffer if there is one."""
     if buffer is False:
         return result
     buffer = parallel_state.get_global_memory_buffer() if buffer is True else buffer
     return buffer.get_tensor(result.shape, result.dtype, "mpu", device=result.device).copy_(result)
 
 
-# The forwards alone, under Megatron's names. They take no part in autograd.
+# Only the forwards, under Megatron's names and without autograd.
 
 
 def _reduce(input_: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum of every rank's tensor; the argument is not modified."""
+    """Return the sum of all ranks' tensors; the argument is not modified."""
     return all_reduce(input_, group=_given(group))
 
 
 def _split_along_last_dim(input_: Tensor, group: ProcessGroup | None) -> Tensor:
-    """This rank's part of the last dimension."""
+    """Return this rank's part of the last dimension."""
     return split_for_rank(input_, group=_given(group), dim=-1)
 
 
 def _split_along_first_dim(input_: Tensor, group: ProcessGroup | None) -> Tensor:
-    """This rank's part of the first dimension."""
+    """Return this rank's part of the first dimension."""
     return split_for_rank(input_, group=_given(group), dim=0)
 
 
 def _gather_along_last_dim(input_: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Every rank's tensor, side by side along the last dimension."""
+    """Concatenate all ranks' tensors along the last dimension."""
     return all_gather(input_, group=_given(group), dim=-1)
 
 
 def _gather_along_first_dim(
     input_: Tensor, group: ProcessGroup | None, output_split_sizes: Sizes = None, use_global_buffer: bool = False
 ) -> Tensor:
-    """Every rank's tensor, one after the other along the first dimension."""
+    """Concatenate all ranks' tensors along the first dimension."""
     return _in_buffer(all_gather(input_, group=_given(group), sizes=output_split_sizes), use_global_buffer)
 
 
 def _reduce_scatter_along_first_dim(
     input_: Tensor, group: ProcessGroup | None, input_split_sizes: Sizes = None, use_global_buffer: bool = False
 ) -> Tensor:
-    """This rank's part, along the first dimension, of the sum of every rank's tensor."""
+    """Sum all ranks' tensors and return this rank's part along the first dimension."""
     return _in_buffer(reduce_scatter(input_, group=_given(group), sizes=input_split_sizes), use_global_buffer)
 
 
 def _reduce_scatter_along_last_dim(input_: Tensor, group: ProcessGroup | None) -> Tensor:
-    """This rank's part, along the last dimension, of the sum of every rank's tensor."""
+    """Sum all ranks' tensors and return this rank's part along the last dimension."""
     return reduce_scatter(input_, group=_given(group), dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""Bases of Megatron's layers: a config, marks on parameters, and attributes that the engine's layers lack."""
+"""Base classes of Megatron's layers, with a config, marks on parameters, and attributes that engine layers lack."""
 
 import dataclasses
 import warnings
@@ -25,12 +25,12 @@ from shardwise.nn.replicated import set_replicas_
 
 
 def mark_parameter(param: Tensor, layout: ParamLayout) -> None:
-    """Mark a parameter by its layout, also where it is marked already."""
+    """Mark a parameter according to its layout, replacing earlier marks."""
     _mark(param, layout.dim is not None, -1 if layout.dim is None else layout.dim, layout.stride)
 
 
 def mark_replicas(module: nn.Module) -> None:
-    """Mark the parameters of a module and its children by their stated replicas."""
+    """Mark the parameters of a module and its children according to their replicas."""
     for owner in module.modules():
         for name, replicas in getattr(owner, "param_replicas", {}).items():
             param: Any = getattr(owner, name)
@@ -43,7 +43,7 @@ def mark_replicas(module: nn.Module) -> None:
 
 
 def adopt_marks_(module: nn.Module) -> None:
-    """State replicas by the marks that a program has set on the parameters of a module and its children.
+    """Set the replicas of a module and its children from the marks that a program has set on their parameters.
 
     Parameters without marks keep their replicas.
     """
@@ -73,15 +73,15 @@ def _warn_of_one_rank(what: str) -> None:
 
 
 class MegatronLayer(ShardedModule):
-    """A layer that is made from a config, on the ambient topology's group if none is given.
+    """A layer made from a config, by default on the ambient topology's group.
 
     Attributes:
         config: dtype, initialisation and sequence parallelism.
-        tp_group, tp_size, tp_rank: the ranks that share the layer, their number, and this rank among them.
+        tp_group, tp_size, tp_rank: group of the ranks that share the layer, its size, and this rank's index in it.
         is_expert: whether the layer is part of an expert, split over the expert-tensor group.
-        expert_parallel: whether experts are shared out over ranks.
-        explicit_expert_comm: the ranks of an expert exchange tokens, so that its layers communicate nothing.
-        master_weight: the whole weight as it started, if the layer was asked to keep it.
+        expert_parallel: whether experts are distributed over ranks.
+        explicit_expert_comm: whether the ranks of an expert exchange tokens, so that its layers do not communicate.
+        master_weight: initial whole weight, if the layer keeps it.
     """
 
     def _arguments(
@@ -94,7 +94,7 @@ class MegatronLayer(ShardedModule):
         keep_master: bool = False,
         linear: bool = True,
     ) -> dict[str, Any]:
-        """The engine's arguments. What is set here is there when parameters are made."""
+        """Return the engine's arguments, and set attributes that the creation of parameters needs."""
         if tp_group is None:
             tp_group = _group_of(pg_collection, "expt_tp" if is_expert else "tp")
         arguments = {"init": init_method, **layer_arguments(config, group=tp_group, linear=linear)}
@@ -125,7 +125,7 @@ class MegatronLayer(ShardedModule):
         param: Any = getattr(self, name)
         mark_parameter(param, self.param_layouts[name])
         param.sequence_parallel = "tp" in self.param_replicas[name].summed_over
-        # Where experts have other groups, their gradients are not those of the data-parallel group.
+        # If experts have other groups, their gradients are not reduced over the data-parallel group.
         config = self.config
         expert_tp = config.expert_tensor_parallel_size
         own_groups = self.expert_parallel or expert_tp not in (None, config.tensor_model_parallel_size)
@@ -144,10 +144,10 @@ class MegatronLayer(ShardedModule):
 
 
 class MegatronLinear(MegatronLayer, ParallelLinear):
-    """A linear layer that is made from a config, and whose product a subclass may replace.
+    """A linear layer made from a config; subclasses may override its product.
 
     Attributes:
-        embedding_activation_buffer, grad_output_buffer: where inputs and output gradients wait, or None.
+        embedding_activation_buffer, grad_output_buffer: queues of inputs and output gradients, or None.
     """
 
     embedding_activation_buffer: list[Tensor] | None = None
@@ -155,7 +155,7 @@ class MegatronLinear(MegatronLayer, ParallelLinear):
 
     @property
     def gradient_accumulation_fusion(self) -> bool:
-        """Whether the weight's gradient is added to ``weight.main_grad``; may be set."""
+        """Whether the weight's gradient is added to ``weight.main_grad``; writable."""
         return self.fuse_weight_gradient
 
     @gradient_accumulation_fusion.setter
@@ -163,10 +163,10 @@ class MegatronLinear(MegatronLayer, ParallelLinear):
         self.fuse_weight_gradient = value
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The product, by ``linear_with_grad_accumulation_and_async_allreduce`` or ``linear_with_frozen_weight``.
+        """Call ``linear_with_grad_accumulation_and_async_allreduce`` or ``linear_with_frozen_weight``.
 
-        A subclass that overrides it gets their arguments by name. A row layer's sum over the ranks, and its bias, come
-        after it.
+        An override in a subclass gets their arguments by name. The sum over ranks and the bias of a row layer follow
+        this call.
         """
         if weight.requires_grad:
             return linear_functions.linear_with_grad_accumulation_and_async_allreduce(input, weight, *args, **kwargs)
@@ -217,13 +217,13 @@ class MegatronLinear(MegatronLayer, ParallelLinear):
         )
 
     def get_extra_state(self) -> None:
-        """None: there is no state but the parameters.
+        """Return None, because the only state is the parameters.
 
-        The state dict holds tensors only, and one with an ``_extra_state`` of this layer loads as well as one without.
+        The state dict holds only tensors. A state dict loads with or without an ``_extra_state`` of this layer.
         """
 
     def set_extra_state(self, state: Any) -> None:
-        """Nothing happens: any state is accepted."""
+        """Ignore ``state``."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -1,7 +1,7 @@
-"""Megatron's random streams and recomputation, on ``shardwise.core.random`` and ``shardwise.nn.recompute``.
+"""Megatron's random streams and recomputation, based on ``shardwise.core.random`` and ``shardwise.nn.recompute``.
 
-Names keep "cuda", but take the device that the program computes on. ``checkpoint`` recomputes what a function saved for
-the backward; ``CheckpointWithoutOutput`` also its outputs, for functions whose outputs the next operation would save.
+Names contain "cuda", but mean the program's computing device. ``checkpoint`` recomputes the tensors that a function
+saved for the backward. ``CheckpointWithoutOutput`` also recomputes the outputs, which the next operation would save.
 """
 
 import warnings
@@ -27,7 +27,7 @@ from shardwise.nn import recompute
 is_checkpointing = recompute.is_checkpointing
 CudaRNGStatesTracker = engine.RandomStreams
 
-# Programs import these in spite of the underscore.
+# Programs import these despite the underscore.
 _MODEL_PARALLEL_RNG_TRACKER_NAME = engine.TENSOR_PARALLEL_STREAM
 _EXPERT_PARALLEL_RNG_TRACKER_NAME = engine.EXPERT_PARALLEL_STREAM
 _DATA_PARALLEL_RNG_TRACKER_NAME = engine.DATA_PARALLEL_STREAM
@@ -39,13 +39,13 @@ def initialize_rng_tracker(
     use_cudagraphable_rng: bool = False,
     force_reset: bool = False,
 ) -> None:
-    """Choose the kind of the ambient random streams; a later choice changes nothing unless forced.
+    """Choose the kind of the ambient random streams; later calls have no effect unless forced.
 
     Args:
-        use_te_rng_tracker: accepted with a warning; Transformer Engine's streams are not used here.
-        inference_rng_tracker: streams that do nothing, for programs that draw no random numbers.
+        use_te_rng_tracker: no effect but a warning, because Transformer Engine's streams are not used.
+        inference_rng_tracker: whether streams do nothing, for programs that draw no random numbers.
         use_cudagraphable_rng: see ``CudaRNGStatesTracker``.
-        force_reset: forget the ambient streams and choose anew.
+        force_reset: whether to discard the ambient streams and choose again.
     """
     if use_te_rng_tracker:
         warnings.warn("use_te_rng_tracker=True is ignored; this library's own random streams are used", stacklevel=2)
@@ -59,18 +59,18 @@ def initialize_rng_tracker(
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> engine.RandomStreams:
-    """The ambient random streams; the arguments are those of ``initialize_rng_tracker``, which is called first."""
+    """Return the ambient random streams, after ``initialize_rng_tracker`` with the same arguments."""
     initialize_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     return engine.streams()
 
 
 def _get_cuda_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
-    """The state of the default generator of ``device`` or, where CUDA is not in use, of the CPU.
+    """Return the state of the default generator of ``device``, or of the CPU if CUDA is not in use.
 
     Args:
-        device: which GPU.
-        clone: with ``graph_safe``, a new generator in that state.
-        graph_safe: a ``torch.Generator`` instead of a tensor.
+        device: the GPU.
+        clone: whether to return a new generator in that state, with ``graph_safe``.
+        graph_safe: whether to return a ``torch.Generator`` instead of a tensor.
     """
     state = engine.default_state(device, graphable=graph_safe)
     return state.clone_state() if graph_safe and clone and state.device.type == "cuda" else state
@@ -80,9 +80,9 @@ def _set_cuda_rng_state(new_state: Tensor | torch.Generator, device: Any = -1, g
     """Set the default generator of the device of ``new_state``.
 
     Args:
-        new_state: as ``_get_cuda_rng_state`` returns it.
-        device: which GPU; the current one if -1.
-        graph_safe: not used; the type of ``new_state`` decides.
+        new_state: state from ``_get_cuda_rng_state``.
+        device: the GPU; -1 means the current one.
+        graph_safe: no effect, because the type of ``new_state`` tells.
 
     Raises:
         ConfigError: ``new_state`` is neither a tensor nor a generator.
@@ -91,13 +91,13 @@ def _set_cuda_rng_state(new_state: Tensor | torch.Generator, device: Any = -1, g
 
 
 def _get_all_rng_states() -> tuple[Tensor, Any, dict[str, Any]]:
-    """The states of the CPU's default generator, of the computing device's, and of each ambient stream."""
+    """Return the states of the default generators of the CPU and the computing device, and of each ambient stream."""
     tracker = engine.streams()
     return torch.get_rng_state(), engine.default_state(graphable=tracker.use_cudagraphable_rng), tracker.get_states()
 
 
 def _set_all_rng_states(cpu_rng_state: Tensor, cuda_rng_state: Any, cuda_rng_state_tracker: dict[str, Any]) -> None:
-    """Restore the states that ``_get_all_rng_states`` returned; a ConfigError if a stream is in use."""
+    """Restore states from ``_get_all_rng_states``; raise ConfigError if a stream is in use."""
     engine.streams().set_states(cuda_rng_state_tracker)
     engine.set_default_state(cuda_rng_state)
     torch.set_rng_state(cpu_rng_state)
@@ -114,17 +114,17 @@ def _fork_rng() -> Iterator[None]:
 
 
 def __getattr__(name: str) -> Any:
-    # Megatron's global, which tests written for it look at.
+    # A global of Megatron, which tests written for Megatron read.
     if name == "_CUDA_RNG_STATE_TRACKER":
         return engine.streams()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def get_all_rng_states() -> dict[str, Any]:
-    """The state of each ambient stream; see ``CudaRNGStatesTracker.get_states``.
+    """Return the state of each ambient stream; see ``CudaRNGStatesTracker.get_states``.
 
     Raises:
-        AssertedConfigError: no stream was made and no kind of streams chosen yet.
+        AssertedConfigError: there are no streams and no kind of streams was chosen.
     """
     if not engine.streams_are_chosen():
         raise AssertedConfigError(
@@ -134,10 +134,10 @@ def get_all_rng_states() -> dict[str, Any]:
 
 
 def convert_cuda_rng_state(state: Tensor | torch.Generator, to_graphable: bool = False) -> Tensor | torch.Generator:
-    """The state of a stream as a tensor, or as a generator if ``to_graphable``; ``set_states`` takes either.
+    """Convert the state of a stream to a tensor, or to a generator if ``to_graphable``; ``set_states`` takes either.
 
     Raises:
-        ConfigError: ``state`` is neither.
+        ConfigError: ``state`` is neither a tensor nor a generator.
     """
     if isinstance(state, torch.Generator):
         return state if to_graphable else state.get_state()
@@ -147,12 +147,12 @@ def convert_cuda_rng_state(state: Tensor | torch.Generator, to_graphable: bool =
 
 
 def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: object) -> bool:
-    """Whether the states of these streams are generators, as programs that capture CUDA graphs expect."""
+    """True if the states of these streams are generators, which programs that capture CUDA graphs need."""
     return bool(getattr(cuda_rng_tracker, "use_cudagraphable_rng", False))
 
 
 def get_expert_parallel_rng_tracker_name() -> str:
-    """Name of the stream that belongs to a rank's shard of its experts."""
+    """Name of the stream for a rank's shard of its experts."""
     return engine.EXPERT_PARALLEL_STREAM
 
 
@@ -188,30 +188,30 @@ def model_parallel_cuda_manual_seed(
     *,
     rng: engine.Rule | None = None,
 ) -> None:
-    """Make the random streams anew from ``seed``, and seed the default generator of the computing device.
+    """Recreate the random streams from ``seed``, and seed the default generator of the computing device.
 
-    The data-parallel stream is seeded with ``seed``, the tensor-parallel one with ``seed + 2718 + tp_rank``, the expert
-    one with ``seed + 1024 + 100 * ep_rank + etp_rank`` (where that sum is another rank's tensor-parallel seed, the
-    expert stream draws other numbers than it). The GPU's default generator is seeded with ``seed``, now or when the
-    program first uses CUDA. Where the program computes on the CPU, so is the CPU's: ranks then start with the same
-    parameters and shuffle alike, as they do on GPUs. Where it computes on a GPU, the CPU's generator is left alone.
+    The seeds are ``seed`` for the data-parallel stream, ``seed + 2718 + tp_rank`` for the tensor-parallel stream, and
+    ``seed + 1024 + 100 * ep_rank + etp_rank`` for the expert stream. If the last sum equals a tensor-parallel seed of
+    another rank, the two streams still draw different numbers. The GPU's default generator gets ``seed``, now or when
+    the program first uses CUDA. If the program computes on the CPU, so does the CPU's generator: ranks then start with
+    the same parameters and shuffle alike, as on GPUs. Otherwise the CPU's generator is unchanged.
 
     Args:
-        seed: the same on every rank.
-        te_rng_tracker: see ``initialize_rng_tracker``, like the next two.
-        inference_rng_tracker: make no streams.
+        seed: seed, the same on every rank.
+        te_rng_tracker: see ``initialize_rng_tracker``, also for the next two.
+        inference_rng_tracker: whether to make no streams.
         use_cudagraphable_rng: see ``CudaRNGStatesTracker``.
-        tp_rank: this rank in its tensor-parallel group; from the ambient topology if None.
-        ep_rank: this rank in its expert-parallel group; from the ambient topology if None, 0 if there is none.
-        etp_rank: this rank in its expert-tensor group; from the ambient topology if None, ``tp_rank`` if there is none.
-        force_reset_rng: choose the kind of streams anew.
-        rng: "global" draws the dropout of sharded tensors as slices of one mask that is the same at every
-            tensor-parallel size (``shardwise.nn.dropout``); "per_rank" draws each shard's from the rank's own stream;
-            None is "per_rank", or what ``set_default_rng`` was given.
+        tp_rank: rank in the tensor-parallel group; None means the ambient one.
+        ep_rank: rank in the expert-parallel group; None means the ambient one, or 0 without a topology.
+        etp_rank: rank in the expert-tensor group; None means the ambient one, or ``tp_rank`` without a topology.
+        force_reset_rng: whether to choose the kind of streams again.
+        rng: "global" draws the dropout masks of sharded tensors as slices of one mask, which is the same at every
+            tensor-parallel size (``shardwise.nn.dropout``); "per_rank" draws each shard's mask from the rank's own
+            stream; None means "per_rank", or the value of ``set_default_rng``.
 
     Raises:
-        TopologyError: no ``tp_rank`` given and no topology initialised.
-        ConfigError: ``rng`` is neither; a stream is in use.
+        TopologyError: ``tp_rank`` is not given and no topology is initialised.
+        ConfigError: ``rng`` has another value, or a stream is in use.
     """
     if tp_rank is None:
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -223,12 +223,12 @@ def model_parallel_cuda_manual_seed(
     engine.seed_streams(seed, tp_rank, ep_rank=ep_rank or 0, etp_rank=etp_rank, rng=rng)
     torch.cuda.manual_seed(seed)
     if _computes_on_the_cpu():
-        # Not torch.manual_seed, which would start devices that the program may not use.
+        # torch.manual_seed would initialize devices that the program may not use.
         torch.default_generator.manual_seed(seed)
 
 
 def _computes_on_the_cpu() -> bool:
-    """Whether the machine has no accelerator, or the ambient groups are of the CPU."""
+    """True if the machine has no accelerator, or the ambient groups use the CPU."""
     if not (torch.cuda.is_available() or torch.accelerator.is_available()):
         return True
     group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
@@ -236,7 +236,7 @@ def _computes_on_the_cpu() -> bool:
 
 
 class _Distribution:
-    """Swaps the first tensor of arguments between the whole and this rank's chunk, and does not hold it."""
+    """Converts the first tensor of arguments between the whole and this rank's chunk, without a reference to it."""
 
     def __init__(self, args: tuple[Any, ...], tp_group: ProcessGroup | None) -> None:
         index = next((i for i, arg in enumerate(args) if isinstance(arg, Tensor)), None)
@@ -250,16 +250,16 @@ class _Distribution:
             )
         self.index, self.group = index, parallel_state.resolve_tensor_model_parallel_group(tp_group)
         self.shape, self.stride, self.numel = tensor.shape, tensor.stride(), tensor.numel()
-        # Where splitting makes nothing smaller (one rank, one element) each rank keeps all of it, only flat.
+        # If splitting saves nothing (one rank, one element), each rank keeps the whole tensor, flattened.
         self.is_split = -(-self.numel // self.group.size()) < self.numel
 
     def of_whole(self, function: Callable[..., Any], *, restores: bool) -> Callable[..., Any]:
-        """``function`` on the whole tensor; with ``restores`` its backward makes the caller's tensor whole too."""
+        """Wrap ``function`` to get the whole tensor; with ``restores``, its backward restores the caller's tensor."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             first = args[self.index]
             self.restore_(first)
-            # An alias, so that the function may return its argument: what it returns is not split.
+            # An alias, so that a returned argument is not split.
             restored = restores and first.requires_grad
             first = _RestoreInBackward.apply(first, self) if restored else first.view_as(first)
             return function(*args[: self.index], first, *args[self.index + 1 :], **kwargs)
@@ -273,7 +273,7 @@ class _Distribution:
         tensor.data = data.reshape(-1)
 
     def restore_(self, tensor: Tensor) -> None:
-        """Make the tensor, or what was saved of it, whole again if it is not."""
+        """Make the tensor whole if it is this rank's chunk."""
         if tensor.shape == self.shape:
             return
         flat = tensor.data
@@ -281,13 +281,13 @@ class _Distribution:
             flat = gather_split_1d_tensor(flat, self.group, numel=self.numel)
         whole = flat.view(self.shape)
         if whole.stride() != self.stride:
-            # Bit-equal results need the layout of the first forward.
+            # Bit-equal results need the strides of the first forward.
             whole = torch.empty_strided(self.shape, self.stride, dtype=flat.dtype, device=flat.device).copy_(whole)
         tensor.data = whole
 
 
 class _RestoreInBackward(Function):
-    """Identity whose backward makes the caller's tensor whole again."""
+    """Identity whose backward restores the caller's whole tensor."""
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, distribution: _Distribution) -> Tensor:
@@ -297,7 +297,7 @@ class _RestoreInBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        # Once, and then let go of it: the node lives as long as the function's output.
+        # Restore once, then drop the reference, because the node lives as long as the function's output.
         tensor, ctx.tensor = ctx.tensor, None
         if tensor is not None:
             ctx.distribution.restore_(tensor)
@@ -311,34 +311,34 @@ def checkpoint(
     tp_group: ProcessGroup | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Call ``function``, keep its arguments only, and call it again in backward.
+    """Call ``function``, keep only its arguments, and call it again in backward.
 
-    Arguments and outputs may be of any kind, ``torch.autograd.grad`` works, and the recomputation draws the random
-    numbers of the first call, whether it then ends or raises.
+    Arguments and outputs can be of any type, and ``torch.autograd.grad`` works. The recomputation draws the same random
+    numbers as the first call; the random states are restored even if it raises.
 
     Args:
-        function: must compute the same both times.
-        distribute_saved_activations: keep of the first tensor among ``args`` this rank's part only. **The caller's
-            tensor is changed**: afterwards it is the flat chunk, and its full storage is free; backward gathers it
-            again (one all-gather of its size) and leaves it whole. It must be the same on every rank.
-        args: its positional arguments.
+        function: function that computes the same both times.
+        distribute_saved_activations: whether to keep only this rank's part of the first tensor in ``args``. **The
+            caller's tensor is modified**: it becomes the flat chunk, and its full storage is freed. The backward
+            gathers it (one all-gather of its size) and leaves it whole. The tensor must be the same on every rank.
+        args: positional arguments of ``function``.
         tp_group: tensor-parallel group, for ``distribute_saved_activations``; the ambient one if None.
-        kwargs: its keyword arguments.
+        kwargs: keyword arguments of ``function``.
 
     Returns:
         The result of ``function``.
 
     Raises:
-        ConfigError: ``distribute_saved_activations`` with no tensor among ``args``, with a first one that is a view, or
+        ConfigError: ``distribute_saved_activations`` without a tensor in ``args``, with a view as the first tensor, or
             under ``torch.compile``.
-        TopologyError: ``distribute_saved_activations``, no group given and none initialised.
+        TopologyError: ``distribute_saved_activations``, but no group is given and none is initialised.
     """
     if not distribute_saved_activations:
         return recompute.recomputed(function, *args, **kwargs)
     if torch.compiler.is_compiling():
         raise ConfigError("distribute_saved_activations=True cannot be compiled; pass False under torch.compile")
     distribution = _Distribution(args, tp_group)
-    # Inside an outer checkpointed function this tensor is dropped, and its recomputation makes a new one.
+    # Inside an outer checkpointed function, this tensor is dropped and recomputed as a new one.
     run = distribution.of_whole(function, restores=not recompute.is_checkpointing())
     outputs = recompute.recomputed(run, *args, **kwargs)
     distribution.split_(args[distribution.index])
@@ -346,7 +346,7 @@ def checkpoint(
 
 
 class CheckpointFunction(Function):
-    """Megatron's autograd function: ``checkpoint`` as one node, which ``torch.autograd.grad`` cannot go through.
+    """Megatron's autograd function: ``checkpoint`` as one node, without support for ``torch.autograd.grad``.
 
     ``run_function`` returns a tensor or a tuple; gradients flow to tensors among its arguments.
     """
@@ -384,13 +384,13 @@ class CheckpointWithoutOutput(recompute.OutputRecomputation):
         fp8: not offered.
 
     Attributes:
-        ctx: the node of the call in autograd's graph, from the call until its outputs are there again; then None.
-        outputs: what the call returned, as a tuple, for as long.
-        rng_states: the random states in which the call began and is repeated, as ``_get_all_rng_states`` has them; for
-            as long. Not to be written to.
+        ctx: node of the call in autograd's graph, from the call until its outputs are recomputed; otherwise None.
+        outputs: outputs of the call as a tuple, for the same time.
+        rng_states: random states at the start of the call and of its repetition, as in ``_get_all_rng_states``, for the
+            same time; read-only.
 
     Raises:
-        ConfigError: ``fp8``.
+        ConfigError: ``fp8`` is set.
     """
 
     def __init__(self, fp8: bool = False) -> None:
@@ -404,15 +404,15 @@ class CheckpointWithoutOutput(recompute.OutputRecomputation):
         self._latest: Any = None
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
-        """``OutputRecomputation.run``."""
+        """See ``OutputRecomputation.run``."""
         return self.run(run_function, *args)
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
-        """``OutputRecomputation.discard_``."""
+        """See ``OutputRecomputation.discard_``."""
         self.discard_(hook_tensor)
 
     def _recompute(self, _: Any) -> None:
-        """Repeat the latest call, once, into the storages of its outputs: the hook of the hook tensor's gradient."""
+        """Recompute the outputs of the latest call, once, into their storages; hook on the hook tensor's gradient."""
         if self._latest is not None:
             self._latest.recompute(_)
 
