@@ -72,7 +72,7 @@ def train_step(step: int, model: GPT, optimizer: AdamW, loader: DataLoader, grou
         loss = model(tokens, labels=labels).sum() / loader.num_labels(step)
         loss.backward()
         total += loss.detach()
-    # Sum every gradient over dp, and also over tp if several tp ranks hold the parameter.
+    # Sum every gradient over dp, and over tp where tp ranks hold the same weight and a part of its gradient.
     finalize_gradients_(model, tp_group=groups.tp, dp_group=groups.dp)
     norm = clip_grad_norm_(model, 1.0, tp_group=groups.tp)
     optimizer.step()

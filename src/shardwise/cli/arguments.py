@@ -102,7 +102,7 @@ class SplitArguments(LaunchArguments):
 
     Attributes:
         tp: number of ranks that split each layer; all ranks if not given.
-        pp: number of pipeline stages; this command has one.
+        pp: number of pipeline stages; this command supports only one.
         nproc: ranks to start on this machine; as many as tp if not given.
         timeout: seconds that a rank waits for another rank, before all ranks end with an error that names it.
     """

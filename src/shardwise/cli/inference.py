@@ -36,7 +36,7 @@ class GeneratingArguments(SplitArguments):
         seed: seed of the sampling.
         device: device to compute on; "auto" takes a GPU if there is one for each rank.
         layers: kind of layers; "fused" means inference layers with one exchange per half block. "auto" takes inference
-            layers if the model supports them, because they were the fastest in all measurements.
+            layers if the model supports them, because they were the fastest where measured.
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]

@@ -97,7 +97,7 @@ def launch_ranks(
         resume_hint: returns how to resume the command, for the line about a killed rank.
 
     Returns:
-        0, or after the line with the reason the exit code: 2 for the user's mistakes, 1 for failures.
+        0, or the exit code of a failure whose reason was printed: 2 for the user's mistakes, 1 for other failures.
 
     Raises:
         Interrupted: SIGINT, SIGTERM or SIGHUP reached this process; the ranks have ended.
@@ -109,7 +109,7 @@ def launch_ranks(
         _surroundings(_rank_variables(nproc, Path(name), debug), silent=not debug),
         _first_signal_asks(Path(name)) as asked,
     ):
-        # Imported late, because it takes seconds and reads the environment variables that keep it quiet.
+        # Imported here because it takes seconds, and must find the environment variables that keep it quiet.
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -171,7 +171,7 @@ def _report(
 
 
 def _end_without_report(failures: Mapping[int, ProcessFailure], reports: list[FailureReport]) -> str:
-    """Return how the first rank ended, which ended the others, or an empty string if it left a report."""
+    """Describe the end of the rank that made the others end; empty if that rank left a report."""
     # The agent lists failures in the order in which it found them. It ends the other ranks with SIGTERM.
     rank, failure = next(iter(failures.items()))
     killed = [item for item in failures.items() if item[1].exitcode < 0 and item[1].exitcode != -signal.SIGTERM]

@@ -24,8 +24,8 @@ class TrainArguments(RunArguments):
     file has a table for each group of settings: [model] num_layers = 8.
     On this machine:
       shardwise train --data FOLDER --tp 2
-    On many hosts, torchrun starts the ranks. Leave out --nproc there: torchrun
-    takes it for its own flag unless "--" precedes it.
+    On many hosts, torchrun starts the ranks (leave out --nproc, which torchrun
+    takes for its own flag unless "--" precedes it):
       torchrun --nnodes 2 --nproc-per-node 8 ... -m shardwise train --data FOLDER
     """
 
@@ -41,7 +41,7 @@ class TrainArguments(RunArguments):
 class FinetuneArguments(RunArguments):
     """Fine-tune a Hugging Face model on your chats, instructions or texts, or to label texts.
 
-    This trains all weights, or only low-rank adapters (LoRA). OUT becomes a
+    Training updates all weights, or only low-rank adapters (LoRA). OUT becomes a
     Hugging Face folder, or an adapter folder of the peft library. Flags override
     the TOML file of --config, which overrides the defaults. Examples:
       shardwise finetune MODEL_DIR --data chats.jsonl --out OUT --epochs 3 --tp 2
@@ -92,8 +92,7 @@ class DpoArguments(FinetuneArguments):
     The objective is direct preference optimization (DPO) or a variant of it. A
     record has a prompt, a chosen and a rejected answer, as texts or as messages.
     The answers' log-probabilities under the initial model are computed once and
-    stored in OUT.
-    The rest works as in shardwise finetune:
+    stored in OUT. The rest works as in shardwise finetune:
       shardwise dpo MODEL_DIR --data pairs.jsonl --out OUT --epochs 1 --tp 2
       shardwise dpo MODEL_DIR --data pairs.jsonl --out OUT --lora-rank 8 --beta 0.1
       shardwise dpo MODEL_DIR --data pairs.jsonl --show 3
@@ -110,8 +109,7 @@ class DistillArguments(FinetuneArguments):
     """Fine-tune a Hugging Face model on the predictions of another model.
 
     The other model, the teacher, has the same tokenizer. It is split over the
-    same ranks and is not trained.
-    The rest works as in shardwise finetune:
+    same ranks and is not trained. The rest works as in shardwise finetune:
       shardwise distill MODEL_DIR --teacher LARGE --data chats.jsonl --out OUT --tp 2
       shardwise distill MODEL_DIR --teacher LARGE --data FOLDER --out OUT --alpha 1
     """

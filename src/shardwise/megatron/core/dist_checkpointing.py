@@ -140,7 +140,7 @@ def save(
 
     Args:
         sharded_state_dict: dicts and lists of sharded tensors, as in a model's ``sharded_state_dict``, and of plain
-            values, of which rank 0's are stored.
+            values (rank 0's are stored).
         checkpoint_dir: folder, created if it does not exist.
         sharded_strategy, common_strategy, validate_access_integrity, preprocess_common_before_consistancy_check:
             no effect, because there is one format and ranks that disagree are always an error.

@@ -209,8 +209,8 @@ def finalize_model_grads(
 
     Args:
         model: this stage's chunks, each a ``DistributedDataParallel``.
-        num_tokens: None, or a scalar: on the last stage, this rank's number of tokens. It is overwritten by the total
-            over all ranks, by which the gradients, means over the ranks, are divided.
+        num_tokens: None, or a scalar with this rank's number of tokens on the last stage. It is overwritten by the
+            total over all ranks. The gradients, which are means over ranks, are divided by this total.
         pg_collection: groups ``tp``, ``pp``, ``embd`` and ``dp_cp``; missing groups come from the ambient topology.
         force_all_reduce: no effect, because gradients are always all-reduced.
 

@@ -26,7 +26,7 @@ class NumMicroBatchesCalculator:
         current_running_global_batch_size: global batch size without dropped samples.
 
     Raises:
-        AssertedConfigError: the sizes do not divide, or leave no micro-batch.
+        AssertedConfigError: the sizes do not divide the global batch, or leave no micro-batch.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ def reconfigure_num_microbatches_calculator(
         seq_length: no effect.
 
     Raises:
-        AssertedConfigError: sizes are missing or do not divide.
+        AssertedConfigError: sizes are missing, or do not divide the global batch.
         ConfigError: the batch size is not constant.
     """
     global _current

@@ -66,7 +66,7 @@ class MegatronTokenizer:
         Args:
             tokenizer_path: no effect; only other libraries need it.
             metadata_path: ``{"library": "null-text"}``.
-            kwargs: arguments of ``NullTokenizer``, of which ``vocab_size`` is required.
+            kwargs: arguments of ``NullTokenizer``; ``vocab_size`` is required.
 
         Raises:
             ConfigError: another library, or a missing argument.

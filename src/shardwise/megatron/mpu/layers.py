@@ -120,7 +120,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         self.is_expert_without_slicing = _is_whole(moe and not enable_expert_tensor_parallelism, self.tp_size)
 
     def forward(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]  # A pair.
-        """``tensor_parallel.ColumnParallelLinear.forward``."""
+        """See ``tensor_parallel.ColumnParallelLinear.forward``."""
         return _result(*super().forward(*args, **options), skip_bias_add=self.skip_bias_add)
 
 
@@ -150,7 +150,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         self.is_expert_without_slicing = _is_whole(moe and not enable_expert_tensor_parallelism, self.tp_size)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]  # A pair.
-        """``tensor_parallel.RowParallelLinear.forward``."""
+        """See ``tensor_parallel.RowParallelLinear.forward``."""
         return _result(*super().forward(input_), skip_bias_add=self.skip_bias_add)
 
 

@@ -30,7 +30,7 @@ class RotaryEmbedding(rotary.RotaryEmbedding):
         seq_len_interpolation_factor: divisor of the positions; None means 1.
         rotary_base: base of the geometric sequence of wavelengths.
         rope_scaling: whether to lower the frequencies as in Llama 3.1, with an original context of 8192 tokens.
-        rope_scaling_factor: factor by which frequencies are lowered.
+        rope_scaling_factor: divisor of the lowest frequencies.
         use_cpu_initialization: no effect, because the angles move with the module.
         cp_group: None, or a group of one rank.
 

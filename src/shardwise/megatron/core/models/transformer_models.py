@@ -277,7 +277,7 @@ class GPTModel(_MegatronTransformer, GPT):
             input_ids, position_ids, attention_mask, labels, document_ids, lengths, cache: as in ``GPT.forward``.
             inference_context: Megatron's name of ``cache``.
             packed_seq_params: sequences of a row ``[1, s]``; tokens attend within their sequence. Rotary positions
-                restart in each sequence. Positions of a table also do if ``position_ids`` is None.
+                restart in each sequence, and so do learned positions if ``position_ids`` is None.
             loss_mask: no effect; as in Megatron, the program weights the returned loss of each token.
 
         Returns:

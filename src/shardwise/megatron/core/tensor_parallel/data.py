@@ -33,14 +33,13 @@ def broadcast_data(
 
     Args:
         keys: keys of the tensors, the same on every rank.
-        data: tensors of any shape, including empty and scalar ones, on the group's first rank; other ranks may pass
-            None and ignore it. Not modified.
+        data: tensors of any shape, including empty and scalar ones, on the group's first rank; ignored on other ranks,
+            which may pass None. Not modified.
         datatype: dtype of all tensors.
         tp_group: tensor-parallel group; the ambient one if None.
 
     Returns:
-        The tensors by key, in one storage, on the device from which the group communicates: the current accelerator
-        with NCCL, else the CPU.
+        The tensors by key, in one storage, on the group's device: the current accelerator with NCCL, else the CPU.
 
     Raises:
         AssertedDataError: on every rank, if the first rank lacks a key or a value is not a tensor of that dtype.

@@ -45,8 +45,8 @@ class ModelParallelConfig(LayerConfig, inert_settings_of("ModelParallelConfig"),
             so that the logits of all ranks are never in memory. The loss alone is always one fused operation.
         microbatch_group_size_per_vp_stage: group size of interleaving; ``pipeline_model_parallel_size`` if None.
 
-    The config also has the fields of ``LayerConfig``. It accepts Megatron's other fields: if such a field differs from
-    its default, it warns once per process if it has no effect here, and raises if it would change results.
+    The config also has the fields of ``LayerConfig``. It accepts Megatron's other fields: one that differs from its
+    default warns once per process if it has no effect here, and raises if it would change results.
 
     Raises:
         ConfigError: a value out of range, contradicting values, or an option that is not offered.

@@ -202,7 +202,7 @@ def _own_norm(part: Any, config: ModelConfig) -> nn.Module:
 
 
 def _own_attention(part: Any, config: ModelConfig, layer_number: int, group: ProcessGroup) -> nn.Module:
-    """Build a program's own attention; the engine's layer calls it, with Megatron's arguments."""
+    """Build a program's own attention, which the engine's layer calls with Megatron's arguments."""
     options = _accepted(part, pg_collection=ProcessGroupCollection(tp=group))
     before = functools.partial(_call_of_attention, interleaved=config.rotary_interleaved)
     return _built(part, before, config=config, layer_number=layer_number, **options)
