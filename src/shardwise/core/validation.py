@@ -7,16 +7,33 @@ numbers and raises the same error as on a CPU. Elsewhere the check is an asserti
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.core.errors import VocabularyError
 
 _of_thread = threading.local()
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def on_host(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run ``function``, which computes with indices, outside of modes such as the one of fake tensors."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **options: _P.kwargs) -> _R:
+        with _disable_current_modes():
+            return function(*args, **options)
+
+    return call
 
 
 def validation_applies() -> bool:

@@ -356,7 +356,7 @@ def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
     if out.dtype == right.dtype:
         out.addmm_(left.t(), right)
         return
-    if out.is_cuda and out.dtype == torch.float32 and right.dtype in (torch.float16, torch.bfloat16):
+    if dispatch.device_type_of(out) == "cuda" and out.dtype == torch.float32 and right.dtype.itemsize == 2:
         # Only CUDA can add a product of narrow factors to a wide sum.
         torch.addmm(out, left.t(), right, out_dtype=torch.float32, out=out)
         return

@@ -19,9 +19,9 @@ from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import named_param_layouts, replicas_of
 from shardwise.run.exact_surroundings import check_arithmetic, use_deterministic_algorithms
 from shardwise.run.exact_trials import check_device, check_updates
-from shardwise.run.plan.fit import Shortage
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import RunSettings
+from shardwise.run.shortage import Shortage
 from shardwise.run.tasks import task_of
 from shardwise.run.tasks.task import Session, Task
 from shardwise.run.utilisation import Utilisation, model_flops_per_token, peak_of
@@ -55,8 +55,7 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
     groups = Groups.of(topology)
     torch.default_generator.manual_seed(settings.training.seed)
     described = task.source.describe(data)
-    is_planned = task.source.trains_weights and task.method.has_plan
-    shortage = Shortage.of(settings, described, ranks, is_planned=is_planned)
+    shortage = Shortage.of(settings, described, ranks)
     # Over all ranks, not only ranks that share layers, because the banner reports on all ranks.
     params_dtype = PRECISIONS[settings.training.dtype].params_dtype
     agree_on_kernels(torch.empty(0, dtype=params_dtype, device=ranks.device), group=ranks.control)

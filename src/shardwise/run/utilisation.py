@@ -21,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from shardwise.core.errors import UnwritableError
 from shardwise.core.files import write_atomically
 from shardwise.models.description import ModelDescription
-from shardwise.run.plan.parameters import StageChunk, parameters_of
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import ProfileSettings
 
@@ -132,10 +131,6 @@ def peak_memory(device: torch.device) -> tuple[str, int]:
         return "peak_resident_bytes", unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-# Embedding tables: a token reads only one row.
-_LOOKED_UP = ("embedding.position_embeddings.weight", "embedding.word_embeddings.weight")
-
-
 def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trains_weights: bool = True) -> int:
     """Return the FLOPs per token of forward and backward pass; a multiply-add counts as two.
 
@@ -151,14 +146,11 @@ def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trai
 
     Source: Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
     """
-    whole = StageChunk(range(model.num_layers), is_first=True, is_last=True)
-    is_output = model.share_embeddings_and_output_weights and model.classification is None
-    looked_up = _LOOKED_UP[:1] if is_output else _LOOKED_UP
-    multiplied = sum(
-        param.numel
-        for param in parameters_of(model, whole, tp=1, rank=0)
-        if len(param.shape) == 2 and param.name not in looked_up
-    )
+    h, head = model.hidden_size, model.classification
+    queries, groups = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
+    layer = 2 * h * (queries + groups) + (3 if model.gated_linear_unit else 2) * h * model.ffn_hidden_size
+    # A token reads one row of the embeddings, and all rows of the output layer.
+    multiplied = model.num_layers * layer + h * (model.vocab_size if head is None else head.num_labels)
     attention = 12 * model.num_layers * model.num_attention_heads * model.kv_channels * sequence_length
     return (6 if trains_weights else 4) * multiplied + attention
 

@@ -15,13 +15,14 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
 from torch._guards import TracingContext
+from torch.distributed import ProcessGroup
 
 # Longer names come before their prefixes.
 _COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "reduce", "gather", "scatter", "broadcast")
@@ -37,10 +38,16 @@ class Launch:
     """One launched collective, and the bytes that this rank contributes to it.
 
     Names: ``all_reduce all_gather reduce_scatter all_to_all broadcast reduce gather scatter``.
+
+    Attributes:
+        name: name of the collective.
+        num_bytes: bytes of this rank's contribution.
+        group: name of the process group; empty if it is unknown. It does not count in comparisons.
     """
 
     name: str
     num_bytes: int
+    group: str = field(default="", compare=False)
 
 
 class CollectiveCounter:
@@ -110,13 +117,16 @@ def _counted(operator: Any, collective: str) -> Any:
     names = [argument.name for argument in operator._schema.arguments]
     # A rank contributes the input, which follows the outputs. An in-place operator's input is its first argument.
     own = next((place for place, name in enumerate(names) if name.startswith("input")), 0)
+    group = next((place for place, name in enumerate(names) if name in ("process_group", "group_name")), None)
     onwards = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     # torch.compile calls operators while tracing to infer shapes; such a call launches nothing.
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not _active or getattr(_this_thread, "is_uncounted", False) or TracingContext.try_get() is not None:
             return operator.redispatch(keyset & onwards, *args, **kwargs)
-        _record(Launch(collective, sum(map(_num_bytes, _tensors(args[own])))))
+        given = args[group] if group is not None and group < len(args) else ""
+        name = given if isinstance(given, str) else str(ProcessGroup.unbox(given).group_name)
+        _record(Launch(collective, sum(map(_num_bytes, _tensors(args[own]))), name))
         # A functional collective launches another collective inside; count only the outer one.
         with uncounted():
             return operator.redispatch(keyset & onwards, *args, **kwargs)
@@ -124,16 +134,17 @@ def _counted(operator: Any, collective: str) -> Any:
     return kernel
 
 
-def record(name: str, what: Tensor | int) -> None:
+def record(name: str, what: Tensor | int, group: ProcessGroup | None = None) -> None:
     """Record a collective that bypasses the dispatcher, with this rank's tensor or number of bytes."""
     if _active and not getattr(_this_thread, "is_uncounted", False):
-        _record(Launch(name, what if isinstance(what, int) else _num_bytes(what)))
+        number = what if isinstance(what, int) else _num_bytes(what)
+        _record(Launch(name, number, "" if group is None else str(group.group_name)))
 
 
 @contextlib.contextmanager
-def as_one(name: str, tensor: Tensor) -> Iterator[None]:
+def as_one(name: str, tensor: Tensor, group: ProcessGroup) -> Iterator[None]:
     """Count this thread's launches in the block as one collective ``name`` of this rank's ``tensor``."""
-    record(name, tensor)
+    record(name, tensor, group)
     with uncounted():
         yield
 

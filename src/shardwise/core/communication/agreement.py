@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import accounting
-from shardwise.core.communication.context import context_of
+from shardwise.core.communication.context import context_of, is_rehearsal
 from shardwise.core.errors import DesyncError, ShardwiseError
 from shardwise.core.validation import check_ids
 
@@ -155,6 +155,8 @@ def decide(local: Callable[[], T], judge: Callable[[list[T]], R], *, group: Proc
             and the other ranks raise a DesyncError that names it.
         DesyncError: a rank has exited, or does not arrive within the group's timeout.
     """
+    if is_rehearsal(group):
+        return judge([local()] * group.size())
     rank = group.rank()
     own: Exception | None = None
     value: T | None = None
@@ -239,6 +241,8 @@ def gather_objects(value: Any, what: str, *, group: ProcessGroup) -> list[Any]:
     Raises:
         DesyncError: a rank has exited, or does not arrive within the group's timeout.
     """
+    if is_rehearsal(group):
+        return [value] * group.size()
     values: list[Any] = [None] * group.size()
     with _desync_error(what, group):
         dist.all_gather_object(values, value, group=group)
@@ -269,6 +273,8 @@ def barrier(what: str, *, group: ProcessGroup) -> None:
     Raises:
         DesyncError: a rank has exited, or does not arrive within the group's timeout.
     """
+    if is_rehearsal(group):
+        return
     with _desync_error(what, group):
         dist.barrier(group=group)
 

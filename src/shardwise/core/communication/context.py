@@ -175,6 +175,11 @@ def is_gloo(group: ProcessGroup, device: torch.device) -> bool:
     return backend_of(group, device) == "gloo"
 
 
+def is_rehearsal(group: ProcessGroup) -> bool:
+    """True if the group's backend is PyTorch's ``fake``: this process stands for all ranks, and nothing is sent."""
+    return "fake" in backends_of(group).values()
+
+
 def time_limit(group: ProcessGroup, device: torch.device) -> datetime.timedelta:
     """Return the timeout of the backend for tensors on ``device``."""
     backend: Any = group._get_backend(device)

@@ -140,7 +140,7 @@ def gather_and_multiply(
         output = shard.new_empty((sum(sizes), *shard.shape[1:-1], width))
         parts, products = list(whole.split(list(sizes))), list(output.split(list(sizes)))
     if output is not None:
-        accounting.record("all_gather", shard)
+        accounting.record("all_gather", shard, group)
 
     def start(step: int) -> Pending:
         with contextlib.nullcontext() if output is None else accounting.uncounted():
@@ -203,7 +203,7 @@ def multiply_and_scatter(
     own = multiply(parts[rank], None if received is None else received[rank])
     if received is not None:
         others = math.prod(own.shape[1:]) * own.element_size()
-        accounting.record("reduce_scatter", sum(sizes) * others)
+        accounting.record("reduce_scatter", sum(sizes) * others, group)
 
     def finish() -> Tensor:
         found = {rank: own} | {source: part.wait() for source, part in arriving}
@@ -218,7 +218,7 @@ def gather_and_multiply_fused(
 ) -> tuple[Tensor, Tensor | None]:
     """``gather_and_multiply`` by ``matrix [i, o]`` in symmetric memory; all ranks have the same number of rows."""
     shard = shard.detach().contiguous()
-    with accounting.as_one("all_gather", shard):
+    with accounting.as_one("all_gather", shard, group):
         whole, (output,) = torch.ops.symm_mem.fused_all_gather_matmul(
             shard, [matrix.detach()], 0, group.group_name, return_A=needs_whole
         )
@@ -227,7 +227,7 @@ def gather_and_multiply_fused(
 
 def multiply_and_scatter_fused(rows: Tensor, matrix: Tensor, *, group: ProcessGroup) -> Tensor:
     """``multiply_and_scatter`` by ``matrix [i, o]`` in symmetric memory; all ranks get the same number of rows."""
-    accounting.record("reduce_scatter", rows.shape[:-1].numel() * matrix.size(1) * rows.element_size())
+    accounting.record("reduce_scatter", rows.shape[:-1].numel() * matrix.size(1) * rows.element_size(), group)
     with accounting.uncounted():
         output: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
             rows.detach().contiguous(), matrix.detach(), "sum", 0, group.group_name

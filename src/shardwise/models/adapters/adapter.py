@@ -15,11 +15,13 @@ from torch.nn import init
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.errors import ShardingError
 from shardwise.core.sharding import Interval, ParamLayout
+from shardwise.core.validation import on_host
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.nn import ColumnLinear, RowLinear, ShardedModule, arithmetic_of
 from shardwise.nn.parallel_linear import ParallelLinear
 
 
+@on_host
 def section_layout(section: Tensor, fused: ParamLayout, width: int) -> ParamLayout:
     """Return the layout of a tensor ``[len(section), width]`` for a section of a weight with the layout ``fused``.
 
@@ -37,6 +39,7 @@ def section_layout(section: Tensor, fused: ParamLayout, width: int) -> ParamLayo
     return ParamLayout((len(section), width), 0, intervals, fused.world_size)
 
 
+@on_host
 def local_places(section: Tensor, fused: ParamLayout, rank: int) -> Tensor | None:
     """Map the rank's rows of ``section_layout``, in local order, to rows of its part of the fused weight.
 
@@ -122,7 +125,7 @@ class LoraAdapter(Adapter):
         places: Tensor | None = None
         if isinstance(layer, ColumnLinear):
             if section is None:
-                section = torch.arange(output_size)
+                section = on_host(torch.arange)(output_size)
             layout_a = ParamLayout.replicated((config.r, input_size), t)
             layout_b = section_layout(section, weight_layout, config.r)
             partial_a, partial_b = layer.sequence_parallel and is_partial, False

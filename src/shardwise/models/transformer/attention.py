@@ -19,7 +19,7 @@ from shardwise.core.random import streams
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import Replicas
 from shardwise.kernels.decode_attention import attend_to_cache
-from shardwise.kernels.dispatch import why_repeat_keys
+from shardwise.kernels.dispatch import device_type_of, why_repeat_keys
 from shardwise.kernels.elementwise import rotate, split, split_and_rotate
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.heads import HeadSplit, split_heads
@@ -302,7 +302,7 @@ class SelfAttention(GroupModule):
             )
 
     def _why_repeat(self, query: Tensor, bias: Tensor | None) -> str | None:
-        kind = query.device.type, query.dtype
+        kind = device_type_of(query), query.dtype
         return why_repeat_keys(self._backend, *kind, head_dim=self.head_dim, masked=bias is not None)
 
     def _for_all_queries(self, heads: Tensor) -> Tensor:

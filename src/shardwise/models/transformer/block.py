@@ -1,8 +1,11 @@
 """The stack of transformer layers on one pipeline stage, and the norm after the last layer of the model."""
 
+import contextlib
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -14,6 +17,7 @@ from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.sharding import ParamShard, ShardedOffset
 from shardwise.kernels.dispatch import agree_on_kernels
 from shardwise.models.config import ModelConfig
+from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer.layer import HiddenToHidden, TransformerLayer, TransformerLayerSpec
 from shardwise.nn import arithmetic_of, parameter_device
 from shardwise.nn.recompute import recomputed
@@ -44,6 +48,36 @@ def layers_of_this_stage(
     return chunks[chunk]
 
 
+_Layer = TypeVar("_Layer")
+
+
+def spans_of(layers: Sequence[_Layer], recompute: Recomputation) -> Iterator[tuple[list[_Layer], bool]]:
+    """Yield runs of the layers of a stage's chunk, and whether each run is recomputed as one."""
+    number = recompute.num_layers if recompute.granularity == "full" else 0
+    if number and recompute.method == "uniform":
+        for first in range(0, len(layers), number):
+            yield list(layers[first : first + number]), True
+    else:
+        for place, layer in enumerate(layers):
+            yield [layer], place < number
+
+
+_built: ContextVar[Container[int] | None] = ContextVar("built", default=None)
+
+
+@contextlib.contextmanager
+def only_layers(numbers: Container[int]) -> Iterator[None]:
+    """In the block each ``TransformerBlock`` builds only these of its layers, counted from 0.
+
+    A plan rehearses few of the layers that are alike. Recomputation stays as it is for each of them.
+    """
+    token = _built.set(numbers)
+    try:
+        yield
+    finally:
+        _built.reset(token)
+
+
 class TransformerBlock(HiddenToHidden):
     """Consecutive layers, and the norm after the model's last layer.
 
@@ -55,6 +89,7 @@ class TransformerBlock(HiddenToHidden):
             layers draw from the default generators in turn.
 
     Attributes:
+        before_span: callback before each of ``spans_of`` and after the last, with the hidden states, if not None.
         layers: indexed from 0 on every stage; ``layer_number`` of each is its number in the model, from 1.
         final_layernorm: final norm or None.
     """
@@ -74,9 +109,16 @@ class TransformerBlock(HiddenToHidden):
         self._sequence_parallel = config.sequence_parallel
         self._num_layers = config.num_layers
         self._recompute = config.recompute
+        self.before_span: Callable[[Tensor], None] | None = None
         self._norm = arithmetic_of(tp_group).norm(tp_group, sequence_parallel=config.sequence_parallel)
         self.layers = nn.ModuleList()
-        for index in range(config.num_layers) if layers is None else layers:
+        own = range(config.num_layers) if layers is None else layers
+        if (wanted := _built.get()) is not None:
+            first = own[: self._recompute.num_layers]
+            own, first = ([index for index in each if index in wanted] for each in (own, first))
+            if self._recompute.method == "block":
+                self._recompute = dataclasses.replace(self._recompute, num_layers=max(1, len(first)))
+        for index in own:
             with part_seeded(seed, *_part(index + 1)):
                 self.layers.append(TransformerLayer(config, spec, index + 1, self.tp_group))
         self.final_layernorm: nn.Module | None = None
@@ -98,25 +140,17 @@ class TransformerBlock(HiddenToHidden):
         for line in agree_on_kernels(hidden, group=self.tp_group):
             if self.tp_group.rank() == 0:
                 warnings.warn(line, stacklevel=2)
-        for layers, is_recomputed in self._spans():
+        for layers, is_recomputed in spans_of(list(self.layers), self._recompute):
+            if self.before_span is not None:
+                self.before_span(hidden)
             # With a cache, a recomputation would append to it again.
             run = recomputed if is_recomputed and attention.get("cache") is None else _call
             hidden = run(_through, layers, hidden, sequence=sequence, **attention)
+        if self.before_span is not None:
+            self.before_span(hidden)
         if self.final_layernorm is not None:
             hidden = self._norm(self.final_layernorm, hidden)
         return hidden
-
-    def _spans(self) -> Iterator[tuple[list[nn.Module], bool]]:
-        """Yield runs of layers, and whether each run is recomputed."""
-        is_full = self._recompute.granularity == "full"
-        layers, number = list(self.layers), self._recompute.num_layers if is_full else 0
-        if is_full and self._recompute.method == "uniform":
-            for first in range(0, len(layers), number):
-                yield layers[first : first + number], True
-        else:
-            for layer in layers[:number]:
-                yield [layer], True
-            yield layers[number:], False
 
     def sharded_state_dict(
         self,

@@ -1,79 +1,58 @@
 """Plans as tables for people, and as JSON for programs."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.core.errors import ConfigError
-from shardwise.run.plan.plan import Plan
+from shardwise.run.plan.plan import Plan, RankPlan
 from shardwise.run.plan.workload import Mesh
+from shardwise.run.wording import shown_bytes
+from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
-_UNITS = {"": 1, "B": 1, **{f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)}}
-_UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)}
 _AXES = ("tp", "pp", "dp")
-
-
-def shown_bytes(number: int) -> str:
-    """In the unit that fits, to three digits or more.
-
-    >>> shown_bytes(999), shown_bytes(80 << 30), shown_bytes(1_500_000)
-    ('999 B', '80.0 GiB', '1.43 MiB')
-    """
-    size, unit = float(number), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1000 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{number} B" if unit == "B" else f"{size:.{2 if size < 10 else 1}f} {unit}"
-
-
-def read_bytes(text: str) -> int:
-    """A number of bytes as people write it.
-
-    >>> read_bytes("80GiB"), read_bytes("1.5 GB"), read_bytes("4096")
-    (85899345920, 1500000000, 4096)
-
-    Raises:
-        ConfigError: it is none.
-    """
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)", text.strip(), re.ASCII)
-    if match is None or match[2] not in _UNITS or float(match[1]) * _UNITS[match[2]] < 1:
-        raise ConfigError(f"{text!r} is not a number of bytes; write it as 80GiB, 40.5GB or 1024MiB")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """All numbers of a plan, in bytes."""
-    mesh = plan.mesh
     return {
-        "layout": layout_as_json(mesh),
+        "layout": layout_as_json(plan.mesh),
         "parameters": plan.num_parameters,
-        "stages": [
-            {
-                "stage": rank.stage,
-                "tp_rank": rank.tp_rank,
-                "layers": [[chunk.layers.start, chunk.layers.stop] for chunk in parts],
-                "parameters": rank.num_parameters,
-                "weights": rank.weights,
-                "gradients": rank.gradients,
-                "masters": rank.masters,
-                "optimizer": rank.optimizer,
-                "activations": rank.activations,
-                "in_flight": rank.in_flight,
-                "working": rank.working,
-                "total": rank.total,
-                "sent": {axis: rank.traffic.sent(mesh, axis) for axis in _AXES},
-                "collectives": [
-                    {"axis": axis, "name": name, "bytes": num_bytes, "calls": times}
-                    for (axis, name, num_bytes), times in sorted(rank.traffic.calls.items())
-                ],
-            }
-            for rank, parts in zip(plan.stages, plan.parts, strict=True)
-        ],
+        "stages": [_rank_as_json(rank) for rank in plan.stages],
         "worst": {"stage": plan.worst.stage, "tp_rank": plan.worst.tp_rank, "total": plan.worst.total},
         "sent": plan.sent,
         "repeated_work": plan.repeated_work,
         "idle_share": plan.idle_share,
+    }
+
+
+def _rank_as_json(rank: RankPlan) -> dict[str, Any]:
+    step = rank.step
+    live, parts = rank.held, []
+    for segment in step.segments:
+        parts.append({"part": segment.place, "bytes": live, "peak": live + segment.peak, "flops": segment.flops})
+        live += segment.net
+    return {
+        "stage": rank.stage,
+        "tp_rank": rank.tp_rank,
+        "rank": rank.rank,
+        "layers": [[part.start, part.stop] for part in step.parts],
+        "parameters": step.num_parameters,
+        "weights": step.weights,
+        "gradients": step.gradients,
+        "masters": step.masters,
+        "optimizer": step.optimizer,
+        "others": step.others,
+        "activations": step.kept,
+        "in_flight": step.in_flight,
+        "working": rank.working,
+        "total": rank.total,
+        "peak_at": rank.peak_at,
+        "flops": rank.flops,
+        "sent": {axis: rank.sent(axis) for axis in _AXES},
+        "collectives": [
+            {"axis": call.axis, "name": call.name, "bytes": call.num_bytes, "calls": number}
+            for call, number in sorted(rank.calls.items())
+        ],
+        "step": parts,
     }
 
 
@@ -98,35 +77,37 @@ def layout_as_json(mesh: Mesh) -> dict[str, Any]:
 
 def plan_as_table(plan: Plan) -> str:
     """A line for each pipeline stage, and which rank needs the most."""
-    workload, mesh = plan.workload, plan.mesh
+    workload, mesh, settings = plan.workload, plan.mesh, plan.workload.settings
+    precision = PRECISIONS[settings.training.dtype]
     header = ["stage", "layers", "weights", "gradients", "fp32 copies", "optimizer", "activations", "working", "total"]
     axes = [axis for axis in _AXES if getattr(mesh, axis) > 1]
     rows = [header + [f"sent {axis}" for axis in axes]]
-    for rank, parts in zip(plan.stages, plan.parts, strict=True):
-        layers = "+".join(f"{part.layers.start}-{part.layers.stop - 1}" for part in parts)
-        numbers = (rank.weights, rank.gradients, rank.masters, rank.optimizer, rank.activations, rank.working)
-        sent = (rank.traffic.sent(mesh, axis) for axis in axes)
-        rows.append([str(rank.stage), layers, *map(shown_bytes, (*numbers, rank.total, *sent))])
+    for rank in plan.stages:
+        step = rank.step
+        layers = "+".join(f"{part.start}-{part.stop - 1}" for part in step.parts)
+        numbers = (step.weights, step.gradients, step.masters, step.optimizer, step.kept, rank.working, rank.total)
+        rows.append([str(rank.stage), layers, *map(shown_bytes, (*numbers, *map(rank.sent, axes)))])
     worst = plan.worst
     samples, number = workload.global_batch_size, mesh.num_micro_batches(workload)
     lines = [
-        f"model  {plan.num_parameters:,} parameters, {workload.element_bytes} bytes each"
-        + (", with fp32 copies" if workload.has_masters else "")
-        + f", {workload.optimizer}",
+        f"model  {plan.num_parameters:,} parameters, {precision.params_dtype.itemsize} bytes each"
+        + (", with fp32 copies" if precision.has_masters else "")
+        + f", {settings.optimizer.name}",
         f"ranks  {mesh.world_size}: {mesh}",
-        f"step   {samples:,} sample{'s' * (samples > 1)} of {workload.sequence_length:,} tokens: on each rank "
+        f"step   {samples:,} sample{'s' * (samples > 1)} of {settings.sequence_length:,} tokens: on each rank "
         f"{number} micro-batch{'es' if number > 1 else ''} of {mesh.micro_batch_size}"
         + (f", {_in_flight(plan)} in flight at a time" if mesh.pp > 1 else ""),
         "",
         aligned(rows),
         "",
-        f"Most memory: tensor-parallel rank {worst.tp_rank} of stage {worst.stage}, {shown_bytes(worst.total)}.",
+        f"Most memory: tensor-parallel rank {worst.tp_rank} of stage {worst.stage}, {shown_bytes(worst.total)}, in its "
+        f"{worst.peak_at}.",
     ]
     return "\n".join(lines)
 
 
 def _in_flight(plan: Plan) -> str:
-    numbers = [rank.in_flight for rank in plan.stages]
+    numbers = [rank.step.in_flight for rank in plan.stages]
     return str(numbers[0]) if len(set(numbers)) == 1 else f"{min(numbers)} to {max(numbers)}"
 
 

@@ -1,25 +1,45 @@
 """A planned run: a model and its training, the mesh that shares the work, and both from the settings of a run."""
 
+from __future__ import annotations
+
 import dataclasses
 import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 
 from shardwise.core.errors import ConfigError
-from shardwise.kernels.dispatch import ELEMENTWISE
+from shardwise.core.topology import Groups
+from shardwise.data import Batch
 from shardwise.models.adapters.config import LoraConfig
-from shardwise.models.description import ModelDescription
+from shardwise.models.description import ModelChunks, ModelDescription, build_model, chunks_of, model_config
+from shardwise.models.gpt import GPT
 from shardwise.models.recomputation import Recomputation
+from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.quantization import Quantization
-from shardwise.run.build import describe
-from shardwise.run.settings import LoraSettings, PlanSettings, RunSettings
-from shardwise.storage.adapters.config_file import read_adapter_config
+from shardwise.run.build import config_fields, describe
+from shardwise.run.settings import (
+    DistillSettings,
+    DpoSettings,
+    FinetuneSettings,
+    LoraSettings,
+    PlanSettings,
+    RecomputeSettings,
+    RunSettings,
+)
+from shardwise.run.tasks.distillation import DistillationObjective
+from shardwise.run.tasks.labelling import Labelling
+from shardwise.run.tasks.preference import PreferenceObjective
+from shardwise.storage.adapters import add_lora_, read_adapter_config
+from shardwise.storage.huggingface.architectures import ARCHITECTURES
+from shardwise.storage.huggingface.loading import BaseQuantization, make_room_
+from shardwise.storage.huggingface.mapping import compose
 from shardwise.storage.huggingface.pretrained import config_to_json, read_config
+from shardwise.training.objective import Objective
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
 
@@ -43,40 +63,110 @@ class Workload:
     """A model, and how it is trained, at any number of ranks.
 
     Attributes:
-        model: a ``"gpt"``.
-        sequence_length: tokens in a sample.
-        global_batch_size: samples in a step.
-        element_bytes: of a parameter, and of an element in the forward.
-        has_masters: gradients are summed in fp32, and the optimizer updates fp32 copies of the parameters.
-        optimizer: ``"adamw"`` or ``"muon"``.
-        fuses_loss: output layer and loss are one (``linear_fused``).
-        loss_memory_budget: bytes of logits from which on the fused loss takes slices of the vocabulary.
-        dropout_is_global: masks are those of one rank at every layout, and take a byte an element.
-        fuses_swiglu_from: elements of gate and up from which on SwiGLU is one loop that keeps nothing between them;
-            None for never.
+        settings: settings of the run; those of parallelism and recomputation are replaced by a mesh's.
+        model: description of the model.
+        device_type: the device of the run, ``"cpu"`` or ``"cuda"``.
         adaptation: adapters on a frozen model; all of it is trained if None.
+        teacher: description of the teacher of a distillation, or None.
     """
 
+    settings: RunSettings
     model: ModelDescription
-    sequence_length: int
-    global_batch_size: int
-    element_bytes: int = 4
-    has_masters: bool = False
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    fuses_loss: bool = True
-    loss_memory_budget: int = 2 << 30
-    dropout_is_global: bool = True
-    fuses_swiglu_from: int | None = None
+    device_type: str = "cpu"
     adaptation: Adaptation | None = None
-
-    def __post_init__(self) -> None:
-        if self.model.kind != "gpt":
-            raise ConfigError(f"a {self.model.kind} model is not trained here; only causal models are planned")
+    teacher: ModelDescription | None = None
 
     @cached_property
-    def gradient_bytes(self) -> int:
-        """Bytes of an element of a gradient that is summed over micro-batches."""
-        return 4 if self.has_masters else self.element_bytes
+    def global_batch_size(self) -> int:
+        """Samples in a step."""
+        return self.settings.training.global_batch_size
+
+    def at(self, mesh: Mesh) -> Workload:
+        """The workload with the settings of a mesh."""
+        settings = self.settings
+        parallel = dataclasses.replace(
+            settings.parallel,
+            tp=mesh.tp,
+            pp=mesh.pp,
+            sequence_parallel=mesh.sequence_parallel,
+            tp_comm_overlap=settings.parallel.tp_comm_overlap and mesh.splits_sequence,
+            pipeline_schedule=mesh.schedule,
+            virtual_stages=mesh.virtual_stages,
+            zero=mesh.zero,
+            fsdp=mesh.fsdp,
+        )
+        training = dataclasses.replace(settings.training, micro_batch_size=mesh.micro_batch_size)
+        recompute = RecomputeSettings(**vars(mesh.recomputation))
+        return dataclasses.replace(
+            self, settings=dataclasses.replace(settings, parallel=parallel, training=training, recompute=recompute)
+        )
+
+    def build(self, groups: Groups) -> TransformerModel | ModelChunks:
+        """Build this rank's part of the model as the run does, without initial values."""
+        fields = config_fields(self.settings, groups)
+        fields["sequence_parallel"] &= groups.tp.size() > 1
+        model = _built(self.model, groups, self.adaptation, **fields)
+        if self.adaptation is not None:
+            assert isinstance(model, TransformerModel)
+            add_lora_(model, self.adaptation.config, ARCHITECTURES[self.adaptation.architecture])
+        return model
+
+    def objective(self, groups: Groups) -> Objective | None:
+        """The objective of a step; None for the cross entropy of each token."""
+        settings = self.settings
+        if isinstance(settings, DpoSettings):
+            return PreferenceObjective(settings.preference)
+        if isinstance(settings, DistillSettings) and self.teacher is not None:
+            fields = {"sequence_parallel": settings.parallel.sequence_parallel and groups.tp.size() > 1}
+            described = dataclasses.replace(self.teacher, vocab_size=self.model.vocab_size)
+            dtype = PRECISIONS[settings.training.dtype].params_dtype
+            teacher = _built(described, Groups(tp=groups.tp), None, params_dtype=dtype, **fields)
+            assert isinstance(teacher, GPT)
+            teacher.requires_grad_(False).eval()
+            shared = min(self.teacher.vocab_size, self.model.vocab_size)
+            return DistillationObjective(settings.distillation, teacher, groups.tp, self.model.vocab_size, shared)
+        head = self.model.classification
+        return None if head is None else Labelling(head, tuple(map(str, range(head.num_labels))))
+
+    def batch(self, samples: int, with_lengths: bool) -> Batch:
+        """A micro-batch of the run, of its longest rows."""
+        settings, head, s = self.settings, self.model.classification, self.settings.sequence_length
+        rows = samples * (2 if isinstance(settings, DpoSettings) else 1)
+        tokens = torch.zeros(rows, s, dtype=torch.int64)
+        packs = isinstance(settings, FinetuneSettings) and settings.samples.packing
+        labels = tokens
+        if head is not None and not head.is_of_tokens:
+            is_numbers = head.problem_type != "single_label_classification"
+            labels = torch.zeros(rows, head.num_labels) if is_numbers else tokens[:, :1]
+        return Batch(
+            tokens,
+            labels,
+            position_ids=tokens if packs else None,
+            document_ids=tokens if packs else None,
+            lengths=tokens[:, 0] if with_lengths or head is not None else None,
+            tokentype_ids=tokens if self.model.kind == "bert" and self.model.num_tokentypes else None,
+            attention_mask=tokens if self.model.kind == "bert" else None,
+            reference=torch.zeros(rows, dtype=torch.float64) if isinstance(settings, DpoSettings) else None,
+        )
+
+
+def _built(
+    description: ModelDescription, groups: Groups, adaptation: Adaptation | None, **fields: Any
+) -> TransformerModel | ModelChunks:
+    fields = {"pipeline_model_parallel_size": groups.num_stages, **fields}
+    config = model_config(description, perform_initialization=False, **fields)
+    where, quantization = torch.device("cpu"), None if adaptation is None else adaptation.quantization
+    on = where if quantization is None else torch.device("meta")
+    models = [build_model(description, config, groups=groups, device=on, vp_stage=chunk) for chunk in chunks_of(config)]
+    if adaptation is not None and quantization is not None:
+        table = ARCHITECTURES[adaptation.architecture].table_of(description.classification)
+        for model in models:
+            parts = {
+                key: (shard, compose(table, key, shard.layout.global_shape, description.heads))
+                for key, shard in model.sharded_state_dict().items()
+            }
+            make_room_(model, parts, BaseQuantization(quantization, adaptation.config.saves), where)
+    return models[0] if len(models) == 1 else ModelChunks(models)
 
 
 @dataclass(frozen=True)
@@ -132,6 +222,11 @@ class Mesh:
         """True for ``fsdp`` with several data-parallel ranks."""
         return self.fsdp and self.dp > 1
 
+    @property
+    def without_recomputation(self) -> Mesh:
+        """The mesh of a run that recomputes nothing."""
+        return dataclasses.replace(self, recomputation=Recomputation())
+
     def num_micro_batches(self, workload: Workload) -> int:
         """Micro-batches of a step, on each data-parallel rank."""
         return workload.global_batch_size // (self.dp * self.micro_batch_size)
@@ -170,21 +265,23 @@ class Mesh:
         return ", ".join(parts) + f", recompute {self.recomputation}" * recomputed
 
 
-def workload_of(settings: RunSettings, model: ModelDescription, adaptation: Adaptation | None = None) -> Workload:
-    """The workload of a run of ``settings`` that trains ``model``: adapters, or all weights if None."""
-    precision = PRECISIONS[settings.training.dtype]
-    on_cpu = settings.device != "cuda" and precision.params_dtype in ELEMENTWISE.dtypes
+def workload_of(settings: RunSettings, model: ModelDescription, folder: str | None = None) -> Workload:
+    """The workload of a run of ``settings`` that trains ``model``.
+
+    Args:
+        settings: settings of any command that trains; they name the folders of adapters and of a teacher.
+        model: description of the model, with the dropout and the head of the run.
+        folder: the model's Hugging Face folder; that of the settings if None.
+    """
+    lora = getattr(settings, "lora", None)
+    folder = folder or getattr(settings, "base", None)
+    teacher = settings.distillation.teacher if isinstance(settings, DistillSettings) else None
     return Workload(
+        settings,
         model,
-        sequence_length=settings.sequence_length,
-        global_batch_size=settings.training.global_batch_size,
-        element_bytes=precision.params_dtype.itemsize,
-        has_masters=precision.has_masters,
-        optimizer=settings.optimizer.name,
-        fuses_loss=settings.training.loss == "linear_fused",
-        dropout_is_global=settings.training.rng == "global",
-        fuses_swiglu_from=ELEMENTWISE.min_size if on_cpu else None,
-        adaptation=adaptation,
+        "cuda" if settings.device == "cuda" else "cpu",
+        None if lora is None else _adaptation_of(lora, model, folder),
+        None if teacher is None else read_config(Path(teacher)).description,
     )
 
 
@@ -250,4 +347,4 @@ def planned_workload(settings: PlanSettings, model_dir: str | PathLike[str] | No
         if dropout := settings.model.dropout:
             model = dataclasses.replace(model, hidden_dropout=dropout, attention_dropout=dropout)
     settings.check_effect(model.num_layers)
-    return settings, workload_of(settings, model, _adaptation_of(settings.lora, model, folder))
+    return settings, workload_of(settings, model, folder)

@@ -96,8 +96,6 @@ class Teacher(Examples):
         DataError: the teacher's folder has no tokenizer.
     """
 
-    has_plan = False
-
     def __init__(self, source: PretrainedModel) -> None:
         super().__init__(source)
         settings = source.settings

@@ -53,8 +53,6 @@ class LabelledTexts(Method):
         ConfigError: the model has no padding token.
     """
 
-    has_plan = False
-
     def __init__(self, source: PretrainedModel) -> None:
         self.source, self.settings = source, source.settings
         task = self.settings.labels.task

@@ -264,7 +264,6 @@ class Preferences(Method):
     """
 
     rows_per_sample = 2
-    has_plan = False
 
     def __init__(self, source: PretrainedModel) -> None:
         assert isinstance(source.settings, DpoSettings)

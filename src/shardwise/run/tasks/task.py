@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -20,13 +20,15 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader
 from shardwise.models.description import ModelChunks, ModelDescription
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.run.plan.fit import Shortage
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import FinetuneSettings, RunSettings
 from shardwise.run.tasks.task_data import TaskData, share
 from shardwise.run.utilisation import Utilisation
 from shardwise.training.objective import Objective
 from shardwise.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from shardwise.run.shortage import Shortage
 
 
 class Source(Protocol):
@@ -55,12 +57,10 @@ class Method:
     Attributes:
         identity: identity of other inputs of training, such as a teacher, recorded in checkpoints.
         rows_per_sample: number of sequences per sample of a batch.
-        has_plan: True if ``shardwise plan`` covers a run that trains all weights.
     """
 
     identity: Mapping[str, Any] = {}
     rows_per_sample = 1
-    has_plan = True
 
     def read(self, ranks: Ranks) -> TaskData:
         """Read the data; every rank calls. Raises as ``share``."""

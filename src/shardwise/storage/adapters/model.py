@@ -14,6 +14,7 @@ from shardwise.core.initialization import draw_seed, part_seeded
 from shardwise.core.sharding import ParamLayout
 from shardwise.core.sharding.balanced import first_row, is_sharded, local_rows
 from shardwise.core.topology import gather_from_stages, model_groups
+from shardwise.core.validation import on_host
 from shardwise.models.adapters.adapter import Adapter
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_embedding import LoraEmbedding
@@ -111,11 +112,12 @@ def all_tensors(model: TransformerModel, architecture: Architecture) -> set[str]
     return {name for names in gather_from_stages(own, "the names of tensors", model.groups) for name in names}
 
 
+@on_host
 def _targets_of_layer(
     model: TransformerModel, layer: nn.Module, number: int, architecture: Architecture
-) -> Iterator[AdapterTarget]:
-    """Yield the targets of a layer, with the paths that they have in layer ``number``, from 0."""
-    heads = Heads(*model.config.heads)
+) -> list[AdapterTarget]:
+    """Return the targets of a layer, with the paths that they have in layer ``number``, from 0."""
+    heads, targets = Heads(*model.config.heads), list[AdapterTarget]()
     for name, linear in layer.named_modules():
         if not isinstance(linear, ColumnLinear | RowLinear):
             continue
@@ -130,7 +132,8 @@ def _targets_of_layer(
         for tensor, section in sections.items():
             whole = torch.equal(section, torch.arange(shape[0]))
             path = tensor.removesuffix(".weight")
-            yield AdapterTarget(path, linear, None if whole else section, composition.transposed)
+            targets.append(AdapterTarget(path, linear, None if whole else section, composition.transposed))
+    return targets
 
 
 def add_lora_(model: TransformerModel, config: LoraConfig, architecture: Architecture) -> None:

@@ -24,6 +24,7 @@ from torch.nn import Parameter
 
 from shardwise.core.communication.collectives import all_gather, reduce_scatter
 from shardwise.core.sharding.balanced import first_row, intervals_of_rows, is_sharded, local_rows, set_group_of_rows_
+from shardwise.core.validation import on_host
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer.layer import TransformerLayer
 from shardwise.training.gradients.gradients import Gradients
@@ -81,7 +82,7 @@ class FullyShardedModel(Gradients):
             if self._dtype is not None and param.requires_grad and param.dtype != self._dtype:
                 policy = MixedPrecisionPolicy(param.dtype, reduce_dtype=self._dtype, cast_forward_inputs=False)
                 param.data = param.detach().to(self._dtype)
-        sharded = fully_shard(unit, mesh=DeviceMesh.from_group(self._group, device.type), mp_policy=policy)
+        sharded = fully_shard(unit, mesh=on_host(DeviceMesh.from_group)(self._group, device.type), mp_policy=policy)
         for name, param in before.items():
             new = unit.get_parameter(name)
             vars(new).update(vars(param))

@@ -22,6 +22,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import Interval, ParamLayout, ParamShard, has_copies, holders, local_parts, segments
 from shardwise.core.sharding.balanced import first_row, group_of_rows, local_rows
 from shardwise.kernels import compiled
+from shardwise.kernels.dispatch import device_type_of
 from shardwise.nn.replicated import named_param_layouts, replicas_of
 from shardwise.training.gradients import Division, Share
 from shardwise.training.gradients.gradients import all_reduced
@@ -233,7 +234,7 @@ def _sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     for tensor in tensors:
         elements = _NORM_ELEMENTS if tensor.dtype.itemsize >= 4 else _NORM_ELEMENTS_OF_TWO_BYTES
         # A GPU's kernel sums a tensor in blocks anyway.
-        blocks = tensor.reshape(-1).split(elements) if tensor.is_cpu else (tensor,)
+        blocks = tensor.reshape(-1).split(elements) if device_type_of(tensor) == "cpu" else (tensor,)
         by_dtype.setdefault(tensor.dtype, []).extend(blocks)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for dtype, same in by_dtype.items():

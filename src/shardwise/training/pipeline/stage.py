@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.agreement import agree, check_same
 from shardwise.core.communication.collectives import Transfer, all_reduce, exchange
-from shardwise.core.communication.context import device_of_host_facts
+from shardwise.core.communication.context import device_of_host_facts, is_rehearsal
 from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sequence_view import SequenceView
@@ -57,6 +57,9 @@ class Pipeline(Generic[T]):
 
     Raises:
         ConfigError: there is no chunk, or a chunk has no ``set_input_tensor``.
+
+    Attributes:
+        before_action: callback before each action of a schedule, if not None.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], *, group: ProcessGroup) -> None:
@@ -64,6 +67,7 @@ class Pipeline(Generic[T]):
             raise ConfigError("a pipeline stage needs at least one chunk of the model; none was given")
         self.chunks = list(chunks)
         self.group = group
+        self.before_action: Callable[[Action], None] | None = None
         self._setters = [_input_setter(chunk) for chunk in chunks]
 
     def run(
@@ -147,7 +151,7 @@ class Pipeline(Generic[T]):
             True on every stage if a layer of any stage delays its weight gradient.
         """
         delays = any(True for chunk in self.chunks for _ in _delayed(chunk))
-        if self.group.size() == 1:
+        if self.group.size() == 1 or is_rehearsal(self.group):
             _raise(misplaced)
             return delays
         # The stages agree if the maximum equals the minimum: one small collective instead of gathering the facts.
@@ -215,6 +219,9 @@ class _Step(Generic[T]):
 
     def _end_alike(self) -> None:
         group = self.pipeline.group
+        if is_rehearsal(group):
+            _raise(self._failure)
+            return
         host = device_of_host_facts(group, self.device)
         failed = torch.tensor(float(self._failure is not None), device=host)
         if not all_reduce(failed, group=group, op=dist.ReduceOp.MAX):
@@ -245,6 +252,8 @@ class _Step(Generic[T]):
 
     def _act(self, action: Action) -> None:
         """Run an action. After a failure, only send its messages, so that no stage waits for them in vain."""
+        if self.pipeline.before_action is not None:
+            self.pipeline.before_action(action)
         part = self.schedule.part(self._stage, action.chunk)
         needed = needed_by(self.schedule, self._stage, action)
         received = None if needed is None else self._coming.pop(needed).wait()

@@ -118,7 +118,7 @@ def all_gather(
     is_result = dim == 0 and even
     gathered = out if is_result and out is not None else shard.new_empty((t * shard.size(0), *shard.shape[1:]))
     # The padding is not counted.
-    with accounting.as_one("all_gather", tensor):
+    with accounting.as_one("all_gather", tensor, group):
         work = _all_gather_into(gathered, shard, group=group, async_op=True)
     return Pending(
         Work(work, "all_gather", tensor, group), lambda: _join_gathered(gathered, shard.shape, dim, sizes, out), shard
@@ -134,7 +134,7 @@ def _send_to_all(tensor: Tensor, group: ProcessGroup, sizes: Sequence[int], out:
     result = shard.new_empty((sum(sizes), *shard.shape[1:])) if out is None else out
     parts = result.split(list(sizes))
     others = [other for other in range(len(sizes)) if other != rank]
-    with accounting.as_one("all_gather", tensor):
+    with accounting.as_one("all_gather", tensor, group):
         works = [dist.irecv(parts[other], group=group, group_src=other) for other in others]
         works += [dist.isend(shard, group=group, group_dst=other) for other in others]
     context_of(group).num_messages += len(works)
@@ -185,7 +185,7 @@ def reduce_scatter(
     packed, result = tensor.new_zeros((len(sizes), *shape)), tensor.new_empty(shape)
     for slot, part in zip(packed.unbind(0), tensor.split(list(sizes), dim), strict=True):
         slot.narrow(dim, 0, part.size(dim)).copy_(part)
-    with accounting.as_one("reduce_scatter", tensor):
+    with accounting.as_one("reduce_scatter", tensor, group):
         work = _reduce_scatter_into(result, packed.flatten(0, 1), group=group, async_op=True)
 
     def finish() -> Tensor:
@@ -204,7 +204,7 @@ def _exchange_and_sum(
     """
     packed, received_sizes, sent_sizes = _packed_by_rank(tensor, group.rank(), dim, sizes)
     received = packed.new_empty(sum(received_sizes))
-    with accounting.as_one("reduce_scatter", tensor):
+    with accounting.as_one("reduce_scatter", tensor, group):
         work = dist.all_to_all_single(received, packed, received_sizes, sent_sizes, group=group, async_op=True)
     shape = (len(sizes), *tensor.shape[:dim], sizes[group.rank()], *tensor.shape[dim + 1 :])
 

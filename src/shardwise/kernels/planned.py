@@ -1,0 +1,152 @@
+"""The allocations of kernels on CUDA, for a plan that computes with fake CPU tensors (``dispatch.planning_for``).
+
+Each function of Triton's kernels has the name and the arguments of the original in ``loss_triton``,
+``elementwise_triton`` or ``norms_triton``, and returns tensors of the same sizes without values. ``Cuda`` does the same
+for attention, RMSNorm and dropout, which PyTorch computes on CUDA by kernels that keep other tensors for the backward
+than its operations on a CPU.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+
+from shardwise.kernels.loss_reference import compute_dtype
+
+
+def row_statistics(logits: Tensor, target_local: Tensor, *, want_sum: bool = False, **options: Any) -> Tensor:
+    """As ``loss_reference.row_statistics``."""
+    return logits.new_empty(logits.size(0), 4 if want_sum else 3, dtype=compute_dtype(logits.dtype))
+
+
+def gradient_(*tensors: Any, **options: Any) -> None:
+    """As ``loss_reference.gradient_``, which allocates nothing."""
+
+
+def swiglu(inner: Tensor) -> Tensor:
+    """As ``elementwise.swiglu``."""
+    return inner.new_empty(*inner.shape[:-1], inner.size(-1) // 2)
+
+
+def swiglu_gradient(inner: Tensor, grad_output: Tensor) -> Tensor:
+    """The gradient of ``swiglu``'s input."""
+    return inner.new_empty(inner.shape)
+
+
+def rotate(input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backwards: bool) -> Tensor:
+    """As ``elementwise.rotate``."""
+    return input_.new_empty(input_.shape)
+
+
+def split_and_rotate(
+    mixed: Tensor, cos: Tensor, sin: Tensor, per_group: int, head_dim: int, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``elementwise.split_and_rotate``."""
+    s, b, rows = mixed.shape
+    groups = rows // (head_dim * (per_group + 2))
+    query, key, value = (mixed.new_empty(s, b, heads, head_dim) for heads in (groups * per_group, groups, groups))
+    return query, key, value
+
+
+def split_and_rotate_gradient(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+) -> Tensor:
+    """The gradient of ``split_and_rotate``'s input."""
+    s, b, _, head_dim = key.shape
+    return query.new_empty(s, b, (query.size(2) + 2 * key.size(2)) * head_dim)
+
+
+def add_rms_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum, its norm, and a number for each row."""
+    total, normed = (residual.new_empty(residual.shape) for _ in range(2))
+    return total, normed, residual.new_empty(residual.shape[:-1].numel(), dtype=compute_dtype(residual.dtype))
+
+
+def add_rms_norm_gradient(
+    total: Tensor, weight: Tensor, scale: Tensor, grad_normed: Tensor, grad_total: Tensor | None, *, needs_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of either term of the sum and of the weight."""
+    return torch.empty_like(total), torch.empty_like(weight) if needs_weight else None
+
+
+class Cuda(TorchFunctionMode):
+    """Attention, RMSNorm and dropout keep what PyTorch's kernels on CUDA keep for the backward.
+
+    Args:
+        count_flops: called with the floating-point operations of each attention and of its backward.
+    """
+
+    def __init__(self, count_flops: Callable[[int], None]) -> None:
+        super().__init__()
+        self._count_flops = count_flops
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # In fp64 CUDA has explicit products only.
+        if func is F.scaled_dot_product_attention and args[0].dtype != torch.float64:
+            return _Attention.apply(*args[:3], kwargs.get("attn_mask"), self._count_flops)
+        if func is F.rms_norm:
+            return _RMSNorm.apply(args[0], args[2] if len(args) > 2 else kwargs.get("weight"))
+        if func is F.dropout and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0:
+            return _Dropout.apply(args[0])
+        return func(*args, **kwargs)
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        count_flops: Callable[[int], None],
+    ) -> Tensor:
+        # Flash attention's output lies by tokens, as its queries do.
+        output = torch.empty_like(query)
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums, mask)
+        # As PyTorch's counter: two products, each of all queries with all keys.
+        ctx.count_flops, ctx.flops = count_flops, 4 * query.numel() * key.size(2)
+        count_flops(ctx.flops)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value, *_ = ctx.saved_tensors
+        # Five products, of which one repeats the forward's.
+        ctx.count_flops(ctx.flops * 5 // 2)
+        # Gradients of grouped keys and values are made for each query, and summed.
+        wide = (torch.empty_like(query) for _ in range(2)) if key.size(1) < query.size(1) else ()
+        held = list(wide)
+        gradients = tuple(torch.empty_like(each) for each in (query, key, value))
+        del held
+        return *gradients, None, None
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, weight: Tensor | None) -> Tensor:
+        scale = input_.new_empty(*input_.shape[:-1], 1, dtype=compute_dtype(input_.dtype))
+        ctx.save_for_backward(input_, weight, scale)
+        return torch.empty_like(input_)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        input_, weight, _ = ctx.saved_tensors
+        return torch.empty_like(input_), None if weight is None else torch.empty_like(weight)
+
+
+class _Dropout(Function):
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor) -> Tensor:
+        ctx.save_for_backward(input_.new_empty(input_.shape, dtype=torch.bool))
+        return torch.empty_like(input_)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return torch.empty_like(gradient)

@@ -1,0 +1,95 @@
+"""Advice for a run that is out of memory: its plan, and the smallest change of settings that fits."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from dataclasses import replace
+from itertools import groupby
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.run.plan.fit import fitted, layouts, micro_batch_sizes
+from shardwise.run.plan.plan import make_plan
+from shardwise.run.plan.rehearsal import Rehearsals
+from shardwise.run.plan.report import plan_as_table
+from shardwise.run.plan.workload import Mesh, Workload, mesh_of, workload_of
+from shardwise.run.wording import shown_bytes
+
+# The rest is for memory outside of the plan, and for fragmentation.
+_USABLE = 0.9
+
+
+def print_advice() -> None:
+    """Read a run from the standard input, as ``Shortage`` writes it, and print the advice."""
+    settings, model, device_type, world_size, available = pickle.loads(sys.stdin.buffer.read())
+    try:
+        workload = replace(workload_of(settings, model), device_type=device_type)
+        print(advice(workload, mesh_of(settings, world_size), available))
+    except ShardwiseError as error:
+        print(f"There is no plan of it: {error}")
+
+
+def advice(workload: Workload, mesh: Mesh, available: int) -> str:
+    """The plan of a run, and the smallest change with which it fits into ``available`` bytes (0 if unknown)."""
+    plan = make_plan(workload, mesh)
+    table, usable = plan_as_table(plan), int(_USABLE * available)
+    if not usable:
+        return f"{table}\nshardwise plan ... --fit MEMORY lists the layouts that fit (docs/memory.md)."
+    if plan.worst.total <= usable:
+        return (
+            f"{table}\nBy the plan {shown_bytes(usable)} are enough: look for what else takes memory on this machine, "
+            "or use a smaller --training.micro-batch-size."
+        )
+    return f"{table}\n{_smallest_change(workload, mesh, usable)}"
+
+
+def _smallest_change(workload: Workload, mesh: Mesh, usable: int) -> str:
+    rehearsals = Rehearsals(workload, estimates=True)
+    others = {
+        replace(other, micro_batch_size=samples)
+        for like in (mesh, mesh.without_recomputation)
+        for other in layouts(workload, [mesh.world_size], 8, like)
+        for given in (mesh.micro_batch_size, None)
+        for samples in micro_batch_sizes(workload, other, given)
+    }
+    # Few changes first: the first number of changes with a layout that fits is enough.
+    for _, group in groupby(
+        sorted(others, key=lambda other: _cost(mesh, other)), key=lambda other: _cost(mesh, other)[0]
+    ):
+        found = [choice for other in group if (choice := fitted(rehearsals, other, usable)) is not None]
+        if found:
+            nearest = min(
+                found, key=lambda choice: (*choice.order[:1], -choice.plan.mesh.micro_batch_size, *choice.order[1:])
+            )
+            flags = " ".join(changes(mesh, nearest.plan.mesh))
+            return f"The smallest change that fits, with {shown_bytes(nearest.plan.worst.total)}: {flags}"
+    return (
+        f"No layout of {mesh.world_size} ranks needs as little as {shown_bytes(usable)} of each; use more ranks, "
+        "shorter samples or a smaller model."
+    )
+
+
+def _cost(before: Mesh, after: Mesh) -> tuple[int, int]:
+    return len(changes(before, after)), -after.micro_batch_size
+
+
+def changes(before: Mesh, after: Mesh) -> list[str]:
+    """The flags that turn one mesh into the other."""
+    flags = [
+        f"--{name} {getattr(after, name)}"
+        for name in ("tp", "pp", "zero")
+        if getattr(before, name) != getattr(after, name)
+    ]
+    if before.splits_sequence != after.splits_sequence:
+        flags.append("--sequence-parallel" if after.splits_sequence else "--parallel.no-sequence-parallel")
+    if before.shards_fully != after.shards_fully:
+        flags.append("--fsdp" if after.shards_fully else "--parallel.no-fsdp")
+    recomputation = after.recomputation
+    # Compare as text: the settings and the layouts of plans have different classes.
+    if str(before.recomputation) != str(recomputation):
+        is_selective = recomputation.granularity == "selective"
+        modules = f" --recompute.modules {' '.join(recomputation.modules)}" if is_selective else ""
+        flags.append(f"--recompute.granularity {recomputation.granularity}{modules}")
+    if before.micro_batch_size != after.micro_batch_size:
+        flags.append(f"--training.micro-batch-size {after.micro_batch_size}")
+    return flags

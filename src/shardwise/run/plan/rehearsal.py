@@ -1,0 +1,605 @@
+"""One rank of a run on fake tensors: its model, its optimizer and a step, with the memory of each part of the step.
+
+The process group is PyTorch's ``fake`` one, so that this process is any rank of any number. The model, the trainer and
+the pipeline are those of a run. Of layers that are alike, three of a run are computed and the middle one counts for the
+rest; of micro-batches, as many as a schedule needs to repeat itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import math
+from collections import Counter
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import Parameter
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardwise.core.sharding import stage_layers
+from shardwise.core.sharding.balanced import local_rows
+from shardwise.core.topology import Groups, Topology
+from shardwise.kernels.dispatch import planning_for
+from shardwise.models.description import ModelChunks
+from shardwise.models.transformer.block import only_layers, spans_of
+from shardwise.models.transformer_model import TransformerModel
+from shardwise.nn.replicated import named_param_layouts
+from shardwise.run.plan.timeline import Segment, Timeline, address, joined, read_at_once
+from shardwise.run.plan.workload import Mesh, Workload
+from shardwise.training.optimizer.optimizer import ShardedOptimizer
+from shardwise.training.pipeline.schedules import Action, Kind, make_schedule
+from shardwise.training.pipeline.stage import hidden_shape
+from shardwise.training.trainer import Trainer
+
+# Spans of layers that may alternate, as local and global attention do.
+_LONGEST_PERIOD = 8
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """The bytes that one rank holds from step to step.
+
+    Attributes:
+        weights: parameters; with zero in buffers.
+        gradients: in their buffers, or as the backward makes them.
+        masters: fp32 copies of parameters in 16 bits.
+        optimizer: its state of each parameter.
+        others: buffers of the model, and a teacher.
+    """
+
+    weights: int
+    gradients: int
+    masters: int
+    optimizer: int
+    others: int
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What the layers of a rank have together, without their activations.
+
+    Attributes:
+        num_parameters: parameters of this rank, before FSDP splits them.
+        state: bytes from step to step.
+        makes_gradients: the backward of the first micro-batch allocates the gradients.
+        owned: elements that each data-parallel rank updates, with ZeRO; else empty.
+        ends: the sums of gradients and the update, at the end of a step.
+    """
+
+    num_parameters: int
+    state: StateBytes
+    makes_gradients: bool
+    owned: tuple[int, ...]
+    ends: tuple[Segment, ...]
+
+    def plus(self, one: _Whole, two: _Whole, times: int) -> _Whole:
+        """This one with ``times`` times the difference between two others."""
+
+        def more(own: int, first: int, second: int) -> int:
+            return own + times * (second - first)
+
+        def longer(own: Segment, first: Segment, second: Segment) -> Segment:
+            sent = Counter({key: more(own.sent[key], first.sent[key], second.sent[key]) for key in own.sent})
+            return dataclasses.replace(own, peak=more(own.peak, first.peak, second.peak), sent=sent)
+
+        state = {
+            name: more(value, vars(one.state)[name], vars(two.state)[name]) for name, value in vars(self.state).items()
+        }
+        number = more(self.num_parameters, one.num_parameters, two.num_parameters)
+        ends = tuple(map(longer, self.ends, one.ends, two.ends))
+        return dataclasses.replace(self, num_parameters=number, state=StateBytes(**state), ends=ends)
+
+
+@dataclass(frozen=True)
+class Rehearsed(StateBytes):
+    """A rank's step.
+
+    Attributes:
+        num_parameters: parameters of this rank, before FSDP splits them.
+        parts: layers of each chunk, counted from 0.
+        makes_gradients: the backward of the first micro-batch allocates the gradients.
+        owned: elements that each data-parallel rank updates, with ZeRO; else empty.
+        segments: the step in order: what the rank does, each with its peak.
+        kept: the most bytes that the forwards of a step keep for backwards at one time.
+        in_flight: the most micro-batches whose activations are held at one time, counted once per chunk.
+    """
+
+    num_parameters: int
+    parts: tuple[range, ...]
+    makes_gradients: bool
+    owned: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    kept: int
+    in_flight: int
+
+
+class Rehearsals:
+    """Rehearses ranks of a workload, and remembers what ranks and layouts have in common.
+
+    Args:
+        workload: the model and its training.
+        estimates: count the state of layers that are alike as that of one of them times their number, which is wrong by
+            the padding between parameters of a buffer; False builds all layers of a rank.
+    """
+
+    def __init__(self, workload: Workload, *, estimates: bool = False) -> None:
+        self.workload = workload
+        self._estimates = estimates
+        self._profiles: dict[Hashable, Profiles] = {}
+        self._wholes: dict[Hashable, _Whole] = {}
+        self._shapes: dict[Hashable, Hashable] = {}
+
+    @cached_property
+    def whole_model(self) -> tuple[int, list[int]]:
+        """The number of parameters of the model, tied weights once, and a number for the kind of each layer."""
+        mesh = Mesh()
+        with _pretended(self.workload.at(mesh), mesh, 0) as (groups, _):
+            (model,) = _chunks_of(self.workload.at(mesh).build(groups))
+        kinds: dict[Hashable, int] = {}
+        numbers = [kinds.setdefault(_kind(layer), len(kinds)) for layer in model.block.layers]
+        return sum(param.numel() for param in model.parameters()), numbers
+
+    def shapes(self, mesh: Mesh, tp_rank: int) -> Hashable:
+        """Shapes that may differ between tensor-parallel ranks: of the weights of a layer and of the hidden states."""
+        key = mesh.tp, tp_rank, mesh.splits_sequence
+        if key not in self._shapes:
+            alone = Mesh(tp=mesh.tp, sequence_parallel=mesh.sequence_parallel, micro_batch_size=mesh.micro_batch_size)
+            workload = self.workload.at(alone)
+            with _pretended(workload, alone, tp_rank) as (groups, _), only_layers((0,)):
+                (model,) = _chunks_of(workload.build(groups))
+                rows = hidden_shape(model.config, workload.settings.sequence_length, 1, tp_group=groups.tp)
+            self._shapes[key] = rows, tuple(tuple(param.shape) for param in model.parameters())
+        return self._shapes[key]
+
+    def of(self, mesh: Mesh, rank: int) -> Rehearsed:
+        """Rehearse a step of a rank of a mesh.
+
+        Raises:
+            ConfigError: as the run.
+        """
+        workload, few = self.workload.at(mesh), _few_micro_batches(mesh, self.workload)
+        stage, tp_rank = rank // (mesh.tp * mesh.dp), rank % mesh.tp
+        _, kinds = self.whole_model
+        parts = stage_layers(len(kinds), mesh.pp, num_chunks=mesh.virtual_stages)[stage]
+        spans = [list(spans_of(part, mesh.recomputation)) for part in parts]
+        short = [
+            _shortened([(tuple(kinds[index] for index in layers), again) for layers, again in row]) for row in spans
+        ]
+        kept = [[row[place] for place in places] for row, (places, _) in zip(spans, short, strict=True)]
+        once = {index for row in kept for layers, _ in row for index in layers}
+        repeated = [each for places, repeats in short for each in _repeated(places, repeats)]
+        more = {
+            index
+            for row, (places, repeats) in zip(spans, short, strict=True)
+            for place, length, _ in _repeated(places, repeats)
+            for layers, _ in row[place + length : place + 2 * length]
+            for index in layers
+        }
+        common = mesh.tp, self.shapes(mesh, tp_rank), mesh.pp > 1, mesh.fsdp, mesh.splits_sequence
+        common = *common, stage == 0, stage == mesh.pp - 1
+        kinds_of_parts = tuple(tuple(kinds[index] for index in part) for part in parts)
+        whole_key = *common, mesh.dp, mesh.zero, rank // mesh.tp % mesh.dp, kinds_of_parts
+        alike = tuple(tuple((tuple(kinds[index] for index in layers), again) for layers, again in row) for row in kept)
+        dp = mesh.dp if mesh.fsdp else mesh.dp > 1
+        step_key = *common, dp, mesh.micro_batch_size, mesh.recomputation, mesh.schedule, few, alike
+        with _pretended(workload, mesh, rank) as (groups, timeline):
+            if whole_key not in self._wholes:
+
+                def whole(numbers: Container[int] | None) -> _Whole:
+                    with only_layers(numbers) if numbers is not None else contextlib.nullcontext():
+                        return _whole(workload, groups, timeline, workload.build(groups))
+
+                times = {number for *_, number in repeated}
+                if self._estimates and len(times) == 1:
+                    one, two = whole(once), whole(once | more)
+                    self._wholes[whole_key] = one.plus(one, two, times.pop() - 1)
+                else:
+                    self._wholes[whole_key] = whole(None)
+            if step_key not in self._profiles:
+                with only_layers(once):
+                    model = workload.build(groups)
+                segments = _step(workload, mesh, groups, timeline, model, few)
+                self._profiles[step_key] = _profiles(segments, [repeats for _, repeats in short])
+        whole, profiles = self._wholes[whole_key], self._profiles[step_key]
+        segments, held, in_flight = _walk(profiles, mesh, workload, few, stage)
+        return Rehearsed(
+            **vars(whole.state),
+            num_parameters=whole.num_parameters,
+            parts=tuple(parts),
+            makes_gradients=whole.makes_gradients,
+            owned=whole.owned,
+            segments=(*segments, *whole.ends),
+            kept=held,
+            in_flight=in_flight,
+        )
+
+
+@contextlib.contextmanager
+def _pretended(workload: Workload, mesh: Mesh, rank: int) -> Iterator[tuple[Groups, Timeline]]:
+    """Be one rank of a mesh, with fake tensors that stand for tensors of the device of the plan."""
+    resize = torch.UntypedStorage.resize_
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)  # type: ignore[no-untyped-call]
+    try:
+        topology = Topology.create(tp=mesh.tp, pp=mesh.pp)
+        axes = {
+            str(topology.group(name).group_name): axis
+            for name, axis in (("embd", "pp"), ("dp", "dp"), ("pp", "pp"), ("tp", "tp"))
+            if name in topology and topology.size(name) > 1
+        }
+        timeline = Timeline(axes)
+
+        def resized(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            timeline.count(storage)
+            return result
+
+        with contextlib.ExitStack() as stack:
+            for owner, name, stand_in in (
+                (FakeTensor, "tolist", read_at_once),
+                (FakeTensor, "data_ptr", address),
+                (torch.UntypedStorage, "resize_", resized),
+            ):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, stand_in)
+            stack.enter_context(planning_for(workload.device_type))
+            if workload.device_type == "cuda":
+                from shardwise.kernels.planned import Cuda
+
+                stack.enter_context(Cuda(timeline.count_flops))
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(timeline)
+            yield Groups.of(topology), timeline
+    finally:
+        dist.destroy_process_group()
+
+
+def _chunks_of(model: TransformerModel | ModelChunks) -> list[TransformerModel]:
+    return list(model) if isinstance(model, ModelChunks) else [model]  # type: ignore[arg-type]
+
+
+def _whole(workload: Workload, groups: Groups, timeline: Timeline, model: TransformerModel | ModelChunks) -> _Whole:
+    """The state of a rank, and what it does after the last backward of a step."""
+    number = sum(param.numel() for param in dict.fromkeys(model.parameters()))
+    trainer = Trainer(workload.settings, model, groups, workload.objective(groups))
+    made = _make_state(trainer.optimizer, model, groups.tp.size())
+    seen: set[int] = set()
+
+    def bytes_of(tensors: Iterable[Tensor | None]) -> int:
+        total = 0
+        for tensor in tensors:
+            for part in () if tensor is None else _plain(tensor):
+                storage = part.untyped_storage()
+                if storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    total += storage.nbytes()
+        return total
+
+    trained = [param for param in model.parameters() if param.requires_grad]
+    weight_of: Callable[[Parameter], Tensor] = getattr(trainer.optimizer, "weight_of", lambda param: param)
+    weights = bytes_of(model.parameters())
+    gradients = bytes_of(getattr(param, "main_grad", None) for param in trained)
+    makes_gradients = gradients == 0 and bool(trained)
+    if makes_gradients:
+        gradients = sum(part.nbytes for param in trained for part in _plain(param))
+    masters = bytes_of(map(weight_of, trained))
+    optimizer = bytes_of(made)
+    teacher: nn.Module | None = getattr(trainer.objective, "teacher", None)
+    others = [*model.buffers(), *(() if teacher is None else (*teacher.parameters(), *teacher.buffers()))]
+    state = StateBytes(weights, gradients, masters, optimizer, bytes_of(others))
+    # A step without micro-batches has only what comes after them.
+    finish, update = trainer.gradients.finish, trainer.optimizer.step
+
+    def finished() -> None:
+        if makes_gradients:
+            for param in trained:
+                param.grad = torch.zeros_like(param)
+        timeline.mark("sums of gradients")
+        finish()
+
+    def updated() -> None:
+        timeline.mark("update")
+        update()
+
+    begin = trainer.gradients.begin
+    trainer.gradients.begin = lambda number: begin(1)  # type: ignore[method-assign]
+    trainer._pipeline, place = None, len(timeline.segments)
+    trainer.gradients.finish, trainer.optimizer.step = finished, updated  # type: ignore[method-assign]
+    trainer.step(0, [])
+    trainer.wait_for_weights()
+    timeline.mark(None)
+    ends = tuple(segment for _, segment in timeline.segments[place:])
+    owned: tuple[int, ...] = ()
+    if trainer.zero is not None:
+        intervals = [share.intervals for share in trainer.zero.parameters.shares.values()]
+        owned = tuple(sum(stop - start for start, stop in each) for each in zip(*intervals, strict=True))
+    return _Whole(number, state, makes_gradients, owned, ends)
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that a tensor consists of: the rows of a sharded one, the codes of a quantised one."""
+    tensor = local_rows(tensor)
+    if type(tensor) not in (Tensor, Parameter, FakeTensor) and hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _plain(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _make_state(optimizer: ShardedOptimizer, model: nn.Module, tp: int) -> list[Tensor]:
+    """The optimizer's tensors, which are made here, before its first step."""
+    tensors: list[Tensor] = []
+    for _, param, layout in named_param_layouts(model, tp):
+        if param.requires_grad:
+            tensors += [tensor for tensor, _ in optimizer.state_of(param, layout).values()]
+    # The numbers of steps, which are no part of a checkpoint.
+    inner: Any = optimizer
+    while hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    states = getattr(getattr(inner, "_adamw", inner), "state", {})
+    tensors += [each for state in states.values() for each in state.values() if isinstance(each, Tensor)]
+    return tensors
+
+
+def _kind(module: nn.Module) -> Hashable:
+    """Equal for layers that compute alike."""
+    plain = (int, float, bool, str, torch.dtype, type(None))
+    parts: list[Hashable] = []
+    for name, each in module.named_modules():
+        values = tuple(
+            (key, value)
+            for key, value in sorted(vars(each).items())
+            if isinstance(value, plain) and key != "layer_number"
+        )
+        tensors = tuple(
+            (key, param.shape, param.dtype, param.requires_grad) for key, param in each.named_parameters(recurse=False)
+        )
+        parts.append((name, type(each), values, tensors))
+    return tuple(parts)
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _shortened(kinds: Sequence[Hashable]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The places to keep of a row of kinds, and ``(length, repeats)`` of the groups that these places make.
+
+    >>> _shortened("aaaaab")
+    ([0, 1, 4, 5], [(1, 1), (1, 3), (1, 1), (1, 1)])
+    >>> _shortened("lglglglgl")
+    ([0, 1, 2, 3, 6, 7, 8], [(2, 1), (2, 2), (2, 1), (1, 1)])
+    """
+    kept: list[int] = []
+    groups: list[tuple[int, int]] = []
+    place = 0
+    while place < len(kinds):
+        best, times = 1, 1
+        for period in range(1, _LONGEST_PERIOD + 1):
+            pattern, number = kinds[place : place + period], 1
+            while kinds[place + number * period : place + (number + 1) * period] == pattern:
+                number += 1
+            if number > 3 and number * period - 3 * period > times * best - 3 * best * (times > 3):
+                best, times = period, number
+        if times > 3:
+            last = place + (times - 1) * best
+            kept += [*range(place, place + 2 * best), *range(last, last + best)]
+            groups += [(best, 1), (best, times - 2), (best, 1)]
+        else:
+            kept.append(place)
+            groups.append((1, 1))
+        place += best * times
+    return kept, groups
+
+
+def _repeated(kept: Sequence[int], groups: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """First place, length and repeats of each group that stands for more than itself."""
+    start = 0
+    for length, times in groups:
+        if times > 1:
+            yield kept[start], length, times
+        start += length
+
+
+def _step(
+    workload: Workload,
+    mesh: Mesh,
+    groups: Groups,
+    timeline: Timeline,
+    model: TransformerModel | ModelChunks,
+    micro_batches: int,
+) -> list[tuple[Label, Segment]]:
+    """The parts of a step up to the last backward, without sums over data-parallel ranks but those of FSDP."""
+    trainer = Trainer(workload.settings, model, groups, workload.objective(groups))
+    _make_state(trainer.optimizer, model, groups.tp.size())
+    batches = [workload.batch(mesh.micro_batch_size, trainer._needs_lengths) for _ in range(micro_batches)]
+    place = len(timeline.segments)
+    _watch(trainer, _chunks_of(model), timeline)
+    # Models of before are freed now, and not while a part of the step is measured.
+    gc.collect()
+    gc.disable()
+    try:
+        timeline.mark(("begin", 0, 0, 0))
+        trainer.step(0, batches)
+        timeline.mark(None)
+    finally:
+        gc.enable()
+    return [(label, segment if mesh.fsdp else segment.without("dp")) for label, segment in timeline.segments[place:]]
+
+
+def _few_micro_batches(mesh: Mesh, workload: Workload) -> int:
+    """The first, a middle and the last, or more where a schedule takes them in groups."""
+    number = mesh.num_micro_batches(workload)
+    if mesh.pp > 1 and mesh.schedule == "interleaved":
+        return min(number, mesh.pp * math.ceil(3 / mesh.pp))
+    return min(number, 3)
+
+
+_FORWARD, _BACKWARD, _WEIGHTS = "forward", "backward", "weight gradients"
+_NAMES = {
+    Kind.FORWARD: _FORWARD,
+    Kind.BACKWARD: _BACKWARD,
+    Kind.INPUT_GRADIENT: _BACKWARD,
+    Kind.WEIGHT_GRADIENT: _WEIGHTS,
+}
+
+# What is done, with which micro-batch and chunk, and before which span of its layers (of a backward, after which).
+Label = tuple[str, int, int, int]
+
+
+def _watch(trainer: Trainer, chunks: Sequence[TransformerModel], timeline: Timeline) -> None:
+    """Mark each action of a step, and in it each span of layers."""
+    current: list[Label] = [("begin", 0, 0, 0)]
+
+    def begin(label: Label) -> None:
+        current[0] = label
+        timeline.mark(label)
+
+    def before_action(action: Action) -> None:
+        begin((_NAMES[action.kind], action.micro_batch, action.chunk, 0))
+
+    def before_forward(*_: Any) -> None:
+        # Without a pipeline a micro-batch's backward follows its forward.
+        if not _in_backward():
+            number = current[0][1] + 1 if current[0][0] == _BACKWARD else 0
+            begin((_FORWARD, number, 0, 0))
+
+    if trainer._pipeline is not None:
+        trainer._pipeline.before_action = before_action
+    else:
+        chunks[0].register_forward_pre_hook(before_forward)
+    for number, chunk in enumerate(chunks):
+        last = sum(1 for _ in spans_of(list(chunk.block.layers), chunk.block._recompute))
+        chunk.block.before_span = _Spans(number, last, current, begin)
+    finish = trainer.gradients.finish
+
+    def finished() -> None:
+        timeline.mark(None)
+        finish()
+
+    trainer.gradients.finish = finished  # type: ignore[method-assign]
+
+
+@dataclass
+class _Spans:
+    """Marks the spans of a chunk's layers, in the forward and in the backward.
+
+    Attributes:
+        chunk: number of the chunk.
+        last: number of its spans.
+        current: label of the current segment.
+        begin: begins a segment.
+    """
+
+    chunk: int
+    last: int
+    current: list[Label]
+    begin: Callable[[Label], None]
+
+    def __post_init__(self) -> None:
+        self._place = 0
+
+    def __call__(self, hidden: Tensor) -> None:
+        if _in_backward() or not torch.is_grad_enabled():
+            return
+        place, self._place = self._place, (self._place + 1) % (self.last + 1)
+        _, micro_batch, _, _ = self.current[0]
+        self.begin((_FORWARD, micro_batch, self.chunk, place + 1))
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self._after(gradient, micro_batch, place))
+
+    def _after(self, gradient: Tensor, micro_batch: int, place: int) -> Tensor:
+        self.begin((_BACKWARD, micro_batch, self.chunk, self.last + 1 - place))
+        return gradient
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+# A segment of each action by name, micro-batch and chunk, and the others by name.
+Profiles = dict[tuple[str, int, int], Segment]
+
+
+def _profiles(segments: Sequence[tuple[Label, Segment]], repeats: Sequence[Sequence[tuple[int, int]]]) -> Profiles:
+    """Each action as one segment, with every layer that was left out."""
+    by_action: dict[tuple[str, int, int], dict[int, list[Segment]]] = {}
+    for (name, micro_batch, chunk, place), segment in segments:
+        by_action.setdefault((name, micro_batch, chunk), {}).setdefault(place, []).append(segment)
+    profiles: Profiles = {}
+    for key, places in by_action.items():
+        name, _, chunk = key
+        groups = list(repeats[chunk])
+        if name == _BACKWARD:
+            groups.reverse()
+        # What comes before the first span, the spans, and what comes after the last.
+        row = joined(places.pop(0, []))
+        start = 1
+        for length, times in groups if places else ():
+            group = [joined(places.pop(start + offset, [])) for offset in range(length)]
+            row = row.then(joined(group).times(times))
+            start += length
+        for place in sorted(places):
+            row = row.then(joined(places[place]))
+        profiles[key] = Segment(name, row.peak, row.net, row.flops, row.sent, f"{name}: {row.at}" if row.at else name)
+    return profiles
+
+
+def _walk(profiles: Profiles, mesh: Mesh, workload: Workload, few: int, stage: int) -> tuple[list[Segment], int, int]:
+    """All segments of a step of all micro-batches; the most bytes that forwards keep, and micro-batches in flight."""
+    number = mesh.num_micro_batches(workload)
+
+    def profile(name: str, micro_batch: int, chunk: int) -> Segment:
+        # The first, the last, or one between them.
+        like = 0 if micro_batch == 0 else few - 1 if micro_batch == number - 1 else min(1, few - 1)
+        return profiles.get((name, like, chunk), Segment(name))
+
+    # A middle micro-batch leaves nothing: messages that are still on their way are those of a few micro-batches.
+    for chunk in range(mesh.virtual_stages):
+        names = [name for name in (_FORWARD, _BACKWARD, _WEIGHTS) if (name, 1, chunk) in profiles]
+        left = sum(profiles[name, 1, chunk].net for name in names)
+        if names:
+            last = profiles[names[-1], 1, chunk]
+            profiles = profiles | {(names[-1], 1, chunk): dataclasses.replace(last, net=last.net - left)}
+    row = [profiles.get(("begin", 0, 0), Segment("begin"))]
+    held = most = flight = most_in_flight = 0
+    # Schedules repeat themselves once all stages are at work.
+    shown = min(number, 4 * mesh.pp * mesh.virtual_stages) if mesh.pp > 1 else few
+    if mesh.pp == 1:
+        actions = [Action(kind, each) for each in range(shown) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    else:
+        actions = list(make_schedule(mesh.schedule, mesh.pp, shown, mesh.virtual_stages).actions[stage])
+    splits = any(action.kind is Kind.WEIGHT_GRADIENT for action in actions)
+    for action in actions:
+        micro_batch = number - 1 if action.micro_batch == shown - 1 else action.micro_batch
+        segment = profile(_NAMES[action.kind], micro_batch, action.chunk)
+        row.append(segment)
+        if action.kind is Kind.FORWARD:
+            held, flight = held + segment.net, flight + 1
+        elif action.kind is Kind.WEIGHT_GRADIENT or (action.kind is Kind.BACKWARD and not splits):
+            held, flight = held - profile(_FORWARD, micro_batch, action.chunk).net, flight - 1
+        most, most_in_flight = max(most, held), max(most_in_flight, flight)
+    if left := number - shown:
+        between = [
+            profile(name, 1, chunk) for chunk in range(mesh.virtual_stages) for name in (_FORWARD, _BACKWARD, _WEIGHTS)
+        ]
+        if mesh.pp > 1 and mesh.schedule == "gpipe":
+            # All forwards come before the first backward.
+            row[shown:shown] = [profile(_FORWARD, 1, 0).times(left)]
+            row += [profile(_BACKWARD, 1, 0).times(left)]
+            most, most_in_flight = most + left * profile(_FORWARD, 1, 0).net, most_in_flight + left
+        else:
+            row.append(joined(between, "micro-batches").times(left))
+    return row, most, most_in_flight

@@ -1,0 +1,195 @@
+"""The memory of a rehearsed step over time: storages that fake tensors have, as they come and go."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from shardwise.core.communication.accounting import CollectiveCounter
+
+_aten: Any = torch.ops.aten
+_c10d: Any = torch.ops.c10d
+
+
+class Sent(NamedTuple):
+    """A collective or a message of a rank.
+
+    Attributes:
+        axis: name of the group, such as ``"tp"``.
+        name: name of the collective, or ``"send"``.
+        num_bytes: bytes that the rank contributes.
+    """
+
+    axis: str
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a step.
+
+    Attributes:
+        place: what the rank does then, for people.
+        peak: the most bytes above those at its start.
+        net: bytes at its end above those at its start.
+        flops: floating-point operations of its matrix products and attention.
+        sent: number of calls of each collective.
+        at: ``place`` of the part in which the peak is reached.
+    """
+
+    place: str
+    peak: int = 0
+    net: int = 0
+    flops: int = 0
+    sent: Counter[Sent] = field(default_factory=Counter)
+    at: str = ""
+
+    def then(self, other: Segment) -> Segment:
+        """This segment, followed by another."""
+        later = self.net + other.peak
+        return Segment(
+            self.place,
+            max(self.peak, later),
+            self.net + other.net,
+            self.flops + other.flops,
+            self.sent + other.sent,
+            self.at or self.place if self.peak >= later else other.at or other.place,
+        )
+
+    def without(self, axis: str) -> Segment:
+        """This segment without the collectives of an axis."""
+        return replace(self, sent=Counter({each: count for each, count in self.sent.items() if each.axis != axis}))
+
+    def times(self, number: int) -> Segment:
+        """This segment ``number`` times in a row."""
+        if number == 0:
+            return Segment(self.place)
+        sent = Counter({each: count * number for each, count in self.sent.items()})
+        peak = self.peak + max(0, (number - 1) * self.net)
+        return Segment(self.place, peak, number * self.net, number * self.flops, sent, self.at)
+
+
+def joined(segments: list[Segment], place: str = "") -> Segment:
+    """Segments in a row as one."""
+    total = Segment(place or (segments[0].place if segments else ""))
+    for segment in segments:
+        total = total.then(segment)
+    return total
+
+
+class Timeline(TorchDispatchMode):
+    """Counts the bytes of all storages that operations inside the block return, the collectives and the operations.
+
+    Enter it inside ``FakeTensorMode``. A number that the host reads is 0, tensors that
+    it compares are equal, and elements that it looks for are everywhere.
+
+    Args:
+        axes: by name of a process group, the name of its axis.
+
+    Attributes:
+        live: bytes of the storages that exist.
+        segments: ``(label, segment)`` of each part of a step, cut by ``mark``.
+    """
+
+    def __init__(self, axes: dict[str, str]) -> None:
+        super().__init__()
+        self.live = 0
+        self.segments: list[tuple[Any, Segment]] = []
+        self._axes = axes
+        self._sizes: dict[int, int] = {}
+        self._counter = CollectiveCounter()
+        self._label: Any = None
+        self._begin(None)
+
+    def __enter__(self) -> Timeline:
+        self._counter.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._counter.__exit__(*exception)
+
+    def mark(self, label: Any) -> None:
+        """End the current segment and begin one with this label; None begins a part that is not recorded."""
+        if self._label is not None:
+            sent = Counter(self._sent)
+            sent += Counter(
+                Sent(self._axes.get(each.group, ""), each.name, each.num_bytes) for each in self._counter.launches
+            )
+            peak, net = self._peak - self._start, self.live - self._start
+            self.segments.append((self._label, Segment(str(self._label), peak, net, self._flops, sent)))
+        self._begin(label)
+
+    def _begin(self, label: Any) -> None:
+        self._label = label
+        self._start = self._peak = self.live
+        self._flops = 0
+        self._sent: list[Sent] = []
+        self._counter.launches.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default:
+            return False if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
+        if func is _aten.equal.default:
+            return True
+        if func is _aten.nonzero.default:
+            return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
+        if func is _c10d.send.default:
+            self._sent += [Sent("pp", "send", tensor.nbytes) for tensor in args[0]]
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            self._add(result)
+        elif isinstance(result, (list, tuple)):
+            for each in result:
+                if isinstance(each, Tensor):
+                    self._add(each)
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            # Options such as the dtype of a result do not count.
+            self.count_flops(count(*(arg for arg in args if isinstance(arg, Tensor)), out_val=result))
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        self.count(tensor.untyped_storage())
+
+    def count_flops(self, number: int) -> None:
+        """Add floating-point operations to the current segment."""
+        self._flops += number
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, or its new size."""
+        key = storage._cdata
+        size = storage.nbytes()
+        held = self._sizes.get(key)
+        if held is None:
+            weakref.finalize(storage, self._remove, key)
+        elif held == size:
+            return
+        self._sizes[key] = size
+        self.live += size - (held or 0)
+        self._peak = max(self._peak, self.live)
+
+    def _remove(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+
+def read_at_once(tensor: FakeTensor) -> Any:
+    """``tolist`` of a tensor without values: zeros."""
+    return np.zeros(tuple(tensor.shape), {torch.bool: bool, torch.int64: int}.get(tensor.dtype, float)).tolist()
+
+
+def address(tensor: FakeTensor) -> int:
+    """``data_ptr`` of a tensor without memory: a number that tells which views begin at the same element."""
+    return int(tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize)
