@@ -8,18 +8,24 @@ any other value is an error.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
+import pickle
 import re
+import resource
 import shutil
 import stat
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, ShardwiseError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _OWNED = re.compile(r"(?:\..+\.)?shardwise-[a-z]+-([0-9a-f]{8})-(\d+)-(\d+)-.*")
@@ -110,3 +116,55 @@ def check_switches() -> None:
     """Raise ConfigError unless each switch is 0 or 1."""
     for name in _ON_IF_NOT_SET:
         is_on(name)
+
+
+_ANSWER = "from shardwise.core.processes import answer_call; answer_call()"
+
+
+def call_in_fresh_process(function: str, *args: Any, timeout: float | None = None) -> Any:
+    """Call a function in a new Python process, without this process's groups and limit of memory.
+
+    Args:
+        function: module and name, such as ``"shardwise.run.plan.plan:make_plan"``.
+        *args: picklable arguments.
+        timeout: seconds to wait.
+
+    Returns:
+        The result of the function.
+
+    Raises:
+        ShardwiseError: the function raised it.
+        RuntimeError: the process failed or did not end in time; with the last line that it printed.
+    """
+    request = pickle.dumps((list(sys.path), function, args))
+    options: dict[str, Any] = {"input": request, "capture_output": True, "timeout": timeout, "check": False}
+    try:
+        done = subprocess.run([sys.executable, "-c", _ANSWER], preexec_fn=_lift_limit, **options)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    if done.returncode:
+        raise RuntimeError((done.stderr.decode(errors="replace").strip() or "it printed nothing").splitlines()[-1])
+    succeeded, value = pickle.loads(done.stdout)
+    if not succeeded:
+        raise value
+    return value
+
+
+def answer_call() -> None:
+    """Answer ``call_in_fresh_process`` in the new process."""
+    path, function, args = pickle.load(sys.stdin.buffer)
+    sys.path[:] = path
+    with os.fdopen(os.dup(1), "wb") as answer:
+        # What the function prints is no part of the answer.
+        os.dup2(2, 1)
+        module, _, name = function.partition(":")
+        try:
+            result = True, getattr(importlib.import_module(module), name)(*args)
+        except ShardwiseError as error:
+            result = False, error
+        answer.write(pickle.dumps(result))
+
+
+def _lift_limit() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))

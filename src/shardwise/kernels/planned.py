@@ -86,6 +86,10 @@ class Cuda(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward:
+            # The mode is off while it handles a call, and a backward may recompute.
+            with self:
+                return torch.autograd.backward(*args, **kwargs)
         # In fp64 CUDA has explicit products only.
         if func is F.scaled_dot_product_attention and args[0].dtype != torch.float64:
             return _Attention.apply(*args[:3], kwargs.get("attn_mask"), self._count_flops)

@@ -202,8 +202,8 @@ class _Outputs:
         self.require_grad = any(tensor.requires_grad for tensor in tensors)
 
     def share_memory_with(self, tensors: Any) -> bool:
-        theirs = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)}
-        return any(storage.data_ptr() in theirs for storage in self.storages if storage.nbytes())
+        theirs = {leaf.untyped_storage()._cdata for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)}
+        return any(storage._cdata in theirs for storage in self.storages if storage.nbytes())
 
     def discard_(self) -> None:
         for storage in self.storages:

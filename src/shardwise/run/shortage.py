@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import pickle
 import re
 import resource
-import subprocess
-import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +15,7 @@ from pathlib import Path
 import torch
 
 from shardwise.core.errors import OutOfMemoryError, ShardwiseError
+from shardwise.core.processes import call_in_fresh_process
 from shardwise.models.description import ModelDescription
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import RunSettings
@@ -82,28 +80,11 @@ class Shortage:
     def _details(self) -> str:
         """The plan and the remedy, by a fresh process: this one is a rank, and short of memory."""
         facts = self.settings, self.model, self.ranks.device.type, self.ranks.world_size, self.available
-        program = "from shardwise.run.plan.advice import print_advice; print_advice()"
         try:
-            done = subprocess.run(
-                [sys.executable, "-c", program],
-                input=pickle.dumps(facts),
-                capture_output=True,
-                timeout=_SECONDS,
-                check=False,
-                preexec_fn=_lift_limit,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            return f"There is no plan of it ({type(error).__name__}). {_REMEDY}"
-        if done.returncode:
-            reason = (done.stderr.decode(errors="replace").strip() or "no message").splitlines()[-1]
-            return f"There is no plan of it ({reason}). {_REMEDY}"
-        return done.stdout.decode().strip()
-
-
-def _lift_limit() -> None:
-    """Take the system's limit of memory instead of this run's."""
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+            text: str = call_in_fresh_process("shardwise.run.plan.advice:advice", *facts, timeout=_SECONDS)
+        except (ShardwiseError, RuntimeError) as error:
+            return f"There is no plan of it ({error}). {_REMEDY}"
+        return text
 
 
 def available_memory(device: torch.device) -> int:

@@ -112,7 +112,7 @@ class TransformerBlock(HiddenToHidden):
         self.before_span: Callable[[Tensor], None] | None = None
         self._norm = arithmetic_of(tp_group).norm(tp_group, sequence_parallel=config.sequence_parallel)
         self.layers = nn.ModuleList()
-        own = range(config.num_layers) if layers is None else layers
+        own: Sequence[int] = range(config.num_layers) if layers is None else layers
         if (wanted := _built.get()) is not None:
             first = own[: self._recompute.num_layers]
             own, first = ([index for index in each if index in wanted] for each in (own, first))

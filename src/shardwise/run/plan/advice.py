@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import pickle
-import sys
 from dataclasses import replace
 from itertools import groupby
 
-from shardwise.core.errors import ShardwiseError
+from shardwise.models.description import ModelDescription
 from shardwise.run.plan.fit import fitted, layouts, micro_batch_sizes
 from shardwise.run.plan.plan import make_plan
 from shardwise.run.plan.rehearsal import Rehearsals
 from shardwise.run.plan.report import plan_as_table
 from shardwise.run.plan.workload import Mesh, Workload, mesh_of, workload_of
+from shardwise.run.settings import RunSettings
 from shardwise.run.wording import shown_bytes
 
 # The rest is for memory outside of the plan, and for fragmentation.
 _USABLE = 0.9
 
 
-def print_advice() -> None:
-    """Read a run from the standard input, as ``Shortage`` writes it, and print the advice."""
-    settings, model, device_type, world_size, available = pickle.loads(sys.stdin.buffer.read())
-    try:
-        workload = replace(workload_of(settings, model), device_type=device_type)
-        print(advice(workload, mesh_of(settings, world_size), available))
-    except ShardwiseError as error:
-        print(f"There is no plan of it: {error}")
+def advice(settings: RunSettings, model: ModelDescription, device_type: str, world_size: int, available: int) -> str:
+    """Return the plan of a run, and the smallest change with which it fits into memory.
 
+    Args:
+        settings: settings of the run.
+        model: description of its model.
+        device_type: device of the ranks.
+        world_size: number of ranks.
+        available: bytes that a rank may use; 0 if unknown.
 
-def advice(workload: Workload, mesh: Mesh, available: int) -> str:
-    """The plan of a run, and the smallest change with which it fits into ``available`` bytes (0 if unknown)."""
+    Raises:
+        ConfigError: the run cannot be planned.
+    """
+    workload, mesh = replace(workload_of(settings, model), device_type=device_type), mesh_of(settings, world_size)
     plan = make_plan(workload, mesh)
     table, usable = plan_as_table(plan), int(_USABLE * available)
     if not usable:

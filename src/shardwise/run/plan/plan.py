@@ -9,7 +9,10 @@ from functools import cached_property
 from os import PathLike
 from typing import Annotated, Any
 
+import torch.distributed as dist
+
 from shardwise.core.errors import ConfigError
+from shardwise.core.processes import call_in_fresh_process
 from shardwise.run.plan.rehearsal import Rehearsals, Rehearsed
 from shardwise.run.plan.timeline import Sent, joined
 from shardwise.run.plan.workload import Mesh, Workload, mesh_of, planned_workload
@@ -194,6 +197,10 @@ def make_plan(workload: Workload, mesh: Mesh, *, rank: int | None = None, rehear
     Raises:
         ConfigError: the model or the batch cannot be split so; no such rank.
     """
+    if dist.is_initialized():
+        # This process is a rank of something else.
+        plan: Plan = call_in_fresh_process("shardwise.run.plan.plan:plan_rank", workload, mesh, rank)
+        return plan
     mesh.check(workload)
     if rank is not None and not 0 <= rank < mesh.world_size:
         raise ConfigError(f"rank {rank} is not one of the {mesh.world_size} ranks, 0 to {mesh.world_size - 1}")
@@ -211,6 +218,11 @@ def make_plan(workload: Workload, mesh: Mesh, *, rank: int | None = None, rehear
             for stage in range(mesh.pp)
         ]
     return Plan(workload, mesh, rehearsals.whole_model[0], tuple(stages))
+
+
+def plan_rank(workload: Workload, mesh: Mesh, rank: int | None) -> Plan:
+    """``make_plan`` with positional arguments."""
+    return make_plan(workload, mesh, rank=rank)
 
 
 def _different(rehearsals: Rehearsals, mesh: Mesh) -> range:

@@ -12,7 +12,7 @@ import dataclasses
 import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,6 +29,7 @@ from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups, Topology
 from shardwise.kernels.dispatch import planning_for
 from shardwise.models.description import ModelChunks
+from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer.block import only_layers, spans_of
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import named_param_layouts
@@ -80,21 +81,19 @@ class _Whole:
     owned: tuple[int, ...]
     ends: tuple[Segment, ...]
 
-    def plus(self, one: _Whole, two: _Whole, times: int) -> _Whole:
-        """This one with ``times`` times the difference between two others."""
+    def towards(self, other: _Whole, times: int) -> _Whole:
+        """Add ``times`` times the difference to another one."""
 
-        def more(own: int, first: int, second: int) -> int:
-            return own + times * (second - first)
+        def more(own: int, further: int) -> int:
+            return own + times * (further - own)
 
-        def longer(own: Segment, first: Segment, second: Segment) -> Segment:
-            sent = Counter({key: more(own.sent[key], first.sent[key], second.sent[key]) for key in own.sent})
-            return dataclasses.replace(own, peak=more(own.peak, first.peak, second.peak), sent=sent)
+        def longer(own: Segment, further: Segment) -> Segment:
+            sent = Counter({key: more(own.sent[key], further.sent[key]) for key in own.sent})
+            return dataclasses.replace(own, peak=more(own.peak, further.peak), sent=sent)
 
-        state = {
-            name: more(value, vars(one.state)[name], vars(two.state)[name]) for name, value in vars(self.state).items()
-        }
-        number = more(self.num_parameters, one.num_parameters, two.num_parameters)
-        ends = tuple(map(longer, self.ends, one.ends, two.ends))
+        state = {name: more(value, vars(other.state)[name]) for name, value in vars(self.state).items()}
+        number = more(self.num_parameters, other.num_parameters)
+        ends = tuple(map(longer, self.ends, other.ends))
         return dataclasses.replace(self, num_parameters=number, state=StateBytes(**state), ends=ends)
 
 
@@ -166,50 +165,25 @@ class Rehearsals:
             ConfigError: as the run.
         """
         workload, few = self.workload.at(mesh), _few_micro_batches(mesh, self.workload)
-        stage, tp_rank = rank // (mesh.tp * mesh.dp), rank % mesh.tp
+        stage, tp_rank, dp_rank = rank // (mesh.tp * mesh.dp), rank % mesh.tp, rank // mesh.tp % mesh.dp
         _, kinds = self.whole_model
         parts = stage_layers(len(kinds), mesh.pp, num_chunks=mesh.virtual_stages)[stage]
-        spans = [list(spans_of(part, mesh.recomputation)) for part in parts]
-        short = [
-            _shortened([(tuple(kinds[index] for index in layers), again) for layers, again in row]) for row in spans
-        ]
-        kept = [[row[place] for place in places] for row, (places, _) in zip(spans, short, strict=True)]
-        once = {index for row in kept for layers, _ in row for index in layers}
-        repeated = [each for places, repeats in short for each in _repeated(places, repeats)]
-        more = {
-            index
-            for row, (places, repeats) in zip(spans, short, strict=True)
-            for place, length, _ in _repeated(places, repeats)
-            for layers, _ in row[place + length : place + 2 * length]
-            for index in layers
-        }
-        common = mesh.tp, self.shapes(mesh, tp_rank), mesh.pp > 1, mesh.fsdp, mesh.splits_sequence
-        common = *common, stage == 0, stage == mesh.pp - 1
-        kinds_of_parts = tuple(tuple(kinds[index] for index in part) for part in parts)
-        whole_key = *common, mesh.dp, mesh.zero, rank // mesh.tp % mesh.dp, kinds_of_parts
-        alike = tuple(tuple((tuple(kinds[index] for index in layers), again) for layers, again in row) for row in kept)
-        dp = mesh.dp if mesh.fsdp else mesh.dp > 1
-        step_key = *common, dp, mesh.micro_batch_size, mesh.recomputation, mesh.schedule, few, alike
+        short = [_Short.of(part, kinds, mesh.recomputation) for part in parts]
+        place = mesh.tp, self.shapes(mesh, tp_rank), mesh.splits_sequence, mesh.pp > 1, stage == 0, stage == mesh.pp - 1
+        of_parts = tuple(tuple(kinds[index] for index in part) for part in parts)
+        whole_key = *place, mesh.dp, dp_rank, mesh.zero, mesh.fsdp, of_parts
+        dp = mesh.dp if mesh.fsdp else min(mesh.dp, 2)
+        alike = tuple(each.kinds for each in short)
+        step_key = *place, dp, mesh.fsdp, mesh.micro_batch_size, mesh.recomputation, mesh.schedule, few, alike
         with _pretended(workload, mesh, rank) as (groups, timeline):
             if whole_key not in self._wholes:
-
-                def whole(numbers: Container[int] | None) -> _Whole:
-                    with only_layers(numbers) if numbers is not None else contextlib.nullcontext():
-                        return _whole(workload, groups, timeline, workload.build(groups))
-
-                times = {number for *_, number in repeated}
-                if self._estimates and len(times) == 1:
-                    one, two = whole(once), whole(once | more)
-                    self._wholes[whole_key] = one.plus(one, two, times.pop() - 1)
-                else:
-                    self._wholes[whole_key] = whole(None)
+                self._wholes[whole_key] = self._whole(workload, groups, timeline, short)
             if step_key not in self._profiles:
-                with only_layers(once):
-                    model = workload.build(groups)
-                segments = _step(workload, mesh, groups, timeline, model, few)
-                self._profiles[step_key] = _profiles(segments, [repeats for _, repeats in short])
-        whole, profiles = self._wholes[whole_key], self._profiles[step_key]
-        segments, held, in_flight = _walk(profiles, mesh, workload, few, stage)
+                with only_layers({layer for each in short for layer in each.layers}):
+                    labelled = _step(workload, mesh, groups, timeline, few)
+                self._profiles[step_key] = _profiles(labelled, [each.groups for each in short])
+        whole = self._wholes[whole_key]
+        segments, kept, in_flight = _walk(self._profiles[step_key], mesh, workload, few, stage)
         return Rehearsed(
             **vars(whole.state),
             num_parameters=whole.num_parameters,
@@ -217,16 +191,26 @@ class Rehearsals:
             makes_gradients=whole.makes_gradients,
             owned=whole.owned,
             segments=(*segments, *whole.ends),
-            kept=held,
+            kept=kept,
             in_flight=in_flight,
         )
+
+    def _whole(self, workload: Workload, groups: Groups, timeline: Timeline, short: Sequence[_Short]) -> _Whole:
+        times = {number for each in short for _, number in each.groups if number > 1}
+        if not self._estimates or len(times) != 1:
+            return _whole(workload, groups, timeline)
+        found = []
+        for more in ([], [layer for each in short for layer in each.once_more]):
+            with only_layers({*more, *(layer for each in short for layer in each.layers)}):
+                found.append(_whole(workload, groups, timeline))
+        return found[0].towards(found[1], times.pop() - 1)
 
 
 @contextlib.contextmanager
 def _pretended(workload: Workload, mesh: Mesh, rank: int) -> Iterator[tuple[Groups, Timeline]]:
     """Be one rank of a mesh, with fake tensors that stand for tensors of the device of the plan."""
     resize = torch.UntypedStorage.resize_
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
     try:
         topology = Topology.create(tp=mesh.tp, pp=mesh.pp)
         axes = {
@@ -265,8 +249,9 @@ def _chunks_of(model: TransformerModel | ModelChunks) -> list[TransformerModel]:
     return list(model) if isinstance(model, ModelChunks) else [model]  # type: ignore[arg-type]
 
 
-def _whole(workload: Workload, groups: Groups, timeline: Timeline, model: TransformerModel | ModelChunks) -> _Whole:
+def _whole(workload: Workload, groups: Groups, timeline: Timeline) -> _Whole:
     """The state of a rank, and what it does after the last backward of a step."""
+    model = workload.build(groups)
     number = sum(param.numel() for param in dict.fromkeys(model.parameters()))
     trainer = Trainer(workload.settings, model, groups, workload.objective(groups))
     made = _make_state(trainer.optimizer, model, groups.tp.size())
@@ -309,7 +294,8 @@ def _whole(workload: Workload, groups: Groups, timeline: Timeline, model: Transf
         update()
 
     begin = trainer.gradients.begin
-    trainer.gradients.begin = lambda number: begin(1)  # type: ignore[method-assign]
+    # Exact gradients are sums of at least one micro-batch.
+    trainer.gradients.begin = lambda _: begin(1)  # type: ignore[method-assign,assignment]
     trainer._pipeline, place = None, len(timeline.segments)
     trainer.gradients.finish, trainer.optimizer.step = finished, updated  # type: ignore[method-assign]
     trainer.step(0, [])
@@ -404,13 +390,35 @@ def _shortened(kinds: Sequence[Hashable]) -> tuple[list[int], list[tuple[int, in
     return kept, groups
 
 
-def _repeated(kept: Sequence[int], groups: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """First place, length and repeats of each group that stands for more than itself."""
-    start = 0
-    for length, times in groups:
-        if times > 1:
-            yield kept[start], length, times
-        start += length
+@dataclass(frozen=True)
+class _Short:
+    """A chunk in which only some of the layers that are alike are left.
+
+    Attributes:
+        layers: layers that are left, counted from 0.
+        once_more: layers that one more repeat of every repeated group would have.
+        kinds: kinds of the layers of each span that is left, and whether it is recomputed.
+        groups: as ``_shortened``.
+    """
+
+    layers: list[int]
+    once_more: list[int]
+    kinds: Hashable
+    groups: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, part: range, kinds: Sequence[int], recomputation: Recomputation) -> _Short:
+        """Shorten a chunk of the layers ``part``."""
+        spans = list(spans_of(part, recomputation))
+        of_spans = [(tuple(kinds[layer] for layer in layers), again) for layers, again in spans]
+        places, groups = _shortened(of_spans)
+        more, start = [], 0
+        for length, times in groups:
+            first = places[start] + length
+            more += [layer for layers, _ in spans[first : first + length] for layer in layers] if times > 1 else []
+            start += length
+        left = [layer for place in places for layer in spans[place][0]]
+        return cls(left, more, tuple(of_spans[place] for place in places), groups)
 
 
 def _step(
@@ -418,10 +426,10 @@ def _step(
     mesh: Mesh,
     groups: Groups,
     timeline: Timeline,
-    model: TransformerModel | ModelChunks,
     micro_batches: int,
 ) -> list[tuple[Label, Segment]]:
     """The parts of a step up to the last backward, without sums over data-parallel ranks but those of FSDP."""
+    model = workload.build(groups)
     trainer = Trainer(workload.settings, model, groups, workload.objective(groups))
     _make_state(trainer.optimizer, model, groups.tp.size())
     batches = [workload.batch(mesh.micro_batch_size, trainer._needs_lengths) for _ in range(micro_batches)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -191,7 +191,7 @@ class Mesh:
     pp: int = 1
     dp: int = 1
     sequence_parallel: bool = False
-    schedule: str = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     virtual_stages: int = 1
     micro_batch_size: int = 1
     zero: int = 0
