@@ -209,9 +209,11 @@ class Rehearsals:
 @contextlib.contextmanager
 def _pretended(workload: Workload, mesh: Mesh, rank: int) -> Iterator[tuple[Groups, Timeline]]:
     """Be one rank of a mesh, with fake tensors that stand for tensors of the device of the plan."""
-    resize = torch.UntypedStorage.resize_
+    resize, collects = torch.UntypedStorage.resize_, gc.isenabled()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
     try:
+        # A model of before must not be freed while a part of a step is measured.
+        gc.disable()
         topology = Topology.create(tp=mesh.tp, pp=mesh.pp)
         axes = {
             str(topology.group(name).group_name): axis
@@ -229,6 +231,8 @@ def _pretended(workload: Workload, mesh: Mesh, rank: int) -> Iterator[tuple[Grou
             for owner, name, stand_in in (
                 (FakeTensor, "tolist", read_at_once),
                 (FakeTensor, "data_ptr", address),
+                # ``_watch`` marks it.
+                (FakeTensor, "backward", Tensor.backward),
                 (torch.UntypedStorage, "resize_", resized),
             ):
                 stack.callback(setattr, owner, name, getattr(owner, name))
@@ -243,6 +247,8 @@ def _pretended(workload: Workload, mesh: Mesh, rank: int) -> Iterator[tuple[Grou
             yield Groups.of(topology), timeline
     finally:
         dist.destroy_process_group()
+        if collects:
+            gc.enable()
 
 
 def _chunks_of(model: TransformerModel | ModelChunks) -> list[TransformerModel]:
@@ -435,15 +441,9 @@ def _step(
     batches = [workload.batch(mesh.micro_batch_size, trainer._needs_lengths) for _ in range(micro_batches)]
     place = len(timeline.segments)
     _watch(trainer, _chunks_of(model), timeline)
-    # Models of before are freed now, and not while a part of the step is measured.
-    gc.collect()
-    gc.disable()
-    try:
-        timeline.mark(("begin", 0, 0, 0))
-        trainer.step(0, batches)
-        timeline.mark(None)
-    finally:
-        gc.enable()
+    timeline.mark(("begin", 0, 0, 0))
+    trainer.step(0, batches)
+    timeline.mark(None)
     return [(label, segment if mesh.fsdp else segment.without("dp")) for label, segment in timeline.segments[place:]]
 
 
@@ -484,10 +484,15 @@ def _watch(trainer: Trainer, chunks: Sequence[TransformerModel], timeline: Timel
             number = current[0][1] + 1 if current[0][0] == _BACKWARD else 0
             begin((_FORWARD, number, 0, 0))
 
+    def before_backward(loss: Tensor, *args: Any, **options: Any) -> None:
+        begin((_BACKWARD, current[0][1], 0, 0))
+        Tensor.backward(loss, *args, **options)
+
     if trainer._pipeline is not None:
         trainer._pipeline.before_action = before_action
     else:
         chunks[0].register_forward_pre_hook(before_forward)
+        FakeTensor.backward = before_backward  # type: ignore[method-assign,assignment]
     for number, chunk in enumerate(chunks):
         last = sum(1 for _ in spans_of(list(chunk.block.layers), chunk.block._recompute))
         chunk.block.before_span = _Spans(number, last, current, begin)
