@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardwise.core.processes import temporary_prefix
 from shardwise.kernels import dispatch
+from shardwise.kernels.planning import planned_device
 
 # The kernels do not read errno or floating-point exceptions, so the compiler may vectorize; it reorders no sum.
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")
@@ -76,7 +77,7 @@ def why_not(source: str, dtype: torch.dtype = torch.float32) -> str | None:
 
 def _kernel(name: str, dtype: torch.dtype = torch.float32) -> Callable[..., None]:
     """Return a function for which ``why_not`` returns None; for a plan one that computes nothing."""
-    if dispatch.is_planning():
+    if planned_device() is not None:
         return lambda *args: None
     library = compile_c(_FUNCTIONS[name][0], _DEFINES[dtype])
     assert isinstance(library, ctypes.CDLL), library
@@ -137,7 +138,7 @@ def _rows_of(tensor: Tensor) -> Tensor:
 def _over_rows(compute: Callable[[int, int], None], num_rows: int, row_length: int) -> None:
     """Call ``compute(start, stop)`` on blocks of rows, one for each of PyTorch's threads if there is enough work."""
     num_threads = min(torch.get_num_threads(), num_rows, 1 + num_rows * row_length // _MIN_ELEMENTS_PER_THREAD)
-    if num_threads <= 1 or dispatch.is_planning():
+    if num_threads <= 1 or planned_device() is not None:
         compute(0, num_rows)
         return
     bounds = [num_rows * k // num_threads for k in range(num_threads + 1)]

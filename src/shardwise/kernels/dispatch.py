@@ -8,10 +8,9 @@ Kernels round differently, so the ranks of a group make the same choices (``agre
 without a compiler, or with a GPU on which a kernel fails, would compute a norm with other bits than the other ranks.
 """
 
-import contextlib
 import importlib
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -29,36 +28,10 @@ from shardwise.core.communication.agreement import gather_objects
 from shardwise.core.communication.context import context_of
 from shardwise.core.errors import ConfigError
 from shardwise.kernels import loss_reference
+from shardwise.kernels.planning import device_type_of, planned_device
 
 # Widest head of flash attention, and of the attention to a cache.
 WIDEST_HEAD = 256
-
-_planned_device: str | None = None
-
-
-@contextlib.contextmanager
-def planning_for(device_type: str) -> Iterator[None]:
-    """In the block fake CPU tensors stand for tensors of a device, and every kernel for it is assumed to run.
-
-    No kernel is launched: C functions return before their loops, and ``kernels.planned`` allocates what Triton's
-    kernels allocate.
-    """
-    global _planned_device
-    before, _planned_device = _planned_device, device_type
-    try:
-        yield
-    finally:
-        _planned_device = before
-
-
-def is_planning() -> bool:
-    """True inside ``planning_for``."""
-    return _planned_device is not None
-
-
-def device_type_of(tensor: Tensor) -> str:
-    """The type of device that computes with ``tensor``: the planned one inside ``planning_for``."""
-    return _planned_device or tensor.device.type
 
 
 class Call(NamedTuple):
@@ -155,13 +128,13 @@ class FastPath:
         # Cheap and decisive conditions come first: a step makes many calls with small tensors.
         if torch.compiler.is_compiling() or size < self.min_size or device_type_of(first) != self.device_type:
             return False
-        plain = (Tensor, Parameter) if _planned_device is None else (Tensor, Parameter, FakeTensor)
+        plain = (Tensor, Parameter) if planned_device() is None else (Tensor, Parameter, FakeTensor)
         for tensor in tensors:
             if type(tensor) not in plain or tensor.dtype != first.dtype:
                 return False
         is_autocast = torch.is_autocast_enabled(self.device_type)
         call = Call(self.device_type, first.dtype, size, first.device.index or 0, is_autocast)
-        if _planned_device is not None:
+        if planned_device() is not None:
             # What only moves memory would touch the memory that fake tensors lack.
             return self.rounds and self._refusal(call) is None and fits()
         return self._refusal(call) is None and fits() and self._why_missing(call) is None
@@ -170,7 +143,7 @@ class FastPath:
         """Return the path's module if ``runs`` is True for these arguments; otherwise None."""
         if not self.runs(*tensors, size=size, fits=fits):
             return None
-        return _module("planned" if _planned_device == "cuda" else self.module)
+        return _module("planned" if planned_device() == "cuda" else self.module)
 
     def _why_missing(self, call: Call) -> str | None:
         if self.refusal is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.communication.trees import deterministic_sum
+from shardwise.kernels.planning import device_type_of, planned_device
 
 # Elements of one block on a CPU: 1 MiB of fp32, about a core's second-level cache.
 BLOCK_ELEMENTS = 1 << 18
@@ -32,7 +33,11 @@ def row_blocks(matrix: Tensor) -> Iterator[slice]:
     if torch.compiler.is_compiling():
         yield slice(0, num_rows)
         return
-    rows = max(1, (BLOCK_ELEMENTS if matrix.is_cpu else GPU_BLOCK_ELEMENTS) // max(num_columns, 1))
+    elements = BLOCK_ELEMENTS if device_type_of(matrix) == "cpu" else GPU_BLOCK_ELEMENTS
+    rows = max(1, elements // max(num_columns, 1))
+    if planned_device() is not None:
+        # The other blocks take no more memory.
+        num_rows = min(num_rows, rows)
     for start in range(0, num_rows, rows):
         yield slice(start, min(start + rows, num_rows))
 

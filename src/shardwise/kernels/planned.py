@@ -1,9 +1,9 @@
 """The allocations of kernels on CUDA, for a plan that computes with fake CPU tensors (``dispatch.planning_for``).
 
 Each function of Triton's kernels has the name and the arguments of the original in ``loss_triton``,
-``elementwise_triton`` or ``norms_triton``, and returns tensors of the same sizes without values. ``Cuda`` does the same
-for attention, RMSNorm and dropout, which PyTorch computes on CUDA by kernels that keep other tensors for the backward
-than its operations on a CPU.
+``elementwise_triton`` or ``norms_triton``, and returns tensors of the same sizes without values.
+``functions_on_cuda`` does the same for attention, RMSNorm and dropout: PyTorch's kernels for them on CUDA keep other
+tensors for the backward than its operations on a CPU.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
 
 from shardwise.kernels.loss_reference import compute_dtype
 
@@ -73,31 +72,30 @@ def add_rms_norm_gradient(
     return torch.empty_like(total), torch.empty_like(weight) if needs_weight else None
 
 
-class Cuda(TorchFunctionMode):
-    """Attention, RMSNorm and dropout keep what PyTorch's kernels on CUDA keep for the backward.
+def functions_on_cuda(count_flops: Callable[[int], None]) -> dict[str, Callable[..., Tensor]]:
+    """Replacements for functions of ``torch.nn.functional`` that keep what PyTorch's kernels on CUDA keep.
 
     Args:
         count_flops: called with the floating-point operations of each attention and of its backward.
     """
+    attention, dropout = F.scaled_dot_product_attention, F.dropout
 
-    def __init__(self, count_flops: Callable[[int], None]) -> None:
-        super().__init__()
-        self._count_flops = count_flops
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.backward:
-            # The mode is off while it handles a call, and a backward may recompute.
-            with self:
-                return torch.autograd.backward(*args, **kwargs)
+    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
         # In fp64 CUDA has explicit products only.
-        if func is F.scaled_dot_product_attention and args[0].dtype != torch.float64:
-            return _Attention.apply(*args[:3], kwargs.get("attn_mask"), self._count_flops)
-        if func is F.rms_norm:
-            return _RMSNorm.apply(args[0], args[2] if len(args) > 2 else kwargs.get("weight"))
-        if func is F.dropout and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0:
-            return _Dropout.apply(args[0])
-        return func(*args, **kwargs)
+        if query.dtype == torch.float64:
+            return attention(query, key, value, attn_mask, **options)
+        output: Tensor = _Attention.apply(query, key, value, attn_mask, count_flops)
+        return output
+
+    def norm(input_: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        output: Tensor = _RMSNorm.apply(input_, weight)
+        return output
+
+    def drop(input_: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        output: Tensor = _Dropout.apply(input_) if training and p > 0 else dropout(input_, p, training, inplace)
+        return output
+
+    return {"scaled_dot_product_attention": attend, "rms_norm": norm, "dropout": drop}
 
 
 class _Attention(Function):

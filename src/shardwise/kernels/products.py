@@ -25,6 +25,7 @@ from shardwise.core import processes
 from shardwise.core.errors import ConfigError
 from shardwise.kernels import dispatch
 from shardwise.kernels.host_memory import empty_in_huge_pages
+from shardwise.kernels.planning import device_type_of
 
 # In sums of up to this many terms, the page faults of the output take more time than oneDNN saves.
 _MAX_SHORT_SUM = 512
@@ -356,7 +357,7 @@ def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
     if out.dtype == right.dtype:
         out.addmm_(left.t(), right)
         return
-    if dispatch.device_type_of(out) == "cuda" and out.dtype == torch.float32 and right.dtype.itemsize == 2:
+    if device_type_of(out) == "cuda" and out.dtype == torch.float32 and right.dtype.itemsize == 2:
         # Only CUDA can add a product of narrow factors to a wide sum.
         torch.addmm(out, left.t(), right, out_dtype=torch.float32, out=out)
         return

@@ -19,8 +19,9 @@ from shardwise.core.random import streams
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import Replicas
 from shardwise.kernels.decode_attention import attend_to_cache
-from shardwise.kernels.dispatch import device_type_of, why_repeat_keys
+from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.kernels.elementwise import rotate, split, split_and_rotate
+from shardwise.kernels.planning import device_type_of
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.heads import HeadSplit, split_heads
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType

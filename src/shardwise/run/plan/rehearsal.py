@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import Parameter
@@ -27,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwise.core.sharding import stage_layers
 from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups, Topology
-from shardwise.kernels.dispatch import planning_for
+from shardwise.kernels.planning import planning_for
 from shardwise.models.description import ModelChunks
 from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer.block import only_layers, spans_of
@@ -227,21 +228,22 @@ def _pretended(workload: Workload, mesh: Mesh, rank: int) -> Iterator[tuple[Grou
             timeline.count(storage)
             return result
 
+        replaced: list[tuple[Any, str, Any]] = [
+            (FakeTensor, "tolist", read_at_once),
+            (FakeTensor, "data_ptr", address),
+            # ``_watch`` marks it.
+            (FakeTensor, "backward", Tensor.backward),
+            (torch.UntypedStorage, "resize_", resized),
+        ]
+        if workload.device_type == "cuda":
+            from shardwise.kernels.planned import functions_on_cuda
+
+            replaced += [(F, name, function) for name, function in functions_on_cuda(timeline.count_flops).items()]
         with contextlib.ExitStack() as stack:
-            for owner, name, stand_in in (
-                (FakeTensor, "tolist", read_at_once),
-                (FakeTensor, "data_ptr", address),
-                # ``_watch`` marks it.
-                (FakeTensor, "backward", Tensor.backward),
-                (torch.UntypedStorage, "resize_", resized),
-            ):
+            for owner, name, stand_in in replaced:
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, stand_in)
             stack.enter_context(planning_for(workload.device_type))
-            if workload.device_type == "cuda":
-                from shardwise.kernels.planned import Cuda
-
-                stack.enter_context(Cuda(timeline.count_flops))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(timeline)
             yield Groups.of(topology), timeline

@@ -22,7 +22,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import Interval, ParamLayout, ParamShard, has_copies, holders, local_parts, segments
 from shardwise.core.sharding.balanced import first_row, group_of_rows, local_rows
 from shardwise.kernels import compiled
-from shardwise.kernels.dispatch import device_type_of
+from shardwise.kernels.planning import device_type_of
 from shardwise.nn.replicated import named_param_layouts, replicas_of
 from shardwise.training.gradients import Division, Share
 from shardwise.training.gradients.gradients import all_reduced

@@ -1,0 +1,33 @@
+"""The device of a plan, which fake CPU tensors stand for."""
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import Tensor
+
+_planned_device: str | None = None
+
+
+@contextlib.contextmanager
+def planning_for(device_type: str) -> Iterator[None]:
+    """In the block fake CPU tensors stand for tensors of a device, and every kernel for it is assumed to run.
+
+    No kernel is launched: C functions return before their loops, ``kernels.planned`` allocates what Triton's kernels
+    allocate, and loops over blocks of rows do the first block.
+    """
+    global _planned_device
+    before, _planned_device = _planned_device, device_type
+    try:
+        yield
+    finally:
+        _planned_device = before
+
+
+def planned_device() -> str | None:
+    """The type of device of the plan; None outside of ``planning_for``."""
+    return _planned_device
+
+
+def device_type_of(tensor: Tensor) -> str:
+    """The type of device that computes with ``tensor``: the planned one inside ``planning_for``."""
+    return _planned_device or tensor.device.type
