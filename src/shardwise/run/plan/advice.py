@@ -45,7 +45,7 @@ def advice(settings: RunSettings, model: ModelDescription, device_type: str, wor
 
 
 def _smallest_change(workload: Workload, mesh: Mesh, usable: int) -> str:
-    rehearsals = Rehearsals(workload, estimates=True)
+    rehearsals = Rehearsals(workload, limit=usable, estimates=True)
     others = {
         replace(other, micro_batch_size=samples)
         for like in (mesh, mesh.without_recomputation)

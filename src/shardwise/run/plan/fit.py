@@ -144,13 +144,20 @@ def fitting(
     Returns:
         In the order of ``Choice.order``.
     """
-    rehearsals, choices = Rehearsals(workload, estimates=True), []
+    rehearsals, choices = Rehearsals(workload, limit=limit, estimates=True), []
     for mesh in layouts(workload, world_sizes, ranks_per_host, like or Mesh()):
-        for samples in micro_batch_sizes(workload, mesh, micro_batch_size):
-            choice = fitted(rehearsals, replace(mesh, micro_batch_size=samples), limit)
-            if choice is not None:
-                choices.append(choice)
+        *larger, least = micro_batch_sizes(workload, mesh, micro_batch_size)
+        choice = fitted(rehearsals, replace(mesh, micro_batch_size=least), limit)
+        if choice is None:
+            continue
+        # Activations grow with the samples, so that larger micro-batches than these do not fit.
+        worst = choice.plan.worst
+        most = least * (limit - worst.held) // max(worst.step.kept, 1)
+        for samples in larger:
+            if samples <= most and (other := fitted(rehearsals, replace(mesh, micro_batch_size=samples), limit)):
+                choice = other
                 break
+        choices.append(choice)
     return sorted(choices, key=lambda choice: choice.order)
 
 
@@ -206,7 +213,7 @@ def micro_batch_sizes(workload: Workload, mesh: Mesh, given: int | None) -> Iter
     if given is not None or mesh.pp > 1:
         yield given or 1
         return
-    samples = workload.global_batch_size // mesh.dp
+    samples = max(1, workload.global_batch_size // mesh.dp)
     while samples:
         yield samples
         samples = samples // 2 if samples % 2 == 0 else int(samples > 1)

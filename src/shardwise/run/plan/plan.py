@@ -151,12 +151,14 @@ class Plan:
         workload, mesh: of the run.
         num_parameters: parameters of the whole model, tied weights counted once.
         stages: the rank of each pipeline stage that needs the most memory; or the one rank that was asked for.
+        repeated_work: the share of a step's work that recomputation adds to it, on the rank that computes the most.
     """
 
     workload: Workload
     mesh: Mesh
     num_parameters: int
     stages: tuple[RankPlan, ...]
+    repeated_work: float
 
     @cached_property
     def worst(self) -> RankPlan:
@@ -167,16 +169,6 @@ class Plan:
     def sent(self) -> int:
         """The most bytes that a rank sends in a step."""
         return max(rank.sent() for rank in self.stages)
-
-    @cached_property
-    def repeated_work(self) -> float:
-        """The share of a step's work that recomputation adds to it, of the rank that computes the most."""
-        if self.mesh.recomputation.granularity == "none":
-            return 0.0
-        without = self.mesh.without_recomputation
-        rank = max(self.stages, key=lambda each: each.flops)
-        plain = Rehearsals(self.workload, estimates=True).of(without, rank.rank)
-        return rank.flops / sum(segment.flops for segment in plain.segments) - 1
 
     @property
     def idle_share(self) -> float:
@@ -217,7 +209,12 @@ def make_plan(workload: Workload, mesh: Mesh, *, rank: int | None = None, rehear
             )
             for stage in range(mesh.pp)
         ]
-    return Plan(workload, mesh, rehearsals.whole_model[0], tuple(stages))
+    repeated = 0.0
+    if mesh.recomputation.granularity != "none":
+        most = max(stages, key=lambda each: each.flops)
+        plain = rehearsals.of(mesh.without_recomputation, most.rank)
+        repeated = most.flops / sum(segment.flops for segment in plain.segments) - 1
+    return Plan(workload, mesh, rehearsals.whole_model[0], tuple(stages), repeated)
 
 
 def plan_rank(workload: Workload, mesh: Mesh, rank: int | None) -> Plan:

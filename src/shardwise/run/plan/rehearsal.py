@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import Parameter
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import stage_layers
 from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups, Topology
@@ -82,6 +83,11 @@ class _Whole:
     owned: tuple[int, ...]
     ends: tuple[Segment, ...]
 
+    @property
+    def held(self) -> int:
+        """Bytes at the start of a step."""
+        return sum(vars(self.state).values()) - (self.state.gradients if self.makes_gradients else 0)
+
     def towards(self, other: _Whole, times: int) -> _Whole:
         """Add ``times`` times the difference to another one."""
 
@@ -126,12 +132,14 @@ class Rehearsals:
 
     Args:
         workload: the model and its training.
+        limit: the most bytes of a rank; a layout that holds more from step to step is refused.
         estimates: count the state of layers that are alike as that of one of them times their number, which is wrong by
             the padding between parameters of a buffer; False builds all layers of a rank.
     """
 
-    def __init__(self, workload: Workload, *, estimates: bool = False) -> None:
+    def __init__(self, workload: Workload, *, limit: int | None = None, estimates: bool = False) -> None:
         self.workload = workload
+        self._limit = limit
         self._estimates = estimates
         self._profiles: dict[Hashable, Profiles] = {}
         self._wholes: dict[Hashable, _Whole] = {}
@@ -163,9 +171,10 @@ class Rehearsals:
         """Rehearse a step of a rank of a mesh.
 
         Raises:
-            ConfigError: as the run.
+            ConfigError: as the run; or the rank's state alone is more than the limit.
         """
-        workload, few = self.workload.at(mesh), _few_micro_batches(mesh, self.workload)
+        workload = self.workload.at(mesh)
+        few = _few_micro_batches(mesh, self.workload, 2 if self._estimates else 3)
         stage, tp_rank, dp_rank = rank // (mesh.tp * mesh.dp), rank % mesh.tp, rank // mesh.tp % mesh.dp
         _, kinds = self.whole_model
         parts = stage_layers(len(kinds), mesh.pp, num_chunks=mesh.virtual_stages)[stage]
@@ -179,6 +188,9 @@ class Rehearsals:
         with _pretended(workload, mesh, rank) as (groups, timeline):
             if whole_key not in self._wholes:
                 self._wholes[whole_key] = self._whole(workload, groups, timeline, short)
+            held = self._wholes[whole_key].held
+            if self._limit is not None and held > self._limit:
+                raise ConfigError(f"rank {rank} holds {held} bytes from step to step, more than {self._limit}")
             if step_key not in self._profiles:
                 with only_layers({layer for each in short for layer in each.layers}):
                     labelled = _step(workload, mesh, groups, timeline, few)
@@ -449,12 +461,12 @@ def _step(
     return [(label, segment if mesh.fsdp else segment.without("dp")) for label, segment in timeline.segments[place:]]
 
 
-def _few_micro_batches(mesh: Mesh, workload: Workload) -> int:
+def _few_micro_batches(mesh: Mesh, workload: Workload, wanted: int) -> int:
     """The first, a middle and the last, or more where a schedule takes them in groups."""
     number = mesh.num_micro_batches(workload)
     if mesh.pp > 1 and mesh.schedule == "interleaved":
-        return min(number, mesh.pp * math.ceil(3 / mesh.pp))
-    return min(number, 3)
+        return min(number, mesh.pp * math.ceil(wanted / mesh.pp))
+    return min(number, wanted)
 
 
 _FORWARD, _BACKWARD, _WEIGHTS = "forward", "backward", "weight gradients"
