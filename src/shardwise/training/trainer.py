@@ -45,6 +45,7 @@ from shardwise.training.optimizer.optimizer import (
     set_learning_rate_,
 )
 from shardwise.training.pipeline import Pipeline, Schedule, forward_only, make_schedule
+from shardwise.training.pipeline.schedules import Action, Kind
 from shardwise.training.pipeline.stage import hidden_shape
 from shardwise.training.step_settings import StepSettings
 
@@ -96,6 +97,7 @@ class Trainer:
         before_update: callback that gets the step's number and, for each of the ``rank_reports``, the maximum over all
             ranks; or None. It is called before the update, once the loss and the gradient are known to be finite (or
             the step will be skipped). If it raises, the weights are unchanged.
+        before_action: callback before each forward and backward of a micro-batch; or None.
         defers_checks: whether ids out of range are reported when the loss and the norm are read, the only time that a
             step waits for the device, instead of where they are used. False on a CPU, where a check needs no wait.
     """
@@ -109,6 +111,7 @@ class Trainer:
     ) -> None:
         self.rank_reports: Callable[[], Sequence[float]] | None = None
         self.before_update: Callable[[int, Sequence[float]], None] | None = None
+        self.before_action: Callable[[Action], None] | None = None
         check_replicas(model, tp_group=groups.tp, dp_group=groups.dp, pp_group=groups.pp)
         self.settings = settings
         self.model = model
@@ -184,7 +187,9 @@ class Trainer:
                 for number, batch in enumerate(self._mover.moved(batches), 1):
                     self._seed_micro_batch(number - 1)
                     with no_sync() if number < len(batches) else contextlib.nullcontext():
+                        self._announce(Kind.FORWARD, number - 1)
                         loss, means = loss_of(self.model(**inputs(batch)), batch)
+                        self._announce(Kind.BACKWARD, number - 1)
                         loss.backward()
                     total.add(means)
             else:
@@ -227,6 +232,10 @@ class Trainer:
             self.loss_scale.keep_()
         return StepResult(mean_loss, grad_norm, learning_rate, used, others=tuple(others))
 
+    def _announce(self, kind: Kind, micro_batch: int) -> None:
+        if self.before_action is not None:
+            self.before_action(Action(kind, micro_batch))
+
     def _new_total(self, objective: Objective) -> Total:
         return self.gradients.total(torch.zeros(1 + len(objective.names), dtype=torch.float64, device=self.device))
 
@@ -249,6 +258,7 @@ class Trainer:
         def loss(micro_batch: int, output: Tensor) -> tuple[Tensor | None, Tensor]:
             return results(output, moved[micro_batch])
 
+        pipeline.before_action = self.before_action
         moved = list(self._mover.moved(batches))
         config, (b, s) = self._chunks[0].config, batches[0].tokens.shape
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardwise.core.errors import ConfigError
 from shardwise.core.processes import call_in_fresh_process
 from shardwise.run.plan.rehearsal import Rehearsals, Rehearsed
-from shardwise.run.plan.timeline import Sent, joined
+from shardwise.run.plan.timeline import Label, Segment, Sent, joined
 from shardwise.run.plan.workload import Mesh, Workload, mesh_of, planned_workload
 from shardwise.run.settings import PlanSettings
 from shardwise.training.bounds import RANKS, checks_arguments, from_keywords
@@ -84,12 +84,17 @@ class RankPlan:
     @cached_property
     def total(self) -> int:
         """The most bytes at one time in a step."""
-        return self.held + joined(list(self.step.segments)).peak
+        return self.held + self._whole.peak
 
     @property
     def peak_at(self) -> str:
         """The part of the step in which the most bytes are held."""
-        return joined(list(self.step.segments)).at
+        assert self._whole.at is not None
+        return self.step.name(self._whole.at)
+
+    @cached_property
+    def _whole(self) -> Segment:
+        return joined(self.step.segments, Label("step"))
 
     @property
     def working(self) -> int:

@@ -35,7 +35,7 @@ from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer.block import only_layers, spans_of
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import named_param_layouts
-from shardwise.run.plan.timeline import Segment, Timeline, address, joined, read_at_once
+from shardwise.run.plan.timeline import Label, Segment, Timeline, address, joined, read_at_once
 from shardwise.run.plan.workload import Mesh, Workload
 from shardwise.training.optimizer.optimizer import ShardedOptimizer
 from shardwise.training.pipeline.schedules import Action, Kind, make_schedule
@@ -111,6 +111,8 @@ class Rehearsed(StateBytes):
     Attributes:
         num_parameters: parameters of this rank, before FSDP splits them.
         parts: layers of each chunk, counted from 0.
+        spans: of each chunk: layers of each of ``spans_of``, and whether they are recomputed.
+        is_first, is_last: the stage has the first, the last layer of the model.
         makes_gradients: the backward of the first micro-batch allocates the gradients.
         owned: elements that each data-parallel rank updates, with ZeRO; else empty.
         segments: the step in order: what the rank does, each with its peak.
@@ -120,11 +122,37 @@ class Rehearsed(StateBytes):
 
     num_parameters: int
     parts: tuple[range, ...]
+    spans: tuple[tuple[tuple[list[int], bool], ...], ...]
+    is_first: bool
+    is_last: bool
     makes_gradients: bool
     owned: tuple[int, ...]
     segments: tuple[Segment, ...]
     kept: int
     in_flight: int
+
+    def name(self, place: Label) -> str:
+        """What the rank does at a place of its step, such as ``"backward of layer 37, micro-batch 2"``, from 0."""
+        action, micro_batch, chunk, span = place
+        if action not in (_FORWARD, _BACKWARD, _WEIGHTS):
+            return action
+        spans, goes_back = self.spans[chunk], action == _BACKWARD
+        if span is None or action == _WEIGHTS:
+            what = f" of chunk {chunk}" if len(self.spans) > 1 else ""
+        elif 1 <= span <= len(spans):
+            layers, again = spans[len(spans) - span if goes_back else span - 1]
+            more = f"s {layers[0]} to {layers[-1]}" if len(layers) > 1 else f" {layers[0]}"
+            what = f" of{' recomputed' * (again and goes_back)} layer{more}"
+        else:
+            is_start = (span == 0) != goes_back
+            is_end_of_model = (
+                self.is_first and chunk == 0 if is_start else self.is_last and chunk == len(self.spans) - 1
+            )
+            what = f" of the {'embedding' if is_start else 'loss'}" if is_end_of_model else ""
+            what = (
+                what or f", {'before layer' if is_start else 'after layer'} {self.parts[chunk][0 if is_start else -1]}"
+            )
+        return f"{action}{what}, micro-batch {micro_batch}"
 
 
 class Rehearsals:
@@ -193,17 +221,20 @@ class Rehearsals:
                 raise ConfigError(f"rank {rank} holds {held} bytes from step to step, more than {self._limit}")
             if step_key not in self._profiles:
                 with only_layers({layer for each in short for layer in each.layers}):
-                    labelled = _step(workload, mesh, groups, timeline, few)
-                self._profiles[step_key] = _profiles(labelled, [each.groups for each in short])
+                    segments = _step(workload, mesh, groups, timeline, few)
+                self._profiles[step_key] = _profiles(segments, [each.groups for each in short])
         whole = self._wholes[whole_key]
-        segments, kept, in_flight = _walk(self._profiles[step_key], mesh, workload, few, stage)
+        row, kept, in_flight = _walk(self._profiles[step_key], mesh, workload, few, stage)
         return Rehearsed(
             **vars(whole.state),
             num_parameters=whole.num_parameters,
             parts=tuple(parts),
+            spans=tuple(tuple(spans_of(part, mesh.recomputation)) for part in parts),
+            is_first=stage == 0,
+            is_last=stage == mesh.pp - 1,
             makes_gradients=whole.makes_gradients,
             owned=whole.owned,
-            segments=(*segments, *whole.ends),
+            segments=(*row, *whole.ends),
             kept=kept,
             in_flight=in_flight,
         )
@@ -244,7 +275,6 @@ def _pretended(workload: Workload, mesh: Mesh, rank: int) -> Iterator[tuple[Grou
             (FakeTensor, "tolist", read_at_once),
             (FakeTensor, "data_ptr", address),
             # ``_watch`` marks it.
-            (FakeTensor, "backward", Tensor.backward),
             (torch.UntypedStorage, "resize_", resized),
         ]
         if workload.device_type == "cuda":
@@ -306,11 +336,11 @@ def _whole(workload: Workload, groups: Groups, timeline: Timeline) -> _Whole:
         if makes_gradients:
             for param in trained:
                 param.grad = torch.zeros_like(param)
-        timeline.mark("sums of gradients")
+        timeline.mark(Label("sums of gradients"))
         finish()
 
     def updated() -> None:
-        timeline.mark("update")
+        timeline.mark(Label("update"))
         update()
 
     begin = trainer.gradients.begin
@@ -321,7 +351,7 @@ def _whole(workload: Workload, groups: Groups, timeline: Timeline) -> _Whole:
     trainer.step(0, [])
     trainer.wait_for_weights()
     timeline.mark(None)
-    ends = tuple(segment for _, segment in timeline.segments[place:])
+    ends = tuple(timeline.segments[place:])
     owned: tuple[int, ...] = ()
     if trainer.zero is not None:
         intervals = [share.intervals for share in trainer.zero.parameters.shares.values()]
@@ -447,7 +477,7 @@ def _step(
     groups: Groups,
     timeline: Timeline,
     micro_batches: int,
-) -> list[tuple[Label, Segment]]:
+) -> list[Segment]:
     """The parts of a step up to the last backward, without sums over data-parallel ranks but those of FSDP."""
     model = workload.build(groups)
     trainer = Trainer(workload.settings, model, groups, workload.objective(groups))
@@ -455,10 +485,10 @@ def _step(
     batches = [workload.batch(mesh.micro_batch_size, trainer._needs_lengths) for _ in range(micro_batches)]
     place = len(timeline.segments)
     _watch(trainer, _chunks_of(model), timeline)
-    timeline.mark(("begin", 0, 0, 0))
+    timeline.mark(_START)
     trainer.step(0, batches)
     timeline.mark(None)
-    return [(label, segment if mesh.fsdp else segment.without("dp")) for label, segment in timeline.segments[place:]]
+    return [segment if mesh.fsdp else segment.without("dp") for segment in timeline.segments[place:]]
 
 
 def _few_micro_batches(mesh: Mesh, workload: Workload, wanted: int) -> int:
@@ -476,37 +506,21 @@ _NAMES = {
     Kind.INPUT_GRADIENT: _BACKWARD,
     Kind.WEIGHT_GRADIENT: _WEIGHTS,
 }
-
-# What is done, with which micro-batch and chunk, and before which span of its layers (of a backward, after which).
-Label = tuple[str, int, int, int]
+_START = Label("start")
 
 
 def _watch(trainer: Trainer, chunks: Sequence[TransformerModel], timeline: Timeline) -> None:
     """Mark each action of a step, and in it each span of layers."""
-    current: list[Label] = [("begin", 0, 0, 0)]
+    current = [_START]
 
     def begin(label: Label) -> None:
         current[0] = label
         timeline.mark(label)
 
     def before_action(action: Action) -> None:
-        begin((_NAMES[action.kind], action.micro_batch, action.chunk, 0))
+        begin(Label(_NAMES[action.kind], action.micro_batch, action.chunk, 0))
 
-    def before_forward(*_: Any) -> None:
-        # Without a pipeline a micro-batch's backward follows its forward.
-        if not _in_backward():
-            number = current[0][1] + 1 if current[0][0] == _BACKWARD else 0
-            begin((_FORWARD, number, 0, 0))
-
-    def before_backward(loss: Tensor, *args: Any, **options: Any) -> None:
-        begin((_BACKWARD, current[0][1], 0, 0))
-        Tensor.backward(loss, *args, **options)
-
-    if trainer._pipeline is not None:
-        trainer._pipeline.before_action = before_action
-    else:
-        chunks[0].register_forward_pre_hook(before_forward)
-        FakeTensor.backward = before_backward  # type: ignore[method-assign,assignment]
+    trainer.before_action = before_action
     for number, chunk in enumerate(chunks):
         last = sum(1 for _ in spans_of(list(chunk.block.layers), chunk.block._recompute))
         chunk.block.before_span = _Spans(number, last, current, begin)
@@ -542,13 +556,13 @@ class _Spans:
         if _in_backward() or not torch.is_grad_enabled():
             return
         place, self._place = self._place, (self._place + 1) % (self.last + 1)
-        _, micro_batch, _, _ = self.current[0]
-        self.begin((_FORWARD, micro_batch, self.chunk, place + 1))
+        micro_batch = self.current[0].micro_batch
+        self.begin(Label(_FORWARD, micro_batch, self.chunk, place + 1))
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: self._after(gradient, micro_batch, place))
 
     def _after(self, gradient: Tensor, micro_batch: int, place: int) -> Tensor:
-        self.begin((_BACKWARD, micro_batch, self.chunk, self.last + 1 - place))
+        self.begin(Label(_BACKWARD, micro_batch, self.chunk, self.last + 1 - place))
         return gradient
 
 
@@ -556,31 +570,31 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# A segment of each action by name, micro-batch and chunk, and the others by name.
+# Each action as one segment, by name, micro-batch and chunk.
 Profiles = dict[tuple[str, int, int], Segment]
 
 
-def _profiles(segments: Sequence[tuple[Label, Segment]], repeats: Sequence[Sequence[tuple[int, int]]]) -> Profiles:
+def _profiles(segments: Sequence[Segment], repeats: Sequence[Sequence[tuple[int, int]]]) -> Profiles:
     """Each action as one segment, with every layer that was left out."""
     by_action: dict[tuple[str, int, int], dict[int, list[Segment]]] = {}
-    for (name, micro_batch, chunk, place), segment in segments:
-        by_action.setdefault((name, micro_batch, chunk), {}).setdefault(place, []).append(segment)
+    for segment in segments:
+        *action, span = segment.place
+        by_action.setdefault(tuple(action), {}).setdefault(span or 0, []).append(segment)
     profiles: Profiles = {}
-    for key, places in by_action.items():
-        name, _, chunk = key
-        groups = list(repeats[chunk])
-        if name == _BACKWARD:
+    for action, spans in by_action.items():
+        groups = list(repeats[action[2]])
+        if action[0] == _BACKWARD:
             groups.reverse()
         # What comes before the first span, the spans, and what comes after the last.
-        row = joined(places.pop(0, []))
-        start = 1
-        for length, times in groups if places else ():
-            group = [joined(places.pop(start + offset, [])) for offset in range(length)]
-            row = row.then(joined(group).times(times))
-            start += length
-        for place in sorted(places):
-            row = row.then(joined(places[place]))
-        profiles[key] = Segment(name, row.peak, row.net, row.flops, row.sent, f"{name}: {row.at}" if row.at else name)
+        order, last = [0], max(spans)
+        for length, times in groups if last else ():
+            order += [*range(order[-1] + 1, order[-1] + 1 + length)] * times
+        order += range(order[-1] + 1, last + 1)
+        row = [
+            dataclasses.replace(joined(spans.get(place, []), Label(*action)), place=label, at=label)
+            for label, place in ((Label(*action, number), place) for number, place in enumerate(order))
+        ]
+        profiles[action] = dataclasses.replace(joined(row, Label(*action)), parts=tuple(row))
     return profiles
 
 
@@ -591,7 +605,9 @@ def _walk(profiles: Profiles, mesh: Mesh, workload: Workload, few: int, stage: i
     def profile(name: str, micro_batch: int, chunk: int) -> Segment:
         # The first, the last, or one between them.
         like = 0 if micro_batch == 0 else few - 1 if micro_batch == number - 1 else min(1, few - 1)
-        return profiles.get((name, like, chunk), Segment(name))
+        found = profiles.get((name, like, chunk), Segment(Label(name)))
+        at = None if found.at is None else found.at._replace(micro_batch=micro_batch)
+        return dataclasses.replace(found, place=Label(name, micro_batch, chunk), at=at)
 
     # A middle micro-batch leaves nothing: messages that are still on their way are those of a few micro-batches.
     for chunk in range(mesh.virtual_stages):
@@ -600,7 +616,7 @@ def _walk(profiles: Profiles, mesh: Mesh, workload: Workload, few: int, stage: i
         if names:
             last = profiles[names[-1], 1, chunk]
             profiles = profiles | {(names[-1], 1, chunk): dataclasses.replace(last, net=last.net - left)}
-    row = [profiles.get(("begin", 0, 0), Segment("begin"))]
+    row = [profiles.get(_START[:3], Segment(_START))]
     held = most = flight = most_in_flight = 0
     # Schedules repeat themselves once all stages are at work.
     shown = min(number, 4 * mesh.pp * mesh.virtual_stages) if mesh.pp > 1 else few
@@ -628,5 +644,5 @@ def _walk(profiles: Profiles, mesh: Mesh, workload: Workload, few: int, stage: i
             row += [profile(_BACKWARD, 1, 0).times(left)]
             most, most_in_flight = most + left * profile(_FORWARD, 1, 0).net, most_in_flight + left
         else:
-            row.append(joined(between, "micro-batches").times(left))
+            row.append(joined(between, Label("micro-batches")).times(left))
     return row, most, most_in_flight

@@ -28,7 +28,9 @@ def _rank_as_json(rank: RankPlan) -> dict[str, Any]:
     step = rank.step
     live, parts = rank.held, []
     for segment in step.segments:
-        parts.append({"part": segment.place, "bytes": live, "peak": live + segment.peak, "flops": segment.flops})
+        parts.append(
+            {"part": step.name(segment.place), "bytes": live, "peak": live + segment.peak, "flops": segment.flops}
+        )
         live += segment.net
     return {
         "stage": rank.stage,
@@ -100,7 +102,7 @@ def plan_as_table(plan: Plan) -> str:
         "",
         aligned(rows),
         "",
-        f"Most memory: tensor-parallel rank {worst.tp_rank} of stage {worst.stage}, {shown_bytes(worst.total)}, in its "
+        f"Most memory: tensor-parallel rank {worst.tp_rank} of stage {worst.stage}, {shown_bytes(worst.total)}, in the "
         f"{worst.peak_at}.",
     ]
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -34,25 +35,43 @@ class Sent(NamedTuple):
     num_bytes: int
 
 
+class Label(NamedTuple):
+    """A part of a step on one micro-batch.
+
+    Attributes:
+        action: such as ``"forward"``.
+        micro_batch, chunk: numbers from 0 of the micro-batch and of the part of the stage's layers.
+        span: 0 for what comes before the first span of layers (``spans_of``), then the number of the span from 1 in the
+            order of the action, and one more for what comes after the last. None for the whole action.
+    """
+
+    action: str
+    micro_batch: int = 0
+    chunk: int = 0
+    span: int | None = None
+
+
 @dataclass(frozen=True)
 class Segment:
     """A part of a step.
 
     Attributes:
-        place: what the rank does then, for people.
+        place: what the rank does then.
         peak: the most bytes above those at its start.
         net: bytes at its end above those at its start.
         flops: floating-point operations of its matrix products and attention.
         sent: number of calls of each collective.
-        at: ``place`` of the part in which the peak is reached.
+        at: ``place`` of the part in which the peak is reached; its own if None.
+        parts: the segments that it consists of, if they are known.
     """
 
-    place: str
+    place: Label
     peak: int = 0
     net: int = 0
     flops: int = 0
     sent: Counter[Sent] = field(default_factory=Counter)
-    at: str = ""
+    at: Label | None = None
+    parts: tuple[Segment, ...] = ()
 
     def then(self, other: Segment) -> Segment:
         """This segment, followed by another."""
@@ -79,9 +98,9 @@ class Segment:
         return Segment(self.place, peak, number * self.net, number * self.flops, sent, self.at)
 
 
-def joined(segments: list[Segment], place: str = "") -> Segment:
+def joined(segments: Sequence[Segment], place: Label) -> Segment:
     """Segments in a row as one."""
-    total = Segment(place or (segments[0].place if segments else ""))
+    total = Segment(place, at=segments[0].at or segments[0].place if segments else None)
     for segment in segments:
         total = total.then(segment)
     return total
@@ -98,17 +117,17 @@ class Timeline(TorchDispatchMode):
 
     Attributes:
         live: bytes of the storages that exist.
-        segments: ``(label, segment)`` of each part of a step, cut by ``mark``.
+        segments: each part of a step, cut by ``mark``.
     """
 
     def __init__(self, axes: dict[str, str]) -> None:
         super().__init__()
         self.live = 0
-        self.segments: list[tuple[Any, Segment]] = []
+        self.segments: list[Segment] = []
         self._axes = axes
         self._sizes: dict[int, int] = {}
         self._counter = CollectiveCounter()
-        self._label: Any = None
+        self._label: Label | None = None
         self._begin(None)
 
     def __enter__(self) -> Timeline:
@@ -120,18 +139,18 @@ class Timeline(TorchDispatchMode):
         super().__exit__(*exception)
         self._counter.__exit__(*exception)
 
-    def mark(self, label: Any) -> None:
-        """End the current segment and begin one with this label; None begins a part that is not recorded."""
+    def mark(self, label: Label | None) -> None:
+        """End the current segment and begin one at this place; None begins a part that is not recorded."""
         if self._label is not None:
             sent = Counter(self._sent)
             sent += Counter(
                 Sent(self._axes.get(each.group, ""), each.name, each.num_bytes) for each in self._counter.launches
             )
             peak, net = self._peak - self._start, self.live - self._start
-            self.segments.append((self._label, Segment(str(self._label), peak, net, self._flops, sent)))
+            self.segments.append(Segment(self._label, peak, net, self._flops, sent))
         self._begin(label)
 
-    def _begin(self, label: Any) -> None:
+    def _begin(self, label: Label | None) -> None:
         self._label = label
         self._start = self._peak = self.live
         self._flops = 0
