@@ -570,31 +570,31 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# Each action as one segment, by name, micro-batch and chunk.
-Profiles = dict[tuple[str, int, int], Segment]
+# Each action as one segment.
+Profiles = dict[Label, Segment]
 
 
 def _profiles(segments: Sequence[Segment], repeats: Sequence[Sequence[tuple[int, int]]]) -> Profiles:
     """Each action as one segment, with every layer that was left out."""
-    by_action: dict[tuple[str, int, int], dict[int, list[Segment]]] = {}
+    by_action: dict[Label, dict[int, list[Segment]]] = {}
     for segment in segments:
-        *action, span = segment.place
-        by_action.setdefault(tuple(action), {}).setdefault(span or 0, []).append(segment)
+        spans = by_action.setdefault(segment.place._replace(span=None), {})
+        spans.setdefault(segment.place.span or 0, []).append(segment)
     profiles: Profiles = {}
     for action, spans in by_action.items():
-        groups = list(repeats[action[2]])
-        if action[0] == _BACKWARD:
+        groups = list(repeats[action.chunk])
+        if action.action == _BACKWARD:
             groups.reverse()
         # What comes before the first span, the spans, and what comes after the last.
         order, last = [0], max(spans)
         for length, times in groups if last else ():
             order += [*range(order[-1] + 1, order[-1] + 1 + length)] * times
         order += range(order[-1] + 1, last + 1)
-        row = [
-            dataclasses.replace(joined(spans.get(place, []), Label(*action)), place=label, at=label)
-            for label, place in ((Label(*action, number), place) for number, place in enumerate(order))
-        ]
-        profiles[action] = dataclasses.replace(joined(row, Label(*action)), parts=tuple(row))
+        row = []
+        for number, place in enumerate(order):
+            label = action._replace(span=number)
+            row.append(dataclasses.replace(joined(spans.get(place, []), label), at=label))
+        profiles[action] = dataclasses.replace(joined(row, action), parts=tuple(row))
     return profiles
 
 
@@ -605,18 +605,20 @@ def _walk(profiles: Profiles, mesh: Mesh, workload: Workload, few: int, stage: i
     def profile(name: str, micro_batch: int, chunk: int) -> Segment:
         # The first, the last, or one between them.
         like = 0 if micro_batch == 0 else few - 1 if micro_batch == number - 1 else min(1, few - 1)
-        found = profiles.get((name, like, chunk), Segment(Label(name)))
-        at = None if found.at is None else found.at._replace(micro_batch=micro_batch)
-        return dataclasses.replace(found, place=Label(name, micro_batch, chunk), at=at)
+        found, place = profiles.get(Label(name, like, chunk)), Label(name, micro_batch, chunk)
+        if found is None or found.at is None:
+            return Segment(place)
+        return dataclasses.replace(found, place=place, at=found.at._replace(micro_batch=micro_batch))
 
     # A middle micro-batch leaves nothing: messages that are still on their way are those of a few micro-batches.
     for chunk in range(mesh.virtual_stages):
-        names = [name for name in (_FORWARD, _BACKWARD, _WEIGHTS) if (name, 1, chunk) in profiles]
-        left = sum(profiles[name, 1, chunk].net for name in names)
+        names = [name for name in (_FORWARD, _BACKWARD, _WEIGHTS) if Label(name, 1, chunk) in profiles]
+        left = sum(profiles[Label(name, 1, chunk)].net for name in names)
         if names:
-            last = profiles[names[-1], 1, chunk]
-            profiles = profiles | {(names[-1], 1, chunk): dataclasses.replace(last, net=last.net - left)}
-    row = [profiles.get(_START[:3], Segment(_START))]
+            place = Label(names[-1], 1, chunk)
+            last = profiles[place]
+            profiles = profiles | {place: dataclasses.replace(last, net=last.net - left)}
+    row = [profiles.get(_START, Segment(_START))]
     held = most = flight = most_in_flight = 0
     # Schedules repeat themselves once all stages are at work.
     shown = min(number, 4 * mesh.pp * mesh.virtual_stages) if mesh.pp > 1 else few
