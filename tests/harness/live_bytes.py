@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Tracks every storage returned by an operation in the block, including values saved by autograd.
+    """Tracks every storage that an operation in the block makes, including values saved by autograd.
 
     >>> with LiveBytes() as made:
     ...     x = torch.ones(1024)
@@ -25,15 +25,22 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._made: dict[int, StorageWeakRef] = {}
+        self._before: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What is first seen as an argument was made before the block.
+        self._see(self._before, (args, kwargs))
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                weak = StorageWeakRef(leaf.untyped_storage())
-                # The weak reference prevents reuse of the address, so that each entry is one storage.
-                self._made.setdefault(weak.cdata, weak)
+        self._see(self._made, result)
         return result
+
+    def _see(self, storages: dict[int, StorageWeakRef], value: Any) -> None:
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                # The weak reference prevents reuse of the address, so that each entry is one storage.
+                weak = StorageWeakRef(leaf.untyped_storage())
+                if weak.cdata not in self._made and weak.cdata not in self._before:
+                    storages[weak.cdata] = weak
 
     def count(self) -> int:
         """Return the bytes of the storages that are still alive, at their current sizes."""

@@ -12,8 +12,14 @@ import torch.utils.checkpoint
 from torch import nn
 
 from shardwise.core.initialization import Normal
+from shardwise.core.random import seed_streams
+from shardwise.core.sequence_view import SequenceView
 from shardwise.megatron.config import TransformerConfig
-from shardwise.models.transformer.layer import TransformerLayer, TransformerLayerSpec
+from shardwise.models.recomputation import RECOMPUTE_MODULES
+from shardwise.models.transformer.attention import SelfAttention
+from shardwise.models.transformer.layer import ResidualDropout, TransformerLayer, TransformerLayerSpec, make_norm
+from shardwise.models.transformer.mlp import MLP
+from shardwise.models.transformer.rotary import RotaryEmbedding
 from shardwise.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from shardwise.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
@@ -24,6 +30,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "accounting.md"
 S, B, H, FFN, A, D, V = 8, 3, 20, 44, 16, 6, 52
 GROUPS = 8
 
+COLUMNS = {False: "without", True: "with"}
 SECTIONS = {"kept": "## Bytes kept for the backward", "collectives": "## Collectives", "gpu": "## A layer on a GPU"}
 
 
@@ -92,7 +99,7 @@ def embedding(group, config):
 def loss(group, **options):
     target = torch.randint(V, (S, B))
     options = {"vocab_size": V} | options
-    return lambda logits: vocab_parallel_cross_entropy(logits, target, tp_group=group, **options)
+    return lambda logits: vocab_parallel_cross_entropy(logits, target.clone(), tp_group=group, **options)
 
 
 def layer(group, config):
@@ -130,3 +137,120 @@ class WithoutTheOutputOfGelu(nn.Module):
         output = self.mlp.linear_fc2(recomputation.checkpoint(F.gelu, inner))
         recomputation.discard_output_and_register_recompute(output)
         return output
+
+
+class Given(nn.Module):
+    """In place of the projection to queries, keys and values: returns a copy of what it was given."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.output = output
+
+    def forward(self, *_, **__):
+        return self.output.clone()
+
+
+class KeepsItsInput(nn.Module):
+    """In place of the output projection."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, dtype=dtype))
+
+    def forward(self, input_):
+        return input_ * self.scale
+
+
+def core(group, config):
+    """Attention between its two projections, whose input is one tensor of queries, keys and values."""
+    attention = SelfAttention(config, 1, group)
+    width = attention.linear_qkv.local_features
+    attention.linear_qkv = Given(input_of(config, group, width, whole_sequence=True))
+    attention.linear_proj = KeepsItsInput(config.params_dtype)
+    return attention
+
+
+def swiglu(inner):
+    gate, up = inner.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _case(function, *inputs, **options):
+    return function, inputs, options
+
+
+def parts(group, sequence_parallel, dtype):
+    """The function, the inputs and the options of every row of the table of parts; seeds the random streams."""
+
+    def config(**options):
+        return config_of(group, sequence_parallel, dtype, **options)
+
+    t = group.size()
+    plain = config()
+    between = input_of(plain, group)
+    inner = input_of(plain, group, FFN // t, whole_sequence=True)
+    rotary = RotaryEmbedding(D)(torch.arange(S), dtype)
+    kind = "fp32" if dtype == torch.float32 else "bf16"
+    seed_streams(3, group.rank())
+    return {
+        "LayerNorm": _case(make_norm(plain), between),
+        f"RMSNorm, {kind}": _case(make_norm(config(normalization="RMSNorm")), between),
+        "column-parallel linear": _case(column(group, plain), between),
+        "GELU": _case(F.gelu, inner),
+        "SwiGLU": _case(swiglu, input_of(plain, group, 2 * FFN // t, whole_sequence=True)),
+        "row-parallel linear": _case(row(group, plain), inner),
+        "attention core": _case(core(group, plain), between),
+        "attention core, grouped queries": _case(core(group, config(num_query_groups=GROUPS)), between),
+        "attention core, one group on each rank": _case(core(group, config(num_query_groups=t)), between),
+        "attention core, rotary": _case(core(group, plain), between, rotary=rotary),
+        f"attention core, dropout, {kind}": _case(core(group, config(attention_dropout=0.25)), between),
+        "residual dropout": _case(
+            ResidualDropout(0.25), between, sequence=SequenceView(S, group if sequence_parallel else None)
+        ),
+        "residual addition": _case(torch.add, between, input_of(plain, group)),
+        "embedding": _case(embedding(group, plain), torch.randint(V, (B, S))),
+        "loss": _case(loss(group), input_of(plain, group, V // t, whole_sequence=True)),
+        "loss, without the size of the vocabulary": _case(
+            loss(group, vocab_size=None), input_of(plain, group, V // t, whole_sequence=True)
+        ),
+    }
+
+
+def blocks(group, sequence_parallel, dtype):
+    """Those of every row of the table of blocks; seeds the random streams."""
+    config = config_of(group, sequence_parallel, dtype)
+    dropping = config_of(group, sequence_parallel, dtype, hidden_dropout=0.25)
+    mlp, block = MLP(config, group), layer(group, config)
+    seed_streams(3, group.rank())
+    functions = {
+        "MLP": mlp,
+        "MLP, GELU recomputed": WithoutTheOutputOfGelu(mlp),
+        "MLP, recomputed": Recomputed(mlp),
+        "attention": SelfAttention(config, 1, group),
+        "layer": block,
+        "layer, dropout on the residual": layer(group, dropping),
+        "layer, recomputed": Recomputed(block),
+    }
+    for module in RECOMPUTE_MODULES:
+        selective = {"recompute_granularity": "selective", "recompute_modules": [module]}
+        again = layer(group, config_of(group, sequence_parallel, dtype, **selective))
+        functions[f"layer, {module} recomputed"] = again
+    if not config.sequence_parallel:
+        # With sequence parallelism there is nothing that all ranks hold.
+        functions["layer, recomputed, its input distributed"] = Recomputed(block, distribute=True, group=group)
+    return {name: _case(function, input_of(config, group)) for name, function in functions.items()}
+
+
+def assert_as_stated(measured, first_column, sequence_parallel, group, dtype):
+    """Every row of a table is measured, and equals the formula in its column."""
+    other = "bf16" if dtype == torch.float32 else "fp32"
+    column_name, rows = COLUMNS[sequence_parallel], table(first_column)
+    stated = {
+        name: evaluate(cells[column_name], group, dtype, g=GROUPS)
+        for name, cells in rows.items()
+        # A cell that does not apply is empty.
+        if cells[column_name] and not name.endswith(f", {other}")
+    }
+    assert stated.keys() <= measured.keys() <= rows.keys()
+    wrong = {name: f"{measured[name]}, not {number}" for name, number in stated.items() if measured[name] != number}
+    assert wrong == {}

@@ -4,171 +4,54 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accounting_page import (
+    COLUMNS,
     FFN,
-    GROUPS,
     A,
-    B,
     D,
     Recomputed,
     RecomputedByTorch,
-    S,
-    V,
-    WithoutTheOutputOfGelu,
-    column,
+    assert_as_stated,
+    blocks,
     config_of,
-    embedding,
     evaluate,
     input_of,
     layer,
-    loss,
-    row,
+    parts,
     table,
 )
 from harness.kept_bytes import kept_by
-from torch import nn
 
 from shardwise.core.random import seed_streams, streams
-from shardwise.core.sequence_view import SequenceView
-from shardwise.models.recomputation import RECOMPUTE_MODULES
 from shardwise.models.transformer.attention import SelfAttention
-from shardwise.models.transformer.layer import ResidualDropout, make_norm
 from shardwise.models.transformer.mlp import MLP
-from shardwise.models.transformer.rotary import RotaryEmbedding
 
 SEQUENCE_PARALLEL = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-COLUMNS = {False: "without", True: "with"}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
-class Given(nn.Module):
-    """In place of the projection to queries, keys and values: returns what it was given."""
-
-    def __init__(self, output):
-        super().__init__()
-        self.output = output
-
-    def forward(self, *_, **__):
-        return self.output
-
-
-class KeepsItsInput(nn.Module):
-    """In place of the output projection."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1, dtype=dtype))
-
-    def forward(self, input_):
-        return input_ * self.scale
-
-
-def core(group, config):
-    """Attention between its two projections, whose input is one tensor of queries, keys and values."""
-    attention = SelfAttention(config, 1, group)
-    width = attention.linear_qkv.local_features
-    attention.linear_qkv = Given(input_of(config, group, width, whole_sequence=True))
-    attention.linear_proj = KeepsItsInput(config.params_dtype)
-    return attention
-
-
-def swiglu(inner):
-    gate, up = inner.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def measured_parts(group, sequence_parallel, dtype):
-    """The bytes of every row of the table of parts."""
-
-    def config(**options):
-        return config_of(group, sequence_parallel, dtype, **options)
-
-    t = group.size()
-    plain = config()
-    between = input_of(plain, group)
-    inner = input_of(plain, group, FFN // t, whole_sequence=True)
-    rotary = RotaryEmbedding(D)(torch.arange(S), dtype)
-    kind = "fp32" if dtype == torch.float32 else "bf16"
-    seed_streams(3, group.rank())
-    measured = {
-        "LayerNorm": kept_by(make_norm(plain), between),
-        f"RMSNorm, {kind}": kept_by(make_norm(config(normalization="RMSNorm")), between),
-        "column-parallel linear": kept_by(column(group, plain), between),
-        "GELU": kept_by(F.gelu, inner),
-        "SwiGLU": kept_by(swiglu, input_of(plain, group, 2 * FFN // t, whole_sequence=True)),
-        "row-parallel linear": kept_by(row(group, plain), inner),
-        "attention core": kept_by(core(group, plain), between),
-        "attention core, grouped queries": kept_by(core(group, config(num_query_groups=GROUPS)), between),
-        "attention core, one group on each rank": kept_by(core(group, config(num_query_groups=t)), between),
-        "attention core, rotary": kept_by(core(group, plain), between, rotary=rotary),
-        f"attention core, dropout, {kind}": kept_by(core(group, config(attention_dropout=0.25)), between),
-        "residual dropout": kept_by(
-            ResidualDropout(0.25), between, sequence=SequenceView(S, group if sequence_parallel else None)
-        ),
-        "residual addition": kept_by(torch.add, between, input_of(plain, group)),
-        "embedding": kept_by(embedding(group, plain), torch.randint(V, (B, S))),
-        "loss": kept_by(loss(group), input_of(plain, group, V // t, whole_sequence=True)),
-        "loss, without the size of the vocabulary": kept_by(
-            loss(group, vocab_size=None), input_of(plain, group, V // t, whole_sequence=True)
-        ),
-    }
-    streams().reset()
-    return measured
-
-
 @pytest.mark.ranks(1, 2, 4)
 @SEQUENCE_PARALLEL
 @DTYPES
-def test_parts(group, sequence_parallel, dtype):
-    rows = table("part")
-    measured = measured_parts(group, sequence_parallel, dtype)
-    other = "bf16" if dtype == torch.float32 else "fp32"
-    rows.pop(f"attention core, dropout, {other}")
-    rows.pop(f"RMSNorm, {other}")
-    assert_as_stated(measured, rows, COLUMNS[sequence_parallel], group, dtype, g=GROUPS)
-
-
-def assert_as_stated(measured, rows, column, group, dtype, **letters):
-    """Every row is measured, and equals the formula in its column."""
-    assert measured.keys() == rows.keys()
-    stated = {name: evaluate(cells[column], group, dtype, **letters) for name, cells in rows.items()}
-    wrong = {name: f"{number}, not {stated[name]}" for name, number in measured.items() if number != stated[name]}
-    assert not wrong
-
-
-@pytest.mark.ranks(1, 2, 4)
-@SEQUENCE_PARALLEL
-@DTYPES
-def test_blocks(group, sequence_parallel, dtype):
-    config = config_of(group, sequence_parallel, dtype)
-    dropping = config_of(group, sequence_parallel, dtype, hidden_dropout=0.25)
-    mlp, block = MLP(config, group), layer(group, config)
-    seed_streams(3, group.rank())
+@pytest.mark.parametrize(("first_column", "cases"), [("part", parts), ("block", blocks)], ids=["parts", "blocks"])
+def test_every_row_is_what_is_kept(group, sequence_parallel, dtype, first_column, cases):
     measured = {
-        "MLP": kept_by(mlp, input_of(config, group)),
-        "MLP, GELU recomputed": kept_by(WithoutTheOutputOfGelu(mlp), input_of(config, group)),
-        "MLP, recomputed": kept_by(Recomputed(mlp), input_of(config, group)),
-        "attention": kept_by(SelfAttention(config, 1, group), input_of(config, group)),
-        "layer": kept_by(block, input_of(config, group)),
-        "layer, dropout on the residual": kept_by(layer(group, dropping), input_of(config, group)),
-        "layer, recomputed": kept_by(Recomputed(block), input_of(config, group)),
+        name: kept_by(function, *inputs, **options)
+        for name, (function, inputs, options) in cases(group, sequence_parallel, dtype).items()
     }
-    for module in RECOMPUTE_MODULES:
-        selective = {"recompute_granularity": "selective", "recompute_modules": [module]}
-        parts = layer(group, config_of(group, sequence_parallel, dtype, **selective))
-        measured[f"layer, {module} recomputed"] = kept_by(parts, input_of(config, group))
     streams().reset()
-    rows = table("block")
-    distributed = rows.pop("layer, recomputed, its input distributed")
-    assert_as_stated(measured, rows, COLUMNS[sequence_parallel], group, dtype)
-    # PyTorch's own keeps the same.
-    assert kept_by(RecomputedByTorch(block), input_of(config, group)) == measured["layer, recomputed"]
-    if not config.sequence_parallel:
-        # With sequence parallelism there is nothing that all ranks hold.
-        assert distributed["with"] == ""
-        number = kept_by(Recomputed(block, distribute=True, group=group), input_of(config, group))
-        assert number == evaluate(distributed["without"], group, dtype)
+    assert_as_stated(measured, first_column, sequence_parallel, group, dtype)
+
+
+@pytest.mark.ranks(2)
+@SEQUENCE_PARALLEL
+def test_pytorch_s_recomputation_keeps_the_same(group, sequence_parallel):
+    config = config_of(group, sequence_parallel)
+    block = layer(group, config)
+    seed_streams(3, group.rank())
+    ours, by_torch = (kept_by(cls(block), input_of(config, group)) for cls in (Recomputed, RecomputedByTorch))
+    streams().reset()
+    assert by_torch == ours
 
 
 @pytest.mark.ranks(3)

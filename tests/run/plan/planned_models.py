@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from shardwise.models.recomputation import Recomputation
-from shardwise.run.plan.workload import Workload
-from shardwise.storage.huggingface import ModelDescription
+from shardwise.core.topology import Groups
+from shardwise.models.description import ModelChunks, chunks_of
+from shardwise.models.transformer_model import TransformerModel
+from shardwise.run.build import config_fields
+from shardwise.run.plan.plan import RankPlan, make_plan
+from shardwise.run.plan.rehearsal import Rehearsals
+from shardwise.run.plan.workload import Adaptation, Workload, mesh_of
+from shardwise.run.settings import (
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    RecomputeSettings,
+    Settings,
+    TrainingSettings,
+)
+from shardwise.storage.huggingface import ModelDescription, build_model, model_config
 
 LLAMA: dict[str, Any] = {
     "activation": "silu",
@@ -45,6 +59,15 @@ KINDS: dict[str, dict[str, Any]] = {
 EVEN = {"num_attention_heads": 12, "hidden_size": 36, "ffn_hidden_size": 48, "vocab_size": 312, "kv_channels": 6}
 UNEVEN = {"num_attention_heads": 8, "hidden_size": 32, "ffn_hidden_size": 43, "vocab_size": 301, "kv_channels": 4}
 S, B = 13, 3
+SMALL = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_heads": 8,
+    "num_query_groups": 4,
+    "ffn_hidden_size": 43,
+    "vocab_size": 301,
+    "sequence_length": 16,
+}
 
 
 def described(kind: str, *, sizes: dict[str, Any] | None = None, **changes: Any) -> ModelDescription:
@@ -54,16 +77,63 @@ def described(kind: str, *, sizes: dict[str, Any] | None = None, **changes: Any)
     return ModelDescription(**fields)
 
 
-def workload_of(model: ModelDescription, dtype: torch.dtype = torch.float32, **changes: Any) -> Workload:
-    """``model`` in training, a few samples a step."""
-    fields = {"sequence_length": S, "global_batch_size": B, "element_bytes": dtype.itemsize} | changes
-    return Workload(model, **fields)
-
-
 RECOMPUTATIONS = {
-    "full": Recomputation("full", "uniform", 2),
-    "block": Recomputation("full", "block", 2),
-    "core_attn": Recomputation("selective", modules=("core_attn",)),
-    "layernorm, mlp_act": Recomputation("selective", modules=("layernorm", "mlp_act")),
-    "mlp": Recomputation("selective", modules=("mlp",)),
+    "full": {"granularity": "full", "method": "uniform", "num_layers": 2},
+    "block": {"granularity": "full", "method": "block", "num_layers": 2},
+    "core_attn": {"granularity": "selective", "modules": ("core_attn",)},
+    "layernorm, mlp_act": {"granularity": "selective", "modules": ("layernorm", "mlp_act")},
+    "mlp": {"granularity": "selective", "modules": ("mlp",)},
 }
+
+
+def settings_of(
+    architecture: str = "llama",
+    *,
+    model: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
+    recompute: dict[str, Any] | None = None,
+    optimizer: str = "adamw",
+    **parallel: Any,
+) -> Settings:
+    """Settings of a new, small model."""
+    return Settings(
+        data=("text",),
+        device="cpu",
+        model=ModelSettings(architecture=architecture, **(SMALL | (model or {}))),
+        parallel=ParallelSettings(**parallel),
+        recompute=RecomputeSettings(**(recompute or {})),
+        optimizer=OptimizerSettings(name=optimizer),
+        training=TrainingSettings(**({"global_batch_size": 8, "micro_batch_size": 1} | (training or {}))),
+    )
+
+
+def workload_of(
+    model: ModelDescription,
+    *,
+    sequence_length: int = S,
+    training: dict[str, Any] | None = None,
+    adaptation: Adaptation | None = None,
+    **options: Any,
+) -> Workload:
+    """``model`` in training, one micro-batch of a few samples a step."""
+    training = {"global_batch_size": B, "micro_batch_size": B} | (training or {})
+    settings = settings_of(model={"sequence_length": sequence_length}, training=training, **options)
+    return Workload(settings, model, adaptation=adaptation)
+
+
+def planned(workload: Workload, world_size: int = 1, ranks: Iterable[int] = (0,)) -> dict[int, RankPlan]:
+    """The plans of ranks of the workload's own layout; call it outside of ranks."""
+    rehearsals, mesh = Rehearsals(workload), mesh_of(workload.settings, world_size)
+    plans = {rank: make_plan(workload, mesh, rank=rank, rehearsals=rehearsals) for rank in ranks}
+    return {rank: plan.stages[0] for rank, plan in plans.items()}
+
+
+def built(workload: Workload, groups: Groups, device: str = "cpu") -> TransformerModel | ModelChunks:
+    """The model of a workload as a run builds it, with initial values."""
+    torch.default_generator.manual_seed(1)
+    config = model_config(workload.model, **config_fields(workload.settings, groups))
+    chunks = [
+        build_model(workload.model, config, groups=groups, device=torch.device(device), vp_stage=chunk)
+        for chunk in chunks_of(config)
+    ]
+    return ModelChunks(chunks) if len(chunks) > 1 else chunks[0]
