@@ -189,7 +189,8 @@ def make_plan(workload: Workload, mesh: Mesh, *, rank: int | None = None, rehear
         workload: model and training.
         mesh: layout of the ranks.
         rank: plan this rank only; if None, of each stage the rank that needs the most.
-        rehearsals: rehearsals of the workload on other meshes, which have ranks like those of this one.
+        rehearsals: rehearsals of the workload on other meshes, which have ranks like those of this one; with
+            ``estimates`` of the first two stages and the last, which need more than those between.
 
     Raises:
         ConfigError: the model or the batch cannot be split so; no such rank.
@@ -212,7 +213,7 @@ def make_plan(workload: Workload, mesh: Mesh, *, rank: int | None = None, rehear
                 (_worst_of_dp(rehearsals, mesh, stage, tp_rank) for tp_rank in sorted(of_shapes.values())),
                 key=lambda plan: plan.total,
             )
-            for stage in range(mesh.pp)
+            for stage in (sorted({0, min(1, mesh.pp - 1), mesh.pp - 1}) if rehearsals.estimates else range(mesh.pp))
         ]
     repeated = 0.0
     if mesh.recomputation.granularity != "none":
@@ -237,6 +238,7 @@ def _worst_of_dp(rehearsals: Rehearsals, mesh: Mesh, stage: int, tp_rank: int) -
     """The data-parallel rank that needs the most: with ZeRO not always the first."""
     first = stage * mesh.tp * mesh.dp + tp_rank
     step = rehearsals.of(mesh, first)
-    most = max(range(len(step.owned)), key=step.owned.__getitem__, default=0)
+    owned = () if rehearsals.estimates else step.owned
+    most = max(range(len(owned)), key=owned.__getitem__, default=0)
     rank = first + most * mesh.tp
     return RankPlan(rank, mesh, step if most == 0 else rehearsals.of(mesh, rank))

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer.block import only_layers, spans_of
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import named_param_layouts
-from shardwise.run.plan.timeline import Label, Segment, Timeline, address, joined, read_at_once
+from shardwise.run.plan.timeline import Label, Segment, Sent, Timeline, address, joined, read_at_once
 from shardwise.run.plan.workload import Mesh, Workload
 from shardwise.training.optimizer.optimizer import ShardedOptimizer
 from shardwise.training.pipeline.schedules import Action, Kind, make_schedule
@@ -86,7 +86,9 @@ class _Whole:
     @property
     def held(self) -> int:
         """Bytes at the start of a step."""
-        return sum(vars(self.state).values()) - (self.state.gradients if self.makes_gradients else 0)
+        state = self.state
+        gradients = 0 if self.makes_gradients else state.gradients
+        return state.weights + gradients + state.masters + state.optimizer + state.others
 
     def towards(self, other: _Whole, times: int) -> _Whole:
         """Add ``times`` times the difference to another one."""
@@ -167,11 +169,11 @@ class Rehearsals:
 
     def __init__(self, workload: Workload, *, limit: int | None = None, estimates: bool = False) -> None:
         self.workload = workload
+        self.estimates = estimates
         self._limit = limit
-        self._estimates = estimates
-        self._profiles: dict[Hashable, Profiles] = {}
+        self._steps: dict[Hashable, list[Segment]] = {}
         self._wholes: dict[Hashable, _Whole] = {}
-        self._shapes: dict[Hashable, Hashable] = {}
+        self._shapes: dict[Hashable, tuple[tuple[int, ...], Hashable]] = {}
 
     @cached_property
     def whole_model(self) -> tuple[int, list[int]]:
@@ -183,7 +185,7 @@ class Rehearsals:
         numbers = [kinds.setdefault(_kind(layer), len(kinds)) for layer in model.block.layers]
         return sum(param.numel() for param in model.parameters()), numbers
 
-    def shapes(self, mesh: Mesh, tp_rank: int) -> Hashable:
+    def shapes(self, mesh: Mesh, tp_rank: int) -> tuple[tuple[int, ...], Hashable]:
         """Shapes that may differ between tensor-parallel ranks: of the weights of a layer and of the hidden states."""
         key = mesh.tp, tp_rank, mesh.splits_sequence
         if key not in self._shapes:
@@ -202,7 +204,7 @@ class Rehearsals:
             ConfigError: as the run; or the rank's state alone is more than the limit.
         """
         workload = self.workload.at(mesh)
-        few = _few_micro_batches(mesh, self.workload, 2 if self._estimates else 3)
+        few = _few_micro_batches(mesh, self.workload, 2 if self.estimates else 3)
         stage, tp_rank, dp_rank = rank // (mesh.tp * mesh.dp), rank % mesh.tp, rank // mesh.tp % mesh.dp
         _, kinds = self.whole_model
         parts = stage_layers(len(kinds), mesh.pp, num_chunks=mesh.virtual_stages)[stage]
@@ -212,19 +214,34 @@ class Rehearsals:
         whole_key = *place, mesh.dp, dp_rank, mesh.zero, mesh.fsdp, of_parts
         dp = mesh.dp if mesh.fsdp else min(mesh.dp, 2)
         alike = tuple(each.kinds for each in short)
-        step_key = *place, dp, mesh.fsdp, mesh.micro_batch_size, mesh.recomputation, mesh.schedule, few, alike
-        with _pretended(workload, mesh, rank) as (groups, timeline):
-            if whole_key not in self._wholes:
+        # A stage of an estimate is a part of the whole model.
+        is_part = self.estimates and mesh.pp > 1 and mesh.schedule in ("1f1b", "gpipe")
+        step_mesh = dataclasses.replace(mesh, pp=1, schedule="1f1b") if is_part else mesh
+        step_key = (
+            *(place[:3] if is_part or mesh.pp == 1 else place),
+            *(dp, mesh.fsdp, mesh.micro_batch_size, mesh.recomputation, step_mesh.schedule, few, alike),
+        )
+        if whole_key not in self._wholes:
+            with _pretended(workload, mesh, rank) as (groups, timeline):
                 self._wholes[whole_key] = self._whole(workload, groups, timeline, short)
-            held = self._wholes[whole_key].held
-            if self._limit is not None and held > self._limit:
-                raise ConfigError(f"rank {rank} holds {held} bytes from step to step, more than {self._limit}")
-            if step_key not in self._profiles:
-                with only_layers({layer for each in short for layer in each.layers}):
-                    segments = _step(workload, mesh, groups, timeline, few)
-                self._profiles[step_key] = _profiles(segments, [each.groups for each in short])
         whole = self._wholes[whole_key]
-        row, kept, in_flight = _walk(self._profiles[step_key], mesh, workload, few, stage)
+        if self._limit is not None and whole.held > self._limit:
+            raise ConfigError(f"rank {rank} holds {whole.held} bytes from step to step, more than {self._limit}")
+        if step_key not in self._steps:
+            layers = {layer for each in short for layer in each.layers}
+            workload = workload.at(step_mesh)
+            with (
+                _pretended(workload, step_mesh, tp_rank if is_part else rank) as (groups, timeline),
+                only_layers(layers),
+            ):
+                self._steps[step_key] = _step(workload, step_mesh, groups, timeline, few)
+        steps = self._steps[step_key]
+        if is_part:
+            rows, *_ = self.shapes(mesh, tp_rank)
+            hidden = math.prod(rows) * mesh.micro_batch_size * workload.element_bytes
+            steps = _as_stage(steps, hidden, is_first=stage == 0, is_last=stage == mesh.pp - 1)
+        profiles = _profiles(steps, [each.groups for each in short])
+        row, kept, in_flight = _walk(profiles, mesh, workload, few, stage)
         return Rehearsed(
             **vars(whole.state),
             num_parameters=whole.num_parameters,
@@ -241,7 +258,7 @@ class Rehearsals:
 
     def _whole(self, workload: Workload, groups: Groups, timeline: Timeline, short: Sequence[_Short]) -> _Whole:
         times = {number for each in short for _, number in each.groups if number > 1}
-        if not self._estimates or len(times) != 1:
+        if not self.estimates or len(times) != 1:
             return _whole(workload, groups, timeline)
         found = []
         for more in ([], [layer for each in short for layer in each.once_more]):
@@ -400,14 +417,6 @@ def _kind(module: nn.Module) -> Hashable:
         )
         parts.append((name, type(each), values, tensors))
     return tuple(parts)
-
-
-def _is_hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _shortened(kinds: Sequence[Hashable]) -> tuple[list[int], list[tuple[int, int]]]:
@@ -570,6 +579,22 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _as_stage(segments: Sequence[Segment], hidden: int, *, is_first: bool, is_last: bool) -> list[Segment]:
+    """A step of a whole model as one of a pipeline stage: messages of ``hidden`` bytes instead of what it lacks."""
+    last = max(segment.place.span or 0 for segment in segments)
+    message = Counter({Sent("pp", "send", hidden): 1})
+    stands_for: dict[tuple[str, int], tuple[int, int, Counter[Sent]]] = {}
+    if not is_first:
+        stands_for |= {(_FORWARD, 0): (hidden, hidden, Counter()), (_BACKWARD, last): (0, -hidden, message)}
+    if not is_last:
+        stands_for |= {(_FORWARD, last): (0, 0, message), (_BACKWARD, 0): (hidden, 0, Counter())}
+    row = []
+    for segment in segments:
+        found = stands_for.get((segment.place.action, segment.place.span or 0))
+        row.append(segment if found is None else Segment(segment.place, found[0], found[1], sent=found[2]))
+    return row
+
+
 # Each action as one segment.
 Profiles = dict[Label, Segment]
 
@@ -596,6 +621,9 @@ def _profiles(segments: Sequence[Segment], repeats: Sequence[Sequence[tuple[int,
             row.append(dataclasses.replace(joined(spans.get(place, []), label), at=label))
         profiles[action] = dataclasses.replace(joined(row, action), parts=tuple(row))
     return profiles
+
+
+_schedule = lru_cache(maxsize=64)(make_schedule)
 
 
 def _walk(profiles: Profiles, mesh: Mesh, workload: Workload, few: int, stage: int) -> tuple[list[Segment], int, int]:
@@ -625,7 +653,7 @@ def _walk(profiles: Profiles, mesh: Mesh, workload: Workload, few: int, stage: i
     if mesh.pp == 1:
         actions = [Action(kind, each) for each in range(shown) for kind in (Kind.FORWARD, Kind.BACKWARD)]
     else:
-        actions = list(make_schedule(mesh.schedule, mesh.pp, shown, mesh.virtual_stages).actions[stage])
+        actions = list(_schedule(mesh.schedule, mesh.pp, shown, mesh.virtual_stages).actions[stage])
     splits = any(action.kind is Kind.WEIGHT_GRADIENT for action in actions)
     for action in actions:
         micro_batch = number - 1 if action.micro_batch == shown - 1 else action.micro_batch

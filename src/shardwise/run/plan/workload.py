@@ -81,6 +81,11 @@ class Workload:
         """Samples in a step."""
         return self.settings.training.global_batch_size
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the hidden states."""
+        return PRECISIONS[self.settings.training.dtype].params_dtype.itemsize
+
     def at(self, mesh: Mesh) -> Workload:
         """The workload with the settings of a mesh."""
         settings = self.settings
