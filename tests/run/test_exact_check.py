@@ -22,7 +22,7 @@ from shardwise.run import exact_layer_trials, exact_trials, session
 from shardwise.run.build import build_model, config_fields, describe
 from shardwise.run.exact_surroundings import deterministic_algorithms
 from shardwise.run.exact_trials import check_device
-from shardwise.run.plan.fit import Shortage
+from shardwise.run.shortage import Shortage
 from shardwise.storage.huggingface import build_model as build_described, model_config
 
 SIZES = {"micro_batch_size": 1, "sequence_length": LENGTH}
@@ -278,7 +278,9 @@ def test_deterministic_algorithms_of_cuda_only(monkeypatch):
 @pytest.mark.ranks(1)
 def test_a_session_tells_of_packing_and_explains_what_runs_out_of_memory(group, monkeypatch):
     settings = settings_of("gpt")
-    shortage = Shortage(settings, describe(settings.model, VOCAB), is_planned=False, ranks=None, available=0)
+    shortage = Shortage(settings, describe(settings.model, VOCAB), ranks=None, available=0)
+    # Not a process for each.
+    monkeypatch.setattr(Shortage, "_details", lambda self: "")
     encoded = Encoded(np.arange(1, 6), np.full(5, True), np.full(5, 3))
     samples = TokenSamples.of("some", [encoded] * 4, eos_id=0)
     for packing in (True, False):

@@ -15,9 +15,10 @@ from shardwise.cli.reporting import describe
 from shardwise.core.errors import ConfigError, OutOfMemoryError
 from shardwise.models.recomputation import Recomputation
 from shardwise.run.build import describe as model_of
-from shardwise.run.plan.fit import Shortage, changes, is_out_of_memory
+from shardwise.run.plan.advice import advice, changes
 from shardwise.run.plan.workload import Mesh
 from shardwise.run.processes.ranks import Ranks
+from shardwise.run.shortage import Shortage, is_out_of_memory
 
 CPU = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory: you tried to allocate 4294967296 bytes."
 
@@ -40,43 +41,42 @@ def test_what_is_out_of_memory(error, expected):
     assert is_out_of_memory(error) == expected
 
 
-def raised(folder, available, error, *, is_planned=True, world_size=1, **options):
-    """What a run that has ``available`` bytes ends with."""
-    settings = tiny_settings(folder, global_batch_size=16, **options)
-    ranks = Ranks(0, 0, world_size, torch.device("cpu"))
-    shortage = Shortage(settings, model_of(settings.model, 301), is_planned, ranks, available)
-    with pytest.raises(OutOfMemoryError) as found, shortage.explained():
-        raise error
-    text, code = describe(found.value)
-    assert code == 1
-    return text.split("\n")
+def advised(folder, available, *, world_size=1):
+    """The lines of the advice for a run whose ranks have ``available`` bytes."""
+    settings = tiny_settings(folder, global_batch_size=16)
+    return advice(settings, model_of(settings.model, 301), "cpu", world_size, available).split("\n")
 
 
 def test_the_plan_and_the_smallest_change(tmp_path):
-    message, *lines = raised(tmp_path, 2_500_000, RuntimeError(CPU))
-    assert message == "out of memory on a rank, which asked for 4.00 GiB more; the run has about 2.38 MiB here"
+    lines = advised(tmp_path, 2_500_000)
     assert any(line.split()[:4] == ["stage", "layers", "weights", "gradients"] for line in lines)
     assert lines[-1].startswith("The smallest change that fits, with ")
     assert lines[-1].endswith(": --training.micro-batch-size 8")
 
 
-def test_what_is_said_where_nothing_fits_or_all_should(tmp_path):
-    cuda = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1 GiB free.")
-    message, *_, advice = raised(tmp_path, 1_000, cuda)
-    assert "asked for 2.00 GiB more" in message
-    assert advice.startswith("No layout of 1 ranks needs as little as 900 B of each; use more ranks")
-    *_, advice = raised(tmp_path, 1 << 40, cuda)
-    assert advice.startswith("By the plan 921.6 GiB are enough")
-    *_, advice = raised(tmp_path, 0, MemoryError())
-    assert advice.startswith("shardwise plan ... --fit")
-    message, advice = raised(tmp_path, 1_000, MemoryError(), is_planned=False)
-    assert message == "out of memory on a rank; the run has about 0.98 KiB here"
-    assert advice.startswith("Use a smaller --training.micro-batch-size")
+def test_advice_where_nothing_fits_or_all_should(tmp_path):
+    assert advised(tmp_path, 1_000)[-1].startswith("No layout of 1 ranks needs as little as 900 B of each; use more")
+    assert advised(tmp_path, 1 << 40)[-1].startswith("By the plan 921.6 GiB are enough")
+    assert advised(tmp_path, 0)[-1].startswith("shardwise plan ... --fit")
+
+
+@pytest.mark.slow
+def test_a_fresh_process_advises(tmp_path):
+    settings = tiny_settings(tmp_path, global_batch_size=16)
+    ranks = Ranks(0, 0, 1, torch.device("cpu"))
+    shortage = Shortage(settings, model_of(settings.model, 301), ranks, 2_500_000)
+    with pytest.raises(OutOfMemoryError) as found, shortage.explained():
+        raise RuntimeError(CPU)
+    text, code = describe(found.value)
+    assert code == 1
+    message, *lines = text.split("\n")
+    assert message == "out of memory on a rank, which asked for 4.00 GiB more; the run has about 2.38 MiB here"
+    assert lines == advised(tmp_path, 2_500_000)
 
 
 def test_other_errors_pass(tmp_path):
     settings = tiny_settings(tmp_path)
-    shortage = Shortage(settings, model_of(settings.model, 301), True, Ranks(0, 0, 1, torch.device("cpu")), 0)
+    shortage = Shortage(settings, model_of(settings.model, 301), Ranks(0, 0, 1, torch.device("cpu")), 0)
     with pytest.raises(RuntimeError, match="shapes"), shortage.explained():
         raise RuntimeError("shapes")
 

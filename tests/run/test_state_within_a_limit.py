@@ -16,10 +16,10 @@ import torch
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import Batch
 from shardwise.run.build import config_fields, describe
-from shardwise.run.plan.fit import is_out_of_memory
 from shardwise.run.plan.plan import make_plan
 from shardwise.run.plan.workload import mesh_of, workload_of
 from shardwise.run.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
+from shardwise.run.shortage import is_out_of_memory
 from shardwise.storage.huggingface import build_model, model_config
 from shardwise.training.trainer import Trainer
 
@@ -53,7 +53,7 @@ def within(more):
 def planned_state(zero, world_size):
     settings = zero_settings(zero)
     workload = workload_of(settings, describe(settings.model, settings.model.vocab_size))
-    return make_plan(workload, mesh_of(settings, world_size)).worst.optimizer
+    return make_plan(workload, mesh_of(settings, world_size)).worst.step.optimizer
 
 
 def made(settings, groups):
