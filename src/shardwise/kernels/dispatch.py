@@ -136,7 +136,7 @@ class FastPath:
         call = Call(self.device_type, first.dtype, size, first.device.index or 0, is_autocast)
         if planned_device() is not None:
             # What only moves memory would touch the memory that fake tensors lack.
-            return self.rounds and self._refusal(call) is None and fits()
+            return self.rounds and self._refusal(call) is None and fits() and self._is_planned(call)
         return self._refusal(call) is None and fits() and self._why_missing(call) is None
 
     def kernels(self, *tensors: Tensor, size: int | None = None, fits: Callable[[], bool] = lambda: True) -> Any:
@@ -144,6 +144,14 @@ class FastPath:
         if not self.runs(*tensors, size=size, fits=fits):
             return None
         return _module("planned" if planned_device() == "cuda" else self.module)
+
+    def _is_planned(self, call: Call) -> bool:
+        # A planned CPU is one like this machine's, a planned GPU may be of another machine.
+        if call.device_type != "cpu":
+            return True
+        # Trials compute with real tensors.
+        with _disable_current_modes():
+            return self.try_out(call) is None
 
     def _why_missing(self, call: Call) -> str | None:
         if self.refusal is not None:

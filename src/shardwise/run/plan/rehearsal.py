@@ -293,6 +293,8 @@ def _pretended(workload: Workload, mesh: Mesh, rank: int) -> Iterator[tuple[Grou
             (FakeTensor, "data_ptr", address),
             # ``_watch`` marks it.
             (torch.UntypedStorage, "resize_", resized),
+            # Its operator would be remembered with its storages, which would never be freed.
+            (torch.UntypedStorage, "copy_", lambda storage, source, non_blocking=None: storage),
         ]
         if workload.device_type == "cuda":
             from shardwise.kernels.planned import functions_on_cuda
