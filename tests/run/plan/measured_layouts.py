@@ -10,7 +10,6 @@ import torch
 
 from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups, Topology
-from shardwise.data import Batch
 from shardwise.models.classification import Classification
 from shardwise.models.description import ModelDescription
 from shardwise.nn.replicated import named_param_layouts
@@ -139,7 +138,9 @@ class Run:
             for param in self.model.parameters():
                 if param.is_floating_point():
                     rows = local_rows(param)
-                    rows.fill_(1.0) if rows.dim() < 2 else rows.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(1))
+                    rows.fill_(1.0) if rows.dim() < 2 else rows.normal_(
+                        0.0, 0.02, generator=torch.Generator().manual_seed(1)
+                    )
         self.trainer = Trainer(self.workload.settings, self.model, groups, self.workload.objective(groups))
         teacher = getattr(self.trainer.objective, "teacher", None)
         if teacher is not None:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.communication.context import device_of_host_facts
+from shardwise.core.communication.context import device_of_host_facts, is_rehearsal
 from shardwise.core.communication.trees import exact_parts, exact_total
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import Interval, ParamLayout, ParamShard, has_copies, holders, local_parts, segments
@@ -88,7 +88,7 @@ def sum_tied_embedding_gradients_(model: nn.Module, *, embd_group: ProcessGroup)
     # A stage without a gradient would leave the others waiting, and its copy would diverge.
     has_one = torch.tensor(float(bool(gradients)), device=device_of_host_facts(embd_group, tied[0].device))
     holders = int(all_reduce(has_one, group=embd_group))
-    if holders not in (0, embd_group.size()):
+    if holders not in (0, embd_group.size()) and not is_rehearsal(embd_group):
         raise ConfigError(
             f"the tied embedding and output weight has a gradient on {holders} of the {embd_group.size()} pipeline "
             f"stages that hold it ({'with' if gradients else 'without'} one here); freeze its copies on all of them, "
