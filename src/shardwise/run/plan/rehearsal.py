@@ -342,7 +342,7 @@ def _whole(workload: Workload, groups: Groups, timeline: Timeline) -> _Whole:
     gradients = bytes_of(getattr(param, "main_grad", None) for param in trained)
     makes_gradients = gradients == 0 and bool(trained)
     if makes_gradients:
-        gradients = sum(part.nbytes for param in trained for part in _plain(param))
+        gradients = sum(part.untyped_storage().nbytes() for param in trained for part in _plain(param))
     masters = bytes_of(map(weight_of, trained))
     optimizer = bytes_of(made)
     teacher: nn.Module | None = getattr(trainer.objective, "teacher", None)
@@ -497,8 +497,8 @@ def _step(
     place = len(timeline.segments)
     _watch(trainer, _chunks_of(model), timeline)
     timeline.mark(_START)
-    trainer.step(0, batches)
-    timeline.mark(None)
+    with contextlib.suppress(_FinishedError):
+        trainer.step(0, batches)
     return [segment if mesh.fsdp else segment.without("dp") for segment in timeline.segments[place:]]
 
 
@@ -535,13 +535,16 @@ def _watch(trainer: Trainer, chunks: Sequence[TransformerModel], timeline: Timel
     for number, chunk in enumerate(chunks):
         last = sum(1 for _ in spans_of(list(chunk.block.layers), chunk.block._recompute))
         chunk.block.before_span = _Spans(number, last, current, begin)
-    finish = trainer.gradients.finish
 
     def finished() -> None:
         timeline.mark(None)
-        finish()
+        raise _FinishedError
 
     trainer.gradients.finish = finished  # type: ignore[method-assign]
+
+
+class _FinishedError(Exception):
+    """The last backward of a step is done; ``_whole`` has what follows."""
 
 
 @dataclass
