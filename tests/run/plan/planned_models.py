@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups
 from shardwise.models.description import ModelChunks, chunks_of
 from shardwise.models.transformer_model import TransformerModel
@@ -23,6 +24,9 @@ from shardwise.run.settings import (
     TrainingSettings,
 )
 from shardwise.storage.huggingface import ModelDescription, build_model, model_config
+from shardwise.training.gradients.fully_sharded import FullyShardedModel
+from shardwise.training.optimizer.optimizer import LocalShards, ZeroOptimizer
+from shardwise.training.trainer import Trainer
 
 LLAMA: dict[str, Any] = {
     "activation": "silu",
@@ -89,6 +93,7 @@ RECOMPUTATIONS = {
 def settings_of(
     architecture: str = "llama",
     *,
+    dtype: str = "float32",
     model: dict[str, Any] | None = None,
     training: dict[str, Any] | None = None,
     recompute: dict[str, Any] | None = None,
@@ -96,6 +101,7 @@ def settings_of(
     **parallel: Any,
 ) -> Settings:
     """Settings of a new, small model."""
+    training = {"dtype": dtype, "global_batch_size": 8, "micro_batch_size": 1} | (training or {})
     return Settings(
         data=("text",),
         device="cpu",
@@ -103,7 +109,7 @@ def settings_of(
         parallel=ParallelSettings(**parallel),
         recompute=RecomputeSettings(**(recompute or {})),
         optimizer=OptimizerSettings(name=optimizer),
-        training=TrainingSettings(**({"global_batch_size": 8, "micro_batch_size": 1} | (training or {}))),
+        training=TrainingSettings(**training),
     )
 
 
@@ -121,9 +127,11 @@ def workload_of(
     return Workload(settings, model, adaptation=adaptation)
 
 
-def planned(workload: Workload, world_size: int = 1, ranks: Iterable[int] = (0,)) -> dict[int, RankPlan]:
+def planned(
+    workload: Workload, world_size: int = 1, ranks: Iterable[int] = (0,), rehearsals: Rehearsals | None = None
+) -> dict[int, RankPlan]:
     """The plans of ranks of the workload's own layout; call it outside of ranks."""
-    rehearsals, mesh = Rehearsals(workload), mesh_of(workload.settings, world_size)
+    rehearsals, mesh = rehearsals or Rehearsals(workload), mesh_of(workload.settings, world_size)
     plans = {rank: make_plan(workload, mesh, rank=rank, rehearsals=rehearsals) for rank in ranks}
     return {rank: plan.stages[0] for rank, plan in plans.items()}
 
@@ -137,3 +145,38 @@ def built(workload: Workload, groups: Groups, device: str = "cpu") -> Transforme
         for chunk in chunks_of(config)
     ]
     return ModelChunks(chunks) if len(chunks) > 1 else chunks[0]
+
+
+def state_of(trainer: Trainer) -> dict[str, int]:
+    """Bytes of a trainer's weights, gradients, fp32 copies and optimizer state."""
+    params = [param for chunk in trainer._chunks for param in chunk.parameters()]
+    gradients = getattr(trainer.gradients, "buffers", [param.grad for param in params])
+    if isinstance(trainer.gradients, FullyShardedModel):
+        params, gradients = map(local_rows, params), map(local_rows, gradients)
+    kept = list(state_tensors(trainer.optimizer))
+    return {
+        "weights": bytes_of(params),
+        "gradients": bytes_of(gradients),
+        "masters": bytes_of(tensor for tensor, is_copy in kept if is_copy),
+        "optimizer": bytes_of(tensor for tensor, is_copy in kept if not is_copy),
+    }
+
+
+def state_tensors(optimizer: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+    """What an optimizer keeps, and whether each is a copy of a parameter."""
+    if isinstance(optimizer, LocalShards | ZeroOptimizer):
+        optimizer = optimizer.optimizer
+    if hasattr(optimizer, "_masters"):
+        yield from ((tensor, True) for tensor in optimizer._masters.values())
+        yield from state_tensors(optimizer.optimizer)
+    elif hasattr(optimizer, "_momenta"):
+        yield from ((tensor, False) for tensor in optimizer._momenta.values())
+        yield from state_tensors(optimizer._adamw)
+    else:
+        yield from ((tensor, False) for state in optimizer.state.values() for tensor in state.values())
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of each storage once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
