@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.files import parse_json, read_regular, write_atomically
-from shardwise.run.wording import shown_bytes
+from shardwise.run.quantities import shown_bytes
 
 Metrics = dict[str, float]
 

@@ -18,8 +18,8 @@ from shardwise.core.errors import OutOfMemoryError, ShardwiseError
 from shardwise.core.processes import call_in_fresh_process
 from shardwise.models.description import ModelDescription
 from shardwise.run.processes.ranks import Ranks
+from shardwise.run.quantities import shown_bytes
 from shardwise.run.settings import RunSettings
-from shardwise.run.wording import shown_bytes
 from shardwise.training.bounds import launcher_number
 
 _SIGNS = ("DefaultCPUAllocator", "out of memory", "bad_alloc", "ALLOC_FAILED")

@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.core.errors import ConfigError
-from shardwise.run.plan.report import read_bytes, shown_bytes
+from shardwise.run.quantities import read_bytes, shown_bytes
 
 
 @pytest.mark.parametrize(

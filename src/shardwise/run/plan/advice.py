@@ -11,8 +11,8 @@ from shardwise.run.plan.plan import make_plan
 from shardwise.run.plan.rehearsal import Rehearsals
 from shardwise.run.plan.report import plan_as_table
 from shardwise.run.plan.workload import Mesh, Workload, mesh_of, workload_of
+from shardwise.run.quantities import shown_bytes
 from shardwise.run.settings import RunSettings
-from shardwise.run.wording import shown_bytes
 
 # The rest is for memory outside of the plan, and for fragmentation.
 _USABLE = 0.9

@@ -13,8 +13,8 @@ from shardwise.run.plan.plan import Plan, make_plan
 from shardwise.run.plan.rehearsal import Rehearsals
 from shardwise.run.plan.report import aligned
 from shardwise.run.plan.workload import Mesh, Workload, planned_workload
+from shardwise.run.quantities import read_bytes, shown_bytes
 from shardwise.run.settings import PlanSettings
-from shardwise.run.wording import read_bytes, shown_bytes
 from shardwise.training.bounds import (
     DEFAULT_RANKS_PER_HOST,
     LOCAL_RANKS,

@@ -5,7 +5,7 @@ from typing import Any
 
 from shardwise.run.plan.plan import Plan, RankPlan
 from shardwise.run.plan.workload import Mesh
-from shardwise.run.wording import shown_bytes
+from shardwise.run.quantities import shown_bytes
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
 _AXES = ("tp", "pp", "dp")
