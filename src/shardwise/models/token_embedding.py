@@ -13,6 +13,7 @@ from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.layout import I, Layout, hidden_layout
 from shardwise.core.sequence_view import SequenceView
+from shardwise.core.validation import on_host
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.layer import ResidualDropout
 from shardwise.models.transformer.mlp import layer_arguments, make_norm
@@ -63,8 +64,7 @@ class TokenEmbedding(GroupModule):
         self.tp_group = tp_group
         self.num_tokentypes = num_tokentypes
         self.position_offset = position_offset
-        # Rounded to the parameters' dtype, as in other implementations, which multiply by a tensor.
-        self.multiplier = torch.tensor(config.embedding_multiplier, dtype=config.params_dtype, device="cpu").item()
+        self.multiplier = _rounded(config.embedding_multiplier, config.params_dtype)
         self.max_sequence_length = max_sequence_length
         learned = position_embedding_type == "learned_absolute"
         self.scatters = config.sequence_parallel and scatter_to_sequence_parallel and self.tp_group.size() > 1
@@ -145,6 +145,12 @@ class TokenEmbedding(GroupModule):
             hidden = self._norm(self.layernorm, hidden)
         output: Tensor = self.dropout(hidden, SequenceView(s, self.tp_group if self.scatters else None))
         return viewless(output)
+
+
+@on_host
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """Round to a dtype, as other implementations do, which multiply by a tensor."""
+    return torch.tensor(number, dtype=dtype, device="cpu").item()
 
 
 def check_inputs(input_ids: Any, labels: Any = None, *, labels_are_of_tokens: bool = True, **others: Any) -> None:
