@@ -123,7 +123,8 @@ def workload_of(
 ) -> Workload:
     """``model`` in training, one micro-batch of a few samples a step."""
     training = {"global_batch_size": B, "micro_batch_size": B} | (training or {})
-    settings = settings_of(model={"sequence_length": sequence_length}, training=training, **options)
+    sizes = {"sequence_length": sequence_length, "num_layers": model.num_layers}
+    settings = settings_of(model=sizes, training=training, **options)
     return Workload(settings, model, adaptation=adaptation)
 
 

@@ -109,7 +109,7 @@ def joined(segments: Sequence[Segment], place: Label) -> Segment:
 class Timeline(TorchDispatchMode):
     """Counts the bytes of all storages that operations inside the block return, the collectives and the operations.
 
-    Enter it inside ``FakeTensorMode``. A number that the host reads is 2.0, or 0 if it is an integer; tensors that it
+    Enter it inside ``FakeTensorMode``. A number that the host reads is 1.0, or 0 if it is an integer; tensors that it
     compares are equal, and elements that it looks for are everywhere.
 
     Args:
@@ -160,8 +160,8 @@ class Timeline(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
-            # A number of steps, or of the two stages that hold a tied weight, must not be 0.
-            return False if args[0].dtype == torch.bool else 2.0 if args[0].is_floating_point() else 0
+            # AdamW's number of steps, for one, must not be 0.
+            return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 0
         if func is _aten.equal.default:
             return True
         if func is _aten.nonzero.default:
