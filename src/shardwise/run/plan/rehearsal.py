@@ -204,7 +204,7 @@ class Rehearsals:
             ConfigError: as the run; or the rank's state alone is more than the limit.
         """
         workload = self.workload.at(mesh)
-        few = _few_micro_batches(mesh, self.workload, 2 if self.estimates else 3)
+        few = _few_micro_batches(mesh, self.workload, 1 if self.estimates else 3)
         stage, tp_rank, dp_rank = rank // (mesh.tp * mesh.dp), rank % mesh.tp, rank // mesh.tp % mesh.dp
         _, kinds = self.whole_model
         parts = stage_layers(len(kinds), mesh.pp, num_chunks=mesh.virtual_stages)[stage]
@@ -212,11 +212,11 @@ class Rehearsals:
         place = mesh.tp, self.shapes(mesh, tp_rank), mesh.splits_sequence, mesh.pp > 1, stage == 0, stage == mesh.pp - 1
         of_parts = tuple(tuple(kinds[index] for index in part) for part in parts)
         whole_key = *place, mesh.dp, dp_rank, mesh.zero, mesh.fsdp, of_parts
-        dp = mesh.dp if mesh.fsdp else min(mesh.dp, 2)
+        dp = min(mesh.dp, 2) if self.estimates or not mesh.fsdp else mesh.dp
         alike = tuple(each.kinds for each in short)
         # A stage of an estimate is a part of the whole model.
-        is_part = self.estimates and mesh.pp > 1 and mesh.schedule in ("1f1b", "gpipe")
-        step_mesh = dataclasses.replace(mesh, pp=1, schedule="1f1b") if is_part else mesh
+        is_part = self.estimates and mesh.schedule in ("1f1b", "gpipe")
+        step_mesh = dataclasses.replace(mesh, pp=1, dp=dp, schedule="1f1b") if is_part else mesh
         step_key = (
             *(place[:3] if is_part or mesh.pp == 1 else place),
             *(dp, mesh.fsdp, mesh.micro_batch_size, mesh.recomputation, step_mesh.schedule, few, alike),
@@ -236,6 +236,9 @@ class Rehearsals:
             ):
                 self._steps[step_key] = _step(workload, step_mesh, groups, timeline, few)
         steps = self._steps[step_key]
+        if dp != mesh.dp and mesh.fsdp:
+            # A rank gives its part of the weights that are gathered.
+            steps = [segment.scaled("dp", "all_gather", dp / mesh.dp) for segment in steps]
         if is_part:
             rows, *_ = self.shapes(mesh, tp_rank)
             hidden = math.prod(rows) * mesh.micro_batch_size * workload.element_bytes
@@ -637,13 +640,16 @@ def _walk(profiles: Profiles, mesh: Mesh, workload: Workload, few: int, stage: i
 
     def profile(name: str, micro_batch: int, chunk: int) -> Segment:
         # The first, the last, or one between them.
-        like = 0 if micro_batch == 0 else few - 1 if micro_batch == number - 1 else min(1, few - 1)
+        like = 0 if micro_batch == 0 else max(1, few - 1) if micro_batch == number - 1 else 1
         found, place = profiles.get(Label(name, like, chunk)), Label(name, micro_batch, chunk)
         if found is None or found.at is None:
             return Segment(place)
         return dataclasses.replace(found, place=place, at=found.at._replace(micro_batch=micro_batch))
 
-    # A middle micro-batch leaves nothing: messages that are still on their way are those of a few micro-batches.
+    if few == 1:
+        profiles = profiles | {place._replace(micro_batch=1): each for place, each in profiles.items()}
+    # A middle micro-batch leaves nothing: gradients are the first one's, and messages that are still on their way are
+    # those of a few micro-batches.
     for chunk in range(mesh.virtual_stages):
         names = [name for name in (_FORWARD, _BACKWARD, _WEIGHTS) if Label(name, 1, chunk) in profiles]
         left = sum(profiles[Label(name, 1, chunk)].net for name in names)

@@ -89,6 +89,14 @@ class Segment:
         """This segment without the collectives of an axis."""
         return replace(self, sent=Counter({each: count for each, count in self.sent.items() if each.axis != axis}))
 
+    def scaled(self, axis: str, name: str, factor: float) -> Segment:
+        """This segment with ``factor`` times the bytes of a collective of an axis."""
+        sent: Counter[Sent] = Counter()
+        for each, count in self.sent.items():
+            is_meant = (each.axis, each.name) == (axis, name)
+            sent[each._replace(num_bytes=round(each.num_bytes * factor)) if is_meant else each] += count
+        return replace(self, sent=sent)
+
     def times(self, number: int) -> Segment:
         """This segment ``number`` times in a row."""
         if number == 0:
