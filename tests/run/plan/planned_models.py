@@ -151,7 +151,7 @@ def built(workload: Workload, groups: Groups, device: str = "cpu") -> Transforme
 def state_of(trainer: Trainer) -> dict[str, int]:
     """Bytes of a trainer's weights, gradients, fp32 copies and optimizer state."""
     params = [param for chunk in trainer._chunks for param in chunk.parameters()]
-    gradients = getattr(trainer.gradients, "buffers", [param.grad for param in params])
+    gradients = getattr(trainer.gradients, "buffers", [param.grad for param in params if param.grad is not None])
     if isinstance(trainer.gradients, FullyShardedModel):
         params, gradients = map(local_rows, params), map(local_rows, gradients)
     kept = list(state_tensors(trainer.optimizer))

@@ -5,30 +5,47 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
-from run.plan.planned_models import workload_of
+from run.plan.planned_models import bytes_of, planned, state_of, workload_of
 from storage.adapters.test_quantized_base import SIZES
 from storage.adapters.tiny_models import save_model
 
 from shardwise.cli.main import main
 from shardwise.core.errors import ConfigError
-from shardwise.core.topology import Groups
+from shardwise.core.topology import Groups, Topology
 from shardwise.models.adapters import LoraConfig
+from shardwise.nn import named_param_layouts
 from shardwise.nn.quantization import QuantizedTensor
-from shardwise.run.plan.parameters import stage_chunks
-from shardwise.run.plan.plan import make_plan, plan_rank
+from shardwise.run.plan.plan import make_plan
 from shardwise.run.plan.workload import Adaptation, Mesh
 from shardwise.storage.adapters import add_lora_
 from shardwise.storage.adapters.model import trained_of
 from shardwise.storage.huggingface import BaseQuantization, load_pretrained, read_config
+from shardwise.training.optimizer.mixed_precision import PRECISIONS
+from shardwise.training.trainer import Trainer
 
 # Sizes of nobody; of "gpt2" embedding and output layer are one weight, and it has biases.
 CASES = {
-    "all": ("llama", LoraConfig(r=3)),
-    "outer": ("llama", LoraConfig(r=3, target_modules=("embed_tokens", "lm_head", "v_proj"), use_dora=True)),
-    "whole": ("llama", LoraConfig(r=2, target_modules=("k_proj",), modules_to_save=("lm_head", "norm", "mlp"))),
-    "tied": ("gpt2", LoraConfig(r=2, rank_pattern={"c_attn": 5}, bias="lora_only")),
-    "untied": ("gpt2", LoraConfig(r=2, target_modules=("wte", "c_attn"), bias="all", modules_to_save=("ln_f",))),
+    "all": ("llama", "float32", None, LoraConfig(r=3)),
+    "int8": ("llama", "float32", "int8", LoraConfig(r=3)),
+    "outer": (
+        "llama",
+        "bfloat16",
+        "nf4",
+        LoraConfig(r=3, target_modules=("embed_tokens", "lm_head", "v_proj"), use_dora=True),
+    ),
+    "whole": (
+        "llama",
+        "bfloat16",
+        "nf4",
+        LoraConfig(r=2, target_modules=("k_proj",), modules_to_save=("lm_head", "norm", "mlp")),
+    ),
+    "tied": ("gpt2", "bfloat16", None, LoraConfig(r=2, rank_pattern={"c_attn": 5}, bias="lora_only")),
+    "untied": (
+        "gpt2",
+        "float32",
+        "int8",
+        LoraConfig(r=2, target_modules=("wte", "c_attn"), bias="all", modules_to_save=("ln_f",)),
+    ),
 }
 
 
@@ -40,37 +57,52 @@ def folders(tmp_path_factory):
     return root
 
 
-def bytes_of(tensor):
-    return tensor.num_bytes if isinstance(tensor, QuantizedTensor) else tensor.numel() * tensor.itemsize
+@pytest.fixture
+def plans(folders):
+    """Of each case the plans of three ranks."""
+    found = {}
+    for name, (kind, dtype, quantization, config) in CASES.items():
+        read = read_config(folders / kind)
+        adaptation = Adaptation(config, read.architecture.model_type, quantization)
+        workload = workload_of(read.description, dtype=dtype, adaptation=adaptation, tp=3)
+        found[name] = workload.settings, [plan.step for plan in planned(workload, 3, range(3)).values()]
+    return found
+
+
+def parts_of(tensors):
+    """Tensors without subclasses: of a quantised one its codes and scales."""
+    for tensor in tensors:
+        if isinstance(tensor, QuantizedTensor):
+            names, _ = tensor.__tensor_flatten__()
+            yield from (getattr(tensor, name) for name in names)
+        else:
+            yield tensor
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(1, 2, 3)
-def test_bytes_are_those_of_the_plan(group, folders):
-    t, rank = group.size(), group.rank()
-    for kind, config in CASES.values():
-        read = read_config(folders / kind)
-        for dtype, quantization in ((torch.float32, None), (torch.float32, "int8"), (torch.bfloat16, "nf4")):
-            made = None if quantization is None else BaseQuantization(quantization, config.saves)
-            model = load_pretrained(folders / kind, groups=Groups(tp=group), dtype=dtype, quantization=made)
-            add_lora_(model, config, read.architecture)
-            adaptation = Adaptation(config, read.architecture.model_type, quantization)
-            workload = workload_of(read.description, dtype, adaptation=adaptation)
-            (parts,) = stage_chunks(read.description, 1)
-            plan = plan_rank(workload, Mesh(tp=t), 0, parts, rank)
-            where = f"{kind} {config} {dtype} {quantization} at {t}"
-            weights = sum(map(bytes_of, model.parameters()))
-            originals = sum(bytes_of(each.original) for each in trained_of(model).parameters)
-            assert plan.weights == weights + originals, where
-            trained = [param for param in model.parameters() if param.requires_grad]
-            assert plan.gradients == sum(param.numel() * param.itemsize for param in trained), where
-            for param in trained:
-                param.grad = torch.zeros_like(param)
-            optimizer = torch.optim.AdamW(trained)
-            optimizer.step()
-            state = [tensor for each in optimizer.state.values() for tensor in each.values()]
-            assert plan.optimizer == sum(map(bytes_of, state)), where
-            assert plan.num_parameters == sum(param.numel() for param in model.parameters())
+@pytest.mark.ranks(3)
+def test_bytes_are_those_of_the_plan(group, folders, plans):
+    groups = Groups.of(Topology.create(tp=3))
+    for name, (kind, dtype, quantization, config) in CASES.items():
+        settings, steps = plans[name]
+        step, read = steps[group.rank()], read_config(folders / kind)
+        made = None if quantization is None else BaseQuantization(quantization, config.saves)
+        params_dtype = PRECISIONS[dtype].params_dtype
+        model = load_pretrained(folders / kind, groups=groups, dtype=params_dtype, quantization=made)
+        add_lora_(model, config, read.architecture)
+        assert step.num_parameters == sum(param.numel() for param in model.parameters()), name
+        trainer = Trainer(settings, model, groups)
+        for _, param, layout in named_param_layouts(model, 3):
+            if param.requires_grad:
+                trainer.optimizer.state_of(param, layout)
+        state = state_of(trainer)
+        assert (step.masters, step.optimizer) == (state["masters"], state["optimizer"]), name
+        trained = [param for param in model.parameters() if param.requires_grad]
+        # Without a buffer the backward makes them.
+        assert step.gradients == (state["gradients"] or sum(param.nbytes for param in trained)), name
+        assert step.weights == bytes_of(parts_of(model.parameters())), name
+        originals = [each.original for each in trained_of(model).parameters]
+        assert step.others == bytes_of([*originals, *model.buffers()]), name
 
 
 def test_a_base_in_fewer_bits_is_planned_from_the_command_line(folders, capsys):
@@ -83,5 +115,6 @@ def test_a_base_in_fewer_bits_is_planned_from_the_command_line(folders, capsys):
     assert "did you mean q_proj?" in capsys.readouterr().err
     read = read_config(folders / "llama")
     adaptation = Adaptation(LoraConfig(), "llama", "nf4")
+    workload = workload_of(read.description, adaptation=adaptation, training={"global_batch_size": 6})
     with pytest.raises(ConfigError, match="fsdp cannot split a base in nf4"):
-        make_plan(workload_of(read.description, adaptation=adaptation, global_batch_size=2), Mesh(dp=2, fsdp=True))
+        make_plan(workload, Mesh(dp=2, fsdp=True, micro_batch_size=3))

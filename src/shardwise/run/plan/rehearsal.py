@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import stage_layers
-from shardwise.core.sharding.balanced import local_rows
+from shardwise.core.sharding.balanced import is_sharded, local_rows
 from shardwise.core.topology import Groups, Topology
 from shardwise.kernels.planning import planning_for
 from shardwise.models.description import ModelChunks
@@ -37,6 +37,7 @@ from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import named_param_layouts
 from shardwise.run.plan.timeline import Label, Segment, Sent, Timeline, address, joined, read_at_once
 from shardwise.run.plan.workload import Mesh, Workload
+from shardwise.storage.adapters.model import trained_of
 from shardwise.training.optimizer.optimizer import ShardedOptimizer
 from shardwise.training.pipeline.schedules import Action, Kind, make_schedule
 from shardwise.training.pipeline.stage import hidden_shape
@@ -55,7 +56,7 @@ class StateBytes:
         gradients: in their buffers, or as the backward makes them.
         masters: fp32 copies of parameters in 16 bits.
         optimizer: its state of each parameter.
-        others: buffers of the model, and a teacher.
+        others: buffers of the model, original values of weights that are trained next to adapters, and a teacher.
     """
 
     weights: int
@@ -345,11 +346,17 @@ def _whole(workload: Workload, groups: Groups, timeline: Timeline) -> _Whole:
     gradients = bytes_of(getattr(param, "main_grad", None) for param in trained)
     makes_gradients = gradients == 0 and bool(trained)
     if makes_gradients:
-        gradients = sum(part.untyped_storage().nbytes() for param in trained for part in _plain(param))
+        # Rows that data-parallel ranks share are filled up.
+        gradients = sum(
+            part.untyped_storage().nbytes() if is_sharded(param) else part.nbytes
+            for param in trained
+            for part in _plain(param)
+        )
     masters = bytes_of(map(weight_of, trained))
     optimizer = bytes_of(made)
     teacher: nn.Module | None = getattr(trainer.objective, "teacher", None)
     others = [*model.buffers(), *(() if teacher is None else (*teacher.parameters(), *teacher.buffers()))]
+    others += [each.original for each in trained_of(model).parameters]
     state = StateBytes(weights, gradients, masters, optimizer, bytes_of(others))
     # A step without micro-batches has only what comes after them.
     finish, update = trainer.gradients.finish, trainer.optimizer.step
