@@ -190,7 +190,7 @@ def make_plan(workload: Workload, mesh: Mesh, *, rank: int | None = None, rehear
         mesh: layout of the ranks.
         rank: plan this rank only; if None, of each stage the rank that needs the most.
         rehearsals: rehearsals of the workload on other meshes, which have ranks like those of this one; with
-            ``estimates`` of the first two stages and the last, which need more than those between.
+            ``estimates`` of the first stage and the last, which need more than those between.
 
     Raises:
         ConfigError: the model or the batch cannot be split so; no such rank.
@@ -213,7 +213,7 @@ def make_plan(workload: Workload, mesh: Mesh, *, rank: int | None = None, rehear
                 (_worst_of_dp(rehearsals, mesh, stage, tp_rank) for tp_rank in sorted(of_shapes.values())),
                 key=lambda plan: plan.total,
             )
-            for stage in (sorted({0, min(1, mesh.pp - 1), mesh.pp - 1}) if rehearsals.estimates else range(mesh.pp))
+            for stage in (sorted({0, mesh.pp - 1}) if rehearsals.estimates else range(mesh.pp))
         ]
     repeated = 0.0
     if mesh.recomputation.granularity != "none":

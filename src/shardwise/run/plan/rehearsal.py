@@ -261,12 +261,12 @@ class Rehearsals:
         )
 
     def _whole(self, workload: Workload, groups: Groups, timeline: Timeline, short: Sequence[_Short]) -> _Whole:
-        times = {number for each in short for _, number in each.groups if number > 1}
-        if not self.estimates or len(times) != 1:
+        times = {each.times for each in short}
+        if not self.estimates or times == {0} or len(times) > 1:
             return _whole(workload, groups, timeline)
         found = []
-        for more in ([], [layer for each in short for layer in each.once_more]):
-            with only_layers({*more, *(layer for each in short for layer in each.layers)}):
+        for number in (1, 2):
+            with only_layers({layer for each in short for layers in each.alike[:number] for layer in layers}):
                 found.append(_whole(workload, groups, timeline))
         return found[0].towards(found[1], times.pop() - 1)
 
@@ -467,13 +467,15 @@ class _Short:
 
     Attributes:
         layers: layers that are left, counted from 0.
-        once_more: layers that one more repeat of every repeated group would have.
+        alike: where the chunk is one group of spans ``times`` times, the layers of the first two; else empty.
+        times: number of these groups, or 0.
         kinds: kinds of the layers of each span that is left, and whether it is recomputed.
         groups: as ``_shortened``.
     """
 
     layers: list[int]
-    once_more: list[int]
+    alike: list[list[int]]
+    times: int
     kinds: Hashable
     groups: list[tuple[int, int]]
 
@@ -483,13 +485,12 @@ class _Short:
         spans = list(spans_of(part, recomputation))
         of_spans = [(tuple(kinds[layer] for layer in layers), again) for layers, again in spans]
         places, groups = _shortened(of_spans)
-        more, start = [], 0
-        for length, times in groups:
-            first = places[start] + length
-            more += [layer for layers, _ in spans[first : first + length] for layer in layers] if times > 1 else []
-            start += length
         left = [layer for place in places for layer in spans[place][0]]
-        return cls(left, more, tuple(of_spans[place] for place in places), groups)
+        alike: list[list[int]] = []
+        length, times = groups[0][0], sum(number for _, number in groups)
+        if len(groups) == 3 and groups[1][1] > 1:
+            alike = [[layer for layers, _ in spans[n * length : (n + 1) * length] for layer in layers] for n in (0, 1)]
+        return cls(left, alike, times if alike else 0, tuple(of_spans[place] for place in places), groups)
 
 
 def _step(
