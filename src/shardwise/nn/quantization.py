@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -198,8 +198,9 @@ class QuantizedTensor(Tensor):
         """Create one without values for the part of a matrix on ``rank``, with the dtype and device of ``like``."""
         rows, columns = layout.local_shape(rank)
         form, device = QUANTIZATIONS[kind], like.device
-        blocks = _blocks(kind, layout, rank)
-        number = 1 if blocks is None else int(blocks.max()) + 1 if columns else 0
+        held = _held_blocks(kind, layout, rank)
+        blocks = None if held is None else _blocks(kind, layout, rank, held)
+        number = 1 if held is None else len(held)
         return cls(
             kind,
             torch.empty(
@@ -288,13 +289,19 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
 
 
-def _blocks(kind: Quantization, layout: ParamLayout, rank: int) -> Tensor | None:
-    """Return the block of each of a rank's columns, counted from the rank's first block; None if a block is a row."""
+def _held_blocks(kind: Quantization, layout: ParamLayout, rank: int) -> list[int] | None:
+    """Return the blocks of the whole weight of which a rank has columns; None if a block is a row."""
     size = QUANTIZATIONS[kind].block
     if size is None:
         return None
-    blocks: Tensor = torch.unique(_columns(layout, rank) // size, return_inverse=True)[1]
-    return blocks.to(torch.int32)
+    runs = [(0, layout.global_shape[1])] if layout.dim != 1 else layout.intervals[rank]
+    return sorted({block for start, stop in runs if start < stop for block in range(start // size, -(-stop // size))})
+
+
+def _blocks(kind: Quantization, layout: ParamLayout, rank: int, held: list[int]) -> Tensor:
+    """Return the place in ``held`` of the block of each of a rank's columns."""
+    blocks = _columns(layout, rank) // cast(int, QUANTIZATIONS[kind].block)
+    return torch.searchsorted(torch.tensor(held, dtype=torch.int64), blocks).to(torch.int32)
 
 
 def _columns(layout: ParamLayout, rank: int) -> Tensor:

@@ -38,7 +38,12 @@ _SECTIONS = (*_FIXED_SECTIONS, "training", "optimizer", "parallel")
 def run_state(session: Session) -> dict[str, ParamShard]:
     """Return weights and optimizer state of this rank, by name. The fp32 copy replaces a weight that has one."""
     session.trainer.wait_for_weights()
-    trainer, group = session.trainer, session.trainer.tp_group
+    return state_of(session.trainer)
+
+
+def state_of(trainer: Trainer) -> dict[str, ParamShard]:
+    """Return what a checkpoint holds of a trainer's rank, by name; see ``run_state``."""
+    group = trainer.tp_group
     weights = {
         key: shard
         for key, shard in sharded_state_dict(trainer.model, group=group).items()

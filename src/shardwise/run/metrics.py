@@ -117,6 +117,26 @@ def _open_tensorboard(folder: Path) -> Any:
     return SummaryWriter(str(folder))
 
 
+def import_pyplot() -> Any:
+    """Return matplotlib's pyplot, for pictures in files.
+
+    Raises:
+        ConfigError: matplotlib cannot be imported.
+    """
+    # matplotlib logs a warning about each folder that it cannot write to.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+    except (Exception, SystemExit) as error:  # an optional package can fail in any way
+        raise ConfigError(
+            f"no picture: matplotlib cannot be imported ({error}); pip install 'shardwise[plots]'"
+        ) from error
+    return pyplot
+
+
 def draw_loss(
     rows: Sequence[Mapping[str, Any]],
     path: Path,
@@ -139,15 +159,10 @@ def draw_loss(
     Returns:
         None, or the reason why there is no plot: matplotlib is not installed.
     """
-    # matplotlib logs a warning about each folder that it cannot write to.
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except (Exception, SystemExit) as error:  # an optional package can fail in any way
-        return f"no picture: matplotlib cannot be imported ({error}); pip install 'shardwise[plots]'"
+        pyplot = import_pyplot()
+    except ConfigError as error:
+        return str(error)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for key, label, style in (
         (curves[0], "training batch", {"linewidth": 1.0, "alpha": 0.7}),

@@ -117,6 +117,9 @@ BATCH = Range(1, 10**6)
 DEFAULT_BATCH = 8
 """Default batch size in texts or windows."""
 
+NEW_TOKENS = Range(1, 1 << 24)
+"""Range of the number of tokens to generate in a plan."""
+
 SEQUENCE = Range(2, 1 << 24)
 """Range of the number of tokens in a sample."""
 

@@ -90,10 +90,7 @@ def generate(
     try:
         with evaluation_mode(model):
             while len(new_tokens) < max_new_tokens:
-                logits = _next_logits(model, unread, cache, step)
-                chosen = choose_next_token(
-                    logits, sampling, vocab_size=vocab_size, group=model.tp_group, generator=generator
-                )
+                chosen = next_tokens(model, unread, cache, sampling, [generator], step=step)
                 # The only synchronization with the device; the token itself returns to the model on the device.
                 token = int(chosen)
                 if token < 0:
@@ -154,9 +151,7 @@ def generate_batch(
         for number, text in texts.items()
         if not model.depends_on_length and len(text) + max_new_tokens <= model.max_sequence_length
     ]
-    found = _generate_together(
-        model, [texts[number] for number in together], max_new_tokens, sampling, seed, eos_ids, vocab_size
-    )
+    found = _generate_together(model, [texts[number] for number in together], max_new_tokens, sampling, seed, eos_ids)
     results = dict(zip(together, found, strict=True))
     for number in texts.keys() - results.keys():
         results[number] = generate(
@@ -172,12 +167,11 @@ def _generate_together(
     sampling: Sampling,
     seed: int,
     eos_ids: Sequence[int],
-    vocab_size: int,
 ) -> list[list[int]]:
     b, new_tokens = len(texts), [list[int]() for _ in texts]
     if b == 0 or max_new_tokens == 0:
         return new_tokens
-    device, group = model.embedding.word_embeddings.weight.device, model.tp_group
+    device = model.embedding.word_embeddings.weight.device
     longest = max(map(len, texts))
     unread = torch.tensor([[0] * (longest - len(text)) + text for text in texts], device=device)
     mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts], device=device)
@@ -187,11 +181,7 @@ def _generate_together(
     going = set(range(b))
     with evaluation_mode(model):
         for _ in range(max_new_tokens):
-            positions = positions_of(mask)[:, -unread.size(1) :].clamp(min=0)
-            logits = model(unread, positions, mask, cache=cache)[-1]
-            chosen = choose_next_token(
-                _own_part(model, logits), sampling, vocab_size=vocab_size, group=group, generator=generators
-            )
+            chosen = next_tokens(model, unread, cache, sampling, generators, mask=mask)
             for row, token in enumerate(checked_choice(chosen).tolist()):
                 if row in going and token not in eos_ids:
                     new_tokens[row].append(token)
@@ -201,6 +191,39 @@ def _generate_together(
                 break
             unread, mask = chosen.unsqueeze(1), torch.cat([mask, mask.new_ones(b, 1)], dim=1)
     return new_tokens
+
+
+def next_tokens(
+    model: GPT,
+    unread: Tensor,
+    cache: PreallocatedCache,
+    sampling: Sampling,
+    generators: Sequence[torch.Generator],
+    *,
+    mask: Tensor | None = None,
+    step: DecodeStep | None = None,
+) -> Tensor:
+    """Choose the token after each sequence, without synchronization; see ``choose_next_token``.
+
+    Args:
+        model: the model, in evaluation mode.
+        unread: ``[b, s]``, tokens after those in the cache.
+        cache: cache of the earlier tokens, to which these are appended.
+        sampling: sampling parameters.
+        generators: generator of each sequence.
+        mask: ``[b, s]`` of the cache's tokens and ``unread``, 0 for padding; None for one sequence.
+        step: pass of a single token, which replaces the model's if possible; or None.
+
+    Returns:
+        ``[b]`` ids.
+    """
+    if mask is None:
+        logits = _next_logits(model, unread, cache, step)
+    else:
+        positions = positions_of(mask)[:, -unread.size(1) :].clamp(min=0)
+        logits = _own_part(model, model(unread, positions, mask, cache=cache)[-1])
+    vocab_size = _checked_model(model)
+    return choose_next_token(logits, sampling, vocab_size=vocab_size, group=model.tp_group, generator=generators)
 
 
 def sequence_log_probs(model: GPT, input_ids: Tensor) -> Tensor:

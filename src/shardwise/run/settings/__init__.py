@@ -7,11 +7,17 @@ from shardwise.run.settings.finetune_settings import (
     FinetuneSettings as FinetuneSettings,
     LabelSettings as LabelSettings,
     LoraSettings as LoraSettings,
-    PlanSettings as PlanSettings,
     PreferenceSettings as PreferenceSettings,
     PretrainedSettings as PretrainedSettings,
     SampleSettings as SampleSettings,
     TeacherSettings as TeacherSettings,
+)
+from shardwise.run.settings.plan_settings import (
+    PLANNED as PLANNED,
+    PlannedDistillSettings as PlannedDistillSettings,
+    PlannedDpoSettings as PlannedDpoSettings,
+    PlannedFinetuneSettings as PlannedFinetuneSettings,
+    PlanSettings as PlanSettings,
 )
 from shardwise.run.settings.run_settings import (
     CorpusSettings as CorpusSettings,

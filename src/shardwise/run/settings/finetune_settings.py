@@ -1,4 +1,4 @@
-"""Settings of plans, and of runs that start from a pretrained model: labels, adapters, preferences, a teacher."""
+"""Settings of runs that start from a pretrained model: labels, adapters, preferences, a teacher."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import tyro
 
 from shardwise.core.errors import ConfigError
-from shardwise.run.settings.run_settings import ModelSettings, RunSettings
+from shardwise.run.settings.run_settings import RunSettings
 from shardwise.training.bounds import (
-    BATCH,
-    DEFAULT_SEQUENCE,
     PROBABILITY,
     SEQUENCE,
     STEPS,
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
 _BASE = Folder("", "no model to start from; name its Hugging Face folder: shardwise finetune MODEL_DIR ...")
 # Defaults of a fine-tuning run.
-_STEPS, _BATCH = 200, 8
+_STEPS, FINETUNE_BATCH = 200, 8
 _LEARNING_RATE, _LORA_LEARNING_RATE = 2e-5, 2e-4
 
 
@@ -285,7 +283,7 @@ class FinetuneSettings(RunSettings):
     model: PretrainedSettings = field(default_factory=PretrainedSettings)
     optimizer: FinetuneOptimizerSettings = field(default_factory=FinetuneOptimizerSettings)
     training: TrainingSettings = field(
-        default_factory=lambda: TrainingSettings(steps=_STEPS, global_batch_size=_BATCH, eval_every=50)
+        default_factory=lambda: TrainingSettings(steps=_STEPS, global_batch_size=FINETUNE_BATCH, eval_every=50)
     )
     lora: Annotated[LoraSettings, tyro.conf.arg(name="")] = field(default_factory=LoraSettings)
     samples: Annotated[SampleSettings, tyro.conf.arg(name="")] = field(default_factory=SampleSettings)
@@ -416,62 +414,4 @@ class DistillSettings(FinetuneSettings):
             (self.parallel.pp > 1, "--pp over 1: the teacher has no stages; split both models with --tp"),
             (self.labels.is_on, f"--task {self.labels.task}: what is learned is text; use shardwise finetune"),
             (self.parallel.exact, "--exact: the divergence has no exact form; leave it out"),
-        )
-
-
-@dataclass(frozen=True)
-class PlannedModelSettings(ModelSettings):
-    """Sizes and kind of the model.
-
-    Attributes:
-        sequence_length: tokens in a training sample; if not given, 256, or with MODEL_DIR 512 or the model's maximum,
-            whichever is less, as for a fine-tuning run.
-    """
-
-    sequence_length: Annotated[int | None, SEQUENCE] = None  # type: ignore[assignment]  # a number in ``resolved``
-
-
-@dataclass(frozen=True)
-class PlannedTrainingSettings(TrainingSettings):
-    """Optimization settings of a run.
-
-    Attributes:
-        global_batch_size: samples per step, over all ranks; if not given, 16, or with MODEL_DIR 8, as for a fine-tuning
-            run.
-    """
-
-    global_batch_size: Annotated[int | None, BATCH] = None  # type: ignore[assignment]  # the same
-
-
-@dataclass(frozen=True)
-class PlanSettings(RunSettings):
-    """Settings of the run to plan, the same as those of ``shardwise train``.
-
-    Attributes:
-        data: same as for a run; a plan does not read it.
-        model: sizes and kind of the model.
-        training: length, batch size, precision.
-        lora: low-rank adapters on a frozen model.
-    """
-
-    data: tuple[str, ...] = ("stdlib",)
-    model: PlannedModelSettings = field(default_factory=PlannedModelSettings)
-    training: PlannedTrainingSettings = field(default_factory=PlannedTrainingSettings)
-    lora: Annotated[LoraSettings, tyro.conf.arg(name="")] = field(default_factory=LoraSettings)
-
-    def resolved(self, longest: int | None) -> PlanSettings:
-        """Return the settings with the defaults filled in.
-
-        Args:
-            longest: maximum sequence length of the model that a fine-tuning run starts from; None for a new model.
-        """
-        length, batch = self.model.sequence_length, self.training.global_batch_size
-        if length is None:
-            length = ModelSettings.sequence_length if longest is None else min(DEFAULT_SEQUENCE, longest)
-        if batch is None:
-            batch = TrainingSettings.global_batch_size if longest is None else _BATCH
-        return dataclasses.replace(
-            self,
-            model=dataclasses.replace(self.model, sequence_length=length),
-            training=dataclasses.replace(self.training, global_batch_size=batch),
         )

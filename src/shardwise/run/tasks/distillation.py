@@ -19,7 +19,7 @@ from shardwise.run.tasks.pretrained_model import PretrainedModel, digest_of
 from shardwise.run.tasks.samples import Examples
 from shardwise.run.tasks.task_data import TaskData
 from shardwise.storage.huggingface import load_pretrained
-from shardwise.storage.huggingface.pretrained import PretrainedFolder
+from shardwise.storage.huggingface.pretrained import PretrainedConfig, PretrainedFolder
 from shardwise.training.objective import CrossEntropy, Objective
 
 
@@ -104,10 +104,7 @@ class Teacher(Examples):
         self._loss, path = settings.distillation, Path(settings.distillation.teacher)
         self.teacher = PretrainedFolder(path)
         described = self.teacher.description
-        if described.kind != "gpt" or described.classification is not None:
-            kind = self.teacher.architecture.model_type
-            what = kind if described.classification is None else f"{kind} {described.classification.task}"
-            raise ConfigError(f"the teacher {path} is a {what} model, no causal one")
+        check_teacher(self.teacher.config, settings, path)
         # Models of one family share a tokenizer, but often pad their vocabularies to different sizes.
         self.num_shared = min(described.vocab_size, source.folder.description.vocab_size)
         _check_same_tokens(source.tokenizer, PaddedTokenizer.load(path), settings.base, path)
@@ -115,12 +112,6 @@ class Teacher(Examples):
             raise ConfigError(
                 f"the teacher {path} has {described.vocab_size} ids, fewer than the {source.tokenizer.vocab_size} of "
                 f"its tokenizer and that of {settings.base}"
-            )
-        longest = described.max_sequence_length
-        if settings.sequence_length > longest:
-            raise ConfigError(
-                f"model.sequence-length {settings.sequence_length} is more than {longest}, the longest sequence "
-                f"of the teacher {path}"
             )
         self.identity = {"teacher_sha256": digest_of(self.teacher)}
 
@@ -138,6 +129,21 @@ class Teacher(Examples):
         assert isinstance(teacher, GPT)
         teacher.requires_grad_(False).eval()
         return DistillationObjective(self._loss, teacher, groups.tp, vocab_size, self.num_shared)
+
+
+def check_teacher(teacher: PretrainedConfig, settings: DistillSettings, path: Path) -> None:
+    """Raise ConfigError unless the teacher is a causal model that reads sequences as long as the student's."""
+    described = teacher.description
+    if described.kind != "gpt" or described.classification is not None:
+        kind = teacher.architecture.model_type
+        what = kind if described.classification is None else f"{kind} {described.classification.task}"
+        raise ConfigError(f"the teacher {path} is a {what} model, no causal one")
+    longest = described.max_sequence_length
+    if settings.sequence_length > longest:
+        raise ConfigError(
+            f"model.sequence-length {settings.sequence_length} is more than {longest}, the longest sequence "
+            f"of the teacher {path}"
+        )
 
 
 def _check_same_tokens(own: Tokenizer, of_teacher: Tokenizer, base: str, path: Path) -> None:

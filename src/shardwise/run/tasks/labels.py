@@ -24,14 +24,14 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.tokenizer.library import DeclaredTokens
 from shardwise.models.classification import Classification, HeadTask, ProblemType
 from shardwise.models.description import ModelDescription
-from shardwise.run.settings import LabelSettings
+from shardwise.run.settings import FinetuneSettings, LabelSettings
 from shardwise.run.tasks.labelling import Labelling
 from shardwise.run.tasks.pretrained_model import PretrainedModel
 from shardwise.run.tasks.task import Method
 from shardwise.run.tasks.task_data import TaskData, divided, sha256_of
 from shardwise.storage.huggingface.architectures.architecture import label_names, usual_names
 from shardwise.storage.huggingface.fields import Fields
-from shardwise.storage.huggingface.pretrained import CONFIG_NAME, PretrainedFolder
+from shardwise.storage.huggingface.pretrained import CONFIG_NAME, PretrainedConfig, PretrainedFolder
 
 _JOINED = (
     "the tokenizer puts no blank between words, and the model reads them joined; with add_prefix_space in its "
@@ -106,10 +106,7 @@ class LabelledTexts(Method):
 
     def _head(self, labels: Labels) -> Classification:
         """Return the head to train, with the dropout of the settings if the head's class has dropout."""
-        folder, dropout = self.source.folder, self.settings.model.dropout
-        head = head_of(folder, self.task, labels, self.pad_id)
-        drops = folder.architecture.classifier_of(self.task).dropout is not None
-        return head if dropout is None or not drops else dataclasses.replace(head, dropout=dropout)
+        return head_of(self.source.folder.config, self.task, labels, self.pad_id, self.settings.model.dropout)
 
     def objective(self, data: TaskData, groups: Groups, device: torch.device) -> Labelling:
         """The loss of ``transformers``, and the accuracy."""
@@ -176,40 +173,51 @@ def choose_labels(folder: PretrainedFolder, texts: Sequence[LabelledText], setti
         ConfigError: ``settings`` contradict the folder.
         DataError: see ``labels_of``.
     """
-    head = folder.description.classification
-    of_tokens = settings.task == "token-classification"
-    if head is None or head.task != settings.task:
+    assert settings.task != "text-generation"
+    head, of_tokens = own_head(folder.config, settings.task), settings.task == "token-classification"
+    if head is None:
         given = "single_label_classification" if of_tokens else settings.problem_type
         if not settings.label_names:
             return labels_of(texts, num_labels=settings.num_labels, problem=given)
         return _named(settings.label_names, given or usual_problem(texts))
-    if settings.num_labels not in (None, head.num_labels):
-        raise ConfigError(
-            f"--num-labels is {settings.num_labels}, and the head of {folder.path} has {head.num_labels} labels; leave "
-            "the flag out, or start from a model without the head"
-        )
-    if settings.problem_type is not None and head.problem_type not in (None, settings.problem_type):
-        raise ConfigError(
-            f"--problem-type is {settings.problem_type}, and config.json of {folder.path} says {head.problem_type}; "
-            "leave the flag out"
-        )
-    names = tuple(label_names(Fields(folder.config.values)))
+    names = own_names(folder.config, head, settings, folder.path)
     problem = "single_label_classification" if of_tokens else settings.problem_type or problem_of(head, texts)
-    is_unnamed = list(names) == usual_names(len(names))
-    if settings.label_names and (
-        len(settings.label_names) != len(names) if is_unnamed else settings.label_names != names
-    ):
-        raise ConfigError(
-            f"--label-names has {counted(len(settings.label_names), 'name')}, and the head of {folder.path} has "
-            f"{counted(len(names), 'label')}{'' if is_unnamed else ': ' + ', '.join(names[:5])}; leave the flag out"
-        )
     if settings.label_names:
         return _named(settings.label_names, problem)
+    is_unnamed = list(names) == usual_names(len(names))
     # A head without label names takes the names in the data if their number matches.
     if is_unnamed and problem != "regression":
         named = any(isinstance(each, str) for text in texts for each in _as_list(text.label))
         return labels_of(texts, num_labels=len(names), problem=problem) if named else Labels(names, problem)
     return Labels(names, problem)
+
+
+def own_names(config: PretrainedConfig, head: Classification, settings: LabelSettings, path: Path) -> tuple[str, ...]:
+    """Return the names of the labels of a model's head.
+
+    Raises:
+        ConfigError: ``settings`` contradict the head.
+    """
+    if settings.num_labels not in (None, head.num_labels):
+        raise ConfigError(
+            f"--num-labels is {settings.num_labels}, and the head of {path} has {head.num_labels} labels; leave the "
+            "flag out, or start from a model without the head"
+        )
+    if settings.problem_type is not None and head.problem_type not in (None, settings.problem_type):
+        raise ConfigError(
+            f"--problem-type is {settings.problem_type}, and config.json of {path} says {head.problem_type}; leave the "
+            "flag out"
+        )
+    names = tuple(label_names(Fields(config.values)))
+    is_unnamed = list(names) == usual_names(len(names))
+    if settings.label_names and (
+        len(settings.label_names) != len(names) if is_unnamed else settings.label_names != names
+    ):
+        raise ConfigError(
+            f"--label-names has {counted(len(settings.label_names), 'name')}, and the head of {path} has "
+            f"{counted(len(names), 'label')}{'' if is_unnamed else ': ' + ', '.join(names[:5])}; leave the flag out"
+        )
+    return names
 
 
 def _named(names: tuple[str, ...], problem: ProblemType) -> Labels:
@@ -222,15 +230,52 @@ def _as_list(label: Any) -> list[Any]:
     return label if isinstance(label, list) else [label]
 
 
-def head_of(folder: PretrainedFolder, task: HeadTask, labels: Labels, pad_id: int) -> Classification:
-    """Return the classification head for ``labels``: the folder's head if it has one for the task."""
-    own = folder.description.classification
-    kind = folder.architecture.classifier_of(task)
-    dropout = kind.read(Fields(folder.config.values)).dropout
+def head_of(
+    config: PretrainedConfig, task: HeadTask, labels: Labels, pad_id: int, dropout: float | None
+) -> Classification:
+    """Return the classification head for ``labels``: the model's head if it has one for the task.
+
+    Args:
+        config: the model.
+        task: task of the head.
+        labels: labels of the data.
+        pad_id: id of the padding token.
+        dropout: dropout of the head, if the head's class has dropout; that of the model if None.
+    """
+    own, kind = own_head(config, task), config.architecture.classifier_of(task)
+    usual = kind.read(Fields(config.values)).dropout
     if task == "token-classification":
-        return own if own is not None and own.task == task else kind.head(len(labels), dropout=dropout)
-    if own is not None and own.task == task:
+        head = own or kind.head(len(labels), dropout=usual)
+    elif own is not None:
         # Write the problem type, which transformers would otherwise infer from the first batch of labels.
-        own = dataclasses.replace(own, pad_token_id=pad_id) if kind.pads else own
-        return own.with_problem(own.problem_type or labels.problem)
-    return kind.head(len(labels), problem_type=labels.problem, pad_token_id=pad_id, dropout=dropout)
+        head = dataclasses.replace(own, pad_token_id=pad_id) if kind.pads else own
+        head = head.with_problem(head.problem_type or labels.problem)
+    else:
+        head = kind.head(len(labels), problem_type=labels.problem, pad_token_id=pad_id, dropout=usual)
+    return head if dropout is None or kind.dropout is None else dataclasses.replace(head, dropout=dropout)
+
+
+def own_head(config: PretrainedConfig, task: HeadTask) -> Classification | None:
+    """Return the model's head if it has one for the task."""
+    head = config.description.classification
+    return head if head is not None and head.task == task else None
+
+
+def planned_head(config: PretrainedConfig, settings: FinetuneSettings) -> Classification | None:
+    """Return the head of a run whose data is not read; None if the run predicts text.
+
+    Raises:
+        ConfigError: the number of labels is unknown, or ``settings`` contradict the model's head.
+    """
+    labels, task = settings.labels, settings.labels.task
+    if task == "text-generation":
+        return None
+    names = labels.label_names or tuple(usual_names(labels.num_labels or 0))
+    problem = labels.problem_type or ("regression" if len(names) == 1 else "single_label_classification")
+    if (head := own_head(config, task)) is not None:
+        names = own_names(config, head, labels, Path(settings.base))
+        problem = labels.problem_type or head.problem_type or problem
+    if not names:
+        raise ConfigError("a plan reads no data, whose labels it could count; give their number with --num-labels")
+    pad_id = Fields(config.values).optional(int, "pad_token_id") or 0
+    return head_of(config, task, Labels(names, problem), pad_id, settings.model.dropout)

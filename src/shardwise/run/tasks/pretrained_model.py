@@ -5,7 +5,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,11 +22,14 @@ from shardwise.run.tasks.task_data import TaskData
 from shardwise.storage.adapters import add_lora_, load_adapter_, read_adapter_config
 from shardwise.storage.adapters.config_file import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from shardwise.storage.huggingface import BaseQuantization, load_pretrained
-from shardwise.storage.huggingface.pretrained import CONFIG_NAME, PretrainedFolder
+from shardwise.storage.huggingface.architectures import Architecture
+from shardwise.storage.huggingface.pretrained import CONFIG_NAME, PretrainedConfig, PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import copy_companion_files
 from shardwise.training.bounds import DEFAULT_SEQUENCE
 
 _LOOKED_AT_BYTES = 1 << 20
+
+S = TypeVar("S", bound=FinetuneSettings)
 
 
 class FolderTokenizer(PaddedTokenizer):
@@ -71,17 +74,7 @@ class PretrainedModel:
         path = Path(settings.base)
         self.folder = PretrainedFolder(path)
         description = self.folder.description
-        if settings.labels.task != "text-generation":
-            self.folder.architecture.classifier_of(settings.labels.task)
-        elif description.kind != "gpt":
-            raise ConfigError(
-                f"{path} is a {self.folder.architecture.model_type} model, which does not continue texts; --task "
-                "sequence-classification labels them"
-            )
-        elif (head := description.classification) is not None:
-            raise ConfigError(
-                f"{path} is a model for {head.task} and has no head to continue texts; add --task {head.task}"
-            )
+        check_task(self.folder.config, settings, path)
         self.tokenizer = FolderTokenizer.load(path)
         assert isinstance(self.tokenizer, FolderTokenizer)
         self.tokenizer.source = path
@@ -90,19 +83,12 @@ class PretrainedModel:
                 f"the tokenizer of {path} has {self.tokenizer.vocab_size} ids, more than the {description.vocab_size} "
                 "of the model's vocabulary; it is another model's"
             )
-        settings.check_effect(description.num_layers)
         self.identity: Mapping[str, Any] = {"base_sha256": digest_of(self.folder)}
-        longest = description.max_sequence_length
-        length = settings.model.sequence_length or min(DEFAULT_SEQUENCE, longest)
-        if length > longest:
-            raise ConfigError(f"model.sequence-length {length} is more than {longest}, the longest sequence of {path}")
-        settings.parallel.check_length(length)
+        self.settings = resolved(settings, description, path)
         _check_out(Path(settings.out), path)
         if (quantization := _base_quantization(settings.lora)) is not None:
             quantization.check()
         self.trains_weights = not settings.lora.is_on
-        model = dataclasses.replace(settings.model, sequence_length=length)
-        self.settings = dataclasses.replace(settings, model=model)
 
     def digests(self) -> dict[str, str]:
         """Return hex digests that identify the model and its adapters."""
@@ -115,9 +101,7 @@ class PretrainedModel:
 
     def describe(self, data: TaskData) -> ModelDescription:
         """Describe the folder's model with the dropout of the settings and the head for the data."""
-        description, dropout = self.folder.description, self.settings.model.dropout
-        if dropout is not None:
-            description = dataclasses.replace(description, hidden_dropout=dropout, attention_dropout=dropout)
+        description = with_dropout(self.folder.description, self.settings.model.dropout)
         return description if data.head is None else self.folder.architecture.with_head(description, data.head)
 
     def build(
@@ -150,14 +134,62 @@ class PretrainedModel:
 
     def _adapters(self, head: Classification | None) -> LoraConfig:
         """Return the configuration of new adapters; a classification head is trained whole."""
-        config, folder = self.settings.lora.config(), self.folder
-        if head is None:
-            return config
-        modules = [*config.modules_to_save, folder.architecture.classifier_of(head.task).tensor]
-        has_pooler = any("pooler" in name for name in folder.tensors.tensors)
-        if not head.is_of_tokens and folder.description.kind == "bert" and not has_pooler:
-            modules.append("pooler")
-        return dataclasses.replace(config, modules_to_save=tuple(dict.fromkeys(modules)))
+        has_pooler = any("pooler" in name for name in self.folder.tensors.tensors)
+        return with_head(self.settings.lora.config(), head, self.folder.architecture, has_pooler=has_pooler)
+
+
+def check_task(config: PretrainedConfig, settings: FinetuneSettings, path: Path) -> None:
+    """Raise ConfigError unless the model in a folder can be trained for the task of the settings."""
+    if settings.labels.task != "text-generation":
+        config.architecture.classifier_of(settings.labels.task)
+    elif config.description.kind != "gpt":
+        raise ConfigError(
+            f"{path} is a {config.architecture.model_type} model, which does not continue texts; --task "
+            "sequence-classification labels them"
+        )
+    elif (head := config.description.classification) is not None:
+        raise ConfigError(
+            f"{path} is a model for {head.task} and has no head to continue texts; add --task {head.task}"
+        )
+
+
+def resolved(settings: S, model: ModelDescription, path: Path) -> S:
+    """Return the settings of a run that starts from the model in a folder, with the sequence length filled in.
+
+    Raises:
+        ConfigError: the sequence length is above the model's maximum, or a setting has no effect.
+    """
+    settings.check_effect(model.num_layers)
+    longest = model.max_sequence_length
+    length = settings.model.sequence_length or min(DEFAULT_SEQUENCE, longest)
+    if length > longest:
+        raise ConfigError(f"model.sequence-length {length} is more than {longest}, the longest sequence of {path}")
+    settings.parallel.check_length(length)
+    return dataclasses.replace(settings, model=dataclasses.replace(settings.model, sequence_length=length))
+
+
+def with_dropout(model: ModelDescription, dropout: float | None) -> ModelDescription:
+    """Return the model with another dropout, unless it is None."""
+    return model if dropout is None else dataclasses.replace(model, hidden_dropout=dropout, attention_dropout=dropout)
+
+
+def with_head(
+    config: LoraConfig, head: Classification | None, architecture: Architecture, *, has_pooler: bool
+) -> LoraConfig:
+    """Return the configuration of adapters that are trained with a classification head, which is trained whole.
+
+    Args:
+        config: configuration of the adapters.
+        head: classification head of the model.
+        architecture: architecture of the model.
+        has_pooler: whether the folder's model has the pooler that the head reads; a new one is trained whole.
+    """
+    if head is None:
+        return config
+    modules = [*config.modules_to_save, architecture.classifier_of(head.task).tensor]
+    if not head.is_of_tokens and "pooler.dense.*" in architecture.table and not has_pooler:
+        modules.append("pooler")
+    return dataclasses.replace(config, modules_to_save=tuple(dict.fromkeys(modules)))
 
 
 def _base_quantization(lora: LoraSettings) -> BaseQuantization | None:

@@ -332,7 +332,7 @@ def make_room_(
     quantization: BaseQuantization,
     where: torch.device,
 ) -> None:
-    """Allocate a model that was made on the meta device, with quantised weights of linear layers, without values."""
+    """Quantise the weights of linear layers, without values, and allocate those of a model on the meta device."""
     whole: Any = model
     # Do not quantise a tied output weight, nor its copy on the last stage.
     tied = getattr(whole, "output_layer", None) if whole.share_embeddings_and_output_weights else None
@@ -348,7 +348,8 @@ def make_room_(
         chosen.append((layer, shard))
         # Do not allocate this weight with the others.
         layer.weight = Parameter(shard.data.new_empty(0), requires_grad=False)
-    model.to_empty(device=where)
+    if any(param.is_meta for param in model.parameters()):
+        model.to_empty(device=where)
     for layer, shard in chosen:
         like = torch.empty(0, dtype=shard.dtype, device=where)
         empty = QuantizedTensor.empty(quantization.kind, shard.layout, layer.group.rank(), like)

@@ -36,7 +36,9 @@ T = TypeVar("T")
 SWITCH = processes.SHARED_MEMORY
 """Environment variable; 0 leaves everything to gloo."""
 
-_MAX_RANKS = 8
+MAX_RANKS = 8
+"""Largest number of ranks of a group that shares memory."""
+
 _WHAT = "how to share memory"
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -314,7 +316,7 @@ def close_channel(group: ProcessGroup) -> None:
 
 def _open(group: ProcessGroup) -> SharedMemory | None:
     t, rank = group.size(), group.rank()
-    if not 2 <= t <= _MAX_RANKS or not is_gloo(group, torch.device("cpu")):
+    if not 2 <= t <= MAX_RANKS or not is_gloo(group, torch.device("cpu")):
         return None
     hellos = gather_objects(None if why_not_here() is not None else _attempt(_where_and_who), _WHAT, group=group)
     if None in hellos or len({where for where, _ in hellos}) > 1:
