@@ -7,8 +7,8 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TextIO, cast
 
@@ -30,11 +30,13 @@ class Command:
         module: module of ``shardwise.cli`` that defines the class of its arguments.
         arguments: name of that class.
         summary: one line for ``shardwise --help``.
+        kinds: names of other such classes, by the word after the command's name.
     """
 
     module: str
     arguments: str
     summary: str
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
 
 COMMANDS = {
@@ -48,7 +50,16 @@ COMMANDS = {
         "trainings", "DistillArguments", "fine-tune on what a larger model of the same tokenizer predicts"
     ),
     "plan": Command(
-        "inspection", "PlanArguments", "show what a run needs of memory and network, and which layouts fit"
+        "planning",
+        "PlanArguments",
+        "show what a run needs of memory and network, and which layouts fit",
+        {
+            "train": "PlanArguments",
+            "finetune": "FinetunePlanArguments",
+            "dpo": "DpoPlanArguments",
+            "distill": "DistillPlanArguments",
+            "generate": "GeneratePlanArguments",
+        },
     ),
     "generate": Command("inference", "GenerateArguments", "continue a text with a trained checkpoint"),
     "chat": Command("inference", "ChatArguments", "talk with a model, by its own chat template"),
@@ -84,11 +95,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_command("shardwise", lambda: _without_command(name))
     # The "--" in `torchrun -m shardwise train -- --nproc 2` keeps torchrun from parsing --nproc.
     own = arguments[2:] if arguments[1:2] == ["--"] else arguments[1:]
+    if own and own[0] in COMMANDS[name].kinds:
+        name, own = f"{name} {own[0]}", own[1:]
     return run_command(f"shardwise {name}", partial(run_subcommand, name, own), debug="--debug" in arguments)
 
 
 def run_subcommand(name: str, argv: Sequence[str]) -> int:
     """Run ``shardwise NAME ARGUMENTS`` in this process if it is a rank or no others are needed, else in new ranks.
+
+    Args:
+        name: name of a command, and of its kind if it has kinds.
+        argv: its arguments.
 
     Returns:
         The exit code.
@@ -97,9 +114,11 @@ def run_subcommand(name: str, argv: Sequence[str]) -> int:
         SystemExit: help was requested and printed.
         ShardwiseError: a mistake of the user, or a failure.
     """
-    command = COMMANDS[name]
+    first, _, kind = name.partition(" ")
+    command = COMMANDS[first]
     module = importlib.import_module(f"shardwise.cli.{command.module}")
-    arguments = parse_command(getattr(module, command.arguments), argv, f"shardwise {name}")
+    arguments_class = getattr(module, command.kinds[kind] if kind else command.arguments)
+    arguments = parse_command(arguments_class, argv, f"shardwise {name}")
     check_switches()
     try:
         with lasting_outputs() if arguments.lasts else contextlib.nullcontext():

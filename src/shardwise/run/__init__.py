@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardwise.run.commands.train import distill as distill, dpo as dpo, finetune as finetune, train as train
     from shardwise.run.comparison import compare as compare
     from shardwise.run.plan.fit import fit_run as fit_run
+    from shardwise.run.plan.generation import fit_generation as fit_generation, plan_generation as plan_generation
     from shardwise.run.plan.plan import plan_run as plan_run
 
 _MODULES = {
@@ -33,9 +34,11 @@ _MODULES = {
     "evaluate_tasks": "commands.harness_tasks",
     "export_hf": "commands.conversion",
     "finetune": "commands.train",
+    "fit_generation": "plan.generation",
     "fit_run": "plan.fit",
     "generate": "commands.text_generation",
     "import_hf": "commands.conversion",
+    "plan_generation": "plan.generation",
     "plan_run": "plan.plan",
     "train": "commands.train",
 }

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from shardwise.core.errors import ConfigError
 from shardwise.models.recomputation import Recomputation
-from shardwise.run.plan.plan import Plan, make_plan
+from shardwise.run.plan.machine import room_for_tensors
+from shardwise.run.plan.plan import Plan, keyword_workload, make_plan
 from shardwise.run.plan.rehearsal import Rehearsals
 from shardwise.run.plan.report import aligned
-from shardwise.run.plan.workload import Mesh, Workload, planned_workload
+from shardwise.run.plan.workload import Mesh, Workload
 from shardwise.run.quantities import read_bytes, shown_bytes
-from shardwise.run.settings import PlanSettings
 from shardwise.training.bounds import (
     DEFAULT_RANKS_PER_HOST,
     LOCAL_RANKS,
     RANKS,
     check_value,
     checks_arguments,
-    from_keywords,
 )
 
 # In increasing order of cost, up to a forward.
@@ -37,6 +36,7 @@ def fit_run(
     memory: str,
     model_dir: str | PathLike[str] | None = None,
     *,
+    command: Literal["train", "finetune", "dpo", "distill"] = "train",
     ranks: int | Sequence[int],
     ranks_per_host: Annotated[int, LOCAL_RANKS] = DEFAULT_RANKS_PER_HOST,
     **settings: Any,
@@ -45,7 +45,7 @@ def fit_run(
 
     Args:
         memory: memory of a rank, such as "80GiB" or "16GB".
-        model_dir: see ``plan_run``.
+        model_dir, command: see ``plan_run``.
         ranks: number of ranks, or several numbers to choose from.
         ranks_per_host: the largest tp, since ranks that split layers exchange the most.
         settings: see ``plan_run``.
@@ -60,25 +60,17 @@ def fit_run(
     world_sizes = (ranks,) if isinstance(ranks, int) else tuple(ranks)
     for number in world_sizes:
         check_value("ranks", number, int, RANKS)
-    made = from_keywords(PlanSettings, settings)
-    return choices_of(made, model_dir, memory, world_sizes, ranks_per_host=ranks_per_host)
+    workload = keyword_workload(command, model_dir, settings)
+    return choices_of(workload, memory, world_sizes, ranks_per_host=ranks_per_host)
 
 
-def choices_of(
-    settings: PlanSettings,
-    folder: str | PathLike[str] | None,
-    limit: str,
-    world_sizes: Sequence[int],
-    *,
-    ranks_per_host: int,
-) -> list[Choice]:
+def choices_of(workload: Workload, limit: str, world_sizes: Sequence[int], *, ranks_per_host: int) -> list[Choice]:
     """The layouts of ``world_sizes`` ranks that need at most ``limit`` of each, best first. Raises as ``fit_run``."""
-    memory = read_bytes(limit)
-    settings, workload = planned_workload(settings, folder)
-    parallel = settings.parallel
+    memory, settings, parallel = read_bytes(limit), workload.settings, workload.settings.parallel
+    room = room_for_tensors(memory, workload.device_type)
     choices = fitting(
         workload,
-        memory,
+        room,
         world_sizes=world_sizes,
         micro_batch_size=settings.training.micro_batch_size,
         ranks_per_host=ranks_per_host,
@@ -90,9 +82,10 @@ def choices_of(
     )
     if not choices:
         ranks = ", ".join(map(str, world_sizes))
+        tensors = f" ({shown_bytes(room)} of it for tensors)" if room < memory else ""
         raise ConfigError(
-            f"no layout of {ranks} ranks needs at most {shown_bytes(memory)} of each; use more ranks, a smaller batch "
-            f"(training.global-batch-size is {workload.global_batch_size}) or shorter samples"
+            f"no layout of {ranks} ranks needs at most {shown_bytes(memory)} of each{tensors}; use more ranks, a "
+            f"smaller batch (training.global-batch-size is {workload.global_batch_size}) or shorter samples"
         )
     return choices
 
@@ -164,6 +157,7 @@ def fitting(
 def fitted(rehearsals: Rehearsals, mesh: Mesh, limit: int) -> Choice | None:
     """The layout as a choice, or None if it cannot be or needs more than ``limit`` bytes of a rank."""
     try:
+        rehearsals.workload.at(mesh).settings.check_world(mesh.world_size)
         plan = make_plan(rehearsals.workload, mesh, rehearsals=rehearsals)
     except ConfigError:
         return None

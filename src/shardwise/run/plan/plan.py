@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch.distributed as dist
 
@@ -16,38 +16,49 @@ from shardwise.core.processes import call_in_fresh_process
 from shardwise.run.plan.rehearsal import Rehearsals, Rehearsed
 from shardwise.run.plan.timeline import Label, Segment, Sent, joined
 from shardwise.run.plan.workload import Mesh, Workload, mesh_of, planned_workload
-from shardwise.run.settings import PlanSettings
+from shardwise.run.settings import PLANNED
 from shardwise.training.bounds import RANKS, checks_arguments, from_keywords
 
 
 @checks_arguments
 def plan_run(
-    model_dir: str | PathLike[str] | None = None, *, ranks: Annotated[int | None, RANKS] = None, **settings: Any
+    model_dir: str | PathLike[str] | None = None,
+    *,
+    command: Literal["train", "finetune", "dpo", "distill"] = "train",
+    ranks: Annotated[int | None, RANKS] = None,
+    rank: int | None = None,
+    **settings: Any,
 ) -> Plan:
     """Plan what each rank of a run needs: bytes of weights, gradients, optimizer state and activations, and bytes sent.
 
     Args:
-        model_dir: Hugging Face folder with the config.json of the model; None for the model of the settings.
+        model_dir: Hugging Face folder with the config.json of the model; for ``train`` None for that of the settings.
+        command: the command of the run.
         ranks: number of ranks; tp x pp if None.
-        settings: those of ``train``, and of adapters those of ``finetune``.
+        rank: plan this rank only; if None, of each pipeline stage the rank that needs the most.
+        settings: those of the command; for ``train`` also those of adapters on the model of a folder.
 
     Returns:
         The plan; ``plan_as_table`` in ``shardwise.run.plan.report`` formats it.
 
     Raises:
-        ConfigError: the model cannot be read, or cannot be split so; a setting without effect.
+        ConfigError: the model cannot be read, or cannot be split so; there is no such rank; a setting without effect.
         CheckpointError: there is no ``config.json``, or it cannot be read.
     """
-    made = from_keywords(PlanSettings, settings)
-    return plan_of(made, model_dir, ranks or made.parallel.tp * made.parallel.pp)
+    workload = keyword_workload(command, model_dir, settings)
+    parallel = workload.settings.parallel
+    return plan_of(workload, ranks or parallel.tp * parallel.pp, rank)
 
 
-def plan_of(
-    settings: PlanSettings, folder: str | PathLike[str] | None, world_size: int, rank: int | None = None
-) -> Plan:
-    """Plan a run of ``settings`` on ``world_size`` ranks, or one rank of it. Raises as ``plan_run``."""
-    settings, workload = planned_workload(settings, folder)
-    return make_plan(workload, mesh_of(settings, world_size), rank=rank)
+def keyword_workload(command: str, model_dir: str | PathLike[str] | None, settings: dict[str, Any]) -> Workload:
+    """The workload of a command with keyword arguments. Raises as ``plan_run``."""
+    base = {} if command == "train" or model_dir is None else {"base": model_dir}
+    return planned_workload(from_keywords(PLANNED[command], settings | base), model_dir)
+
+
+def plan_of(workload: Workload, world_size: int, rank: int | None = None) -> Plan:
+    """Plan a workload on ``world_size`` ranks, or one rank of it. Raises as ``plan_run``."""
+    return make_plan(workload, mesh_of(workload.settings, world_size), rank=rank)
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,11 @@ class RankPlan:
     def tp_rank(self) -> int:
         """The place among the tensor-parallel ranks."""
         return self.rank % self.mesh.tp
+
+    @property
+    def dp_rank(self) -> int:
+        """The place among the data-parallel ranks."""
+        return self.rank // self.mesh.tp % self.mesh.dp
 
     @cached_property
     def held(self) -> int:
@@ -113,6 +129,45 @@ class RankPlan:
         """The number of calls of each collective in a step."""
         return sum((segment.sent for segment in self.step.segments), Counter())
 
+    def group(self, call: Sent) -> tuple[int, ...]:
+        """The ranks that take part in a collective; of a message those that this rank sends to; empty if unknown."""
+        if call.name == "send":
+            return tuple(self._receivers)
+        return self.mesh.group(self.rank, call.axis) if call.axis else ()
+
+    @cached_property
+    def _receivers(self) -> dict[int, int]:
+        """The ranks that get messages of this one, and the number of messages for each micro-batch."""
+        mesh, width = self.mesh, self.mesh.tp * self.mesh.dp
+        chunks = {1: mesh.virtual_stages, -1: mesh.virtual_stages}
+        # Nothing follows the last chunk of the last stage, and nothing precedes the first one of the first.
+        chunks[1] -= self.stage == mesh.pp - 1
+        chunks[-1] -= self.stage == 0
+        found: Counter[int] = Counter()
+        for way, number in chunks.items():
+            found[(self.rank + way * width) % mesh.world_size] += number
+        return +found
+
+    def volume(self, call: Sent) -> int:
+        """Bytes that the rank sends for a call if collectives are rings."""
+        ranks = len(self.group(call))
+        if call.name == "send" or ranks == 0:
+            return call.num_bytes
+        if call.name == "all_gather":
+            return (ranks - 1) * call.num_bytes
+        once = (ranks - 1) * call.num_bytes // ranks
+        return 2 * once if call.name == "all_reduce" else once
+
+    def leaving(self, call: Sent, ranks_per_host: int) -> float:
+        """The share of these bytes that goes to another host: to the ring's next rank, or the receivers of messages."""
+        host, group = self.rank // ranks_per_host, self.group(call)
+        if call.name == "send":
+            away = sum(count for rank, count in self._receivers.items() if rank // ranks_per_host != host)
+            return away / max(1, sum(self._receivers.values()))
+        if not group:
+            return 0.0
+        return float(group[(group.index(self.rank) + 1) % len(group)] // ranks_per_host != host)
+
     def sent(self, axis: str | None = None, *, between_hosts: int | None = None) -> int:
         """Bytes that the rank sends in a step if collectives are rings.
 
@@ -120,32 +175,12 @@ class RankPlan:
             axis: ``"tp"``, ``"pp"`` or ``"dp"``; all of them if None.
             between_hosts: ranks on a host; count only what leaves this rank's host. All bytes if None.
         """
-        sizes = {"tp": self.mesh.tp, "dp": self.mesh.dp, "pp": self.mesh.pp}
-        strides = {"tp": 1, "dp": self.mesh.tp, "pp": self.mesh.tp * self.mesh.dp}
         total = 0
         for call, number in self.calls.items():
-            if call.axis not in sizes or axis not in (None, call.axis):
-                continue
-            if between_hosts is not None:
-                # A ring's next rank, or the next stage.
-                following = self.rank + strides[call.axis]
-                last = (self.rank // strides[call.axis]) % sizes[call.axis] == sizes[call.axis] - 1
-                following -= sizes[call.axis] * strides[call.axis] if last else 0
-                if following // between_hosts == self.rank // between_hosts:
-                    continue
-            # A tied weight is summed over the first and the last stage.
-            ranks = 2 if call.axis == "pp" else sizes[call.axis]
-            total += number * _sent_in_ring(call, ranks)
+            if axis is None or axis == {"embd": "pp"}.get(call.axis, call.axis):
+                share = 1.0 if between_hosts is None else self.leaving(call, between_hosts)
+                total += round(share * number * self.volume(call))
         return total
-
-
-def _sent_in_ring(call: Sent, ranks: int) -> int:
-    if call.name == "send":
-        return call.num_bytes
-    if call.name == "all_gather":
-        return (ranks - 1) * call.num_bytes
-    once = (ranks - 1) * call.num_bytes // ranks
-    return 2 * once if call.name == "all_reduce" else once
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer.block import only_layers, spans_of
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import named_param_layouts
+from shardwise.run.plan.machine import saved_bytes
 from shardwise.run.plan.timeline import Label, Segment, Sent, Timeline, address, joined, read_at_once
 from shardwise.run.plan.workload import Mesh, Workload
 from shardwise.storage.adapters.model import trained_of
@@ -57,6 +58,7 @@ class StateBytes:
         masters: fp32 copies of parameters in 16 bits.
         optimizer: its state of each parameter.
         others: buffers of the model, original values of weights that are trained next to adapters, and a teacher.
+        saved: of a host copy of what the rank writes into a checkpoint.
     """
 
     weights: int
@@ -64,6 +66,7 @@ class StateBytes:
     masters: int
     optimizer: int
     others: int
+    saved: int
 
 
 @dataclass(frozen=True)
@@ -180,11 +183,9 @@ class Rehearsals:
     def whole_model(self) -> tuple[int, list[int]]:
         """The number of parameters of the model, tied weights once, and a number for the kind of each layer."""
         mesh = Mesh()
-        with _pretended(self.workload.at(mesh), mesh, 0) as (groups, _):
+        with pretended(self.workload.device_type, mesh, 0) as (groups, _):
             (model,) = _chunks_of(self.workload.at(mesh).build(groups))
-        kinds: dict[Hashable, int] = {}
-        numbers = [kinds.setdefault(_kind(layer), len(kinds)) for layer in model.block.layers]
-        return sum(param.numel() for param in model.parameters()), numbers
+        return sum(param.numel() for param in model.parameters()), kinds_of_layers(model)
 
     def shapes(self, mesh: Mesh, tp_rank: int) -> tuple[tuple[int, ...], Hashable]:
         """Shapes that may differ between tensor-parallel ranks: of the weights of a layer and of the hidden states."""
@@ -192,7 +193,7 @@ class Rehearsals:
         if key not in self._shapes:
             alone = Mesh(tp=mesh.tp, sequence_parallel=mesh.sequence_parallel, micro_batch_size=mesh.micro_batch_size)
             workload = self.workload.at(alone)
-            with _pretended(workload, alone, tp_rank) as (groups, _), only_layers((0,)):
+            with pretended(workload.device_type, alone, tp_rank) as (groups, _), only_layers((0,)):
                 (model,) = _chunks_of(workload.build(groups))
                 rows = hidden_shape(model.config, workload.settings.sequence_length, 1, tp_group=groups.tp)
             self._shapes[key] = rows, tuple(tuple(param.shape) for param in model.parameters())
@@ -223,7 +224,7 @@ class Rehearsals:
             *(dp, mesh.fsdp, mesh.micro_batch_size, mesh.recomputation, step_mesh.schedule, few, alike),
         )
         if whole_key not in self._wholes:
-            with _pretended(workload, mesh, rank) as (groups, timeline):
+            with pretended(workload.device_type, mesh, rank) as (groups, timeline):
                 self._wholes[whole_key] = self._whole(workload, groups, timeline, short)
         whole = self._wholes[whole_key]
         if self._limit is not None and whole.held > self._limit:
@@ -232,7 +233,7 @@ class Rehearsals:
             layers = {layer for each in short for layer in each.layers}
             workload = workload.at(step_mesh)
             with (
-                _pretended(workload, step_mesh, tp_rank if is_part else rank) as (groups, timeline),
+                pretended(workload.device_type, step_mesh, tp_rank if is_part else rank) as (groups, timeline),
                 only_layers(layers),
             ):
                 self._steps[step_key] = _step(workload, step_mesh, groups, timeline, few)
@@ -272,7 +273,7 @@ class Rehearsals:
 
 
 @contextlib.contextmanager
-def _pretended(workload: Workload, mesh: Mesh, rank: int) -> Iterator[tuple[Groups, Timeline]]:
+def pretended(device_type: str, mesh: Mesh, rank: int) -> Iterator[tuple[Groups, Timeline]]:
     """Be one rank of a mesh, with fake tensors that stand for tensors of the device of the plan."""
     resize, collects = torch.UntypedStorage.resize_, gc.isenabled()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
@@ -280,9 +281,10 @@ def _pretended(workload: Workload, mesh: Mesh, rank: int) -> Iterator[tuple[Grou
         # A model of before must not be freed while a part of a step is measured.
         gc.disable()
         topology = Topology.create(tp=mesh.tp, pp=mesh.pp)
+        # With two stages ``embd`` and ``pp`` are one group.
         axes = {
-            str(topology.group(name).group_name): axis
-            for name, axis in (("embd", "pp"), ("dp", "dp"), ("pp", "pp"), ("tp", "tp"))
+            str(topology.group(name).group_name): name
+            for name in ("embd", "dp", "pp", "tp")
             if name in topology and topology.size(name) > 1
         }
         timeline = Timeline(axes)
@@ -295,12 +297,11 @@ def _pretended(workload: Workload, mesh: Mesh, rank: int) -> Iterator[tuple[Grou
         replaced: list[tuple[Any, str, Any]] = [
             (FakeTensor, "tolist", read_at_once),
             (FakeTensor, "data_ptr", address),
-            # ``_watch`` marks it.
             (torch.UntypedStorage, "resize_", resized),
             # Its operator would be remembered with its storages, which would never be freed.
             (torch.UntypedStorage, "copy_", lambda storage, source, non_blocking=None: storage),
         ]
-        if workload.device_type == "cuda":
+        if device_type == "cuda":
             from shardwise.kernels.planned import functions_on_cuda
 
             replaced += [(F, name, function) for name, function in functions_on_cuda(timeline.count_flops).items()]
@@ -308,7 +309,7 @@ def _pretended(workload: Workload, mesh: Mesh, rank: int) -> Iterator[tuple[Grou
             for owner, name, stand_in in replaced:
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, stand_in)
-            stack.enter_context(planning_for(workload.device_type))
+            stack.enter_context(planning_for(device_type))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(timeline)
             yield Groups.of(topology), timeline
@@ -357,7 +358,8 @@ def _whole(workload: Workload, groups: Groups, timeline: Timeline) -> _Whole:
     teacher: nn.Module | None = getattr(trainer.objective, "teacher", None)
     others = [*model.buffers(), *(() if teacher is None else (*teacher.parameters(), *teacher.buffers()))]
     others += [each.original for each in trained_of(model).parameters]
-    state = StateBytes(weights, gradients, masters, optimizer, bytes_of(others))
+    pinned = workload.device_type == "cuda"
+    state = StateBytes(weights, gradients, masters, optimizer, bytes_of(others), saved_bytes(trainer, pinned=pinned))
     # A step without micro-batches has only what comes after them.
     finish, update = trainer.gradients.finish, trainer.optimizer.step
 
@@ -412,6 +414,12 @@ def _make_state(optimizer: ShardedOptimizer, model: nn.Module, tp: int) -> list[
     states = getattr(getattr(inner, "_adamw", inner), "state", {})
     tensors += [each for state in states.values() for each in state.values() if isinstance(each, Tensor)]
     return tensors
+
+
+def kinds_of_layers(model: TransformerModel) -> list[int]:
+    """A number for each layer, equal for layers that compute alike."""
+    kinds: dict[Hashable, int] = {}
+    return [kinds.setdefault(_kind(layer), len(kinds)) for layer in model.block.layers]
 
 
 def _kind(module: nn.Module) -> Hashable:

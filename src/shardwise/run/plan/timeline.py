@@ -25,7 +25,7 @@ class Sent(NamedTuple):
     """A collective or a message of a rank.
 
     Attributes:
-        axis: name of the group, such as ``"tp"``.
+        axis: name of the group: ``"tp"``, ``"pp"``, ``"dp"`` or ``"embd"``, the stages of a tied weight.
         name: name of the collective, or ``"send"``.
         num_bytes: bytes that the rank contributes.
     """
@@ -187,6 +187,9 @@ class Timeline(TorchDispatchMode):
         if count is not None:
             # Options such as the dtype of a result do not count.
             self.count_flops(count(*(arg for arg in args if isinstance(arg, Tensor)), out_val=result))
+        elif func.namespace == "mkldnn":
+            # oneDNN's linear, which the registry lacks (``kernels.products``).
+            self.count_flops(2 * result.numel() * args[0].size(-1))
         return result
 
     def _add(self, tensor: Tensor) -> None:

@@ -31,14 +31,16 @@ from shardwise.run.settings import (
     RecomputeSettings,
     RunSettings,
 )
-from shardwise.run.tasks.distillation import DistillationObjective
+from shardwise.run.tasks.distillation import DistillationObjective, check_teacher
 from shardwise.run.tasks.labelling import Labelling
+from shardwise.run.tasks.labels import planned_head
 from shardwise.run.tasks.preference import PreferenceObjective
+from shardwise.run.tasks.pretrained_model import check_task, resolved, with_dropout, with_head
 from shardwise.storage.adapters import add_lora_, read_adapter_config
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.loading import BaseQuantization, make_room_
 from shardwise.storage.huggingface.mapping import compose
-from shardwise.storage.huggingface.pretrained import config_to_json, read_config
+from shardwise.storage.huggingface.pretrained import config_from_json, config_to_json, read_config
 from shardwise.training.objective import Objective
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
@@ -68,6 +70,7 @@ class Workload:
         device_type: the device of the run, ``"cpu"`` or ``"cuda"``.
         adaptation: adapters on a frozen model; all of it is trained if None.
         teacher: description of the teacher of a distillation, or None.
+        teacher_dtype: dtype of the teacher's weights.
     """
 
     settings: RunSettings
@@ -75,6 +78,7 @@ class Workload:
     device_type: str = "cpu"
     adaptation: Adaptation | None = None
     teacher: ModelDescription | None = None
+    teacher_dtype: torch.dtype = torch.float32
 
     @cached_property
     def global_batch_size(self) -> int:
@@ -124,8 +128,7 @@ class Workload:
         if isinstance(settings, DistillSettings) and self.teacher is not None:
             fields = {"sequence_parallel": settings.parallel.sequence_parallel and groups.tp.size() > 1}
             described = dataclasses.replace(self.teacher, vocab_size=self.model.vocab_size)
-            dtype = PRECISIONS[settings.training.dtype].params_dtype
-            teacher = _built(described, Groups(tp=groups.tp), None, params_dtype=dtype, **fields)
+            teacher = _built(described, Groups(tp=groups.tp), None, params_dtype=self.teacher_dtype, **fields)
             assert isinstance(teacher, GPT)
             teacher.requires_grad_(False).eval()
             shared = min(self.teacher.vocab_size, self.model.vocab_size)
@@ -161,8 +164,9 @@ def _built(
     fields = {"pipeline_model_parallel_size": groups.num_stages, **fields}
     config = model_config(description, perform_initialization=False, **fields)
     where, quantization = torch.device("cpu"), None if adaptation is None else adaptation.quantization
-    on = where if quantization is None else torch.device("meta")
-    models = [build_model(description, config, groups=groups, device=on, vp_stage=chunk) for chunk in chunks_of(config)]
+    models = [
+        build_model(description, config, groups=groups, device=where, vp_stage=chunk) for chunk in chunks_of(config)
+    ]
     if adaptation is not None and quantization is not None:
         table = ARCHITECTURES[adaptation.architecture].table_of(description.classification)
         for model in models:
@@ -232,6 +236,18 @@ class Mesh:
         """The mesh of a run that recomputes nothing."""
         return dataclasses.replace(self, recomputation=Recomputation())
 
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks of a rank's group ``"tp"``, ``"dp"``, ``"pp"`` or ``"embd"``, the stages of a tied weight."""
+        width = self.tp * self.dp
+        if axis == "tp":
+            first = rank - rank % self.tp
+            return tuple(range(first, first + self.tp))
+        if axis == "dp":
+            first = rank - rank % width + rank % self.tp
+            return tuple(range(first, first + width, self.tp))
+        stages = tuple(range(rank % width, self.world_size, width))
+        return stages if axis == "pp" else (stages[0], stages[-1])
+
     def num_micro_batches(self, workload: Workload) -> int:
         """Micro-batches of a step, on each data-parallel rank."""
         return workload.global_batch_size // (self.dp * self.micro_batch_size)
@@ -280,24 +296,30 @@ def workload_of(settings: RunSettings, model: ModelDescription, folder: str | No
     """
     lora = getattr(settings, "lora", None)
     folder = folder or getattr(settings, "base", None)
-    teacher = settings.distillation.teacher if isinstance(settings, DistillSettings) else None
+    path = settings.distillation.teacher if isinstance(settings, DistillSettings) else None
+    teacher = None if path is None else read_config(Path(path))
     return Workload(
         settings,
         model,
         "cuda" if settings.device == "cuda" else "cpu",
         None if lora is None else _adaptation_of(lora, model, folder),
-        None if teacher is None else read_config(Path(teacher)).description,
+        None if teacher is None else teacher.description,
+        (None if teacher is None else teacher.dtype) or torch.float32,
     )
 
 
 def _adaptation_of(lora: LoraSettings, model: ModelDescription, folder: str | None) -> Adaptation | None:
     if not lora.is_on:
         return None
-    config = lora.config() if lora.lora_from is None else read_adapter_config(lora.lora_from)
     # Without a folder the names are those of the architecture that a new model is exported as.
-    name = config_to_json(model)["model_type"] if folder is None else read_config(Path(folder)).architecture.model_type
+    source = config_from_json(config_to_json(model)) if folder is None else read_config(Path(folder))
+    if lora.lora_from is None:
+        has_pooler = "BertForMaskedLM" not in (source.values.get("architectures") or ())
+        config = with_head(lora.config(), model.classification, source.architecture, has_pooler=has_pooler)
+    else:
+        config = read_adapter_config(lora.lora_from)
     kind = lora.base_quantization
-    return Adaptation(config, name, None if kind == "none" else kind)
+    return Adaptation(config, source.architecture.model_type, None if kind == "none" else kind)
 
 
 def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
@@ -323,33 +345,55 @@ def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
     )
 
 
-def planned_workload(settings: PlanSettings, model_dir: str | PathLike[str] | None) -> tuple[PlanSettings, Workload]:
-    """The settings with the numbers that are not given, and the workload: of their model or of a Hugging Face folder's.
+def planned_workload(settings: RunSettings, model_dir: str | PathLike[str] | None = None) -> Workload:
+    """The workload of a run of ``settings``, in which the numbers that are not given are filled in.
 
-    Of the folder only ``config.json`` is read.
+    Of the folders of the model, the adapters and the teacher only ``config.json`` and ``adapter_config.json`` are read.
+
+    Args:
+        settings: settings of a run; a run of ``FinetuneSettings`` names the folder of its model itself.
+        model_dir: Hugging Face folder of the model of ``PlanSettings``, or None for that of the settings.
 
     Raises:
         ConfigError: settings that contradict the folder; a model or a sequence that is not to be had.
         CheckpointError: there is no ``config.json``, or it cannot be read.
     """
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
-        settings = settings.on_device("cuda")
-    if model_dir is None:
-        folder, settings = None, settings.resolved(None)
-        model = describe(settings.model, settings.model.vocab_size)
+        settings = dataclasses.replace(settings.on_device("cuda"), device="cuda")
     else:
-        folder = os.fspath(model_dir)
-        for name, value in settings.model.changed():
-            if name not in ("model.sequence-length", "model.dropout"):
-                raise ConfigError(f"{name} {value} is given, and the model of {folder}; leave one out")
-        model = read_config(Path(folder)).description
-        settings, longest = settings.resolved(model.max_sequence_length), model.max_sequence_length
-        if settings.sequence_length > longest:
-            raise ConfigError(
-                f"model.sequence-length {settings.sequence_length} is more than {longest}, the longest sequence of "
-                f"{folder}"
-            )
-        if dropout := settings.model.dropout:
-            model = dataclasses.replace(model, hidden_dropout=dropout, attention_dropout=dropout)
+        settings = settings.on_device("cpu")
+    if isinstance(settings, FinetuneSettings):
+        return _finetuned(settings)
+    assert isinstance(settings, PlanSettings)
+    if model_dir is None:
+        settings = settings.resolved(None)
+        model = describe(settings.model, settings.model.vocab_size)
+        settings.check_effect(model.num_layers)
+        return workload_of(settings, model)
+    folder = os.fspath(model_dir)
+    for name, value in settings.model.changed():
+        if name not in ("model.sequence-length", "model.dropout"):
+            raise ConfigError(f"{name} {value} is given, and the model of {folder}; leave one out")
+    model = read_config(Path(folder)).description
+    settings, longest = settings.resolved(model.max_sequence_length), model.max_sequence_length
+    if settings.sequence_length > longest:
+        raise ConfigError(
+            f"model.sequence-length {settings.sequence_length} is more than {longest}, the longest sequence of {folder}"
+        )
     settings.check_effect(model.num_layers)
-    return settings, workload_of(settings, model, folder)
+    return workload_of(settings, with_dropout(model, settings.model.dropout or None), folder)
+
+
+def _finetuned(settings: FinetuneSettings) -> Workload:
+    path = Path(settings.base)
+    config = read_config(path)
+    check_task(config, settings, path)
+    settings = resolved(settings, config.description, path)
+    if isinstance(settings, DistillSettings):
+        assert settings.distillation.teacher is not None
+        teacher = Path(settings.distillation.teacher)
+        check_teacher(read_config(teacher), settings, teacher)
+    model = with_dropout(config.description, settings.model.dropout)
+    if (head := planned_head(config, settings)) is not None:
+        model = config.architecture.with_head(model, head)
+    return workload_of(settings, model)

@@ -1,0 +1,245 @@
+"""The plan of each command that trains is that of its run: the same model, adapters, teacher and state."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from run.test_classifying import bert_config, bert_tokenizer, open_run
+from storage.adapters.tiny_models import config_of, save_model
+
+from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.context import context_of
+from shardwise.core.communication.transports.channel import channel_bytes
+from shardwise.core.errors import CheckpointError, ConfigError
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.nn.quantization import QuantizedTensor
+from shardwise.run import fit_run, plan_run
+from shardwise.run.checkpoints import begin_save
+from shardwise.run.plan.machine import Surroundings
+from shardwise.run.plan.plan import keyword_workload, plan_of
+from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings
+from shardwise.storage.checkpoint import Snapshot
+from shardwise.training.bounds import from_keywords
+
+WORDS = ("grass", "snow", "coal", "blood", "green", "white", "black", "red", *map(str, range(20)))
+SETTINGS = {"finetune": FinetuneSettings, "dpo": DpoSettings, "distill": DistillSettings}
+LABELS = {"task": "sequence-classification"}
+# Command, model, data, settings of the run, and what only its plan needs.
+CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
+    "finetune": ("finetune", "llama", "texts", {}, {}),
+    "adapters": ("finetune", "gpt2", "texts", {"lora_rank": 3, "lora_modules_to_save": ("wte",)}, {}),
+    "int8": ("finetune", "llama", "texts", {"lora_rank": 2, "base_quantization": "int8"}, {}),
+    "nf4": ("finetune", "llama", "texts", {"lora_rank": 2, "base_quantization": "nf4"}, {}),
+    "dpo": ("dpo", "llama", "pairs", {"training": {"dtype": "bfloat16"}}, {}),
+    "distill": ("distill", "llama", "texts", {"teacher": "large"}, {}),
+    "texts": ("finetune", "llama", "labels", LABELS | {"pad_token": "<pad>"}, {"num_labels": 2}),
+    "names": ("finetune", "llama", "labels", LABELS | {"pad_token": "<pad>", "label_names": ("yes", "no")}, {}),
+    "a head": ("finetune", "head", "labels", LABELS, {}),
+    "words": ("finetune", "llama", "words", {"task": "token-classification", "lora_rank": 2}, {"num_labels": 3}),
+    "bert": ("finetune", "bert", "labels", LABELS | {"lora_rank": 2}, {"num_labels": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Models by transformers, and data of every kind."""
+    import transformers
+
+    root = tmp_path_factory.mktemp("commands")
+    things, colours = WORDS[:4], WORDS[4:8]
+    both = [(f"{number} {thing}", colour) for number in range(4) for thing, colour in zip(things, colours, strict=True)]
+    texts = [{"prompt": thing, "completion": f" {colour}"} for thing, colour in both]
+    pairs = [{"prompt": thing, "chosen": f" {colour}", "rejected": " no"} for thing, colour in both]
+    labels = [{"text": thing, "label": ("yes", "no")[number % 2]} for number, (thing, _) in enumerate(both)]
+    words = [{"tokens": [str(number), *things], "labels": ["a", "b", "c", "a", "b"]} for number in range(12)]
+    for name, records in {"texts": texts, "pairs": pairs, "labels": labels, "words": words}.items():
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tokenizer = Tokenizer.train([" ".join(WORDS)], 280, ("<|endoftext|>", "<pad>"))
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, changes in {"llama": {}, "gpt2": {}, "deep": {"n_layer": 4}}.items():
+            save_model("llama" if name == "llama" else "gpt2", root / name, vocab_size=tokenizer.vocab_size, **changes)
+        large = {"hidden_size": 48, "num_hidden_layers": 3, "vocab_size": tokenizer.vocab_size + 7}
+        save_model("llama", root / "large", dtype=torch.bfloat16, **large)
+        head = config_of("llama", vocab_size=tokenizer.vocab_size, id2label={0: "no", 1: "yes"}, pad_token_id=1)
+        transformers.LlamaForSequenceClassification(head).save_pretrained(root / "head")
+        # A model without the pooler of a classifier, which is trained whole next to adapters.
+        bert = bert_config(bert_tokenizer(root / "bert", WORDS))
+        transformers.BertForMaskedLM(bert).save_pretrained(root / "bert")
+    for name in ("llama", "gpt2", "deep", "large", "head"):
+        tokenizer.save(root / name)
+    return root
+
+
+def run_settings(root, case, *, for_plan: bool) -> dict[str, Any]:
+    _, model, data, settings, of_plan = CASES[case]
+    settings = settings | (of_plan if for_plan else {"data": root / f"{data}.jsonl", "base": root / model})
+    if "teacher" in settings:
+        settings["teacher"] = root / settings["teacher"]
+    training = {"steps": 2, "global_batch_size": 2} | settings.get("training", {})
+    return settings | {"device": "cpu", "training": training, "parallel": {"tp": 2}, "model": {"sequence_length": 16}}
+
+
+@pytest.fixture
+def plan(request, root):
+    """A case, its workload and its plan, which are made before there are ranks."""
+    command, model, *_ = CASES[request.param]
+    workload = keyword_workload(command, root / model, run_settings(root, request.param, for_plan=True))
+    return request.param, workload, [plan_of(workload, 2, rank) for rank in range(2)]
+
+
+def flat(tensor: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    if isinstance(tensor, QuantizedTensor):
+        yield from (each for each in (tensor.codes, tensor.scales, tensor.blocks) if each is not None)
+    elif tensor is not None:
+        yield tensor
+
+
+def bytes_of(*tensors: torch.Tensor | None) -> int:
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for one in tensors for each in flat(one)}
+    return sum(storages.values())
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("plan", CASES, indirect=True)
+def test_the_run_that_is_planned(group, root, tmp_path, monkeypatch, plan):
+    case, workload, plans = plan
+    step = plans[group.rank()].worst.step
+    given = run_settings(root, case, for_plan=False) | {"out": tmp_path / "run"}
+    session = open_run(from_keywords(SETTINGS[CASES[case][0]], given), root, monkeypatch)
+    trainer, source = session.trainer, session.task.source
+    described = source.describe(session.data)
+    if "pad_token" in given:
+        # Its number is not in config.json, and changes no size.
+        head = dataclasses.replace(described.classification, pad_token_id=0)
+        described = dataclasses.replace(described, classification=head)
+    assert workload.model == described
+    dropouts = "hidden_dropout", "attention_dropout"
+    assert [getattr(workload.model, name) for name in dropouts] == [getattr(described, name) for name in dropouts]
+    assert workload.settings.sequence_length == session.settings.sequence_length
+    if workload.adaptation is not None:
+        assert workload.adaptation.config == source._adapters(session.data.head)
+    session.task.method.before(session)
+    trainer.train_step(0, session.loader)
+    params = list(trainer.model.parameters())
+    trained = [param for param in params if param.requires_grad]
+    assert (step.num_parameters, step.weights) == (sum(param.numel() for param in params), bytes_of(*params))
+    assert step.gradients == bytes_of(*(getattr(param, "main_grad", param.grad) for param in trained))
+    weight_of = getattr(trainer.optimizer, "weight_of", lambda param: param)
+    copies = bytes_of(*map(weight_of, trained)) if weight_of(trained[0]) is not trained[0] else 0
+    assert step.masters == copies
+    teacher = getattr(trainer.objective, "teacher", None)
+    others = [*trainer.model.buffers(), *(() if teacher is None else (*teacher.parameters(), *teacher.buffers()))]
+    assert step.others == bytes_of(*others)
+    snapshot = Snapshot()
+    saving = begin_save(session, 1, snapshot)
+    written = torch.tensor([bytes_of(*snapshot._buffers.values()), step.saved], dtype=torch.int64)
+    saving.complete()
+    dist.all_reduce(written)
+    # Ranks that hold the same tensors share them, each of them whole.
+    assert written[0] == pytest.approx(int(written[1]), abs=4)
+    session.topology.destroy()
+
+
+LAYOUTS = {
+    "tp": {"tp": 2},
+    "stages": {"tp": 2, "pp": 2},
+    "zero": {"zero": 1},
+    "a tied weight": {"pp": 4},
+}
+
+
+@pytest.fixture
+def shared(request, root):
+    """A layout, and the shared memory that a plan states for a host of all its ranks."""
+    parallel = LAYOUTS[request.param]
+    given = run_settings(root, "finetune", for_plan=True) | {"parallel": parallel}
+    given["training"] = given["training"] | {"global_batch_size": 4}
+    around = Surroundings.of(plan_run(root / "deep", command="finetune", ranks=4, **given), 8)
+    return parallel, sum(each.groups * each.num_bytes for each in around.channels)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("shared", LAYOUTS, indirect=True)
+def test_shared_memory_is_what_a_run_maps(group, root, tmp_path, monkeypatch, shared):
+    parallel, stated = shared
+    given = run_settings(root, "finetune", for_plan=False) | {"out": tmp_path / "run", "parallel": parallel}
+    given |= {"base": root / "deep", "training": given["training"] | {"global_batch_size": 4}}
+    session = open_run(from_keywords(FinetuneSettings, given), root, monkeypatch)
+    session.trainer.train_step(0, session.loader)
+    # As a run does when it ends.
+    all_reduce(torch.zeros(1), group=session.ranks.world)
+    mapped = torch.zeros((), dtype=torch.float64)
+    for each in (*session.topology.groups(), session.ranks.world):
+        if (channel := context_of(each).channel) is not None:
+            mapped += channel_bytes(channel.t) / channel.t
+            assert channel._slots.untyped_storage().nbytes() == channel_bytes(channel.t)
+    dist.all_reduce(mapped)
+    assert mapped == stated
+    session.topology.destroy()
+
+
+def test_a_plan_reads_configs_alone(root, tmp_path):
+    """Without weights, tokenizers and data; what is missing is named."""
+    for name in ("llama", "large", "adapters"):
+        (tmp_path / name).mkdir()
+    for name in ("llama", "large"):
+        (tmp_path / name / "config.json").write_bytes((root / name / "config.json").read_bytes())
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps(config))
+    plans = {
+        "all": plan_run(tmp_path / "llama", command="finetune"),
+        "adapters": plan_run(tmp_path / "llama", command="finetune", lora_from=tmp_path / "adapters"),
+        "dpo": plan_run(tmp_path / "llama", command="dpo"),
+        "distill": plan_run(tmp_path / "llama", command="distill", teacher=tmp_path / "large"),
+    }
+    assert plans["adapters"].worst.step.gradients < plans["all"].worst.step.gradients / 10
+    # Two rows a sample.
+    assert plans["dpo"].worst.flops == pytest.approx(2 * plans["all"].worst.flops, rel=1e-9)
+    assert plans["distill"].worst.step.others > 0
+    assert plans["distill"].worst.flops > plans["all"].worst.flops
+    (best, *_) = fit_run("1GiB", tmp_path / "llama", command="dpo", ranks=2)
+    assert best.plan.mesh.world_size == 2
+    with pytest.raises(CheckpointError, match="nowhere"):
+        plan_run(tmp_path / "nowhere", command="finetune")
+    with pytest.raises(CheckpointError, match="nowhere"):
+        plan_run(tmp_path / "llama", command="distill", teacher=tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "message"),
+    [
+        ("finetune", LABELS, "a plan reads no data, whose labels it could count; give their number with --num-labels"),
+        ("finetune", {"model": {"sequence_length": 65}}, "model.sequence-length 65 is more than 64"),
+        ("finetune", {"model": {"num_layers": 2}}, "unknown setting model.num_layers"),
+        ("distill", {}, "no model to learn from"),
+        ("distill", {"teacher": "bert"}, "is a bert model, no causal one"),
+        ("dpo", {"packing": True}, "dpo has no --packing"),
+        ("finetune", {"rank": 2, "parallel": {"tp": 2}}, "rank 2 is not one of the 2 ranks, 0 to 1"),
+        ("finetune", {"parallel": {"tp": 7}}, "tp 7 is more than the 6 attention heads"),
+        ("demo", {}, "command is 'demo'; it must be one of 'train', 'finetune', 'dpo', 'distill'"),
+    ],
+)
+def test_what_cannot_be_planned(root, command, settings, message):
+    if "teacher" in settings:
+        settings = settings | {"teacher": root / settings["teacher"]}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        plan_run(root / "llama", command=command, **settings)
+
+
+def test_a_head_that_the_settings_contradict(root):
+    with pytest.raises(ConfigError, match=f"--num-labels is 3, and the head of {root / 'head'} has 2 labels"):
+        plan_run(root / "head", command="finetune", num_labels=3, **LABELS)
+    with pytest.raises(ConfigError, match="is a model for sequence-classification and has no head to continue texts"):
+        plan_run(root / "head", command="finetune")
