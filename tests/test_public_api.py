@@ -25,8 +25,8 @@ EXPORTS = {
         "tensor_parallel_linear viewless"
     ),
     "shardwise.run": (
-        "chat classify compare distill dpo evaluate evaluate_tasks export_hf finetune fit_run generate import_hf "
-        "plan_run train"
+        "chat classify compare distill dpo evaluate evaluate_tasks export_hf finetune fit_generation fit_run generate "
+        "import_hf plan_generation plan_run train"
     ),
 }
 # Whose function is not named as the command, with the fields that are another function's.

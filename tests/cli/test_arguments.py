@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli import planning
 from shardwise.cli.arguments import parse_command
 from shardwise.cli.conversion import ExportArguments, ImportArguments
 from shardwise.cli.inference import ChatArguments, EvalArguments, GenerateArguments
-from shardwise.cli.inspection import PlanArguments
+from shardwise.cli.main import COMMANDS
 from shardwise.cli.trainings import DemoArguments, DistillArguments, DpoArguments, FinetuneArguments, TrainArguments
 from shardwise.core.errors import ConfigError
 from shardwise.run.settings import Settings
@@ -33,6 +34,7 @@ PARSERS = {
     "import-hf": of(ImportArguments),
     "export-hf": of(ExportArguments),
 }
+PLANS = {f"plan {kind}": of(getattr(planning, name)) for kind, name in COMMANDS["plan"].kinds.items()}
 REQUIRED = dict(
     zip(
         PARSERS.values(),
@@ -202,7 +204,7 @@ def test_help_explains_every_setting_with_its_default(capsys, monkeypatch):
     assert f"--nproc INT {nproc}" in words
 
 
-@pytest.mark.parametrize("parse", [*PARSERS.values(), of(PlanArguments)], ids=[*PARSERS, "plan"])
+@pytest.mark.parametrize("parse", [*PARSERS.values(), *PLANS.values()], ids=[*PARSERS, *PLANS])
 def test_help_has_no_docstring_in_it(parse, capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
@@ -211,7 +213,7 @@ def test_help_has_no_docstring_in_it(parse, capsys):
     assert "Attributes:" not in text
 
 
-@pytest.mark.parametrize("parse", PARSERS.values(), ids=PARSERS)
+@pytest.mark.parametrize("parse", [*PARSERS.values(), *PLANS.values()], ids=[*PARSERS, *PLANS])
 def test_each_flag_that_help_shows_is_read(parse, capsys, monkeypatch):
     """Help is tyro's and the parser is ours: both go by the same declarations."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -219,7 +221,9 @@ def test_each_flag_that_help_shows_is_read(parse, capsys, monkeypatch):
         parse(["--help"])
     rows = re.findall(r"(?:  |│ )(--[a-z].*?)(?:  |│|\n)", capsys.readouterr().out)
     shown = {flag for row in rows for flag in re.findall(r"--[a-z][a-z.0-9-]*", row)}
-    assert {"--tp", "--parallel.tp", "--pp", "--parallel.pp", "--nproc", "--debug"} <= shown
+    assert {"--tp", "--parallel.tp", "--debug"} <= shown
+    of_ranks = {"--pp", "--parallel.pp", "--nproc"}
+    assert parse in PLANS.values() or of_ranks <= shown
     for flag in shown:
         with pytest.raises(ConfigError) as caught:
             parse([f"{flag}=", "--unheard-of"])

@@ -204,13 +204,15 @@ class OptimizerSettings(Checked, prefix="optimizer."):
             until the last step, and "wsd" (warm-up, stable, decay) keeps it and then lowers it linearly over the last
             decay_share of the steps.
         final_learning_rate_ratio: last learning rate divided by the highest, from 0 to 1; not used by "constant".
-        warmup_steps: number of steps over which the learning rate rises from 0. decay_share: fraction of all steps over
-        which "wsd" falls; 0.2 if not given. weight_decay: decoupled weight decay of matrices and embeddings, per unit
-        of learning rate. beta1: decay of the running mean of the gradient. beta2: decay of the running mean of the
-        squared gradient. epsilon: number added to the root mean square of the gradient. clip_grad_norm: maximum global
-        gradient norm, to which larger gradients are scaled down. 0 turns clipping off. momentum: decay of the running
-        mean of the gradient in "muon"; 0.95 if not given. matrix_learning_rate_ratio: learning rate of the matrices of
-        "muon", divided by learning_rate; 1 if not given.
+        warmup_steps: number of steps over which the learning rate rises from 0.
+        decay_share: fraction of all steps over which "wsd" falls; 0.2 if not given.
+        weight_decay: decoupled weight decay of matrices and embeddings, per unit of learning rate.
+        beta1: decay of the running mean of the gradient.
+        beta2: decay of the running mean of the squared gradient.
+        epsilon: number added to the root mean square of the gradient.
+        clip_grad_norm: maximum global gradient norm, to which larger gradients are scaled down. 0 turns clipping off.
+        momentum: decay of the running mean of the gradient in "muon"; 0.95 if not given.
+        matrix_learning_rate_ratio: learning rate of the matrices of "muon", divided by learning_rate; 1 if not given.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
