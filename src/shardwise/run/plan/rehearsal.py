@@ -101,7 +101,15 @@ class _Whole:
             return own + times * (further - own)
 
         def longer(own: Segment, further: Segment) -> Segment:
-            sent = Counter({key: more(own.sent[key], further.sent[key]) for key in own.sent})
+            sent = Counter({key: more(own.sent[key], further.sent[key]) for key in own.sent if key in further.sent})
+            # Larger buckets are as many collectives of more bytes.
+            for axis, name in {(key.axis, key.name) for key in own.sent.keys() ^ further.sent.keys()}:
+                totals = [
+                    sum(key.num_bytes * count for key, count in each.sent.items() if key[:2] == (axis, name))
+                    for each in (own, further)
+                ]
+                known = sum(key.num_bytes * count for key, count in sent.items() if key[:2] == (axis, name))
+                sent[Sent(axis, name, max(0, more(*totals) - known))] += 1
             return dataclasses.replace(own, peak=more(own.peak, further.peak), sent=sent)
 
         state = {name: more(value, vars(other.state)[name]) for name, value in vars(self.state).items()}
