@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 _M_MMAP_THRESHOLD = -3
@@ -54,7 +54,9 @@ class LivePeak(TorchDispatchMode):
     def count(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of ``tensors``, each once."""
         for tensor in tensors:
-            self._count(tensor.untyped_storage())
+            # A subclass around other tensors has a storage without memory.
+            if not is_traceable_wrapper_subclass(tensor):
+                self._count(tensor.untyped_storage())
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         # Memory that ranks share is not of one of them, and is there before.

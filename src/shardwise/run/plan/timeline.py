@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
 from shardwise.core.communication.accounting import CollectiveCounter
@@ -193,7 +193,9 @@ class Timeline(TorchDispatchMode):
         return result
 
     def _add(self, tensor: Tensor) -> None:
-        self.count(tensor.untyped_storage())
+        # A subclass around other tensors has a storage without memory.
+        if not is_traceable_wrapper_subclass(tensor):
+            self.count(tensor.untyped_storage())
 
     def count_flops(self, number: int) -> None:
         """Add floating-point operations to the current segment."""
