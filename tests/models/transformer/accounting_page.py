@@ -253,4 +253,4 @@ def assert_as_stated(measured, first_column, sequence_parallel, group, dtype):
     }
     assert stated.keys() <= measured.keys() <= rows.keys()
     wrong = {name: f"{measured[name]}, not {number}" for name, number in stated.items() if measured[name] != number}
-    assert wrong == {}
+    assert wrong == {}, wrong

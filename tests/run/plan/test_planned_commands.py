@@ -26,6 +26,7 @@ from shardwise.run.checkpoints import begin_save
 from shardwise.run.plan.machine import Surroundings
 from shardwise.run.plan.plan import keyword_workload, plan_of
 from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings
+from shardwise.storage.adapters.model import trained_of
 from shardwise.storage.checkpoint import Snapshot
 from shardwise.training.bounds import from_keywords
 
@@ -140,6 +141,8 @@ def test_the_run_that_is_planned(group, root, tmp_path, monkeypatch, plan):
     assert step.masters == copies
     teacher = getattr(trainer.objective, "teacher", None)
     others = [*trainer.model.buffers(), *(() if teacher is None else (*teacher.parameters(), *teacher.buffers()))]
+    # Trained weights next to adapters keep their first values.
+    others += [each.original for each in trained_of(trainer.model).parameters]
     assert step.others == bytes_of(*others)
     snapshot = Snapshot()
     saving = begin_save(session, 1, snapshot)
