@@ -14,7 +14,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property, lru_cache
+from types import FunctionType, NoneType
 from typing import Any
 
 import torch
@@ -431,20 +433,24 @@ def kinds_of_layers(model: TransformerModel) -> list[int]:
 
 
 def _kind(module: nn.Module) -> Hashable:
-    """Equal for layers that compute alike."""
-    plain = (int, float, bool, str, torch.dtype, type(None))
+    """Equal for layers that compute alike: by the classes, the parameters and the plain attributes of their parts."""
     parts: list[Hashable] = []
     for name, each in module.named_modules():
-        values = tuple(
-            (key, value)
-            for key, value in sorted(vars(each).items())
-            if isinstance(value, plain) and key != "layer_number"
-        )
+        values = tuple((key, _value(value)) for key, value in sorted(vars(each).items()) if key != "layer_number")
         tensors = tuple(
             (key, param.shape, param.dtype, param.requires_grad) for key, param in each.named_parameters(recurse=False)
         )
         parts.append((name, type(each), values, tensors))
     return tuple(parts)
+
+
+def _value(value: object) -> Hashable:
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_value, value))
+    if isinstance(value, dict):
+        return tuple((key, _value(each)) for key, each in value.items())
+    plain = (int, float, bool, str, Enum, torch.dtype, type, FunctionType, NoneType, frozenset)
+    return value if isinstance(value, plain) else type(value)
 
 
 def _shortened(kinds: Sequence[Hashable]) -> tuple[list[int], list[tuple[int, int]]]:
