@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from harness.live_bytes import LiveBytes
 
 from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups
+from shardwise.data import Batch
 from shardwise.models.description import ModelChunks, chunks_of
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.build import config_fields
@@ -181,3 +183,24 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of each storage once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
+
+
+def kept_in_a_step(trainer: Trainer, batch: Batch) -> int:
+    """Bytes of the tensors that the forward of a step on one micro-batch makes and the backward finds."""
+    begin, backward, counts = trainer.gradients.begin, torch.Tensor.backward, list[int]()
+
+    def counted(function: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            counts.append(made.count())
+            function(*args)
+
+        return call
+
+    trainer.gradients.begin, torch.Tensor.backward = counted(begin), counted(backward)
+    try:
+        with LiveBytes() as made:
+            trainer.step(0, [batch])
+    finally:
+        torch.Tensor.backward = backward
+    before, after = counts
+    return after - before

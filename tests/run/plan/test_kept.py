@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.live_bytes import LiveBytes
 from models.transformer import accounting_page as page
-from run.plan.planned_models import KINDS, RECOMPUTATIONS, UNEVEN, B, S, built, described, planned, workload_of
+from run.plan.planned_models import (
+    KINDS,
+    RECOMPUTATIONS,
+    UNEVEN,
+    B,
+    S,
+    built,
+    described,
+    kept_in_a_step,
+    planned,
+    workload_of,
+)
 from torch.utils._pytree import tree_map
 
 from shardwise.core.random import streams
@@ -85,28 +95,12 @@ def cases(request):
     ]
 
 
-def kept_of_a_step(workload, group):
-    """Bytes of the tensors that a step's forward made and that its backward finds."""
+def kept_by(workload, group):
+    """Bytes that a step of a workload keeps on this rank."""
     groups = Groups.of(Topology.create(tp=group.size()))
     trainer = Trainer(workload.settings, built(workload, groups), groups)
     tokens = torch.zeros(B, workload.settings.sequence_length, dtype=torch.int64)
-    begin, backward, counts = trainer.gradients.begin, torch.Tensor.backward, []
-
-    def counted(function):
-        def call(*args):
-            counts.append(made.count())
-            function(*args)
-
-        return call
-
-    trainer.gradients.begin, torch.Tensor.backward = counted(begin), counted(backward)
-    try:
-        with LiveBytes() as made:
-            trainer.step(0, [Batch(tokens, tokens)])
-    finally:
-        torch.Tensor.backward = backward
-    before, after = counts
-    return after - before
+    return kept_in_a_step(trainer, Batch(tokens, tokens))
 
 
 @pytest.mark.slow
@@ -115,7 +109,7 @@ def kept_of_a_step(workload, group):
 def test_ranks_keep_what_is_planned(group, cases):
     for workload, stated in cases:
         where = workload.model, workload.settings.training, workload.settings.recompute
-        assert kept_of_a_step(workload, group) == stated[group.rank()], where
+        assert kept_by(workload, group) == stated[group.rank()], where
 
 
 @pytest.mark.slow
@@ -123,7 +117,7 @@ def test_ranks_keep_what_is_planned(group, cases):
 @pytest.mark.parametrize("cases", [(3, UNEVEN_WORKLOADS)], ids=[""], indirect=True)
 def test_ranks_that_do_not_divide_the_sizes(group, cases):
     for workload, stated in cases:
-        found, planned_bytes = kept_of_a_step(workload, group), stated[group.rank()]
+        found, planned_bytes = kept_by(workload, group), stated[group.rank()]
         if workload.settings.parallel.sequence_parallel and group.rank() > 0:
             # torch.distributed fills up the shares of these ranks, which share memory here, by a token.
             assert 0 <= planned_bytes - found < 0.005 * found
