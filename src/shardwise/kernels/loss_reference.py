@@ -36,8 +36,8 @@ def row_blocks(matrix: Tensor) -> Iterator[slice]:
     elements = BLOCK_ELEMENTS if device_type_of(matrix) == "cpu" else GPU_BLOCK_ELEMENTS
     rows = max(1, elements // max(num_columns, 1))
     if planned_device() is not None:
-        # The other blocks take no more memory.
-        num_rows = min(num_rows, rows)
+        # While the second is computed, variables of a loop hold tensors of the first; others take no more memory.
+        num_rows = min(num_rows, 2 * rows)
     for start in range(0, num_rows, rows):
         yield slice(start, min(start + rows, num_rows))
 

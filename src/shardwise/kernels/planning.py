@@ -13,7 +13,7 @@ def planning_for(device_type: str) -> Iterator[None]:
     """In the block fake CPU tensors stand for tensors of a device, and every kernel for it is assumed to run.
 
     No kernel is launched: C functions return before their loops, ``kernels.planned`` allocates what Triton's kernels
-    allocate, and loops over blocks of rows do the first block.
+    allocate, and loops over blocks of rows do the first two.
     """
     global _planned_device
     before, _planned_device = _planned_device, device_type

@@ -13,7 +13,8 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.models.classification import Classification
 from shardwise.models.description import ModelDescription
 from shardwise.nn.replicated import named_param_layouts
-from shardwise.run.plan.workload import Mesh, Workload, mesh_of, workload_of
+from shardwise.nn.quantization import Quantization
+from shardwise.run.plan.workload import Adaptation, Mesh, Workload, mesh_of
 from shardwise.run.settings import (
     DistillSettings,
     DpoSettings,
@@ -64,6 +65,7 @@ class Case:
         make: kind of the run's settings: ``"train"``, ``"finetune"``, ``"dpo"`` or ``"distill"``.
         more: other fields of the settings.
         head: labels that the model gives.
+        adaptation: adapters.
     """
 
     ranks: int = 1
@@ -77,6 +79,7 @@ class Case:
     make: str = "train"
     more: dict[str, Any] = field(default_factory=dict)
     head: Classification | None = None
+    adaptation: Adaptation | None = None
 
     def workload(self, *, small: bool = False) -> Workload:
         """The workload, or a smaller one of the same kind."""
@@ -89,11 +92,8 @@ class Case:
             **self.kind,
             **sizes,
         )
-        workload = workload_of(self._settings(small), model) if self.make != "distill" else None
-        if workload is None:
-            teacher = dataclasses.replace(model, num_layers=2)
-            workload = Workload(self._settings(small), model, teacher=teacher)
-        return workload
+        teacher = dataclasses.replace(model, num_layers=2) if self.make == "distill" else None
+        return Workload(self._settings(small), model, adaptation=self.adaptation, teacher=teacher)
 
     @property
     def mesh(self) -> Mesh:
@@ -117,8 +117,14 @@ class Case:
         return kinds[self.make](base="model", model=PretrainedSettings(sequence_length=length), **common, **self.more)
 
 
-def lora(**changes: Any) -> dict[str, Any]:
-    return {"lora": LoraSettings(lora_rank=16, **changes)}
+def lora(quantization: Quantization | None = None) -> dict[str, Any]:
+    """Fields of a case that trains adapters of all linear layers."""
+    lora = LoraSettings(lora_rank=16, base_quantization=quantization or "none")
+    return {
+        "make": "finetune",
+        "more": {"lora": lora},
+        "adaptation": Adaptation(lora.config(), "llama", quantization),
+    }
 
 
 class Run:
@@ -158,6 +164,8 @@ class Run:
         mesh = self.workload.settings.parallel
         self.trainer.step(0, self.batches[: mesh.pp])
         self.trainer.step(1, self.batches)
+        # The gathers of updated weights hold memory until they are waited for.
+        self.trainer.wait_for_weights()
 
 
 def groups_of(case: Case) -> Groups:
@@ -204,9 +212,9 @@ CASES: dict[str, Case] = {
     "pure bf16": Case(training={"dtype": "pure-bfloat16"}),
     "dropout": Case(2, kind=GPT | {"hidden_dropout": 0.1, "attention_dropout": 0.1}, parallel={"tp": 2}),
     "muon": Case(2, parallel={"tp": 2}, optimizer={"name": "muon"}),
-    "adapters": Case(2, parallel={"tp": 2}, make="finetune", more=lora()),
-    "adapters, nf4": Case(make="finetune", more=lora(base_quantization="nf4")),
-    "adapters, int8": Case(make="finetune", more=lora(base_quantization="int8"), training={"dtype": "bfloat16"}),
+    "adapters": Case(2, parallel={"tp": 2}, **lora()),
+    "adapters, nf4": Case(**lora("nf4")),
+    "adapters, int8": Case(**lora("int8"), training={"dtype": "bfloat16"}),
     "dpo": Case(2, parallel={"tp": 2}, make="dpo"),
     "distillation": Case(2, parallel={"tp": 2}, make="distill",
                          more={"distillation": TeacherSettings(teacher="teacher")}),
