@@ -12,8 +12,8 @@ from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.classification import Classification
 from shardwise.models.description import ModelDescription
-from shardwise.nn.replicated import named_param_layouts
 from shardwise.nn.quantization import Quantization
+from shardwise.nn.replicated import named_param_layouts
 from shardwise.run.plan.workload import Adaptation, Mesh, Workload, mesh_of
 from shardwise.run.settings import (
     DistillSettings,
@@ -221,6 +221,7 @@ CASES: dict[str, Case] = {
     "labels": Case(2, parallel={"tp": 2}, make="finetune",
                    head=Classification("sequence-classification", 3, "single_label_classification", pad_token_id=0),
                    more={"labels": LabelSettings(task="sequence-classification")}),
-    "labels, bert": Case(kind=BERT, make="finetune", head=Classification("sequence-classification", 3, "single_label_classification"),
+    "labels, bert": Case(kind=BERT, make="finetune",
+                         head=Classification("sequence-classification", 3, "single_label_classification"),
                          more={"labels": LabelSettings(task="sequence-classification")}),
 }  # fmt: skip
