@@ -1,7 +1,8 @@
 """The allocations of kernels on CUDA, for a plan that computes with fake CPU tensors (``dispatch.planning_for``).
 
 Each function of Triton's kernels has the name and the arguments of the original in ``loss_triton``,
-``elementwise_triton`` or ``norms_triton``, and returns tensors of the same sizes without values.
+``elementwise_triton`` or ``norms_triton``, and allocates the same without values: results, sums, and copies of strided
+arguments while it runs.
 ``functions_on_cuda`` does the same for attention, RMSNorm and dropout: PyTorch's kernels for them on CUDA keep other
 tensors for the backward than its operations on a CPU.
 """
@@ -16,6 +17,18 @@ from torch.autograd import Function
 
 from shardwise.kernels.loss_reference import compute_dtype
 
+# As in ``norms_triton``.
+_PROGRAMS = 264
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """As ``elementwise_triton.rows_of``."""
+    return _with_columns_together(tensor.reshape(-1, tensor.size(-1)))
+
+
+def _with_columns_together(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) == 1 else tensor.contiguous()
+
 
 def row_statistics(logits: Tensor, target_local: Tensor, *, want_sum: bool = False, **options: Any) -> Tensor:
     """As ``loss_reference.row_statistics``."""
@@ -28,17 +41,23 @@ def gradient_(*tensors: Any, **options: Any) -> None:
 
 def swiglu(inner: Tensor) -> Tensor:
     """As ``elementwise.swiglu``."""
-    return inner.new_empty(*inner.shape[:-1], inner.size(-1) // 2)
+    output = inner.new_empty(*inner.shape[:-1], inner.size(-1) // 2)
+    _read = _rows(inner)
+    return output
 
 
 def swiglu_gradient(inner: Tensor, grad_output: Tensor) -> Tensor:
     """The gradient of ``swiglu``'s input."""
-    return inner.new_empty(inner.shape)
+    gradient = inner.new_empty(inner.shape)
+    _read = _rows(inner), _rows(grad_output)
+    return gradient
 
 
 def rotate(input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backwards: bool) -> Tensor:
     """As ``elementwise.rotate``."""
-    return input_.new_empty(input_.shape)
+    output = input_.new_empty(input_.shape)
+    _read = _with_columns_together(input_), cos.contiguous(), sin.contiguous()
+    return output
 
 
 def split_and_rotate(
@@ -48,6 +67,7 @@ def split_and_rotate(
     s, b, rows = mixed.shape
     groups = rows // (head_dim * (per_group + 2))
     query, key, value = (mixed.new_empty(s, b, heads, head_dim) for heads in (groups * per_group, groups, groups))
+    _read = _with_columns_together(mixed), cos.contiguous(), sin.contiguous()
     return query, key, value
 
 
@@ -56,11 +76,14 @@ def split_and_rotate_gradient(
 ) -> Tensor:
     """The gradient of ``split_and_rotate``'s input."""
     s, b, _, head_dim = key.shape
-    return query.new_empty(s, b, (query.size(2) + 2 * key.size(2)) * head_dim)
+    gradient = query.new_empty(s, b, (query.size(2) + 2 * key.size(2)) * head_dim)
+    _read = *map(_with_columns_together, (query, key, value)), cos.contiguous(), sin.contiguous()
+    return gradient
 
 
 def add_rms_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The sum, its norm, and a number for each row."""
+    _read = _rows(residual), _rows(added)
     total, normed = (residual.new_empty(residual.shape) for _ in range(2))
     return total, normed, residual.new_empty(residual.shape[:-1].numel(), dtype=compute_dtype(residual.dtype))
 
@@ -69,7 +92,11 @@ def add_rms_norm_gradient(
     total: Tensor, weight: Tensor, scale: Tensor, grad_normed: Tensor, grad_total: Tensor | None, *, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of either term of the sum and of the weight."""
-    return torch.empty_like(total), torch.empty_like(weight) if needs_weight else None
+    rows = _rows(grad_normed)
+    _read = None if grad_total is None else _rows(grad_total)
+    gradient = torch.empty_like(total)
+    sums = scale.new_empty(min(rows.size(0), _PROGRAMS) if needs_weight else 0, rows.size(1))
+    return gradient, sums.sum(0).to(weight.dtype) if needs_weight else None
 
 
 def functions_on_cuda(count_flops: Callable[[int], None]) -> dict[str, Callable[..., Tensor]]:
