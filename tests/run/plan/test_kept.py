@@ -19,9 +19,13 @@ from run.plan.planned_models import (
 )
 from torch.utils._pytree import tree_map
 
-from shardwise.core.random import streams
+from shardwise.core.random import seed_streams, streams
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import Batch
+from shardwise.kernels.elementwise import swiglu
+from shardwise.models.transformer.layer import ResidualDropout, make_norm
+from shardwise.models.transformer.rotary import RotaryEmbedding
 from shardwise.run.plan.rehearsal import pretended
 from shardwise.run.plan.workload import Mesh
 from shardwise.training.trainer import Trainer
@@ -53,6 +57,41 @@ def test_a_rehearsal_keeps_what_the_page_says(monkeypatch, t, dtype, sequence_pa
         for first_column, cases in (("part", parts), ("block", page.blocks(groups.tp, sequence_parallel, dtype))):
             found = {name: rehearsed(timeline, *case) for name, case in cases.items()}
             page.assert_as_stated(found, first_column, sequence_parallel, groups.tp, dtype)
+    streams().reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_rehearsal_for_cuda_keeps_what_the_page_says(monkeypatch, dtype):
+    monkeypatch.setattr("shardwise.core.initialization.fill_normal_", lambda *_, **__: None)
+    text, s, b, d, e = page.PAGE.read_text(encoding="utf-8"), page.S, page.B, page.D, dtype.itemsize
+    with pretended("cuda", Mesh(tp=2), rank=1) as (groups, timeline):
+        group = groups.tp
+
+        def config(**options):
+            return page.config_of(group, False, dtype, **options)
+
+        def stated(formula):
+            assert f"`{formula}`" in text or f"`{formula} more`" in text
+            return page.evaluate(formula, group, dtype, g=page.GROUPS)
+
+        def kept(function, input_, **options):
+            return rehearsed(timeline, function, (input_,), options)
+
+        between, inner = page.input_of(config(), group), page.input_of(config(), group, page.FFN, whole_sequence=True)
+        assert kept(make_norm(config(normalization="RMSNorm")), between) == stated("e·s·b·h + 4·s·b")
+        assert kept(swiglu, inner) == stated("2·e·s·b·f/t")
+        angles = RotaryEmbedding(d)(torch.arange(s), dtype)
+        # A number for each query; cosines and sines.
+        more = 4 * s * b * page.A // 2 + e * s * d
+        assert kept(page.core(group, config()), between, rotary=angles) == stated("4·e·s·b·a·d/t") + more
+        if dtype == torch.float32:
+            # Flash attention does not run.
+            more += stated("2·e·s·b·(a - g)·d/t")
+        grouped = page.core(group, config(num_query_groups=page.GROUPS))
+        assert kept(grouped, between, rotary=angles) == stated("e·s·b·(2·a + 2·g)·d/t") + more
+        seed_streams(3, 0, rng="per_rank")
+        # A mask of bytes.
+        assert kept(ResidualDropout(0.25), between, sequence=SequenceView(s)) == s * b * page.H
     streams().reset()
 
 
