@@ -133,10 +133,12 @@ def test_a_mistake_is_one_line(capsys, argv, message):
 
 def test_the_commands_of_the_page_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "MODEL_DIR").mkdir()
-    (tmp_path / "MODEL_DIR" / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 8192}))
-    (tmp_path / "run.toml").write_text("[model]\nnum_heads = 8\n")
+    for name in ("MODEL_DIR", "LARGE"):
+        (tmp_path / name).mkdir()
+        config = CONFIG | {"max_position_embeddings": 8192, "num_hidden_layers": 2}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "run.toml").write_text("[model]\nnum_heads = 8\n[training]\nglobal_batch_size = 32\n")
     commands = re.findall(r"^shardwise plan (.*)$", PAGE, re.MULTILINE)
-    assert len(commands) >= 2
+    assert len(commands) >= 12
     for command in commands:
         assert call(capsys, *shlex.split(command))[0] == 0, command

@@ -38,5 +38,7 @@ def test_the_page_of_calls_from_python(tmp_path, monkeypatch, capsys):
     assert [answer["label"] in ("good", "bad") for answer in names["answers"]] == [True, True]
     assert names["plan"].worst.total > 0
     assert names["best"].plan.worst.total < 2**30
+    assert names["rank"].rank == 3
+    assert names["largest"].text.batch_size > 1
     assert names["lines"][-1] == "checkpoints of step 4: the same bits"
     assert names["same"]

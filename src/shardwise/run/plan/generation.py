@@ -120,7 +120,7 @@ def fit_generation(
 
 @dataclass(frozen=True)
 class Text:
-    """What is generated, and by which model.
+    """Texts to generate, and the model.
 
     Attributes:
         model: description of the model.
@@ -165,7 +165,8 @@ class Text:
         """Read the prompts and, as if all but one token were there, add the last one."""
         sampling, mask = Sampling(temperature=0.8, top_k=50), None
         tokens = torch.zeros(self.batch_size, self.prompt_length, dtype=torch.int64)
-        generators = [torch.Generator() for _ in range(self.batch_size)]
+        # One that draws for all texts needs as much memory as one for each.
+        generators = [torch.Generator()]
         place = len(timeline.segments)
         with evaluation_mode(model):
             for name, unread, known in (
@@ -261,7 +262,7 @@ class _Rank:
 
 
 def _different(text: Text, ranks: int) -> list[int]:
-    """Ranks of which each has other shares of the weights than those before."""
+    """Ranks with different shares of the weights, the first of each."""
     found: dict[tuple[torch.Size, ...], int] = {}
     for rank in range(ranks):
         with pretended(text.device_type, Mesh(tp=ranks), rank) as (groups, _), only_layers((0,)):

@@ -1,4 +1,4 @@
-"""What a plan says of the machines: memory besides the tensors of a step, memory of a host, and the time of a step.
+"""The machines of a plan: memory besides the tensors of a step, memory of a host, and the time of a step.
 
 Sizes of the transports and of a checkpoint are those of the code. The constants here are assumptions, which the report
 names.
@@ -58,7 +58,7 @@ def saved_bytes(trainer: Trainer, *, pinned: bool) -> int:
         if layout.dim is None:
             writers = float(layout.world_size)
         else:
-            # The mean over the rows, of which each has its own number of holders.
+            # The mean over the rows, which may have different numbers of holders.
             held = segments(layout, shard.rank)
             shares = sum(length / len(holders(layout)[start, start + length]) for start, length, _ in held)
             writers = shard.data.size(layout.dim) / shares if shares else 1.0

@@ -246,7 +246,7 @@ def _seconds(number: float) -> str:
 
 
 def _machines(plan: Plan, rates: Rates) -> list[str]:
-    """What a device and a host need, line by line."""
+    """The memory of a device and of a host, line by line."""
     around, worst = Surroundings.of(plan, rates.ranks_per_host), plan.worst
     device, host = [], []
     if around.context:
