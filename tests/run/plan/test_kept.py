@@ -26,7 +26,7 @@ from shardwise.data import Batch
 from shardwise.kernels.elementwise import swiglu
 from shardwise.models.transformer.layer import ResidualDropout, make_norm
 from shardwise.models.transformer.rotary import RotaryEmbedding
-from shardwise.run.plan.rehearsal import pretended
+from shardwise.run.plan.fake_rank import pretended
 from shardwise.run.plan.workload import Mesh
 from shardwise.training.trainer import Trainer
 

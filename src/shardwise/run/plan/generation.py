@@ -21,8 +21,9 @@ from shardwise.models.gpt import GPT
 from shardwise.models.transformer.block import only_layers
 from shardwise.nn.replicated import named_param_layouts
 from shardwise.run.commands.opened_model import check_fits
+from shardwise.run.plan.fake_rank import pretended
 from shardwise.run.plan.machine import beyond_tensors, room_for_tensors
-from shardwise.run.plan.rehearsal import kinds_of_layers, pretended
+from shardwise.run.plan.rehearsal import kinds_of_layers
 from shardwise.run.plan.timeline import Label, Segment, Timeline
 from shardwise.run.plan.workload import Mesh
 from shardwise.run.quantities import read_bytes, shown_bytes

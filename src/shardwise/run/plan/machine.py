@@ -11,13 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from shardwise.core.communication.transports.channel import channel_bytes
 from shardwise.core.communication.transports.shared_memory import MAX_RANKS
-from shardwise.core.sharding.param_layout import holders, segments
-from shardwise.run.checkpoints import state_of
-from shardwise.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from shardwise.run.plan.plan import Plan, RankPlan
@@ -40,34 +36,6 @@ def room_for_tensors(memory: int, device_type: str) -> int:
 def beyond_tensors(tensors: int, device_type: str) -> int:
     """Bytes of a GPU besides a peak of tensors; 0 on a CPU."""
     return CONTEXT_BYTES + round(SLACK * tensors) if device_type == "cuda" else 0
-
-
-def saved_bytes(trainer: Trainer, *, pinned: bool) -> int:
-    """Bytes of a host copy of what a rank writes into a checkpoint; ranks that hold the same share the writing.
-
-    Args:
-        trainer: trainer of the rank.
-        pinned: the copy is in pinned memory, where each tensor takes a power of two.
-    """
-    total = 0.0
-    for shard in state_of(trainer).values():
-        if shard.interval is not None or shard.is_copy:
-            total += sum(_rounded(view, pinned) for _, view in shard.written_pieces())
-            continue
-        layout, dp = shard.layout, trainer.dp_group.size()
-        if layout.dim is None:
-            writers = float(layout.world_size)
-        else:
-            # The mean over the rows, which may have different numbers of holders.
-            held = segments(layout, shard.rank)
-            shares = sum(length / len(holders(layout)[start, start + length]) for start, length, _ in held)
-            writers = shard.data.size(layout.dim) / shares if shares else 1.0
-        total += _rounded(shard.data, pinned) / (dp * writers)
-    return round(total)
-
-
-def _rounded(tensor: Tensor, pinned: bool) -> int:
-    return 1 << (tensor.nbytes - 1).bit_length() if pinned and tensor.nbytes else tensor.nbytes
 
 
 @dataclass(frozen=True)
