@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
@@ -28,7 +27,7 @@ from shardwise.core.communication.agreement import gather_objects
 from shardwise.core.communication.context import context_of
 from shardwise.core.errors import ConfigError
 from shardwise.kernels import loss_reference
-from shardwise.kernels.planning import device_type_of, planned_device
+from shardwise.kernels.planning import device_type_of, plain_tensors, planned_device
 
 # Widest head of flash attention, and of the attention to a cache.
 WIDEST_HEAD = 256
@@ -128,7 +127,7 @@ class FastPath:
         # Cheap and decisive conditions come first: a step makes many calls with small tensors.
         if torch.compiler.is_compiling() or size < self.min_size or device_type_of(first) != self.device_type:
             return False
-        plain = (Tensor, Parameter) if planned_device() is None else (Tensor, Parameter, FakeTensor)
+        plain = plain_tensors()
         for tensor in tensors:
             if type(tensor) not in plain or tensor.dtype != first.dtype:
                 return False
