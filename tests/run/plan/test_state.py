@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness.program import run
 from run.plan.planned_models import built, planned, settings_of, state_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -69,6 +74,39 @@ def test_state_at_1024_ranks(case):
     for rank, plan in planned(workload, 1024, ranks).items():
         number, state = state_on_meta(workload, rank, 1024)
         assert (plan.step.num_parameters, {name: getattr(plan.step, name) for name in _STATE}) == (number, state), rank
+
+
+PLAN = """
+import json, sys, time
+from harness.peaks import resident
+from run.plan.planned_models import settings_of
+from run.plan.test_state import LLAMA_70B, workload_for
+from shardwise.run.plan.plan import make_plan
+from shardwise.run.plan.workload import mesh_of
+
+began = time.process_time()
+settings = settings_of(dtype="bfloat16", tp=8, pp=8, zero=1, sequence_parallel=True,
+                       model=LLAMA_70B | {"sequence_length": 4096}, training={"global_batch_size": 1024})
+plan = make_plan(workload_for(settings), mesh_of(settings, 1024))
+json.dump({"parameters": plan.num_parameters, "stages": [rank.step.num_parameters for rank in plan.stages],
+           "seconds": time.process_time() - began,
+           "resident": resident("VmHWM")}, sys.stdout)
+"""
+
+
+@pytest.mark.slow
+def test_llama_70b_on_1024_ranks_is_planned_in_a_gibibyte(record_property):
+    tests = Path(__file__).parents[2]
+    done = run("-c", PLAN, PYTHONPATH=os.pathsep.join([*filter(None, sys.path), str(tests)]), OMP_NUM_THREADS="1")
+    found = json.loads(done.stdout)
+    record_property("seconds", found["seconds"])
+    print(found)
+    assert found["resident"] < 1 << 30
+    assert len(found["stages"]) == 8
+    # Norms are on all ranks of a stage, and the tied weight on two stages.
+    more = 8 * sum(found["stages"]) - found["parameters"]
+    norms, tied = 7 * 161 * 8192, 128256 * 8192
+    assert more == norms + tied
 
 
 def a_step(settings):
