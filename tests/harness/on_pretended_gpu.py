@@ -67,33 +67,6 @@ def join(backend: str = "cuda:fake", *, world_size: int = 1, rank: int = 0) -> P
 
 
 @contextmanager
-def ranks_alike() -> Iterator[None]:
-    """Make every object exchange return this rank's value for all ranks."""
-
-    def gather(value: Any, gathered: list[Any] | None = None, **options: Any) -> None:
-        if gathered is not None:
-            gathered[:] = [value] * len(gathered)
-
-    def nothing(*args: Any, **options: Any) -> None:
-        pass
-
-    stand_ins = {
-        "gather_object": gather,
-        "all_gather_object": lambda gathered, value, **options: gather(value, gathered),
-        "broadcast_object_list": nothing,
-        "barrier": nothing,
-    }
-    before = {name: getattr(dist, name) for name in stand_ins}
-    for name, stand_in in stand_ins.items():
-        setattr(dist, name, stand_in)
-    try:
-        yield
-    finally:
-        for name, original in before.items():
-            setattr(dist, name, original)
-
-
-@contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Make all tensors created in the block fake."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:

@@ -3,22 +3,20 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from harness.on_pretended_gpu import StepRecorder, fake_tensors, join, ranks_alike
+from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
 from harness.pretended_kernels import as_on_a_gpu
 from models.transformer.accounting_page import evaluate, table
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shardwise.core import initialization
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.data import Corpus, HeldOut, TokenRows, TokenStream, WindowRows
-from shardwise.models.adapters import LoraConfig, adapter
+from shardwise.models.adapters import LoraConfig
 from shardwise.models.gpt import GPT
 from shardwise.run import run
 from shardwise.run.processes.ranks import Ranks
@@ -27,7 +25,7 @@ from shardwise.run.settings import ModelSettings, OptimizerSettings, ParallelSet
 from shardwise.run.tasks.task import Method, Task
 from shardwise.run.tasks.task_data import TaskData
 from shardwise.run.tasks.texts import NewModel
-from shardwise.storage.adapters import add_lora_, model
+from shardwise.storage.adapters import add_lora_
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 
 # A sequence of any length shows the same.
@@ -160,30 +158,13 @@ def a_step(folder, num_layers, parallel, training, adapters, world_size, *, opti
     }
 
 
-def with_real_numbers(function):
-    """What is computed from numbers, and not only from shapes."""
-
-    def call(*args, **options):
-        with unset_fake_temporarily():
-            result = function(*args, **options)
-            return list(result) if isinstance(result, Iterator) else result
-
-    return call
-
-
 def steps(folder, *case):
     """Steps of models of one layer and of two."""
     join("cuda:fake", world_size=case[-1], rank=0)
     as_on_a_gpu()
     # Initial values are numbers, which nobody asks for here.
     initialization.fill_normal_ = lambda *_, **__: None
-    for module, name in (
-        (model, "_targets_of_layer"),
-        (adapter, "local_places"),
-        (adapter, "section_layout"),
-    ):
-        setattr(module, name, with_real_numbers(getattr(module, name)))
-    with ranks_alike(), fake_tensors(), StepRecorder():
+    with fake_tensors(), StepRecorder():
         return [a_step(f"{folder}/{num_layers}", num_layers, *case) for num_layers in (1, 2)]
 
 
@@ -250,7 +231,7 @@ def other_steps(folder, case):
     join("cpu:fake,cuda:fake", world_size=2, rank=0)
     as_on_a_gpu()
     parallel, training, model = OTHERS[case]
-    with ranks_alike(), fake_tensors(), StepRecorder():
+    with fake_tensors(), StepRecorder():
         return a_step(folder, 2, parallel, training, False, 2, **SMALL | model)[1]
 
 

@@ -6,7 +6,7 @@ from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
 
 from shardwise.core.topology import Groups
 from shardwise.models.config import ModelConfig
-from shardwise.models.generation import GREEDY, PreallocatedCache, Sampling, generate, generation, on_layers
+from shardwise.models.generation import GREEDY, PreallocatedCache, Sampling, generate, on_layers
 from shardwise.models.generation.decoding import DecodeStep
 from shardwise.models.gpt import GPT
 
@@ -44,8 +44,6 @@ def made(group, **options):
 def what_it_waits_for():
     """For each way to sample and kind of layers: waits and copies so far at each token."""
     group = join(world_size=1)
-    # The ranks' agreement on what is asked for is before the first token, and between hosts.
-    generation.check_same = lambda *args, **kwargs: None
     torch.Generator = GpuGenerator
     found = []
     with fake_tensors():
