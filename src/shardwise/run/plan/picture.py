@@ -18,8 +18,8 @@ _FORMATS = (".png", ".svg")
 _STATE = ("weights", "gradients", "masters", "optimizer", "others")
 _TITLES = {"masters": "fp32 copies", "others": "other tensors"}
 _COLOURS = {"forward": "C0", "backward": "C1"}
-# Parts without products, such as the update, are as wide as this share of the step.
-_NARROWEST = 0.004
+# Parts without products, such as the update, are as wide as this share of a micro-batch.
+_NARROWEST = 0.02
 
 
 def check_picture(path: str) -> None:
@@ -45,8 +45,7 @@ def draw_memory(plan: Plan, path: str, *, limit: int | None = None) -> None:
     parts = list(_parts(rank, plan.mesh.num_micro_batches(plan.workload)))
     unit, scale = ("GiB", 1 << 30) if rank.total >= 1 << 30 else ("MiB", 1 << 20)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    narrowest = _NARROWEST * sum(part.width for part in parts)
-    edges = [0.0, *accumulate(max(part.width, narrowest) for part in parts)]
+    edges = [0.0, *accumulate(part.width for part in parts)]
     peaks, left = [part.peak / scale for part in parts], edges[-1]
     bottom, step = 0.0, rank.step
     for number, name in enumerate(_STATE):
@@ -95,7 +94,7 @@ class _Part:
 
     Attributes:
         action: the action that it belongs to.
-        width: floating-point operations; of micro-batches that are alike those of one.
+        width: floating-point operations, or a little; of micro-batches that are alike those of one.
         peak, held: bytes at its peak and at its end.
         repeats: number of micro-batches that it stands for besides those that are drawn, or 0.
     """
@@ -111,12 +110,14 @@ def _parts(rank: RankPlan, number: int) -> Iterator[_Part]:
     live, segments = rank.held, rank.step.segments
     drawn = {segment.place.micro_batch for segment in segments if segment.parts}
     one = sum(segment.flops for segment in segments if segment.parts and segment.place.micro_batch == 0)
+    narrowest = _NARROWEST * max(one, 1)
     for segment in segments:
-        inner = live
+        action, inner = segment.place.action, live
         for part in segment.parts:
-            yield _Part(segment.place.action, part.flops, inner + part.peak, inner + part.net)
+            yield _Part(action, max(part.flops, narrowest / 10), inner + part.peak, inner + part.net)
             inner += part.net
         live += segment.net
         if not segment.parts:
             repeats = number - len(drawn) if segment.flops > one else 0
-            yield _Part(segment.place.action, min(segment.flops, one), live - segment.net + segment.peak, live, repeats)
+            width = max(min(segment.flops, one), narrowest)
+            yield _Part(action, width, live - segment.net + segment.peak, live, repeats)
