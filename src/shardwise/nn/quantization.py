@@ -149,7 +149,9 @@ def decode(kind: Quantization, stored: Tensor, scales: Tensor, columns: int) -> 
     if kind == "int8":
         return stored.float() * scales
     codes = torch.stack((stored >> 4, stored & 15), dim=2).flatten(1)[:, :columns]
-    return levels_on(stored.device)[codes.int()] * scales
+    # Indexing with brackets would copy the codes in 64 bits, and takes six times as long on a CPU.
+    levels = torch.index_select(levels_on(stored.device), 0, codes.reshape(-1).int())
+    return levels.view(codes.shape).mul_(scales)
 
 
 _aten = torch.ops.aten

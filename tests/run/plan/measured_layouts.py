@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.classification import Classification
 from shardwise.models.description import ModelDescription
-from shardwise.nn.quantization import Quantization
+from shardwise.nn.quantization import Quantization, QuantizedTensor
 from shardwise.nn.replicated import named_param_layouts
 from shardwise.run.plan.workload import Adaptation, Mesh, Workload, mesh_of
 from shardwise.run.settings import (
@@ -47,6 +48,7 @@ BERT: dict[str, Any] = GPT | {
     "final_layernorm": False,
     "num_tokentypes": 2,
 }
+LABELS = Classification("sequence-classification", 3, "single_label_classification", pad_token_id=0)
 LENGTH = 256
 # Of the measured run, and of one before it that takes in what PyTorch and the system keep from a first step.
 LARGE = {"hidden_size": 256, "num_attention_heads": 8, "kv_channels": 32, "ffn_hidden_size": 704, "vocab_size": 4099}
@@ -140,18 +142,11 @@ class Run:
         mesh = case.mesh
         self.workload = case.workload(small=small).at(mesh)
         self.model = self.workload.build(groups)
-        with torch.no_grad():
-            for param in self.model.parameters():
-                if param.is_floating_point():
-                    rows = local_rows(param)
-                    rows.fill_(1.0) if rows.dim() < 2 else rows.normal_(
-                        0.0, 0.02, generator=torch.Generator().manual_seed(1)
-                    )
+        _initialize_(self.model)
         self.trainer = Trainer(self.workload.settings, self.model, groups, self.workload.objective(groups))
         teacher = getattr(self.trainer.objective, "teacher", None)
         if teacher is not None:
-            for param in teacher.parameters():
-                param.data.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(2))
+            _initialize_(teacher)
         # As a run that goes on from a checkpoint: a first step that a loss scale skips would make no state.
         for _, param, layout in named_param_layouts(self.model, groups.tp.size()):
             if param.requires_grad:
@@ -166,6 +161,19 @@ class Run:
         self.trainer.step(1, self.batches)
         # The gathers of updated weights hold memory until they are waited for.
         self.trainer.wait_for_weights()
+
+
+def _initialize_(model: nn.Module) -> None:
+    """Give all parameters values, the same on every rank that holds them, without a temporary of a parameter's size."""
+    with torch.no_grad():
+        for param in model.parameters():
+            if isinstance(param, QuantizedTensor):
+                param.codes.fill_(3)
+                param.scales.fill_(0.01)
+            elif param.dim() < 2:
+                local_rows(param).fill_(1.0)
+            else:
+                local_rows(param).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(1))
 
 
 def groups_of(case: Case) -> Groups:
@@ -219,9 +227,8 @@ CASES: dict[str, Case] = {
     "distillation": Case(2, parallel={"tp": 2}, make="distill",
                          more={"distillation": TeacherSettings(teacher="teacher")}),
     "labels": Case(2, parallel={"tp": 2}, make="finetune",
-                   head=Classification("sequence-classification", 3, "single_label_classification", pad_token_id=0),
+                   head=LABELS,
                    more={"labels": LabelSettings(task="sequence-classification")}),
-    "labels, bert": Case(kind=BERT, make="finetune",
-                         head=Classification("sequence-classification", 3, "single_label_classification"),
+    "labels, bert": Case(kind=BERT, make="finetune", head=LABELS,
                          more={"labels": LabelSettings(task="sequence-classification")}),
 }  # fmt: skip
