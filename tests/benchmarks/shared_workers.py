@@ -1,18 +1,75 @@
-"""Runs a benchmark's script in this process, with workers that several runs share: each takes seconds to start."""
+"""Runs a benchmark's script in this process, with workers that several runs share and that start in a moment."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import workers
+from harness import pool
 from workers import Workers, WorkerSpec
+
+
+@contextlib.contextmanager
+def forked_workers(log: Path) -> Iterator[None]:
+    """In the block, ``Workers`` are forked with PyTorch imported, which takes most of the time of a new process.
+
+    Args:
+        log: file for what they print on the standard error.
+    """
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(workers.multiprocessing, "get_context", lambda _: _Forked(log))
+        yield
+
+
+class _Forked:
+    """The part of a context of ``multiprocessing`` that ``Workers`` use."""
+
+    def __init__(self, log: Path) -> None:
+        pool._start_fork_server()
+        self._log, self._context = log, _FORK_SERVER
+        self.Pipe = self._context.Pipe
+
+    def Process(self, *, target: Callable[..., None], args: tuple[Any, ...], **options: Any) -> Any:  # noqa: N802
+        return self._context.Process(target=_serve, args=(target, args, self._log), **options)
+
+
+_FORK_SERVER = multiprocessing.get_context("forkserver")
+
+
+def _serve(target: Callable[..., None], args: tuple[Any, ...], log: Path) -> None:
+    """Print to the log, let a warning be an error, and have the worker's own environment."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 2)
+    os.close(file)
+    warnings.simplefilter("error")
+    os.environ.update(args[-1].environment)
+    target(*args)
+
+
+@contextlib.contextmanager
+def _new_workers(log: Path) -> Iterator[None]:
+    """In the block, a warning is an error in ``Workers``, which print to the log."""
+    saved = os.dup(2)
+    try:
+        with pytest.MonkeyPatch.context() as monkeypatch, log.open("wb") as file:
+            monkeypatch.setenv("PYTHONWARNINGS", "error")
+            # Threads that spin for each other take seconds per step where other tests want the cores.
+            monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+            os.dup2(file.fileno(), 2)
+            yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 class SharedWorkers:
@@ -21,15 +78,14 @@ class SharedWorkers:
     Args:
         specs: of all that some run needs.
         log: file for what they print on the standard error.
+        forked: False for new processes, in which C++ also runs what it runs at the end of a process.
     """
 
-    def __init__(self, specs: Sequence[WorkerSpec], log: Path) -> None:
+    def __init__(self, specs: Sequence[WorkerSpec], log: Path, *, forked: bool = True) -> None:
         self.log = log
         self._specs = {spec.name: spec for spec in specs}
-        with pytest.MonkeyPatch.context() as monkeypatch, _standard_error_to(log):
-            monkeypatch.setenv("PYTHONWARNINGS", "error")
-            # Threads that spin for each other take seconds per step where other tests want the cores.
-            monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+        log.touch()
+        with forked_workers(log) if forked else _new_workers(log):
             self.workers = Workers(specs)
 
     def in_place_of(self, specs: Sequence[WorkerSpec]) -> contextlib.AbstractContextManager[Workers]:
@@ -46,15 +102,3 @@ def run_script(path: Path, arguments: Sequence[str], shared: SharedWorkers, monk
     with pytest.raises(SystemExit) as exit_:
         runpy.run_path(str(path), run_name="__main__")
     return exit_.value.code
-
-
-@contextlib.contextmanager
-def _standard_error_to(log: Path):
-    saved = os.dup(2)
-    try:
-        with log.open("wb") as file:
-            os.dup2(file.fileno(), 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)

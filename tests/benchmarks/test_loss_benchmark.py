@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import loss
 import pytest
 import torch
 import torch.nn.functional as F
 from harness.parity import assert_close_to
-from harness.program import run
 from loss import CONTESTS, GOALS, RATIOS, check_errors, is_limit, main, memory_goals
 from losses import from_logits, with_head
 from losses.exact import ExactGradients
 from losses.problem import LossSizes, Problem
+from shared_workers import SharedWorkers, run_script
 from torch.distributed.device_mesh import DeviceMesh
+from workers import WorkerSpec
 
 from shardwise.core.errors import ParityError
 
@@ -22,11 +24,19 @@ SIZES = LossSizes(num_tokens=70, vocab_size=22, hidden_size=6)
 
 
 @pytest.mark.slow
-def test_all_candidates_are_timed_and_the_json_is_whole(tmp_path):
+def test_all_candidates_are_timed_and_the_json_is_whole(tmp_path, monkeypatch, capsys):
     file = tmp_path / "result.json"
     sizes = ["--num-tokens", "70", "--vocab-size", "302", "--hidden-size", "16"]
-    command = ["-W", "error", loss.__file__, *sizes, "--dtype", "both", "--rounds", "2", "--json", file]
-    done = run(*command, OMP_WAIT_POLICY="passive")
+    specs: list[WorkerSpec] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(loss, "Workers", specs.extend)
+        loss.start_workers(tmp_path)
+    shared = SharedWorkers(specs, tmp_path / "log")
+    with shared.workers:
+        arguments = [*sizes, "--dtype", "both", "--rounds", "2", "--json", str(file)]
+        code = run_script(Path(loss.__file__), arguments, shared, monkeypatch)
+    printed = capsys.readouterr()
+    assert code == 0, printed.err + shared.log.read_text()
 
     report = json.loads(file.read_text())
     assert (report["benchmark"], report["num_rounds"]) == ("loss", 2)
@@ -46,7 +56,7 @@ def test_all_candidates_are_timed_and_the_json_is_whole(tmp_path):
             assert ratio["goal"] == GOALS.get((contest, dtype, *pair))
             of_rounds = zip(*(seconds[name] for name in pair), strict=True)
             assert ratio["per_round"] == pytest.approx([a / b for a, b in of_rounds])
-        assert f"{CONTESTS[contest]}: {dtype}, " in done.stdout
+        assert f"{CONTESTS[contest]}: {dtype}, " in printed.out
 
 
 def dense_gradients(sizes, num_ranks):

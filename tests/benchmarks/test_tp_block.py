@@ -37,10 +37,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedWorkers]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(tp_block, "Workers", specs.extend)
         tp_block.start_workers(tmp_path_factory.mktemp("ranks"))
-    shared = SharedWorkers(specs, tmp_path_factory.mktemp("workers") / "log")
+    shared = SharedWorkers(specs, tmp_path_factory.mktemp("workers") / "log", forked=False)
     with shared.workers:
         yield shared
-    # Until their very end.
+    # Until their very end, at which PyTorch warns.
     assert "unwaited" not in shared.log.read_text()
 
 

@@ -6,10 +6,12 @@ import dataclasses
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from shared_workers import forked_workers
 from workers import Workers, WorkerSpec
 
 from shardwise.core.errors import LaunchError
@@ -45,6 +47,14 @@ def specs(folder: Path) -> list[WorkerSpec]:
     return [WorkerSpec(name, threads, Echo, (folder, name)) for name, threads in (("a", 1), ("b", 2))]
 
 
+@pytest.fixture
+def forked(tmp_path: Path) -> Iterator[None]:
+    """Workers that start in a moment; the first test starts them as benchmarks do."""
+    (tmp_path / "logs").mkdir()
+    with forked_workers(tmp_path / "logs" / "log"):
+        yield
+
+
 def has_ended(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -72,7 +82,7 @@ def test_calls_return_in_order_and_workers_leave_in_good_order(tmp_path, monkeyp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_failure_is_told_and_ends_all(tmp_path):
     with Workers(specs(tmp_path)) as workers:
         pids = [facts[2] for facts in workers.call(["a", "b"], "facts", 0)]
@@ -81,7 +91,7 @@ def test_a_failure_is_told_and_ends_all(tmp_path):
         assert all(map(has_ended, pids))
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_death_is_told_and_ends_those_that_wait(tmp_path):
     with Workers(specs(tmp_path)) as workers:
         pids = [facts[2] for facts in workers.call(["a", "b"], "facts", 0)]
@@ -90,7 +100,7 @@ def test_a_death_is_told_and_ends_those_that_wait(tmp_path):
         assert all(map(has_ended, pids))
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_worker_that_cannot_be_made_is_told(tmp_path):
     with pytest.raises(LaunchError, match=r"(?s)c failed:.*ValueError: cannot be made"):
         Workers([WorkerSpec("c", 1, Echo, (tmp_path, "c", True))])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.program import run
+from run.run_processes import run_command
 from storage.adapters.tiny_models import save_model
 
 from shardwise.cli.main import main
@@ -138,7 +139,8 @@ def test_two_ranks_talk_and_measure_alike(folder, model, monkeypatch, capsys, tm
     ]
     assert main(plain) == 0
     alone = measured(capsys.readouterr().out)
-    assert measured(run("-m", "shardwise", *plain, "--tp", "2").stdout) == pytest.approx(alone, abs=1e-5)
+    printed, _ = run_command(tmp_path, 2, *plain, "--tp", "2")
+    assert measured(printed) == pytest.approx(alone, abs=1e-5)
     assert talk(folder, ["1 + 1?", "And?"], monkeypatch) == 0
     said = capsys.readouterr().out
     (tmp_path / "said").write_text("1 + 1?\nAnd?\n")

@@ -8,51 +8,64 @@ from pathlib import Path
 
 import pytest
 from harness.program import run
+from run.run_processes import run_command
 from run.tiny import tiny_settings
 
 from shardwise.cli import main as main_module, trainings
 from shardwise.cli.main import run_subcommand
 from shardwise.cli.trainings import DemoArguments, demo_settings
 from shardwise.core.errors import ConfigError
+from shardwise.data import stdlib_corpus
+from shardwise.run.settings import Settings
 from shardwise.storage import checkpoint
 
 FILES = ("loss.png", "metrics.jsonl", "sample.txt", "settings.json", "tokenizer.json")
 
 
-@pytest.mark.slow
-def test_demo_end_to_end(tmp_path, monkeypatch):
-    out = tmp_path / "demo"
-    done = run("-m", "shardwise", "demo", "--out", out, "--steps", "4", SHARDWISE_CACHE=tmp_path / "cache")
-    assert "tp=2 equals tp=1 over 3 steps" in done.stdout
-    same = "tp=2 has the bits of tp=1 over 10 steps: loss 0 apart, gradient norm 0, updated weights 0"
-    assert f"\nexact    {same}\n" in done.stdout
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    shown, printed = (text.split("\n\nGo on:")[0] for text in (readme, done.stdout))
-    shown, printed = shown.split("```text\n")[-1], printed.split("\n\n")[-1]
-    # A machine may have a line more for each fast path that it does not take.
-    names = [[line.split()[0] for line in text.splitlines() if "       no " not in line] for text in (shown, printed)]
-    assert names[0] == names[1]
-    measured = re.search(r"held out ([\d.]+) bits per byte on ([\d,]+) bytes", done.stdout)
-    assert measured is not None
-    # Enough held-out text to mean something, and a model that has learned nothing yet.
-    assert int(measured[2].replace(",", "")) >= 200_000
-    assert 2.0 < float(measured[1]) < 4.0
-    assert re.search(r"zlib -9 [12]\.\d+, lzma [12]\.\d+", done.stdout)
-    assert re.search(r"\d+ collectives and [\d.]+ MB per rank and step", done.stdout)
-    assert all((out / name).stat().st_size > 0 for name in FILES)
-    checkpoint.verify(out / "checkpoints" / "step-00000004")
+def small_demo_settings(arguments: DemoArguments) -> Settings:
+    """Settings of the demo on a text and with a model that take moments; exact mode supports the model."""
+    tiny = tiny_settings(Path(arguments.out).parent)
+    model = dataclasses.replace(tiny.model, hidden_size=64, num_heads=8, ffn_hidden_size=128, vocab_size=304)
+    return dataclasses.replace(demo_settings(arguments), data=tiny.data, model=model, corpus=tiny.corpus)
 
-    # A second demo replaces the first: started the same way, and here on a text and a model that take moments.
+
+def make_demos_small() -> None:
+    trainings.demo_settings = small_demo_settings
+
+
+def check_demo(printed: str, out: Path, steps: int) -> re.Match[str]:
+    """Check the files and the printed lines; return the line of the measurement on held-out text."""
+    assert "tp=2 equals tp=1 over 3 steps" in printed
+    same = "tp=2 has the bits of tp=1 over 10 steps: loss 0 apart, gradient norm 0, updated weights 0"
+    assert f"\nexact    {same}\n" in printed
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    shown, said = (text.split("\n\nGo on:")[0] for text in (readme, printed))
+    shown, said = shown.split("```text\n")[-1], said.split("\n\n")[-1]
+    # A machine may have a line more for each fast path that it does not take.
+    names = [[line.split()[0] for line in text.splitlines() if "       no " not in line] for text in (shown, said)]
+    assert names[0] == names[1]
+    assert re.search(r"zlib -9 [12]\.\d+, lzma [12]\.\d+", printed)
+    assert re.search(r"\d+ collectives and [\d.]+ MB per rank and step", printed)
+    assert all((out / name).stat().st_size > 0 for name in FILES)
+    assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{steps:08d}"]
+    checkpoint.verify(out / "checkpoints" / f"step-{steps:08d}")
+    measured = re.search(r"held out ([\d.]+) bits per byte on ([\d,]+) bytes", printed)
+    assert measured is not None
+    return measured
+
+
+@pytest.mark.slow
+def test_the_demo_on_a_small_text(tmp_path, monkeypatch):
+    out = tmp_path / "demo"
+    printed, _ = run_command(tmp_path, 2, "demo", "--out", out, "--steps", "4", changed=make_demos_small, pictures=True)
+    measured = check_demo(printed, out, 4)
+    # A model that has learned nothing yet.
+    assert 2.0 < float(measured[1]) < 6.0
+
+    # A second demo replaces the first.
     monkeypatch.setattr(main_module, "launch_ranks", lambda *arguments, **options: 0)
     assert run_subcommand("demo", ["--out", str(out)]) == 0
-    tiny = tiny_settings(tmp_path)
-    monkeypatch.setattr(
-        trainings,
-        "demo_settings",
-        lambda arguments: dataclasses.replace(
-            demo_settings(arguments), data=tiny.data, model=tiny.model, corpus=tiny.corpus
-        ),
-    )
+    monkeypatch.setattr(trainings, "demo_settings", small_demo_settings)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     for name in FILES:
         (out / name).unlink()
@@ -60,6 +73,22 @@ def test_demo_end_to_end(tmp_path, monkeypatch):
     assert all((out / name).stat().st_size > 0 for name in FILES)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000003"]
     checkpoint.verify(out / "checkpoints" / "step-00000003")
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+def test_the_demo_as_a_program(tmp_path):
+    out = tmp_path / "demo"
+    done = run("-m", "shardwise", "demo", "--out", out, "--steps", "4", SHARDWISE_CACHE=tmp_path / "cache")
+    measured = check_demo(done.stdout, out, 4)
+    assert int(measured[2].replace(",", "")) >= 200_000
+    assert 2.0 < float(measured[1]) < 4.0
+
+
+@pytest.mark.slow
+def test_the_demos_held_out_text_is_long_enough_to_mean_something():
+    _, held_out = stdlib_corpus().split(held_out_fraction=demo_settings(DemoArguments()).corpus.held_out_fraction)
+    assert held_out.num_bytes >= 200_000
 
 
 def test_demo_does_not_replace_somebodys_run(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.program import run
+from run.run_processes import run_command
 from storage.adapters.tiny_models import read_adapters, save_model
 
 from shardwise.cli.arguments import parse_command
@@ -41,8 +41,7 @@ def arguments_of(folder, out, *more):
 
 
 def call_on_two_ranks(folder, out, *more):
-    command = ["-m", "shardwise", *arguments_of(folder, out, *more, "--tp", "2")]
-    return run(*command, SHARDWISE_CACHE=folder / "cache").stdout
+    return run_command(folder, 2, *arguments_of(folder, out, *more, "--tp", "2"))[0]
 
 
 def call_here(folder, out, *more):
@@ -306,7 +305,7 @@ def test_chats_from_the_command_line(chats, capsys):
     command = chat_arguments(
         chats, *map(str, more), "--model.sequence-length", "64", "--training.global-batch-size", "2"
     )
-    printed = run("-m", "shardwise", *command, SHARDWISE_CACHE=chats / "cache").stdout
+    printed, _ = run_command(chats, 2, *command)
     assert "note   1 of 20 samples to train on left out: 1 since no turn of the assistant (first: " in printed
     assert "chats.json, 1 file, 20 samples" in printed
     assert "bits per byte" in printed

@@ -12,6 +12,7 @@ import tokenizers
 import torch
 import torch.distributed as dist
 from harness.program import run as run_program
+from run.run_processes import run_command
 from tokenizers import processors
 
 from shardwise.cli.main import main as shardwise_main, run_subcommand
@@ -256,9 +257,7 @@ def test_leaves_no_thread_of_a_process_group(run):
 
 
 @pytest.mark.slow
-def test_the_same_text_on_two_ranks(run):
-    arguments = ["--prompt", "größe", "--max-new-tokens", "60"]
-    command = ["-m", "shardwise", "generate", run.folder, *arguments, "--nproc", "2"]
-    done = run_program(*command, OMP_NUM_THREADS="1", PYTHONIOENCODING="utf-8")
-    assert done.stderr == f"shardwise generate: {AUTO}\n"
-    assert done.stdout == run.text("größe", 60, Sampling(0.8, top_k=50))
+def test_the_same_text_on_two_ranks(run, tmp_path):
+    arguments = ["--prompt", "größe", "--max-new-tokens", "60", "--nproc", "2"]
+    text = run.text("größe", 60, Sampling(0.8, top_k=50))
+    assert run_command(tmp_path, 2, "generate", run.folder, *arguments) == (text, f"shardwise generate: {AUTO}\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from harness.program import run
+from run.run_processes import run_command
 from run.test_chats import TEMPLATE
 from storage.adapters.tiny_models import save_model
 
@@ -39,10 +39,10 @@ def arguments_of(folder, command, *more, data="pairs.jsonl"):
 @pytest.mark.slow
 def test_preferences_on_two_ranks(folder):
     command = arguments_of(folder, "dpo", "--out", str(folder / "out"), "--lora-rank", "2", "--lora-merge", "--tp", "2")
-    printed = run("-m", "shardwise", *command, SHARDWISE_CACHE=folder / "cache")
-    assert "reference log-probabilities of 40 pairs" in printed.stdout
-    assert "held-out pairs: loss 0." in printed.stdout
-    assert "rewards/accuracies" in printed.stderr
+    printed, progress = run_command(folder, 2, *command)
+    assert "reference log-probabilities of 40 pairs" in printed
+    assert "held-out pairs: loss 0." in printed
+    assert "rewards/accuracies" in progress
     import transformers
 
     transformers.AutoModelForCausalLM.from_pretrained(folder / "out")
@@ -63,9 +63,9 @@ def test_a_teacher_on_two_ranks(folder, capsys, monkeypatch):
     )
     given = ("--out", str(folder / "taught"), "--temperature", "2", "--divergence", "reverse")
     command = arguments_of(folder, "distill", *given, "--teacher", str(folder / "teacher"), data="texts.jsonl")
-    printed = run("-m", "shardwise", *command, "--tp", "2", SHARDWISE_CACHE=folder / "cache")
-    assert "bits per byte" in printed.stdout
-    assert "divergence" in printed.stderr
+    printed, progress = run_command(folder, 2, *command, "--tp", "2")
+    assert "bits per byte" in printed
+    assert "divergence" in progress
     import transformers
 
     transformers.AutoModelForCausalLM.from_pretrained(folder / "taught")

@@ -13,7 +13,7 @@ from harness.watchdog import wait_until
 
 
 def run_forked(
-    function: Callable[..., object], calls: Sequence[tuple[Any, ...]], folder: Path
+    function: Callable[..., object], calls: Sequence[tuple[Any, ...]], folder: Path, *, all_end: bool = False
 ) -> list[tuple[int, str]]:
     """Call a function once per tuple of arguments, in parallel processes that the pool's fork server starts.
 
@@ -23,6 +23,7 @@ def run_forked(
         function: module-level function. Its result is ignored; ``sys.exit`` sets the exit code.
         calls: arguments of each call.
         folder: folder for the output of the processes; it must exist.
+        all_end: True if all processes end by themselves even if one fails.
 
     Returns:
         Each process's exit code, as in ``subprocess``, and its standard output and error.
@@ -39,9 +40,10 @@ def run_forked(
     try:
         wait_until(
             lambda: (
-                any(process.exitcode for process in processes) or all(process.exitcode == 0 for process in processes)
+                (any(process.exitcode for process in processes) and not all_end)
+                or all(process.exitcode is not None for process in processes)
             ),
-            "all processes end, or one fails",
+            "all processes end" if all_end else "all processes end, or one fails",
         )
     finally:
         for process in processes:

@@ -60,7 +60,7 @@ def _start_fork_server() -> None:
     tested = sorted(name for name in sys.modules if name.partition(".")[0] == "shardwise")
     multiprocessing.set_forkserver_preload([*_PRELOADED, *tested])
     # torch and numpy read it at their import. The fork server must have no threads when it forks.
-    with _environment("OMP_NUM_THREADS", "1"):
+    with _environment("OMP_NUM_THREADS", "1"), _environment("OMP_WAIT_POLICY", "passive"):
         forkserver.ensure_running()
 
 

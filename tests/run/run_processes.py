@@ -1,17 +1,24 @@
-"""Whole runs in processes that are started for them, and hashes of all that they leave."""
+"""Whole runs and commands in processes that are started for them, and hashes of all that runs leave.
+
+The processes are forked with PyTorch imported, so they start in a moment. A test of the launcher or of the start of a
+program uses ``harness.program``.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import signal
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from harness.forked import run_forked
 
+from shardwise.cli.main import main
 from shardwise.run import run as run_module, session as session_module
 from shardwise.run.comparison import results
 from shardwise.run.metrics import read_metrics
@@ -50,6 +57,62 @@ def run_in_processes(
     return done[0][1]
 
 
+def run_command(folder: Path, world_size: int, *argv: object, **options: Any) -> tuple[str, str]:
+    """Run ``shardwise ARGUMENTS`` in so many processes, as its launcher starts them, until they end with exit code 0.
+
+    Args:
+        folder: for the cache, and for a folder with what they print and where they meet.
+        world_size: number of processes.
+        argv: the arguments.
+        options: of ``run_commands``.
+
+    Returns:
+        What the processes printed, one after the other: standard output and standard error.
+    """
+    ended = run_commands(folder, [argv] * world_size, **options)
+    assert [code for code, _, _ in ended] == [0] * world_size, ended
+    return "".join(out for _, out, _ in ended), "".join(error for _, _, error in ended)
+
+
+def run_commands(
+    folder: Path,
+    argvs: Sequence[Sequence[object]],
+    *,
+    changed: Callable[[], object] | None = None,
+    pictures: bool = False,
+    **variables: object,
+) -> list[tuple[int, str, str]]:
+    """Run ``shardwise ARGUMENTS`` with each rank's own arguments until all ranks have ended.
+
+    Args:
+        folder: for the cache, and for a folder with what they print and where they meet.
+        argvs: each rank's arguments.
+        changed: a module-level function that each process calls first.
+        pictures: whether to draw the picture of a run, which takes as long as a tiny run.
+        variables: environment variables.
+
+    Returns:
+        Each rank's exit code, standard output and standard error.
+    """
+    own = folder / f"ranks-{len(list(folder.glob('ranks-*')))}"
+    own.mkdir()
+    given = {"SHARDWISE_CACHE": str(folder / "cache")} | {name: str(value) for name, value in variables.items()}
+    errors = [own / f"error-{rank}.txt" for rank in range(len(argvs))]
+    calls = [
+        (list(map(str, argv)), rank, len(argvs), own / "store", errors[rank], given, changed, pictures)
+        for rank, argv in enumerate(argvs)
+    ]
+    done = run_forked(_run_command, calls, own, all_end=True)
+    return [
+        (code, _without_gloo(out), _without_gloo(path.read_text(encoding="utf-8")))
+        for (code, out), path in zip(done, errors, strict=True)
+    ]
+
+
+def _without_gloo(text: str) -> str:
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("[Gloo] Rank "))
+
+
 def hashes(out: Path) -> dict[str, str]:
     """Of a run's folder: what each step and evaluation came to, and each tensor of the newest checkpoint."""
     found = {
@@ -72,16 +135,8 @@ def _run_rank(
     store: Path,
     killed_at: int | None,
 ) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "unused"}
     os.environ["SHARDWISE_CACHE"] = str(store.parent.parent / "cache")
-
-    def join(device: torch.device, **_: Any) -> None:
-        # A file for the rendezvous, so that no port is needed.
-        meeting = dist.FileStore(str(store), world_size)
-        dist.init_process_group(**process_group_of(device, world_size), store=meeting, rank=rank, world_size=world_size)
-
-    ranks_module.join = join
+    _be_rank(rank, world_size, store)
     # They have tests of their own.
     session_module.check_device = lambda *_, **__: None
     run_module.finish = lambda _, outcome: outcome
@@ -94,3 +149,38 @@ def _run_rank(
 
     Trainer.step = step_or_die  # type: ignore[method-assign]
     run_module.run(settings)
+
+
+def _run_command(
+    argv: list[str],
+    rank: int,
+    world_size: int,
+    store: Path,
+    error: Path,
+    variables: dict[str, str],
+    changed: Callable[[], object] | None,
+    pictures: bool,
+) -> NoReturn:
+    file = os.open(error, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(file, 2)
+    os.close(file)
+    os.environ |= variables
+    if not pictures:
+        sys.modules["matplotlib"] = None  # type: ignore[assignment]
+    _be_rank(rank, world_size, store)
+    if changed is not None:
+        changed()
+    sys.exit(main(argv))
+
+
+def _be_rank(rank: int, world_size: int, store: Path) -> None:
+    """Make this process one of the ranks of a launcher."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "unused"}
+
+    def join(device: torch.device, **_: Any) -> None:
+        # A file for the rendezvous, so that no port is needed.
+        meeting = dist.FileStore(str(store), world_size)
+        dist.init_process_group(**process_group_of(device, world_size), store=meeting, rank=rank, world_size=world_size)
+
+    ranks_module.join = join

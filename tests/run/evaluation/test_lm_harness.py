@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from harness.program import run
+from run.run_processes import run_command
 from storage.adapters.tiny_models import save_model
 
 from shardwise.core.errors import ConfigError, DataError, DesyncError
@@ -151,14 +151,14 @@ def test_what_cannot_be_asked(group, folder):
         lm.loglikelihood(requests(PAIRS[: 1 + group.rank()]))
 
 
-def measured(folder, *more):
+def measured(folder, num_ranks):
     output = folder / "report.json"
-    run(
-        *("-m", "shardwise", "eval", folder / "model", "--task-path", folder / "tasks", "--device", "cpu"),
-        *("--tasks", "sums", "sums_written", "--output", output, *more),
-        HF_HOME=str(folder / "hf"),
-        HF_HUB_OFFLINE="1",
-        HF_DATASETS_OFFLINE="1",
+    run_command(
+        *(folder, num_ranks, "eval", folder / "model", "--task-path", folder / "tasks", "--device", "cpu"),
+        *("--tasks", "sums", "sums_written", "--output", output, "--tp", num_ranks),
+        HF_HOME=folder / "hf",
+        HF_HUB_OFFLINE=1,
+        HF_DATASETS_OFFLINE=1,
     )
     report = json.loads(output.read_text())
     return report["results"], {
@@ -169,9 +169,9 @@ def measured(folder, *more):
 
 @pytest.mark.slow
 def test_tasks_of_ones_own_on_one_rank_and_on_two(folder):
-    results, samples = measured(folder)
+    results, samples = measured(folder, 1)
     assert results["sums"]["sample_len"] == 7
     assert 0 <= results["sums"]["acc,none"] <= 1
-    again, others = measured(folder, "--tp", "2")
+    again, others = measured(folder, 2)
     assert again["sums"] == results["sums"]
     assert others["sums_written"] == samples["sums_written"]

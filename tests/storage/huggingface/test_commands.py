@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_close_to
 from hf_references import Reference
+from run.run_processes import run_command
 from safetensors.torch import load_file
 
 from shardwise.cli.main import main
@@ -51,20 +52,16 @@ def test_import_then_export_changes_no_tensor(
 
 
 @pytest.mark.slow
-def test_import_then_export_on_two_ranks_changes_no_tensor(
-    make: Callable[[str], Reference], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_import_then_export_on_two_ranks_changes_no_tensor(make: Callable[[str], Reference], tmp_path: Path) -> None:
     reference, run = make("llama"), tmp_path / "run"
-    capfd.readouterr()
-    assert main(["import-hf", str(reference.folder), "--out", str(run), "--nproc", "2"]) == 0
-    said = capfd.readouterr().out
+    said, _ = run_command(tmp_path, 2, "import-hf", reference.folder, "--out", run, "--nproc", 2)
     assert said.startswith(f"wrote {run / 'checkpoints/step-00000000'}")
     assert said.count("\n") == 1
     # Of two ranks, each of which wrote its part.
     assert len(list((run / "checkpoints/step-00000000").glob("*.safetensors"))) == 2
-    out = ["--out", str(tmp_path / "back"), "--max-file-gb", "3e-5"]
-    assert main(["export-hf", str(run), "--nproc", "2", *out]) == 0
-    assert capfd.readouterr().out.count("\n") == 1
+    out = ["--out", tmp_path / "back", "--max-file-gb", "3e-5"]
+    said, _ = run_command(tmp_path, 2, "export-hf", run, "--nproc", 2, *out)
+    assert said.count("\n") == 1
     files = sorted((tmp_path / "back").glob("*.safetensors"))
     assert len(files) > 2
     tensors = {key: tensor for path in files for key, tensor in load_file(path).items()}

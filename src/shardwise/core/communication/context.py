@@ -123,8 +123,9 @@ def context_of(group: ProcessGroup) -> GroupContext:
     return context
 
 
-# The compiler runs this function at trace time, because it cannot trace the creation of a context.
-torch.compiler.assume_constant_result(context_of)
+# The compiler runs this function at trace time, because it cannot trace the creation of a context. This is what
+# torch.compiler.assume_constant_result does after it has imported the compiler, which takes a second.
+context_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def validate_calls(group: ProcessGroup) -> None:

@@ -1,5 +1,6 @@
 """AdamW of a split model: PyTorch's AdamW, which is elementwise and so works shard by shard."""
 
+import inspect
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -33,6 +34,12 @@ class AdamW(torch.optim.AdamW):
 
     Source: Loshchilov and Hutter 2019 (arXiv:1711.05101).
     """
+
+    # PyTorch's compiler leaves these out of its graphs. Its decorators import the compiler for that at the first call,
+    # which takes a rank a second; the functions within need no compiler.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
     def __init__(
         self,
