@@ -287,9 +287,12 @@ def test_texts_are_shown_as_they_are_trained_on(chats, capsys, monkeypatch, tmp_
     assert sum(map(len, lines)) < 30_000
 
 
-def test_showing_leaves_nothing_to_go_on_from():
+def test_showing_leaves_nothing_to_go_on_from(tmp_path):
     assert parse(["base", "--data", "a", "--show", "1"]).resume_hint() == ""
-    assert "run the same command again" in parse(["base", "--data", "a", "--out", "nowhere"]).resume_hint()
+    anew = "no checkpoint was saved; run the same command again to start anew"
+    assert parse(["base", "--data", "a", "--out", "nowhere"]).resume_hint() == anew
+    (tmp_path / "checkpoints").mkdir()
+    assert parse(["base", "--data", "a", "--out", str(tmp_path)]).resume_hint() == anew
 
 
 def test_what_the_model_has_not_is_not_recomputed(chats, capsys):

@@ -160,9 +160,9 @@ sys.exit(run_command("shardwise train", lambda: launch_ranks(2, argv)))
 
 @pytest.fixture(scope="module")
 def launchers(tmp_path_factory):
-    """Three launchers with two ranks each, started together because each takes seconds to import PyTorch."""
+    """Four launchers with two ranks each, started together because each takes seconds to import PyTorch."""
     with ExitStack() as stack:
-        folders = {name: tmp_path_factory.mktemp(name) for name in ("SIGINT", "SIGTERM", "SIGKILL")}
+        folders = {name: tmp_path_factory.mktemp(name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL")}
         yield {name: (stack.enter_context(Program("-c", LAUNCHER, folder)), folder) for name, folder in folders.items()}
 
 
@@ -173,7 +173,7 @@ def ranks_of(launcher, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_signal_ends_the_ranks_and_says_how_to_continue(launchers, name, code):
     launcher, folder = launchers[name]
     ranks = ranks_of(launcher, folder)

@@ -1,16 +1,21 @@
-"""The real command, killed in the middle: what it says, and that resuming gives the losses of one uninterrupted."""
+"""The real command, stopped in every way: what it says, and that resuming gives the losses of an uninterrupted run."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.program import Program
 from harness.watchdog import is_alive
+from run.run_processes import run_commands
 from run.tiny import tiny_settings
+
+from shardwise.training.trainer import Trainer
 
 # None gets there, however late a test looks: each is ended by the test.
 STEPS = 1_000_000
@@ -19,15 +24,18 @@ SAVE_EVERY = 10
 pytestmark = pytest.mark.slow
 
 
-def start(folder: Path, out: str, *more: str) -> Program:
+def command(folder: Path, out: str, *more: str) -> list[str | Path]:
     tiny_settings(folder)  # writes the text
-    return Program(
-        *("-m", "shardwise", "train", "--data", folder / "text.txt", "--out", folder / out, "--parallel.tp", "2"),
+    return [
+        *("train", "--data", folder / "text.txt", "--out", folder / out, "--parallel.tp", "2"),
         *("--model.num-layers", "2", "--model.hidden-size", "32", "--model.vocab-size", "301"),
         *("--model.sequence-length", "24", "--model.dropout", "0.1", "--training.global-batch-size", "4"),
         *("--training.steps", str(STEPS), "--training.save-every", str(SAVE_EVERY), *more),
-        SHARDWISE_CACHE=folder / "cache",
-    )
+    ]
+
+
+def start(folder: Path, out: str, *more: str) -> Program:
+    return Program("-m", "shardwise", *command(folder, out, *more), SHARDWISE_CACHE=folder / "cache")
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -48,6 +56,18 @@ def reached(out: Path) -> int:
     return max(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*"))
 
 
+def stop_after(num_steps: int) -> None:
+    """Stop the run of this process after at least so many steps."""
+    train_step = Trainer.train_step
+
+    def train_and_stop(self: Trainer, step: int, *arguments: Any, **options: Any) -> Any:
+        if step == num_steps:
+            signal.raise_signal(signal.SIGTERM)
+        return train_step(self, step, *arguments, **options)
+
+    Trainer.train_step = train_and_stop
+
+
 def test_killed_and_interrupted_and_resumed(tmp_path):
     """One run that ends early three times: its losses are those of the run that does not."""
     folder, out = tmp_path, tmp_path / "often"
@@ -55,9 +75,21 @@ def test_killed_and_interrupted_and_resumed(tmp_path):
         wait_for_checkpoint(run, out, at_least=SAVE_EVERY)
         ranks = run.children()
         assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGTERM)
+        run.finish(exit_code=143)
+        assert not any(map(is_alive, ranks))
+    last = f"interrupted by SIGTERM; the last checkpoint is {out}/checkpoints/step-{reached(out):08d}; run the same"
+    assert last in run.stderr
+    assert sorted(losses(out)) == list(range(reached(out)))
+
+    with start(folder, "often", "--resume", "auto") as run:
+        resumed_at = reached(out)
+        wait_for_checkpoint(run, out, at_least=resumed_at + SAVE_EVERY)
+        ranks = run.children()
         os.kill(ranks[1], signal.SIGKILL)
         run.finish(exit_code=1)
         assert not any(map(is_alive, ranks))
+    assert f"resumed at step {resumed_at}\n" in run.stdout
     assert "was killed by SIGKILL" in run.stderr
     assert "--resume auto" in run.stderr
     assert "Traceback" not in run.stderr
@@ -65,11 +97,6 @@ def test_killed_and_interrupted_and_resumed(tmp_path):
     with start(folder, "often", "--resume", "auto") as run:
         wait_for_checkpoint(run, out, at_least=reached(out) + SAVE_EVERY)
         # Launcher and ranks at once.
-        run.interrupt(signal.SIGKILL)
-        run.finish(exit_code=-signal.SIGKILL)
-
-    with start(folder, "often", "--resume", "auto") as run:
-        wait_for_checkpoint(run, out, at_least=reached(out) + SAVE_EVERY)
         run.interrupt()
         said = run.finish(exit_code=130).stdout + run.stderr
     assert f"interrupted; the last checkpoint is {out}/checkpoints/step-{reached(out):08d}; run the same" in said
@@ -78,9 +105,7 @@ def test_killed_and_interrupted_and_resumed(tmp_path):
     found = losses(out)
     assert sorted(found) == list(range(reached(out)))
 
-    with start(folder, "whole") as run:
-        wait_for_checkpoint(run, folder / "whole", at_least=reached(out))
-        run.interrupt(signal.SIGTERM)
-        run.finish(exit_code=143)
+    ended = run_commands(folder, [command(folder, "whole")] * 2, changed=partial(stop_after, reached(out)))
+    assert [code for code, _, _ in ended] == [143, 143], ended
     expected = losses(folder / "whole")
     assert found == {step: expected[step] for step in found}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,9 @@ import cross_entropy
 import embedding
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from harness.program import run
+from harness.forked import run_forked
 from torch import nn
 
 from shardwise.parallel_state import destroy_model_parallel, initialize_model_parallel
@@ -164,9 +166,16 @@ def test_bloom_trains_as_transformers_does(group, tmp_path, monkeypatch):
         assert (trained[name] - value).norm() < 1e-2 * (value.norm() + 1e-2), name
 
 
+def run_as_rank(store: Path, rank: int) -> None:
+    """As under torchrun, without its agent: a file for the rendezvous, so that no port is needed."""
+    join, meeting = dist.init_process_group, dist.FileStore(str(store), 4)
+    dist.init_process_group = lambda backend: join(backend, store=meeting, rank=rank, world_size=4)
+    runpy.run_path(str(FOLDER / "embedding.py"), run_name="__main__")
+
+
 @pytest.mark.slow
-def test_under_torchrun():
-    # A port of its own, since other programs may have torchrun's.
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    finished = run(*command, FOLDER / "embedding.py", OMP_NUM_THREADS="1")
-    assert_same_text(finished.stdout, shown_in_readme("embedding.py"))
+def test_as_a_program(tmp_path):
+    done = run_forked(run_as_rank, [(tmp_path / "store", rank) for rank in range(4)], tmp_path)
+    assert [code for code, _ in done] == [0] * 4, done
+    lines = [line for _, text in done for line in text.splitlines() if not line.startswith("[Gloo] Rank ")]
+    assert_same_text("\n".join(lines), shown_in_readme("embedding.py"))

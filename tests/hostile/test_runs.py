@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from harness.program import Program, run
+from harness.program import Program
+from run.run_processes import run_command
 from run.tiny import tiny_settings
 
 from shardwise.cli.main import main
@@ -23,14 +25,6 @@ def command(folder: Path, *flags: object, tp: int = 1) -> list[str]:
     more = ["--model.sequence-length", 16, "--training.global-batch-size", 2, "--parallel.tp", tp, "--device", "cpu"]
     given = ["-m", "shardwise", "train", "--data", folder / "text.txt", "--out", folder / "run", *sizes, *more, *flags]
     return list(map(str, given))
-
-
-def start(folder: Path, *flags: object, tp: int = 1) -> Program:
-    return Program(*command(folder, *flags, tp=tp), SHARDWISE_CACHE=folder / "cache")
-
-
-def finished(folder: Path, *flags: object, exit_code: int = 0, **variables: object) -> Program:
-    return run(*command(folder, *flags), exit_code=exit_code, SHARDWISE_CACHE=folder / "cache", **variables)
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -86,44 +80,8 @@ def test_a_number_that_cannot_be_is_named_before_anything_else(
     assert said.count("\n") == 1
 
 
-def test_a_signal_to_one_rank_saves_and_the_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    flags = ["--model.dropout", 0.1]
-    with start(tmp_path, *flags, "--training.steps", LONG, tp=2) as program:
-        program.wait_for_line(r"^step \d+/")
-        os.kill(program.children()[1], signal.SIGTERM)
-        program.finish(exit_code=143)
-    newest = latest(tmp_path / "run" / "checkpoints")
-    assert newest is not None
-    assert f"interrupted by SIGTERM; the last checkpoint is {newest}; run the same command" in program.stderr
-    reached = int(newest.name[5:])
-    before = {step: loss for step, loss in losses(tmp_path).items() if step < reached}
-    assert sorted(before) == list(range(reached))
-    with start(tmp_path, *flags, "--training.steps", LONG, "--resume", "auto", tp=2) as program:
-        program.wait_for_line(rf"^step {reached + 1}/")
-        # To the launcher this time.
-        os.kill(program.pid, signal.SIGHUP)
-        program.finish(exit_code=129)
-    assert f"resumed at step {reached}\n" in program.stdout
-    after = losses(tmp_path)
-    assert all(after[step] == loss for step, loss in before.items())
-    again = latest(tmp_path / "run" / "checkpoints")
-    assert again is not None
-    assert int(again.name[5:]) > reached
-    assert f"the last checkpoint is {again}; run" in program.stderr
-    # Both parts, though not their end, are the run that was not stopped; see the tests of `training`.
-    assert sorted(after) == list(range(int(again.name[5:])))
-
-
-def test_nothing_is_claimed_that_is_not_there(tmp_path: Path) -> None:
-    """A rank is killed, and a run is interrupted while it prepares, before there is a checkpoint."""
-    with start(tmp_path, "--training.steps", LONG, tp=2) as program:
-        program.wait_for_line(r"^step \d+/")
-        os.kill(program.children()[1], signal.SIGKILL)
-        program.finish(exit_code=1)
-    assert "was killed by SIGKILL" in program.stderr
-    assert "no checkpoint was saved; run the same command again to start anew" in program.stderr
-    assert latest(tmp_path / "run" / "checkpoints") is None
-    with start(tmp_path, "--training.steps", LONG, tp=2) as program:
+def test_no_checkpoint_is_claimed_by_a_run_that_is_interrupted_while_it_prepares(tmp_path: Path) -> None:
+    with Program(*command(tmp_path, "--training.steps", LONG, tp=2), SHARDWISE_CACHE=tmp_path / "cache") as program:
         program.wait_until(program.children, "ranks are started")
         program.interrupt(signal.SIGTERM)
         program.finish(exit_code=143)
@@ -131,15 +89,20 @@ def test_nothing_is_claimed_that_is_not_there(tmp_path: Path) -> None:
     assert "Traceback" not in program.stderr
 
 
+def use_broken_matplotlib(folder: Path) -> None:
+    assert "matplotlib" not in sys.modules
+    sys.path.insert(0, str(folder))
+
+
 def test_after_the_last_checkpoint_nothing_fails_the_run_and_a_log_is_of_lines(tmp_path: Path) -> None:
     broken = tmp_path / "broken" / "matplotlib"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise SystemExit('no display')\n")
     (tmp_path / "run" / "sample.txt").mkdir(parents=True)
-    path = os.pathsep.join([str(broken.parent), os.environ.get("PYTHONPATH", "")])
-    done = finished(tmp_path, "--training.steps", 2, PYTHONPATH=path)
+    argv = command(tmp_path, "--training.steps", 2)[2:]
+    out, error = run_command(tmp_path, 1, *argv, changed=partial(use_broken_matplotlib, broken.parent), pictures=True)
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
-    assert "no picture: matplotlib cannot be imported (no display)" in done.stdout
-    assert "no sample: IsADirectoryError: " in done.stdout
-    assert "\r" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("step 2/2: loss ")
+    assert "no picture: matplotlib cannot be imported (no display)" in out
+    assert "no sample: IsADirectoryError: " in out
+    assert "\r" not in error
+    assert error.splitlines()[-1].startswith("step 2/2: loss ")
