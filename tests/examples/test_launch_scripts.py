@@ -15,6 +15,7 @@ import yaml
 from harness.hosts import NAMES, two_hosts
 from harness.program import Program
 from run.tiny import tiny_settings
+from torch.distributed.run import get_args_parser
 
 from shardwise.cli.arguments import parse_command
 from shardwise.cli.trainings import TrainArguments
@@ -32,9 +33,42 @@ def commands():
     return [line.strip() for line in PAGE.splitlines() if line.startswith("    ")]
 
 
-def own_variables(folder):
+def own_variables(folder, *, python=sys.executable):
     tiny_settings(folder)  # writes the text
-    return {"PYTHON": sys.executable, "SHARDWISE_CACHE": folder / "cache", "OMP_NUM_THREADS": "1"}
+    # The picture takes as long as the steps.
+    quick = {"OMP_NUM_THREADS": "1", "TEST_WITHOUT_MODULES": "matplotlib"}
+    return {"PYTHON": str(python), "SHARDWISE_CACHE": folder / "cache", **quick}
+
+
+class Recorder:
+    """A Python that starts nothing: it leaves its arguments, those of ``torch.distributed.run``, in a file per host."""
+
+    def __init__(self, folder):
+        self.folder, self.path = folder, folder / "python"
+        self.path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {folder}/"arguments-$NODE_RANK"\n')
+        self.path.chmod(0o755)
+
+    def check(self, *, port, out):
+        """Both hosts start one rank each of a run that trains into ``out``."""
+        for rank in range(2):
+            module, program, *words = (self.folder / f"arguments-{rank}").read_text().splitlines()
+            assert (module, program) == ("-m", "torch.distributed.run")
+            launched = get_args_parser().parse_args(words)
+            assert (launched.nnodes, launched.node_rank, launched.nproc_per_node) == ("2", rank, "1")
+            assert (launched.master_addr, launched.master_port) == ("127.0.0.1", int(port))
+            assert (launched.module, launched.training_script) == (True, "shardwise")
+            command, *flags = launched.training_script_args
+            assert command == "train"
+            settings = parse_command(TrainArguments, flags, "shardwise train").settings
+            assert (settings.out, settings.parallel.tp, settings.training.steps) == (str(out), 2, 2)
+            assert (settings.resume, settings.data) == ("auto", (str(self.folder / "text.txt"),))
+            settings.check_world(2)
+
+
+STARTS_RANKS = pytest.mark.parametrize(
+    "starts_ranks", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.matrix])]
+)
+"""Whether ranks train; what they are told is compared in any case with what ``host.sh`` is told, whose ranks train."""
 
 
 def steps(folder):
@@ -83,8 +117,8 @@ def test_one_command_on_each_of_two_hosts(tmp_path):
     assert steps(tmp_path / "run") == 2
 
 
-@pytest.mark.slow
-def test_the_job_of_slurm(tmp_path):
+@STARTS_RANKS
+def test_the_job_of_slurm(tmp_path, starts_ranks):
     """With an srun that starts each host's task here, and a scontrol that knows one name."""
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -96,13 +130,18 @@ def test_the_job_of_slurm(tmp_path):
     slurm |= {"SLURM_JOB_NAME": "mine", "SLURM_SUBMIT_DIR": str(ROOT), "GPUS": "1", "OUT": str(tmp_path / "run")}
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
     told = [LAUNCH / "train.sbatch", "--data", tmp_path / "text.txt", *TINY]
-    with Program("bash", *told, PATH=path, **slurm, **own_variables(tmp_path)) as job:
+    recorder = Recorder(tmp_path)
+    own = own_variables(tmp_path, **({} if starts_ranks else {"python": recorder.path}))
+    with Program("bash", *told, PATH=path, **slurm, **own) as job:
         job.finish()
-    assert steps(tmp_path / "run") == 2
+    if starts_ranks:
+        assert steps(tmp_path / "run") == 2
+    else:
+        recorder.check(port=slurm["PORT"], out=tmp_path / "run")
 
 
-@pytest.mark.slow
-def test_the_pods_of_kubernetes(tmp_path):
+@STARTS_RANKS
+def test_the_pods_of_kubernetes(tmp_path, starts_ranks):
     """Both pods' command and arguments, run here, with /shared elsewhere and a name that this machine has."""
     service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
     pod, spec = job["spec"]["template"]["spec"], job["spec"]
@@ -119,7 +158,9 @@ def test_the_pods_of_kubernetes(tmp_path):
     told = [word.replace("/shared", str(tmp_path)) for word in told]
     # Two ranks in all are what there is here.
     told[told.index("--tp") + 1] = "2"
-    given |= {"MASTER": "127.0.0.1", "GPUS": "1", "PORT": free_port(), **own_variables(tmp_path)}
+    recorder = Recorder(tmp_path)
+    own = own_variables(tmp_path, **({} if starts_ranks else {"python": recorder.path}))
+    given |= {"MASTER": "127.0.0.1", "GPUS": "1", "PORT": free_port(), **own}
     command = [*container["command"], *told, *TINY[:-2]]
     with contextlib.ExitStack() as stack:
         runs = [
@@ -128,4 +169,7 @@ def test_the_pods_of_kubernetes(tmp_path):
         ]
         for run in runs:
             run.finish()
-    assert steps(tmp_path / "runs/train") == 2
+    if starts_ranks:
+        assert steps(tmp_path / "runs/train") == 2
+    else:
+        recorder.check(port=given["PORT"], out=tmp_path / "runs/train")

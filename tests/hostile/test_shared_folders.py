@@ -58,6 +58,7 @@ def test_two_runs_and_a_killed_launcher(tmp_path: Path) -> None:
             "-m", "shardwise", "train", "--data", text, "--out", out, "--parallel.tp", "2", *SMALL,
             f"--training.steps={steps}", *more,
             SHARDWISE_CACHE=tmp_path / "cache", TMPDIR=temporary, OMP_NUM_THREADS="1",
+            TEST_WITHOUT_MODULES="matplotlib",
         )  # fmt: skip
 
     with training(100_000) as first:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 from harness.forked import run_forked
 from harness.program import Program
+from run.run_processes import run_command
 
 from shardwise.cli.main import main
 
@@ -37,15 +39,18 @@ def train(text: Path, *more: str, program: tuple[str, ...] = ("-m", "shardwise")
     return Program(*program, *arguments(text, *more), **variables)
 
 
+def live_in(home: Path) -> None:
+    for name in ("SHARDWISE_CACHE", "XDG_CACHE_HOME"):
+        os.environ.pop(name, None)
+    os.environ["HOME"] = str(home)
+
+
 def test_a_home_that_cannot_be_written(text: Path) -> None:
     home = text.parent / "home"
     home.touch()
-    variables = {"SHARDWISE_CACHE": None, "XDG_CACHE_HOME": None, "HOME": home}
-    with train(text, "--parallel.tp", "2", **variables) as program:
-        program.finish(exit_code=0)
-    assert f"nothing is kept for the next run: cannot write to '{home}/.cache/shardwise': {home} is a file" in (
-        program.stdout
-    )
+    argv = arguments(text, "--parallel.tp", "2")
+    printed, _ = run_command(text.parent, 2, *argv, changed=partial(live_in, home))
+    assert f"nothing is kept for the next run: cannot write to '{home}/.cache/shardwise': {home} is a file" in printed
     assert (text.parent / "out" / "checkpoints" / "step-00000003").is_dir()
 
 
@@ -90,31 +95,49 @@ os.execv(sys.executable, [sys.executable, "-m", "shardwise", *sys.argv[2:]])
 """
 
 
+def close_output() -> None:
+    """As Python starts with a closed output."""
+    os.close(1)
+    sys.stdout = None  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize("closed", ["1", "0,1,2"])
 def test_closed_outputs(text: Path, closed: str) -> None:
-    with train(text, program=("-c", CLOSED, closed)) as program:
-        program.finish(exit_code=0)
-    assert program.stdout == ""
-    assert "Traceback" not in program.stderr
+    if closed == "1":
+        out, error = run_command(text.parent, 1, *arguments(text), changed=close_output)
+    else:
+        with train(text, program=("-c", CLOSED, closed)) as program:
+            program.finish(exit_code=0)
+        out, error = program.stdout, program.stderr
+    assert out == ""
+    assert "Traceback" not in error
     files = [path for path in (text.parent / "out").rglob("*") if path.suffix in (".jsonl", ".json", ".safetensors")]
     assert len(files) > 4
     # What was printed did not go where a closed output's number went.
     assert all(b"bits per byte" not in path.read_bytes() for path in files)
 
 
-def test_a_reader_that_ends_does_not_end_the_run(text: Path) -> None:
+def lose_reader() -> None:
     read, write = os.pipe()
     os.close(read)
-    with train(text, "--parallel.tp", "2", stdout=write) as program:
-        os.close(write)
-        program.finish(exit_code=0)
-    assert program.stderr.count("standard output cannot be written any more (Broken pipe); the run goes on") == 1
+    os.dup2(write, 1)
+    os.close(write)
+
+
+def test_a_reader_that_ends_does_not_end_the_run(text: Path) -> None:
+    _, error = run_command(text.parent, 2, *arguments(text, "--parallel.tp", "2"), changed=lose_reader)
+    assert error.count("standard output cannot be written any more (Broken pipe); the run goes on") == 1
     assert (text.parent / "out" / "checkpoints" / "step-00000003").is_dir()
+
+
+def fill_disk() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, 1)
+    os.dup2(full, 2)
+    os.close(full)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_output_on_a_full_disk(text: Path) -> None:
-    with Path("/dev/full").open("w") as full, train(text, stdout=full, stderr=full) as program:
-        program.finish(exit_code=0)
+    run_command(text.parent, 1, *arguments(text), changed=fill_disk)
     assert (text.parent / "out" / "checkpoints" / "step-00000003").is_dir()
-    assert sys.stdout is not None

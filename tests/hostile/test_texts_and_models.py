@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from run.run_processes import run_command
 from storage.adapters.tiny_models import read_adapters, save_model
 from tokenizers import AddedToken
 
@@ -138,11 +139,9 @@ def test_adapters_find_their_model_or_say_how_to_give_it(
     assert texts[0] != texts[1]
     greedy = ["--prompt", prompt, "--temperature", "0", "--max-new-tokens", "8", "--device", "cpu"]
     assert main(["import-hf", "base", "--out", "imported"]) == 0
-    for given, text in (
-        (["imported"], texts[0]),
-        (["imported", "--adapter", "run", "--nproc", "2"], texts[1]),
-        (["run"], texts[1]),
-    ):
+    on_two_ranks = ["generate", "imported", "--adapter", "run", "--nproc", "2", *greedy]
+    assert run_command(tmp_path, 2, *on_two_ranks)[0] == texts[1]
+    for given, text in ((["imported"], texts[0]), (["run"], texts[1])):
         capfd.readouterr()
         assert main(["generate", *given, *greedy]) == 0
         assert capfd.readouterr().out == text
