@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -72,12 +73,13 @@ class Failing(Workload):
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pp=2), Mesh(pp=3, schedule="gpipe")], ids=str)
 def test_a_step_that_fails(mesh):
-    before = make_plan(WORKLOAD, mesh)
+    before, hook = make_plan(WORKLOAD, mesh), sys.excepthook
     with pytest.raises(ArithmeticError, match="a layer that fails"):
         make_plan(Failing(WORKLOAD.settings, WORKLOAD.model), mesh)
     # What the rehearsal replaced is there again.
     assert not dist.is_initialized()
     assert gc.isenabled()
+    assert sys.excepthook is hook
     after = make_plan(WORKLOAD, mesh)
     assert [rank.step for rank in after.stages] == [rank.step for rank in before.stages]
 

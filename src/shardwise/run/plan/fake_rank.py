@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ class Whole:
 @contextlib.contextmanager
 def pretended(device_type: str, mesh: Mesh, rank: int) -> Iterator[tuple[Groups, Timeline]]:
     """Be one rank of a mesh, with fake tensors that stand for tensors of the device of the plan."""
-    resize, collects = torch.UntypedStorage.resize_, gc.isenabled()
+    resize, collects, hook = torch.UntypedStorage.resize_, gc.isenabled(), sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
     try:
         # A model of before must not be freed while a part of a step is measured.
@@ -153,6 +154,8 @@ def pretended(device_type: str, mesh: Mesh, rank: int) -> Iterator[tuple[Groups,
             yield Groups.of(topology), timeline
     finally:
         dist.destroy_process_group()
+        # PyTorch's own names a rank before each line, one more for each group.
+        sys.excepthook = hook
         if collects:
             gc.enable()
 
