@@ -33,7 +33,7 @@ def advice(settings: RunSettings, model: ModelDescription, device_type: str, wor
     """
     workload, mesh = replace(workload_of(settings, model), device_type=device_type), mesh_of(settings, world_size)
     plan = make_plan(workload, mesh)
-    table, usable = plan_as_table(plan), int(_USABLE * available)
+    table, usable = plan_as_table(plan, machines=False), int(_USABLE * available)
     if not usable:
         return f"{table}\nshardwise plan ... --fit MEMORY lists the layouts that fit (docs/memory.md)."
     if plan.worst.total <= usable:

@@ -121,8 +121,8 @@ def layout_as_json(mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def plan_as_table(plan: Plan, rates: Rates = Rates()) -> str:  # noqa: B008  # Frozen.
-    """A line for each pipeline stage, which rank needs the most, and what its host and its device need besides."""
+def plan_as_table(plan: Plan, rates: Rates = Rates(), *, machines: bool = True) -> str:  # noqa: B008  # Frozen.
+    """A line for each stage and the rank that needs the most; with ``machines`` also memory besides its tensors."""
     axes = [axis for axis in _AXES if getattr(plan.mesh, axis) > 1]
     rows = []
     for rank in plan.stages:
@@ -144,8 +144,7 @@ def plan_as_table(plan: Plan, rates: Rates = Rates()) -> str:  # noqa: B008  # F
         f"Most memory: tensor-parallel rank {worst.tp_rank} of stage {worst.stage}, {shown_bytes(worst.total)}, in the "
         f"{worst.peak_at}.",
         *_time(plan, slowest, rates),
-        "",
-        *_machines(plan, rates),
+        *(["", *_machines(plan, rates)] if machines else []),
     ]
     return "\n".join(lines)
 
