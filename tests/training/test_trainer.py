@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_close_to
 from run.tiny import tiny_settings
 
-from shardwise.core.errors import DesyncError
+from shardwise.core.errors import ConfigError, DesyncError
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import Batch
@@ -65,6 +65,15 @@ def test_ranks_that_start_with_other_weights_hear_of_it(group, tmp_path):
         next(model.decoder.layers[0].mlp.parameters()).data[0] += 1e-6
     message = r"parameter 'decoder.layers.0.mlp.[\w.]*': rank 3 holds other values than rank 1, and data-parallel ranks"
     with pytest.raises(DesyncError, match=message):
+        Trainer(settings, model, groups)
+
+
+@pytest.mark.ranks(1)
+def test_a_trainer_needs_a_data_parallel_group(group, tmp_path):
+    settings = tiny_settings(tmp_path)
+    groups = Groups(tp=group)
+    model = build_model(settings, VOCAB, groups=groups, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"Groups.dp is None.*a group of this rank alone"):
         Trainer(settings, model, groups)
 
 

@@ -17,7 +17,7 @@ from shardwise.core.communication.agreement import agree
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.context import numbers_without_sync
 from shardwise.core.communication.trees import exact_parts, sum_in_parts
-from shardwise.core.errors import DivergenceError
+from shardwise.core.errors import ConfigError, DivergenceError
 from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups
 from shardwise.core.validation import DeferredChecks
@@ -82,10 +82,11 @@ class Trainer:
     Args:
         settings: settings of the run.
         model: the model, on its device; with pipeline stages, this rank's stage or its chunks.
-        groups: process groups of the model.
+        groups: process groups of the model; the trainer needs ``dp``, which may be a group of one rank.
         objective: the loss; None for the cross entropy of each token.
 
     Raises:
+        ConfigError: ``groups`` has no data-parallel group.
         DesyncError: ranks hold different values of a replicated parameter; raised on every rank.
 
     Attributes:
@@ -116,7 +117,11 @@ class Trainer:
         self.settings = settings
         self.model = model
         self.tp_group, self.embd_group = groups.tp, groups.embd
-        assert groups.dp is not None
+        if groups.dp is None:
+            raise ConfigError(
+                "Groups.dp is None, and a trainer sums gradients over it; without data parallelism, give it a group of "
+                "this rank alone"
+            )
         self.dp_group = groups.dp
         self.pp_group = groups.pp if groups.num_stages > 1 else None
         self._chunks = cast(list[TransformerModel], list(model)) if isinstance(model, ModelChunks) else [model]
