@@ -9,6 +9,8 @@ The whole layer, never this rank's shard, determines which library multiplies an
 Large products, also of gradients, use oneDNN: on AMD processors it was observed to have all these properties, and is up
 to twice as fast as MKL. Parts that are too small for oneDNN are multiplied in one call (``torch.bmm``). On Intel
 processors all sizes of a product affect the order in which it sums an element, so each part is a separate product.
+Where the number of threads affects that order in MKL (``products.sums_by_threads``), oneDNN multiplies small matrices
+too.
 """
 
 from dataclasses import dataclass
@@ -87,15 +89,15 @@ class ExactProducts(Products):
         runs = self._runs(weight)
         if runs is None:
             return self._multiply(grad_output, weight.t())
-        return torch.cat([grad_output @ weight[:, run] for run in runs], -1)
+        return torch.cat([_product(grad_output, weight[:, run], _needs_onednn(weight)) for run in runs], -1)
 
     def weight_gradient(self, grad_output: Tensor, input_: Tensor) -> Tensor:
         runs = self._runs(input_)
         if runs is None:
             return self._weight_gradient(grad_output.contiguous(), input_.contiguous())
         if self.split == "output":
-            return torch.cat([grad_output[:, run].t() @ input_ for run in runs], 0)
-        return torch.cat([grad_output.t() @ input_[:, run] for run in runs], 1)
+            return torch.cat([_product(grad_output[:, run].t(), input_, _needs_onednn(input_)) for run in runs], 0)
+        return torch.cat([_product(grad_output.t(), input_[:, run], _needs_onednn(input_)) for run in runs], 1)
 
     def bias_gradient(self, grad_output: Tensor) -> Tensor:
         """Sum each column of ``[n, o]``, part by part of a split output."""
@@ -120,7 +122,7 @@ class ExactProducts(Products):
                         (left.clone(memory_format=_BY_ROWS), right.clone(memory_format=_BY_ROWS))
                         for left, right in factors
                     )
-                first, *others = (_product(*each, onednn) for each in factors)
+                first, *others = (_product(*each, onednn or _needs_onednn(rows)) for each in factors)
                 for other in others:
                     first.add_(other)
                 terms.append(first)
@@ -141,14 +143,15 @@ class ExactProducts(Products):
     def _multiply(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``input_ @ weight.T + bias`` with the library that suits the whole layer's product."""
         input_ = input_.contiguous()
-        if products.prefers_onednn(input_, weight, input_.numel() * self.size):
+        if products.prefers_onednn(input_, weight, input_.numel() * self.size) or _needs_onednn(weight):
             return products.onednn_linear(input_, weight, bias)
         return F.linear(input_, weight, bias)
 
     def _weight_gradient(self, grad_output: Tensor, input_: Tensor) -> Tensor:
         """Compute ``grad_output.T @ input_`` of contiguous factors with the library that suits the whole product."""
         whole = input_ if self.split == "output" else grad_output
-        if products.prefers_onednn(input_.t(), grad_output.t(), whole.numel() * self.size):
+        size = whole.numel() * self.size
+        if products.prefers_onednn(input_.t(), grad_output.t(), size) or _needs_onednn(input_):
             return products.onednn_linear(grad_output.t(), input_.t(), None)
         return grad_output.t() @ input_
 
@@ -159,3 +162,7 @@ def _product(left: Tensor, right: Tensor, onednn: bool) -> Tensor:
     right = right.t()
     # oneDNN may use its slow reference code for a matrix that is neither row-major nor column-major.
     return products.onednn_linear(left, right if right.t().is_contiguous() else right.contiguous(), None)
+
+
+def _needs_onednn(factor: Tensor) -> bool:
+    return products.sums_by_threads(factor) and products.why_not_onednn() is None

@@ -285,6 +285,23 @@ def sums_by_shape(factor: Tensor) -> bool:
     return factor.is_cpu and is_intel()
 
 
+def sums_by_threads(factor: Tensor) -> bool:
+    """True if the number of threads affects the order in which MKL sums an element, whatever ``MKL_CBWR`` is.
+
+    This was observed of fp32 products on an AMD processor with AVX-512 (EPYC, Zen 4), not on its predecessors. On Intel
+    processors ``MKL_CBWR`` prevents it.
+
+    Args:
+        factor: either factor of a product.
+    """
+    return factor.is_cpu and factor.dtype == torch.float32 and _is_zen4()
+
+
+@cache
+def _is_zen4() -> bool:
+    return _vendor() == "AuthenticAMD" and "avx512f" in (processor_says("flags") or "").split()
+
+
 @cache
 def is_intel() -> bool:
     """True on Intel processors."""
