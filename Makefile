@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests of several ranks wait for each other, others for programs that start: side by side they fill two cores.
-SIDE_BY_SIDE := $(MAKE) --no-print-directory -j3 tests-of-ranks tests-of-programs other-tests
+SIDE_BY_SIDE := $(MAKE) --no-print-directory -j4 tests-of-ranks tests-of-programs other-tests
 PROGRAMS := $(addprefix tests/,benchmarks cli examples harness_test hostile)
 PYTEST := $(BIN)/python -m pytest -q
 
@@ -22,12 +22,12 @@ demo: $(INSTALLED)
 	$(BIN)/shardwise demo
 
 # A cover of pairs of layouts and options.
-test: $(INSTALLED_DEV) check
-	@$(SIDE_BY_SIDE) ONLY="not matrix and"
+test: $(INSTALLED_DEV)
+	@$(SIDE_BY_SIDE) check ONLY="not matrix and"
 
 # Every case of every matrix; see tests/harness/plugin.py.
-test-all: $(INSTALLED_DEV) check
-	@$(SIDE_BY_SIDE)
+test-all: $(INSTALLED_DEV)
+	@$(SIDE_BY_SIDE) check
 
 test-fast: $(INSTALLED_DEV)
 	@$(SIDE_BY_SIDE) ONLY="not slow and not matrix and"
@@ -66,17 +66,21 @@ check: $(INSTALLED_DEV)
 install: $(INSTALLED_DEV)
 
 # Installed again only when what is installed changes, so that everything works offline afterwards. The build tools come
-# from the same pip, without the isolated environment that would be downloaded for every build.
-$(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "Shardwise needs Python 3.11 or newer; try: make PYTHON=python3.12"; exit 2; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) "setuptools>=77"
-	$(PIP_INSTALL) --no-build-isolation -e ".[plots]"
-	@touch $@
+# from the same pip, without the isolated environment that would be downloaded for every build. Python compiles a module
+# when it is first imported, which most of the installed ones never are.
+define install_with
+@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "Shardwise needs Python 3.11 or newer; try: make PYTHON=python3.12"; exit 2; }
+test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(PIP_INSTALL) "setuptools>=77"
+$(PIP_INSTALL) --no-compile --no-build-isolation -e ".[$(1)]"
+@touch $(INSTALLED) $@
+endef
 
-$(INSTALLED_DEV): $(INSTALLED)
-	$(PIP_INSTALL) --no-build-isolation -e ".[dev]"
-	@touch $@
+$(INSTALLED): pyproject.toml constraints.txt
+	$(call install_with,plots)
+
+$(INSTALLED_DEV): pyproject.toml constraints.txt
+	$(call install_with,dev)
 
 clean:
 	rm -rf $(VENV) build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -24,6 +24,7 @@ SIZES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_all_sides_train_alike_on_the_same_files(tmp_path, monkeypatch, capsys):
     specs: list[WorkerSpec] = []

@@ -40,6 +40,7 @@ def test_packages_that_are_missing_are_named_in_the_same_line(monkeypatch):
     assert gpu.why_not(rehearsal=True) is None
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_tests_of_a_gpu_pass_in_a_rehearsal(tmp_path):
     rows, passed = gpu.run_tests(tmp_path, rehearsal=True, limit=WATCHDOG_SECONDS)

@@ -99,6 +99,7 @@ def test_all_variants_train_alike_and_the_json_is_whole(tmp_path, monkeypatch, c
         assert f"{ratio['numerator']} / {ratio['denominator']}" in printed.out
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists child processes through /proc")
 def test_no_process_outlives_a_killed_benchmark():

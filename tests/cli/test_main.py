@@ -124,6 +124,7 @@ def test_a_launchers_ranks_are_checked(argv, variables, message):
     assert call("train", "--data", "a", *argv, **variables) == (2, "", f"shardwise train: error: {message}\n")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),

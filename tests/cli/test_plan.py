@@ -87,19 +87,17 @@ def test_the_dtype_that_is_meant_on_a_gpu(capsys):
 
 
 def test_what_fits_is_listed_best_first(capsys):
-    question = ["--ranks", "4", "8", "--training.global-batch-size", "16", "--fit"]
+    question = ["--ranks", "2", "4", "--training.global-batch-size", "16", "--fit"]
     code, out, _ = call(capsys, *question, "200MiB", "--json")
     assert code == 0
     plans = json.loads(out)
-    assert {plan["layout"]["ranks"] for plan in plans} == {4, 8}
+    assert {plan["layout"]["ranks"] for plan in plans} == {2, 4}
     assert all(plan["worst"]["total"] <= 200 << 20 for plan in plans)
     order = [(round(plan["repeated_work"] + plan["idle_share"], 3), plan["sent"]) for plan in plans]
     assert order == sorted(order)
-    code, out, _ = call(capsys, *question, "200MiB")
-    assert code == 0
-    assert "more fit" in out
+    assert len(plans) > 10
     code, _, error = call(capsys, *question, "1 MiB")
-    assert (code, "no layout of 4, 8 ranks needs at most 1.00 MiB" in error) == (2, True)
+    assert (code, "no layout of 2, 4 ranks needs at most 1.00 MiB" in error) == (2, True)
 
 
 @pytest.mark.parametrize(

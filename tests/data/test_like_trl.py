@@ -120,6 +120,7 @@ def oracle(folder):
     return list(zip(cases, json.loads((folder / "samples.json").read_text()), strict=True))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_samples_are_those_of_trl(oracle):
     compared = 0

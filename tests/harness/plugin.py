@@ -12,7 +12,8 @@ Without ``slow`` in the mark, all of several sizes are slow except one: 2, else 
 
 The mark ``matrix`` is for cases that ``make test`` leaves to ``make test-all``. In addition to cases marked by hand,
 the plugin marks sizes of four and more in tests that also have two or three ranks, and, in tests with three parameters
-or more, the cases that are not needed to cover every pair of two parameters' values.
+or more, the cases that are not needed to cover every pair of two parameters' values. In a test with the mark
+``sample(n)`` it marks all cases but ``n``, which lie at equal distances in the order of the parameters.
 
 The body runs in the ranks; everything else runs in pytest's process: collection, fixtures, set-up methods.
 Values of fixtures and parameters are pickled and sent, the same to every rank (so ``tmp_path`` is one folder).
@@ -110,6 +111,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for several in cases.values():
         for item in _beyond_a_cover(several):
             item.add_marker(pytest.mark.matrix)
+        sample = several[0][0].get_closest_marker("sample")
+        left = [item for item, _ in several if item.get_closest_marker("matrix") is None]
+        if sample is not None:
+            (number,) = sample.args
+            chosen = {round((place + 0.5) * len(left) / number - 0.5) for place in range(number)}
+            for place, item in enumerate(left):
+                if place not in chosen:
+                    item.add_marker(pytest.mark.matrix)
 
 
 def _beyond_a_cover(cases: list[tuple[pytest.Item, frozenset[_Pair]]]) -> list[pytest.Item]:

@@ -36,3 +36,15 @@ def mark_of_four(request):
 @pytest.mark.ranks(1, 2, 4)
 def test_four_ranks_are_for_the_matrix_where_there_are_two(group, mark_of_four):
     assert group.size() in (1, 2, 4)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("number", range(6))
+def test_a_sample_lies_at_equal_distances(number, request):
+    assert (request.node.get_closest_marker("matrix") is None) == (number in (1, 4))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_sample_of_all_cases_leaves_none_out(number, request):
+    assert request.node.get_closest_marker("matrix") is None

@@ -85,6 +85,7 @@ def test_the_least_recently_used_pools_make_room(monkeypatch):
     assert FakePool.alive == []
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes through /proc")
 def test_no_rank_outlives_pytest(tmp_path):

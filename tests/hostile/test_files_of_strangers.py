@@ -108,6 +108,7 @@ def test_every_file_by_every_strange_kind(folders: Folders, what: str) -> None:
     assert_same(read(), expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("what", READERS)
 def test_one_value_changed(folders: Folders, what: str) -> None:
     folder: Path = getattr(folders, what)

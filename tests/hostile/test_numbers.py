@@ -72,6 +72,7 @@ def test_a_model_of_ones_own_that_never_says_its_vocabulary(group):
     assert_close_to(model.compute_language_model_loss(labels, logits), expected, rtol_of_norm=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_for_one_split_and_given_another(group):

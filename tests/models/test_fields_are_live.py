@@ -190,6 +190,7 @@ def test_the_table_has_every_field():
     assert not CHANGES.keys() & ON_GPU
 
 
+@pytest.mark.sample(24)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_field_changes_something(group, name):

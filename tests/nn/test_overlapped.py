@@ -222,6 +222,7 @@ def test_fixed_parts_are_left_to_their_own_sums(group, monkeypatch):
     assert torch.equal(*outputs)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.ranks(2, 3)

@@ -31,6 +31,7 @@ def assert_holds(trainer, whole, name):
     return state
 
 
+@pytest.mark.sample(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_saved_at_one_layout_and_resumed_at_another(group, tmp_path, optimizer):

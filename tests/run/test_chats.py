@@ -132,6 +132,7 @@ def loss_by_transformers(session):
     return total / session.loader.num_labels(0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(2, 3)
 def test_ten_steps_are_those_of_one_rank(group, root, tmp_path, monkeypatch):

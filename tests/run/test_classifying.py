@@ -132,6 +132,7 @@ def loss_by_transformers(model, batch):
     return model(input_ids=batch.tokens, labels=batch.labels[:, 0], **options).loss
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", ["llama", "bert"])

@@ -141,6 +141,7 @@ def open_run(settings, root, monkeypatch):
     return open_session(settings, ranks)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(1, 2)
 def test_ten_steps_are_those_of_the_dense_formulas(group, root, tmp_path, monkeypatch):

@@ -311,6 +311,7 @@ def test_a_reference_of_something_else_is_refused(group, root, tmp_path, monkeyp
     session.topology.destroy()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_pairs_and_steps_are_those_of_trl(root):
     chats = pairs_of(18)

@@ -45,6 +45,7 @@ def test_a_run_without_a_length_of_its_own(root, tmp_path, monkeypatch, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("packing", "lora_rank", "parallel"),

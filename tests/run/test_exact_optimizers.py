@@ -20,6 +20,7 @@ from shardwise.training.optimizer.mixed_precision import DynamicLossScale
 ZERO = {"zero": 1}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(

@@ -81,8 +81,20 @@ def test_the_text_reaches_what_faults_hide_behind(tmp_path, monkeypatch):
                 "recompute": {"granularity": "full"},
             },
         ),
-        (LLAMA, "bfloat16", 4, {"parallel": {"pp": 4, "pipeline_schedule": "zero-bubble"}}),
-        (GPT, "float32", 4, {"parallel": {"tp": 4, "sequence_parallel": True}, "recompute": {"granularity": "full"}}),
+        pytest.param(
+            LLAMA,
+            "bfloat16",
+            4,
+            {"parallel": {"pp": 4, "pipeline_schedule": "zero-bubble"}},
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param(
+            GPT,
+            "float32",
+            4,
+            {"parallel": {"tp": 4, "sequence_parallel": True}, "recompute": {"granularity": "full"}},
+            marks=pytest.mark.matrix,
+        ),
         # The tied weight is on both stages.
         (
             GPT,
@@ -122,6 +134,7 @@ def test_the_layout_changes_in_the_middle_and_ranks_are_killed(tmp_path):
     assert hashes(tmp_path / "often") == hashes(tmp_path / "one")
 
 
+@pytest.mark.matrix
 def test_without_exact_the_hashes_differ(tmp_path):
     model = LLAMA | {"num_layers": 2}
     run_in_processes(settings_of(tmp_path, "one", model, parallel={"exact": False}), 1, tmp_path / "alone")

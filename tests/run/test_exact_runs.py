@@ -118,6 +118,7 @@ def test_two_ranks_of_a_kind(group, kind):
     check(kind, [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, ZERO_BUBBLE])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("dtype", "kind"),

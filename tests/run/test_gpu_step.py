@@ -235,6 +235,7 @@ def other_steps(folder, case):
         return a_step(folder, 2, parallel, training, False, 2, **SMALL | model)[1]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
 def test_whatever_is_trained_a_step_waits_once(pretended_gpu, tmp_path, case):

@@ -205,6 +205,7 @@ def test_divergence_names_the_step(group, tmp_path, monkeypatch):
         train(session)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])

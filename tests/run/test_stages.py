@@ -82,6 +82,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("architecture", ["llama", "gpt"])

@@ -183,6 +183,7 @@ def test_the_way_on_is_true():
     assert "runs/x/step-7; run the same command with --resume auto" in resume_hint(Path("runs/x/step-7"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("where", ["tp", pytest.param("dp", marks=pytest.mark.slow), "pp"])
 @pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])

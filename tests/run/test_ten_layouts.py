@@ -62,6 +62,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(1, 2, 4, 8)
 @pytest.mark.parametrize("dtype", BOUNDS)

@@ -9,6 +9,7 @@ from run.stopped import check_stopped_rank_is_named
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.matrix
 def test_a_stopped_stage_over_gloo(tmp_path):
     check_stopped_rank_is_named(
         tmp_path, "--parallel.pp", "2", place="(receive|send|all_reduce)", SHARDWISE_SHARED_MEMORY="0"

@@ -62,6 +62,7 @@ def test_fp32_copies_keep_the_steps_that_bf16_loses(group, tmp_path):
     assert 0 < distance["bfloat16"] <= 0.2 * distance["pure-bfloat16"], distance
 
 
+@pytest.mark.sample(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_loss_curve_is_that_of_fp32_within_rounding(group, tmp_path, dtype):

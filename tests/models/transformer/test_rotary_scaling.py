@@ -160,6 +160,7 @@ def on_the_gpu(kind):
     return recorder.waits, recorder.copies
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_nobody_waits_for_the_length_of_a_sequence(pretended_gpu, kind):
     assert pretended_gpu(on_the_gpu, kind) == ({}, {})

@@ -16,6 +16,7 @@ from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
 
+@pytest.mark.sample(3)
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "sp"])
 def test_options_equal_the_dense_layer(group, sequence_parallel):

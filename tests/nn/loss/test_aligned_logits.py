@@ -103,6 +103,7 @@ def of_an_odd_vocabulary(plain):
     return seen, weight.grad.shape, recorder.waits
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plain", [False, True], ids=["fused", "plain"])
 def test_products_of_an_odd_vocabulary_lie_aligned(pretended_gpu, plain):
     strides, shape, waits = pretended_gpu(of_an_odd_vocabulary, plain)

@@ -268,6 +268,7 @@ def test_without_a_weight_gradient_nothing_is_kept_but_the_hidden_gradient(group
 
 
 # Dynamo itself does what this warning of PyTorch's warns of.
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.ranks(2)

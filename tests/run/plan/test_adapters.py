@@ -105,6 +105,7 @@ def test_bytes_are_those_of_the_plan(group, folders, plans):
         assert step.others == bytes_of([*originals, *model.buffers()]), name
 
 
+@pytest.mark.matrix
 def test_a_base_in_fewer_bits_is_planned_from_the_command_line(folders, capsys):
     found, plan = {}, ["plan", str(folders / "llama"), "--lora-rank", "4", "--model.sequence-length", "16"]
     for kind in ("none", "int8", "nf4"):

@@ -19,6 +19,7 @@ def samples(number):
     return {"global_batch_size": number, "micro_batch_size": 1}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
 def test_of_every_schedule(name):
     chunks = 2 if name == "interleaved" else 1

@@ -67,6 +67,7 @@ def state_on_meta(workload, rank, world_size):
         dist.destroy_process_group()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", LARGE)
 def test_state_at_1024_ranks(case):
     parallel, model, ranks = LARGE[case]
@@ -94,6 +95,7 @@ json.dump({"parameters": plan.num_parameters, "stages": [rank.step.num_parameter
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_llama_70b_on_1024_ranks_is_planned_in_a_gibibyte(record_property):
     tests = Path(__file__).parents[2]
@@ -157,6 +159,7 @@ def plans(request):
     return settings, of_ranks
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("plans", STEPS, indirect=True)

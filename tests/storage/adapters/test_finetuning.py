@@ -136,6 +136,7 @@ def losses_of(session):
     return [session.trainer.train_step(step, session.loader).loss for step in range(STEPS)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(1, 2, 3)
 def test_ten_steps_are_those_of_transformers_and_peft(group, root, tmp_path, monkeypatch):

@@ -82,6 +82,7 @@ class Photographer:
         return photographed
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("asynchronous", [False, True])

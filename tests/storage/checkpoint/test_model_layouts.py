@@ -199,6 +199,7 @@ def test_any_layout_of_a_model_to_any_other(group: ProcessGroup, tmp_path: Path,
     dist.barrier(group)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(

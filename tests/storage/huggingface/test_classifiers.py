@@ -23,6 +23,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.sample(20)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("classifier", NAMES, indirect=True)
 def test_logits_loss_gradients_and_export(group: dist.ProcessGroup, classifier: Reference, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def own_bytes(model: torch.nn.Module) -> int:
     return sum(param.nbytes for param in model.parameters())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(1, 2, 4)
 def test_each_rank_reads_its_own_bytes_once(

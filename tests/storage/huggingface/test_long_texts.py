@@ -40,6 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.sample(2)
 @pytest.mark.ranks(1, 2, 3, slow=(1, 3))
 @pytest.mark.parametrize("name", KINDS)
 def test_texts_that_outgrow_the_first_context(group: dist.ProcessGroup, folders: Path, name: str) -> None:

@@ -93,6 +93,7 @@ def everything(base: Path) -> Path:
     return base
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(1, 2)
 def test_logits_are_those_of_transformers_and_peft(group, everything):

@@ -27,6 +27,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.sample(12)
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("reference", MODEL_PARAMS, indirect=True)
 def test_export_writes_what_was_imported(group: dist.ProcessGroup, reference: Reference, tmp_path: Path) -> None:

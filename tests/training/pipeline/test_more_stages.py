@@ -72,6 +72,7 @@ def run_with_loss(staged, name, batch, loss):
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.matrix)], ids=["tied", "untied"])
@@ -159,6 +160,7 @@ def dropped_out(name, pp, m, *, seed=5, recompute=lambda _: None, **settings):
     return results, gradients_of(staged), states
 
 
+@pytest.mark.sample(3)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", TELLING)
 def test_dropout_in_stages_depends_on_the_seed_alone(group, name):
@@ -220,6 +222,7 @@ def test_dropout_does_not_depend_on_the_schedule(group):
             assert_close_to(other_gradients[key], gradient, rtol_of_norm=1e-14, name=f"{name}: {key}")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_frozen_stage_leaves_the_others_gradients_as_they_are(group, name):
@@ -244,6 +247,7 @@ def test_a_frozen_stage_leaves_the_others_gradients_as_they_are(group, name):
                 assert_close_to(gradient, of_whole[key], rtol_of_norm=1e-12, name=key)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("name", CASES)
@@ -308,6 +312,7 @@ def reference_step(data_iterator, model):
     return model(tokens, labels=labels), lambda losses: (losses.mean(), losses.detach().clone())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("name", CASES)
