@@ -91,6 +91,10 @@ def test_a_function_has_the_flags_of_its_command_with_their_defaults(command):
         ("generate('nowhere', device='gpu')", r"^device is 'gpu'; it must be one of 'auto', 'cpu', 'cuda'"),
         ("evaluate('nowhere', 'x.txt', batch_size=0)", r"^batch_size is 0"),
         ("train('x.txt', modell={})", r"^unknown setting modell; did you mean model\?"),
+        (
+            "train('x.txt', **{'model.num_layers': 2})",
+            r"^model.num_layers is not one key; give the table model with the key",
+        ),
         ("train('x.txt', parallel={'tp': 2})", r"^parallel.tp 2 does not divide the 1 ranks"),
         ("train(())", "^no text to train on"),
         ("fit_run('1GiB', ranks=[1, 'two'])", r"^ranks is 'two'; it must be an integer"),

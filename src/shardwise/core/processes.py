@@ -18,12 +18,12 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwise.core.errors import ConfigError, ShardwiseError
 
@@ -148,6 +148,56 @@ def call_in_fresh_process(function: str, *args: Any, timeout: float | None = Non
     if not succeeded:
         raise value
     return value
+
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+def in_forks(function: Callable[[_T], _R], arguments: Sequence[_T]) -> list[_R]:
+    """Call a function of one argument with each of ``arguments``, on all cores of this process.
+
+    The processes are forks of this one, which need not import or pickle what the function holds. This process calls the
+    function itself on one core, in a process group, where it may not start others, and where a system cannot fork.
+
+    Args:
+        function: any callable; its results are pickled.
+        arguments: picklable arguments.
+
+    Returns:
+        The results in the order of the arguments.
+
+    Raises:
+        Exception: as the function, from the first argument that fails.
+    """
+    # Only plans need these modules, and every command imports this one.
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    groups = sys.modules.get("torch.distributed")
+    is_rank = groups is not None and groups.is_initialized()
+    number = min(cores, len(arguments))
+    if number > 1 and not is_rank and not multiprocessing.current_process().daemon:
+        try:
+            with ProcessPoolExecutor(number, multiprocessing.get_context("fork"), _keep_function, (function,)) as pool:
+                return list(pool.map(_call_kept_function, arguments))
+        except RuntimeError as error:
+            # PyTorch's autograd has threads after a backward on a machine with GPUs, and refuses to run in a fork.
+            if "fork" not in str(error):
+                raise
+    return [function(argument) for argument in arguments]
+
+
+_kept: list[Callable[[Any], Any]] = []
+
+
+def _keep_function(function: Callable[[Any], Any]) -> None:
+    _kept.append(function)
+
+
+def _call_kept_function(argument: Any) -> Any:
+    return _kept[-1](argument)
 
 
 def answer_call() -> None:

@@ -389,6 +389,9 @@ def _checked(values: Mapping[str, Any], where: str, prefix: str, known: dict[str
     for key, value in values.items():
         last = key.replace("-", "_")
         name = prefix + last
+        if "." in last and name in known:
+            table, _, field = name.rpartition(".")
+            raise ConfigError(f"{where}{name} is not one key; give the table {table} with the key {field}")
         if name not in known or "." in last:
             close = nearest(name, known)
             raise ConfigError(f"{where}unknown setting {name}{f'; did you mean {close}?' if close else ''}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from typing import Annotated, Any, Literal
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.processes import in_forks
 from shardwise.models.recomputation import Recomputation
 from shardwise.run.plan.machine import room_for_tensors
 from shardwise.run.plan.plan import Plan, keyword_workload, make_plan
@@ -137,9 +140,22 @@ def fitting(
     Returns:
         In the order of ``Choice.order``.
     """
-    rehearsals, choices = Rehearsals(workload, limit=limit, estimates=True), []
+    rehearsals = Rehearsals(workload, limit=limit, estimates=True)
+    # Layouts of a group have most of their rehearsals in common.
+    groups: defaultdict[object, list[Mesh]] = defaultdict(list)
     for mesh in layouts(workload, world_sizes, ranks_per_host, like or Mesh()):
-        *larger, least = micro_batch_sizes(workload, mesh, micro_batch_size)
+        groups[mesh.tp, mesh.sequence_parallel, mesh.fsdp].append(mesh)
+    of_group = partial(_fitting_of, rehearsals, limit, micro_batch_size)
+    largest_first = sorted(groups.values(), key=len, reverse=True)
+    found = [choice for choices in in_forks(of_group, largest_first) for choice in choices]
+    return sorted(found, key=lambda choice: choice.order)
+
+
+def _fitting_of(rehearsals: Rehearsals, limit: int, micro_batch_size: int | None, meshes: list[Mesh]) -> list[Choice]:
+    """The layouts of ``meshes`` that fit, each with its largest micro-batch. Arguments as ``fitting``."""
+    choices = []
+    for mesh in meshes:
+        *larger, least = micro_batch_sizes(rehearsals.workload, mesh, micro_batch_size)
         choice = fitted(rehearsals, replace(mesh, micro_batch_size=least), limit)
         if choice is None:
             continue
@@ -151,7 +167,7 @@ def fitting(
                 choice = other
                 break
         choices.append(choice)
-    return sorted(choices, key=lambda choice: choice.order)
+    return choices
 
 
 def fitted(rehearsals: Rehearsals, mesh: Mesh, limit: int) -> Choice | None:
