@@ -55,6 +55,9 @@ def test_the_peak_is_given_known_or_measured(monkeypatch):
         ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
         ("NVIDIA L40S", torch.float16, 362.0),
         ("NVIDIA L4", torch.float16, 121.0),
+        ("NVIDIA L40", torch.float16, None),
+        ("NVIDIA A10G", torch.bfloat16, None),
+        ("NVIDIA RTX A1000", torch.bfloat16, None),
         ("NVIDIA H200", torch.float64, None),
         ("Somebody's GPU", torch.bfloat16, None),
     ):

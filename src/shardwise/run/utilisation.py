@@ -5,6 +5,7 @@ Also traces of single steps by PyTorch's profiler.
 
 import contextlib
 import logging
+import re
 import resource
 import shutil
 import sys
@@ -24,7 +25,7 @@ from shardwise.models.description import ModelDescription
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import ProfileSettings
 
-# TFLOP/s of dense products in 16 bits, in TF32 and in fp32, by a part of the device's name; the first match counts.
+# TFLOP/s of dense products in 16 bits, in TF32 and in fp32, by words of the device's name; the first match counts.
 # Source: NVIDIA's data sheets (H100 and H200 Tensor Core GPU, A100, L40S, L4, A10, V100, Blackwell architecture);
 # figures with sparsity are halved.
 _GPUS: dict[str, tuple[float, float, float]] = {
@@ -61,7 +62,7 @@ def peak_of(device: torch.device, dtype: torch.dtype, given: float | None = None
     if device.type == "cpu":
         return Peak(_measured(dtype), f"measured on products of {_WIDTH} x {_WIDTH} in {_name(dtype)}")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    known = next((numbers for part, numbers in _GPUS.items() if part in name), None)
+    known = next((numbers for words, numbers in _GPUS.items() if re.search(rf"\b{words}\b", name)), None)
     if known is None or dtype == torch.float64:
         return Peak(None, f"not known of {name} in {_name(dtype)}; give --peak-tflops")
     uses_tf32 = torch.get_float32_matmul_precision() != "highest"
