@@ -143,7 +143,10 @@ def test_a_mistake_in_the_flags_is_one_line(argv, message, capfd):
         ("[model]\nnum_layer = 3", "run.toml: unknown setting model.num_layer; did you mean model.num_layers?"),
         ("num_layers = 3", "run.toml: unknown setting num_layers; did you mean model.num_layers?"),
         ("qqqqqq = 3", "run.toml: unknown setting qqqqqq"),
-        ('"model.num_layers" = 3', "run.toml: unknown setting model.num_layers; did you mean model.num_layers?"),
+        (
+            '"model.num_layers" = 3',
+            "run.toml: model.num_layers is not one key; give the table model with the key num_layers",
+        ),
         ("model = 3", "run.toml: model is 3; it must be a table of settings"),
         ('[model]\nnum_layers = "3"', "run.toml: model.num_layers is '3'; it must be an integer"),
         ("[model]\nnum_layers = 3.0", "run.toml: model.num_layers is 3.0; it must be an integer"),

@@ -14,6 +14,7 @@ from shardwise.run.processes import ranks
 from shardwise.run.processes.ranks import (
     OVERLAP_VARIABLES,
     choose_device,
+    prepare_allocator,
     prepare_overlap,
     process_group_of,
     refuse_shared_gpus,
@@ -85,6 +86,21 @@ def test_what_the_user_set_stays(monkeypatch):
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         "TORCH_NCCL_HIGH_PRIORITY": "1",
     }
+
+
+def test_the_allocator_extends_segments_unless_the_user_configured_it(monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        # So that the test ends with the values of its beginning.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name in names:
+        with monkeypatch.context() as own:
+            own.setenv(name, "max_split_size_mb:128")
+            prepare_allocator()
+            assert {each: os.environ[each] for each in names if each in os.environ} == {name: "max_split_size_mb:128"}
+    prepare_allocator()
+    assert os.environ[names[0]] == "expandable_segments:True"
 
 
 def test_groups_of_gpus_have_gloo_for_the_hosts_and_nccl_with_its_device():

@@ -27,6 +27,7 @@ from shardwise.run.tasks.task_data import TaskData
 from shardwise.run.tasks.texts import NewModel
 from shardwise.storage.adapters import add_lora_
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
+from shardwise.training.gradients import gradients
 
 # A sequence of any length shows the same.
 S, B, H, A, F, V = 64, 2, 4096, 32, 14336, 128256
@@ -115,6 +116,8 @@ LLAMA_3_8B = {
 
 def a_step(folder, num_layers, parallel, training, adapters, world_size, *, optimizer="adamw", **model):
     """The second step of a run; in the first one ranks compare their calls."""
+    # Each weight of a layer has its own bucket then, so that a layer's part of the collectives can be told.
+    gradients.default_bucket_size = lambda device_type, num_ranks: gradients.DEFAULT_BUCKET_SIZE
     model = ModelSettings(**{"num_layers": num_layers, "sequence_length": S} | (model or LLAMA_3_8B))
     training = {
         "steps": 3,

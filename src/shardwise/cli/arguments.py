@@ -387,6 +387,8 @@ VARIABLES = {
     "NCCL_SOCKET_IFNAME": "the same for CUDA ranks",
     "CUDA_DEVICE_MAX_CONNECTIONS": "of CUDA; 1 starts collectives before the products that hide them; set to 1 with tp",
     "TORCH_NCCL_HIGH_PRIORITY": "of PyTorch; 1 lets NCCL's kernels run while products run; set to 1 with tp",
+    "PYTORCH_ALLOC_CONF": "of PyTorch's allocator of GPU memory; expandable_segments:True if nothing is set",
+    "PYTORCH_CUDA_ALLOC_CONF": "its old name",
     "ATEN_CPU_CAPABILITY": "of PyTorch: its CPU kernels",
     "MKL_CBWR": "of MKL: its kernels; an exact run on an Intel processor sets the reproducible ones",
     "MKL_ENABLE_INSTRUCTIONS": "the same",

@@ -12,10 +12,11 @@ from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.errors import ConfigError, DesyncError
 from shardwise.core.topology import Groups, Topology
+from shardwise.kernels.planning import planning_for
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
 from shardwise.nn import ColumnLinear, RowLinear
-from shardwise.training.gradients import GradientBuffers, gradient_buffers
+from shardwise.training.gradients import GradientBuffers, default_bucket_size, gradient_buffers
 from shardwise.training.optimizer.gradients import clip_grad_norm_, finalize_gradients_
 
 
@@ -244,6 +245,17 @@ def test_late_parameters_and_others_of_their_bucket_start_at_finish(group):
     expected = model[0].weight.grad.clone()
     buffers.finish()
     assert_bit_equal(model[0].weight.main_grad, expected)
+
+
+@pytest.mark.ranks(1)
+def test_buckets_are_larger_on_gpus_and_grow_with_the_ranks(group):
+    assert [default_bucket_size("cpu", ranks) for ranks in (1, 512)] == [1 << 23, 1 << 23]
+    assert [default_bucket_size("cuda", ranks) for ranks in (1, 40, 41, 512)] == [40e6, 40e6, 41e6, 512e6]
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(3)))
+    assert len(GradientBuffers(model, group=group).buckets) == 2
+    # A plan's CPU tensors stand for tensors of a GPU.
+    with planning_for("cuda"):
+        assert len(GradientBuffers(model, group=group).buckets) == 1
 
 
 @pytest.mark.ranks(1)

@@ -22,7 +22,7 @@ from shardwise.training.gradients import (
     GradientTrees,
     ParameterBuffers,
     gradient_buffers,
-    gradient_trees,
+    gradients as gradients_module,
     parameter_buffers,
 )
 
@@ -260,7 +260,7 @@ def test_ranks_whose_forwards_differ_gather_in_one_order(group, monkeypatch, gra
     if is_exact:
         sum_in_parts(own, 2)
     model, plain = layered(), layered()
-    monkeypatch.setattr(gradient_trees, "DEFAULT_BUCKET_SIZE", 1)
+    monkeypatch.setattr(gradients_module, "DEFAULT_BUCKET_SIZE", 1)
     gradients = gradients_of(model, group=own, scatter=True, **({} if is_exact else {"bucket_size": 1}))
     parameters = ParameterBuffers(model, gradients)
     assert len(parameters._buckets) == 2 * LAYERS

@@ -22,7 +22,7 @@ from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.core.tensor_parallel.module import adopt_marks_
 from shardwise.megatron.core.transformer.module import _Wrapper
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
-from shardwise.training.gradients import GradientBuffers
+from shardwise.training.gradients import GradientBuffers, default_bucket_size
 from shardwise.training.gradients.replicas import check_replicas, fingerprints
 from shardwise.training.optimizer.gradients import finalize_gradients_
 from shardwise.training.pipeline.stage import deferred_buffers
@@ -93,7 +93,7 @@ class DistributedDataParallel(_Wrapper):
         self.dp_cp_group = _group_of(self.pg_collection, "dp_cp")
         bucket_size = None
         if ddp_config.overlap_grad_reduce and not disable_bucketing:
-            bucket_size = ddp_config.bucket_size or max(40_000_000, 1_000_000 * self.dp_cp_group.size())
+            bucket_size = ddp_config.bucket_size or default_bucket_size("cuda", self.dp_cp_group.size())
         self.gradients = GradientBuffers(
             module,
             group=self.dp_cp_group,

@@ -7,6 +7,7 @@ from shardwise.training.gradients.gradients import (
     Bucket as Bucket,
     Gradients as Gradients,
     Total as Total,
+    default_bucket_size as default_bucket_size,
 )
 from shardwise.training.gradients.parameter_buffers import (
     Division as Division,

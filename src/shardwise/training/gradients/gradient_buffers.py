@@ -26,8 +26,8 @@ from shardwise.core.communication.agreement import check_same
 from shardwise.core.communication.collectives import all_reduce_async, reduce_scatter_async
 from shardwise.core.errors import ConfigError
 from shardwise.training.gradients.gradients import (
-    DEFAULT_BUCKET_SIZE,
     Bucket,
+    BucketSize,
     Gradients,
     make_buckets,
     trained_by_dtype,
@@ -61,7 +61,8 @@ class GradientBuffers(Gradients):
     Args:
         model: the module with the trained parameters, or a pipeline stage's chunks.
         group: the ranks that see different samples.
-        bucket_size: maximum elements per bucket, unless one parameter has more; None for one bucket per dtype.
+        bucket_size: maximum elements per bucket, unless one parameter has more; "auto" for ``default_bucket_size``;
+            None for one bucket per dtype.
         dtype: dtype of the buffers; None for each parameter's own.
         average: average over the ranks instead of summing: gradients are divided by the number of ranks before the
             reduction.
@@ -87,7 +88,7 @@ class GradientBuffers(Gradients):
         model: nn.Module | Sequence[nn.Module],
         *,
         group: ProcessGroup,
-        bucket_size: int | None = DEFAULT_BUCKET_SIZE,
+        bucket_size: BucketSize = "auto",
         dtype: torch.dtype | None = None,
         average: bool = False,
         overlap: bool = True,
@@ -95,7 +96,7 @@ class GradientBuffers(Gradients):
         scatter: bool = False,
         whole: Collection[Parameter] = (),
     ) -> None:
-        if bucket_size is not None and bucket_size < 1:
+        if isinstance(bucket_size, int) and bucket_size < 1:
             raise ConfigError(f"bucket_size is {bucket_size}; it must be at least 1, or None for one bucket")
         self.group = group
         self.average = average

@@ -106,9 +106,7 @@ class GradientTrees(Gradients):
         whole = set(whole)
         for _, params in trained_by_dtype(modules, apart=whole) if scatter else ():
             of_dtype, scatters = [param for _, param in params], params[0][1] not in whole
-            self.buckets += make_buckets(
-                of_dtype, dtype, DEFAULT_BUCKET_SIZE, num_ranks=group.size(), is_scattered=scatters
-            )[1]
+            self.buckets += make_buckets(of_dtype, dtype, "auto", num_ranks=group.size(), is_scattered=scatters)[1]
 
     def begin(self, num_micro_batches: int) -> None:
         self._run = num_micro_batches // (num_micro_batches & -num_micro_batches)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.sharding import Interval
+from shardwise.kernels.planning import device_type_of
 
 
 class Total:
@@ -144,7 +145,25 @@ def _rounded_up(value: int, step: int) -> int:
 
 
 DEFAULT_BUCKET_SIZE = 1 << 23
-"""Default number of elements of a bucket, 32 MiB in fp32."""
+"""Elements of a bucket on a CPU if no size is given: 32 MiB in fp32."""
+
+BucketSize = int | Literal["auto"] | None
+"""Maximum number of elements of a bucket; ``"auto"`` for ``default_bucket_size``, None for one bucket."""
+
+
+def default_bucket_size(device_type: str, num_ranks: int) -> int:
+    """Return the number of elements of a bucket if no size is given.
+
+    On GPUs a bucket grows with the number of data-parallel ranks, so that each rank's part of it does not become too
+    small for the links.
+
+    Args:
+        device_type: type of the parameters' device.
+        num_ranks: number of data-parallel ranks.
+
+    Source: ``DistributedDataParallelConfig.bucket_size`` of Megatron-LM.
+    """
+    return DEFAULT_BUCKET_SIZE if device_type == "cpu" else max(40_000_000, 1_000_000 * num_ranks)
 
 
 @dataclass(eq=False)
@@ -197,7 +216,7 @@ class Bucket:
 def make_buckets(
     params: Iterable[Parameter],
     dtype: torch.dtype | None,
-    bucket_size: int | None,
+    bucket_size: BucketSize,
     *,
     num_ranks: int,
     is_scattered: bool,
@@ -205,6 +224,8 @@ def make_buckets(
     """Allocate a zeroed gradient buffer for parameters of one dtype and device, and its buckets (see ``place``)."""
     params = list(params)
     first = params[0]
+    if bucket_size == "auto":
+        bucket_size = default_bucket_size(device_type_of(first), num_ranks)
     placement = place([param.numel() for param in params], bucket_size=bucket_size, world_size=num_ranks)
     buffer = torch.zeros(placement.bounds[-1], dtype=dtype or first.dtype, device=first.device)
     buckets = [
