@@ -200,7 +200,7 @@ def describe_model(model: nn.Module) -> ModelDescription:
     """Describe a model, given this rank's part of it; the inverse of ``build_model``.
 
     Raises:
-        ConfigError: the model is neither GPT nor Bert, or its activation has no name.
+        ConfigError: the model is neither GPT nor Bert, its activation has no name, or its layers have other parts.
     """
     if not isinstance(model, GPT | Bert):
         raise ConfigError(f"a {type(model).__name__} cannot be described; only GPT and Bert can")
@@ -212,6 +212,14 @@ def describe_model(model: nn.Module) -> ModelDescription:
             f"activation_func {config.activation_func!r} has no name; use one of {', '.join(ACTIVATIONS)}"
         )
     first: Any = model.block.layers[0]
+    for name, wanted in (("self_attention", ("linear_qkv", "linear_proj")), ("mlp", ("linear_fc1",))):
+        part = getattr(first, name, None)
+        missing = [each for each in wanted if not hasattr(part, each)]
+        if missing:
+            raise ConfigError(
+                f"the first layer's {name} is of {type(part).__name__} without {' and '.join(missing)}, so the model "
+                "cannot be described; a description knows SelfAttention and MLP"
+            )
     attention, mlp = first.self_attention, first.mlp
     return ModelDescription(
         kind="bert" if is_bert else "gpt",

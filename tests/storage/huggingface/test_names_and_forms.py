@@ -285,6 +285,19 @@ def test_what_no_architecture_can_say_is_named(one_rank: Any) -> None:
         config_to_json(odd)
 
 
+def test_a_layer_of_somebody_elses_is_named(one_rank: Any) -> None:
+    description = config_from_json(
+        {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 4}
+        | {"num_hidden_layers": 1, "vocab_size": 9, "intermediate_size": 8}
+    ).description
+    model = build_model(description, model_config(description), groups=one_rank)
+    model.block.layers[0].mlp = torch.nn.Identity()
+    with pytest.raises(
+        ConfigError, match="the first layer's mlp is of Identity without linear_fc1, so the model cannot"
+    ):
+        describe_model(model)
+
+
 def test_gemma_3_has_no_cap_of_scores(make: Callable[[str], Reference], one_rank: Any) -> None:
     """Transformers reads the field, and applies only that of the logits."""
     model = load_pretrained(make("gemma3").folder, groups=one_rank, attention_logit_softcap=2.0)
