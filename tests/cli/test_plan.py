@@ -112,6 +112,7 @@ def test_what_fits_is_listed_best_first(capsys):
         (["--tp", "8"], "tp 8 is more than the 4 attention heads"),
         (["--pp", "8"], "the model's 4 layers are fewer than the 8 parts"),
         (["nowhere"], "nowhere"),
+        (["--tp", "2", "dpo", "x"], "no flag takes x; the word dpo goes directly after shardwise plan"),
         (
             ["--recompute.granularity", "full", "--recompute.num-layers", "5", "--fit", "1GiB"],
             "recompute.num-layers 5 is more than the 4 layers of the model",

@@ -118,7 +118,13 @@ def run_subcommand(name: str, argv: Sequence[str]) -> int:
     command = COMMANDS[first]
     module = importlib.import_module(f"shardwise.cli.{command.module}")
     arguments_class = getattr(module, command.kinds[kind] if kind else command.arguments)
-    arguments = parse_command(arguments_class, argv, f"shardwise {name}")
+    try:
+        arguments = parse_command(arguments_class, argv, f"shardwise {name}")
+    except ConfigError as error:
+        late = None if kind else next((word for word in argv if word in command.kinds), None)
+        if late is None:
+            raise
+        raise ConfigError(f"{error}; the word {late} goes directly after shardwise {first}") from error
     check_switches()
     try:
         with lasting_outputs() if arguments.lasts else contextlib.nullcontext():
