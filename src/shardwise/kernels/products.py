@@ -286,7 +286,7 @@ def sums_by_shape(factor: Tensor) -> bool:
 
 
 def sums_by_threads(factor: Tensor) -> bool:
-    """True if the number of threads affects the order in which MKL sums an element, whatever ``MKL_CBWR`` is.
+    """True if the number of threads affects the order in which MKL sums an element, for every ``MKL_CBWR``.
 
     This was observed of fp32 products on an AMD processor with AVX-512 (EPYC, Zen 4), not on its predecessors. On Intel
     processors ``MKL_CBWR`` prevents it.

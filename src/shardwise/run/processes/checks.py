@@ -1,4 +1,4 @@
-"""What would make a run fail on this machine, found before anything starts."""
+"""Checks of this machine before a run starts: devices, compilers, shared memory and network interfaces."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SHARED_MEMORY_FOLDER = "/dev/shm"
 _DRIVERS = {"NVIDIA's": "/proc/driver/nvidia/version", "AMD's": "/dev/kfd"}
 # A run of CPU ranks has at most one channel for each axis and one for all ranks.
 _CHANNELS = 4
-# What NVIDIA's page on NCCL's troubleshooting gives containers.
+# The size for containers in NVIDIA's guide to NCCL, "Troubleshooting".
 _NCCL_BYTES = 1 << 30
 
 
 def find_problems() -> list[str]:
-    """Return what would make runs on this machine fail, or leave its GPUs unused; each with a remedy."""
+    """Return the reasons why runs on this machine would fail or leave its GPUs unused, each with a remedy."""
     return [*_unused_gpus(), *_compilers(), *_shared_memory(), *_peers(), *_interfaces()]
 
 
