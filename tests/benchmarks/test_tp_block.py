@@ -45,6 +45,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedWorkers]:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 def test_all_candidates_are_timed_and_the_json_is_whole(tmp_path, monkeypatch, capsys, shared, sequence_parallel):
     file = tmp_path / "result.json"

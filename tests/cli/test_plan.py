@@ -130,14 +130,17 @@ def test_a_mistake_is_one_line(capsys, argv, message):
     assert message in error
 
 
-def test_the_commands_of_the_page_run(capsys, tmp_path, monkeypatch):
+COMMANDS = re.findall(r"^shardwise plan (.*)$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_page_run(capsys, tmp_path, monkeypatch, command):
+    assert len(COMMANDS) >= 12
     monkeypatch.chdir(tmp_path)
     for name in ("MODEL_DIR", "LARGE"):
         (tmp_path / name).mkdir()
         config = CONFIG | {"max_position_embeddings": 8192, "num_hidden_layers": 2}
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "run.toml").write_text("[model]\nnum_heads = 8\n[training]\nglobal_batch_size = 32\n")
-    commands = re.findall(r"^shardwise plan (.*)$", PAGE, re.MULTILINE)
-    assert len(commands) >= 12
-    for command in commands:
-        assert call(capsys, *shlex.split(command))[0] == 0, command
+    assert call(capsys, *shlex.split(command))[0] == 0

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 
-_PACKAGE = str(Path(shardwise.__file__).parent) + os.sep
+PACKAGE = str(Path(shardwise.__file__).parent) + os.sep
 # Operators other than `item` that read values on the host, because the size of their result depends on the values.
 _READ_VALUES = {
     "aten.nonzero.default",
@@ -98,7 +98,7 @@ class StepRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, str(func)
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         on_gpu = any(tensor.device.type == "cuda" for tensor in given)
         if on_gpu:
             self.operators[name] += 1
@@ -114,7 +114,7 @@ class StepRecorder(TorchDispatchMode):
             return pinned
         result = func(*args, **kwargs)
         if not given:
-            for tensor in _tensors(result):
+            for tensor in tensors_in(result):
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 self.made[str(tensor.device), dtype, tuple(tensor.shape), _place()] += 1
         elif name in ("aten._to_copy.default", "aten.copy_.default"):
@@ -137,20 +137,21 @@ def _reads_values(name: str, args: Any) -> bool:
 def _place() -> str:
     frame: Any = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_PACKAGE):
-            return f"{frame.f_code.co_filename.removeprefix(_PACKAGE)}:{frame.f_lineno}"
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            return f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
         frame = frame.f_back
     return "autograd"
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def serve() -> None:

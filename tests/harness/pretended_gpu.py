@@ -87,7 +87,8 @@ def pretended_gpu(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
     if compiler is None:
         pytest.skip("a pretended GPU needs a C++ compiler; install one, or name it in CXX")
     folder = tmp_path_factory.mktemp("pretended_gpu")
-    library = _library(compiler, request.config)
+    cache = getattr(request.config, "cache", None)
+    library = _library(compiler, folder if cache is None else Path(cache.mkdir("pretended_gpu")))
     with Program(
         "-c",
         _SERVER,
@@ -100,14 +101,14 @@ def pretended_gpu(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
         server.finish()
 
 
-def _library(compiler: str, config: pytest.Config) -> Path:
-    """Compile ``pretended_gpu.cpp`` against this PyTorch; the library is cached between runs."""
+def _library(compiler: str, folder: Path) -> Path:
+    """Compile ``pretended_gpu.cpp`` against this PyTorch, unless the library is in ``folder`` already."""
     found = importlib.util.find_spec("torch")
     assert found is not None
     assert found.origin is not None
     home = Path(found.origin).parent
     mark = hashlib.sha256(_SOURCE.read_bytes() + f"{torch.__version__} {home} {compiler}".encode()).hexdigest()[:16]
-    library = Path(config.cache.mkdir("pretended_gpu")) / f"{mark}.so"  # type: ignore[union-attr]
+    library = folder / f"{mark}.so"
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}")
         options = ["-std=c++20", "-shared", "-fPIC", f"-I{home}/include"]

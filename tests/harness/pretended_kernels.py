@@ -43,6 +43,19 @@ def as_on_a_gpu() -> None:
     FastPath.runs = runs  # type: ignore[method-assign]
 
 
+def kind_of(name: str) -> str | None:
+    """Return what kind of kernel an operator launches; None if it launches none."""
+    space, base, overload = name.split(".")
+    if space == "kernel":
+        return "norms" if "norm" in base else "attention" if "attention" in base else "fused elementwise"
+    operator = getattr(getattr(getattr(torch.ops, space), base), overload)
+    if space != "aten" or operator.is_view or base.startswith(("empty", "new_empty", "_unsafe_view", "record_stream")):
+        return None
+    if base == "_local_scalar_dense":
+        return None
+    return "products" if base in ("mm", "addmm", "bmm") else "others"
+
+
 def _define(schema: str, kernel: Any) -> None:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)

@@ -22,6 +22,7 @@ ZERO = {"zero": 1}
 
 @pytest.mark.sample(2)
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("kind", "name", "dtype"),

@@ -112,6 +112,7 @@ def check(kind, layouts, prepare=lambda model: None, **options):
     return alone
 
 
+@pytest.mark.sample(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_two_ranks_of_a_kind(group, kind):

@@ -3,68 +3,21 @@
 import math
 import re
 from collections import Counter
-from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from harness.on_pretended_gpu import StepRecorder, fake_tensors, join
-from harness.pretended_kernels import as_on_a_gpu
+from harness.pretended_kernels import as_on_a_gpu, kind_of
 from models.transformer.accounting_page import evaluate, table
+from run.pretended_run import LLAMA_3_8B, run_two_steps
 
-from shardwise.core import initialization
 from shardwise.core.communication.accounting import CollectiveCounter
-from shardwise.data import Corpus, HeldOut, TokenRows, TokenStream, WindowRows
-from shardwise.models.adapters import LoraConfig
 from shardwise.models.gpt import GPT
-from shardwise.run import run
-from shardwise.run.processes.ranks import Ranks
-from shardwise.run.session import open_session
-from shardwise.run.settings import ModelSettings, OptimizerSettings, ParallelSettings, Settings, TrainingSettings
-from shardwise.run.tasks.task import Method, Task
-from shardwise.run.tasks.task_data import TaskData
-from shardwise.run.tasks.texts import NewModel
-from shardwise.storage.adapters import add_lora_
-from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.training.gradients import gradients
 
 # A sequence of any length shows the same.
-S, B, H, A, F, V = 64, 2, 4096, 32, 14336, 128256
-
-
-class Tokens:
-    """In the place of a tokenizer of that many ids, which no small text could train."""
-
-    vocab_size = V
-    sha256 = ""
-
-    def save(self, folder):
-        """There is nothing to save."""
-
-
-class MadeUpTokens(Method):
-    """In the place of a text."""
-
-    def read(self, ranks):
-        corpus = Corpus("zeros", ("0",))
-        train, held_out = (TokenStream("zeros", np.zeros(n * S + 1, dtype=np.uint32), 0, 4 * n * S) for n in (20, 2))
-        held_out = HeldOut(WindowRows(held_out, S))
-        return TaskData(corpus.name, corpus.sha256, Tokens(), TokenRows(train, S), held_out)
-
-
-class WithAdapters(NewModel):
-    """Adapters as `shardwise finetune` adds them."""
-
-    def build(self, settings, data, *, groups, device):
-        model = super().build(settings, data, groups=groups, device=device)
-        add_lora_(model, LoraConfig(r=16, lora_alpha=32, target_modules=("all-linear",)), ARCHITECTURES["llama"])
-        return model
-
-
-def task_of(source, settings):
-    """A run as `shardwise train` starts it, but for the text."""
-    return Task(settings, source(settings), MadeUpTokens())
+S, B, H, A, F = 64, 2, 4096, 32, 14336
 
 
 class Part:
@@ -91,66 +44,34 @@ class Part:
         return found
 
 
-def kind_of(name):
-    """What kind of kernel an operator is; None if it launches none."""
-    space, base, overload = name.split(".")
-    if space == "kernel":
-        return "norms" if "norm" in base else "attention" if "attention" in base else "fused elementwise"
-    operator = getattr(getattr(getattr(torch.ops, space), base), overload)
-    if space != "aten" or operator.is_view or base.startswith(("empty", "new_empty", "_unsafe_view", "record_stream")):
-        return None
-    if base == "_local_scalar_dense":
-        return None
-    return "products" if base in ("mm", "addmm", "bmm") else "others"
-
-
-LLAMA_3_8B = {
-    "hidden_size": H,
-    "num_heads": A,
-    "num_query_groups": 8,
-    "ffn_hidden_size": F,
-    "vocab_size": V,
-    "tie_embeddings": False,
-}
-
-
 def a_step(folder, num_layers, parallel, training, adapters, world_size, *, optimizer="adamw", **model):
-    """The second step of a run; in the first one ranks compare their calls."""
+    """The second step of a run."""
     # Each weight of a layer has its own bucket then, so that a layer's part of the collectives can be told.
     gradients.default_bucket_size = lambda device_type, num_ranks: gradients.DEFAULT_BUCKET_SIZE
-    model = ModelSettings(**{"num_layers": num_layers, "sequence_length": S} | (model or LLAMA_3_8B))
-    training = {
-        "steps": 3,
-        "global_batch_size": MICRO_BATCHES * B,
-        "micro_batch_size": B,
-        "dtype": "bfloat16",
-    } | training
-    settings = Settings(
-        data=("-",),
-        out=folder,
-        model=model,
-        parallel=ParallelSettings(**parallel),
-        optimizer=OptimizerSettings(name=optimizer),
-        training=TrainingSettings(**training),
-    )
     parts = {name: Part() for name in ("forward", "backward", "step")}
-    own = run._Training._step, GPT.forward, torch.Tensor.backward
+    own = GPT.forward, torch.Tensor.backward
 
-    def recorded(self, number, *others):
+    def around(number, make_step):
         if number == 0:
-            return own[0](self, number, *others)
-        GPT.forward = parts["forward"].around(own[1])
-        torch.Tensor.backward = parts["backward"].around(own[2])
-        parts["step"].around(own[0])(self, number, *others)
-        raise InterruptedError
+            return make_step()
+        GPT.forward = parts["forward"].around(own[0])
+        torch.Tensor.backward = parts["backward"].around(own[1])
+        return parts["step"].around(make_step)()
 
-    run._Training._step = recorded
-    ranks = Ranks(0, 0, world_size, torch.device("cuda", 0))
+    batch = {"global_batch_size": MICRO_BATCHES * B, "micro_batch_size": B, "dtype": "bfloat16"}
     try:
-        with pytest.raises(InterruptedError):
-            run.train(open_session(settings, ranks, partial(task_of, WithAdapters if adapters else NewModel)))
+        run_two_steps(
+            folder,
+            around,
+            world_size=world_size,
+            parallel=parallel,
+            training=batch | training,
+            model={"num_layers": num_layers, "sequence_length": S} | (model or LLAMA_3_8B),
+            optimizer=optimizer,
+            adapters=adapters,
+        )
     finally:
-        run._Training._step, GPT.forward, torch.Tensor.backward = own
+        GPT.forward, torch.Tensor.backward = own
     step = parts["step"].recorder
     elsewhere = [made for made in step.made if made[0] == "cpu" and math.prod(made[2]) > 1]
     return {name: (part.kernels(), part.collectives) for name, part in parts.items()}, {
@@ -165,8 +86,6 @@ def steps(folder, *case):
     """Steps of models of one layer and of two."""
     join("cuda:fake", world_size=case[-1], rank=0)
     as_on_a_gpu()
-    # Initial values are numbers, which nobody asks for here.
-    initialization.fill_normal_ = lambda *_, **__: None
     with fake_tensors(), StepRecorder():
         return [a_step(f"{folder}/{num_layers}", num_layers, *case) for num_layers in (1, 2)]
 

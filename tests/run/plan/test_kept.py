@@ -142,7 +142,7 @@ def kept_by(workload, group):
     return kept_in_a_step(trainer, Batch(tokens, tokens))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("cases", [(2, WORKLOADS[name]) for name in WORKLOADS], ids=WORKLOADS, indirect=True)

@@ -57,7 +57,7 @@ def test_one_rank(group, planned):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.ranks(2)
 @of_ranks(2)
 def test_two_ranks(group, planned):

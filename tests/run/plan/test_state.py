@@ -159,7 +159,7 @@ def plans(request):
     return settings, of_ranks
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("plans", STEPS, indirect=True)
