@@ -112,6 +112,8 @@ class StepRecorder(TorchDispatchMode):
             pinned = torch.empty_like(args[0])
             pinned.is_pinned_here = True
             return pinned
+        if func.namespace == "c10d":
+            _check_backends(func, args, given)
         result = func(*args, **kwargs)
         if not given:
             for tensor in tensors_in(result):
@@ -132,6 +134,14 @@ def _reads_values(name: str, args: Any) -> bool:
     if name in _INDEXING:
         return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
     return name in _READ_VALUES or name == "aten._local_scalar_dense.default"
+
+
+def _check_backends(func: Any, args: Any, given: list[Tensor]) -> None:
+    """Refuse a tensor on a device for which the group has no backend, which fake tensors would hide."""
+    names = [argument.name for argument in func._schema.arguments]
+    group = ProcessGroup.unbox(args[names.index("process_group")])
+    for tensor in given:
+        group._get_backend(tensor.device)
 
 
 def _place() -> str:
