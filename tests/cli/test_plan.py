@@ -109,7 +109,7 @@ def test_what_fits_is_listed_best_first(capsys):
         (["--ranks", "many"], "--ranks 'many' is not a number of ranks; give integers such as 8 64"),
         (["--ranks", "0"], "--ranks is 0; it must be from 1 to 65,536"),
         (["--ranks", "3", "--tp", "2"], "parallel.tp 2 does not divide the 3 ranks"),
-        (["--tp", "8"], "tp 8 is more than the 4 attention heads"),
+        (["--tp", "16"], "tp 16 is more than the 8 attention heads"),
         (["--pp", "8"], "the model's 4 layers are fewer than the 8 parts"),
         (["nowhere"], "nowhere"),
         (["--tp", "2", "dpo", "x"], "no flag takes x; the word dpo goes directly after shardwise plan"),

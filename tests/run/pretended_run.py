@@ -23,6 +23,7 @@ from shardwise.run.settings import (
 from shardwise.run.tasks.task import Method, Task
 from shardwise.run.tasks.task_data import TaskData
 from shardwise.run.tasks.texts import NewModel
+from shardwise.run.wording import banner
 from shardwise.storage.adapters import add_lora_
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 
@@ -87,7 +88,7 @@ def run_two_steps(
     optimizer="adamw",
     adapters=False,
 ):
-    """Train one step, and a second one: in the first, ranks compare their calls.
+    """Train one step, and a second one: in the first, ranks compare their calls. Return the banner.
 
     Args:
         folder: folder of the run.
@@ -115,8 +116,11 @@ def run_two_steps(
 
     run._Training._step = step
     ranks = Ranks(rank, 0, world_size, torch.device("cuda", 0))
+    session = open_session(settings, ranks, partial(task_of, WithAdapters if adapters else NewModel))
+    said = banner(session)
     try:
         with pytest.raises(InterruptedError):
-            run.train(open_session(settings, ranks, partial(task_of, WithAdapters if adapters else NewModel)))
+            run.train(session)
     finally:
         run._Training._step = own
+    return said

@@ -60,7 +60,7 @@ def a_step(folder, num_layers, parallel, training, adapters, world_size, *, opti
 
     batch = {"global_batch_size": MICRO_BATCHES * B, "micro_batch_size": B, "dtype": "bfloat16"}
     try:
-        run_two_steps(
+        said = run_two_steps(
             folder,
             around,
             world_size=world_size,
@@ -79,6 +79,7 @@ def a_step(folder, num_layers, parallel, training, adapters, world_size, *, opti
         "copies": dict(step.copies),
         "pageable copies": dict(step.pageable),
         "made on the CPU": elsewhere,
+        "banner": said,
     }
 
 
@@ -148,6 +149,14 @@ OTHERS = {
 }
 
 
+SAID = {
+    "stages": "overlap none: stages' messages",
+    "fp16 and Muon": "not the tensor-parallel collectives of the forward",
+    "overlap": "layers in parts: column forward",
+    "GPT with dropout": f"all 2 heads of {S} x {S} tokens: about {12 * 2 * S * S * B / 2**20:.0f} MiB a layer",
+}
+
+
 def other_steps(folder, case):
     # As NCCL's groups have gloo beside it, for what the hosts know.
     join("cpu:fake,cuda:fake", world_size=2, rank=0)
@@ -164,3 +173,4 @@ def test_whatever_is_trained_a_step_waits_once(pretended_gpu, tmp_path, case):
     step = pretended_gpu(other_steps, str(tmp_path), case)
     assert list(step["waits"].values()) == [1], step["waits"]
     assert step["pageable copies"] == {}
+    assert SAID[case] in step["banner"]

@@ -41,6 +41,7 @@ def banner(session: Session) -> str:
         + _idle(settings, tp)
         + _parts(session)
         + _device(session)
+        + _dropout(session)
         + _ways(session)
         + speed(session)
     )
@@ -80,6 +81,10 @@ def _or(numbers: Sequence[int]) -> str:
     return " or ".join(map(str, numbers))
 
 
+# By schedule: how many messages overlap, and with what (docs/gpus.md).
+_MESSAGES_OVERLAP = {"zero-bubble": ("", "weight gradients"), "interleaved": ("some of the ", "other micro-batches")}
+
+
 def _device(session: Session) -> str:
     """Return the reason why the run uses the CPU instead of a GPU; on GPUs, which collectives overlap."""
     settings, ranks, topology = session.settings, session.ranks, session.topology
@@ -98,10 +103,42 @@ def _device(session: Session) -> str:
     if topology.size("dp") > 1:
         hidden.append("sums over data-parallel ranks behind the backward")
     if topology.size("pp") > 1:
-        hidden.append("stages' messages behind other micro-batches")
+        messages, behind = "stages' messages", _MESSAGES_OVERLAP.get(settings.parallel.pipeline_schedule)
+        if behind is None:
+            bare.append(messages)
+        else:
+            hidden.append(f"{behind[0]}{messages} behind {behind[1]}")
     if not hidden:
-        return ""
+        return f"\noverlap none: {'; '.join(bare)}" if bare else ""
     return f"\noverlap {'; '.join(hidden)}" + "".join(f"\n       not {what}" for what in bare)
+
+
+def _dropout(session: Session) -> str:
+    """Return a note on the memory of attention's weights if dropout's masks must not depend on the layout."""
+    settings, config, tp = session.settings, session.trainer.model.config, session.topology.size("tp")
+    recompute = settings.recompute
+    recomputed = recompute.granularity == "full" or (
+        recompute.granularity == "selective" and "core_attn" in recompute.modules
+    )
+    if (
+        session.ranks.device.type == "cpu"
+        or config.attention_dropout == 0
+        or settings.training.rng != "global"
+        or recomputed
+    ):
+        return ""
+    heads, s, b = (
+        -(-config.heads[0] // tp),
+        settings.sequence_length,
+        settings.micro_batch_size(session.topology.size("dp")),
+    )
+    # docs/accounting.md, "attention core, dropout".
+    kept = 12 * heads * s * s * b
+    return (
+        f"\nnote   dropout in attention keeps the weights of all {heads} heads of {s:,} x {s:,} tokens: about "
+        f"{kept / (1 << 20):,.0f} MiB a layer; --training.rng per_rank keeps none, but masks depend on the layout; "
+        "--recompute.granularity selective computes them again"
+    )
 
 
 def _ways(session: Session) -> str:

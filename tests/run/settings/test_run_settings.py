@@ -49,7 +49,7 @@ from shardwise.run.settings import (
         (lambda: TrainingSettings(micro_batch_size=0), "micro-batch-size is 0"),
         (lambda: CorpusSettings(held_out_fraction=0.0), "held-out-fraction is 0.0"),
         (lambda: Settings(), "no text to train on"),
-        (lambda: Settings(data=("x",), parallel=ParallelSettings(tp=5)), "tp 5 is more than the 4 attention heads"),
+        (lambda: Settings(data=("x",), parallel=ParallelSettings(tp=9)), "tp 9 is more than the 8 attention heads"),
     ],
 )
 def test_impossible_settings_name_the_value(make, words):

@@ -47,7 +47,7 @@ class ModelSettings(Checked, prefix="model."):
     architecture: Literal["llama", "gpt"] = "llama"
     num_layers: Annotated[int, Range(1, 10_000)] = 4
     hidden_size: Annotated[int, _WIDTH] = 256
-    num_heads: Annotated[int, _WIDTH] = 4
+    num_heads: Annotated[int, _WIDTH] = 8
     num_query_groups: Annotated[int | None, _WIDTH] = None
     ffn_hidden_size: Annotated[int | None, Range(1, 1 << 22)] = None
     # Minimum: the 256 bytes and the end-of-text token. Maximum: four times the largest vocabulary in use.
