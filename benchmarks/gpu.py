@@ -116,14 +116,14 @@ def measurements(*, rehearsal: bool) -> list[tuple[str, Callable[[], list[Any]]]
     """Return the measurements in order, each with a name and a function that returns rows."""
     import torch
     import torch.distributed as dist
-    from gpus import losses, models
+    from gpus import losses, models, updates
     from gpus.measuring import Limits
 
     device = torch.device("cpu") if rehearsal else torch.device("cuda", 0)
     loss_sizes, model_sizes = losses.LossSizes(), models.ModelRunSizes()
-    width, num_bytes = 8192, 4 << 30
+    width, num_bytes, num_parameters = 8192, 4 << 30, 1 << 29
     if rehearsal:
-        width, num_bytes = 64, 1 << 16
+        width, num_bytes, num_parameters = 64, 1 << 16, 1 << 14
         loss_sizes = losses.LossSizes(num_tokens=8, vocab_size=40, hidden_size=16, repeats=2)
         model_sizes = models.ModelRunSizes(
             num_layers=1, hidden_size=16, num_heads=2, num_query_groups=1, ffn_hidden_size=32, vocab_size=300,
@@ -144,6 +144,7 @@ def measurements(*, rehearsal: bool) -> list[tuple[str, Callable[[], list[Any]]]
         ("limits", limits),
         ("loss", lambda: losses.measure_plain(device, loss_sizes, world())),
         ("loss with output layer", lambda: losses.measure_linear(device, loss_sizes, world())),
+        ("update", lambda: updates.measure_update(device, num_parameters, loss_sizes.repeats)),
         ("model", lambda: models.measure_model(device, model_sizes, world(), found[0])),
         ("saving", lambda: models.measure_saving(device, model_sizes)),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import interpreted_adamw
 import interpreted_elementwise
 import interpreted_loss
 import interpreted_reduce_norm
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from conftest import REHEARSED
 
-from shardwise.kernels import loss_reference, loss_triton, triton_trial
+from shardwise.kernels import dispatch, loss_reference, loss_triton, triton_trial
 from shardwise.kernels.elementwise import swiglu
 from shardwise.kernels.norms import add_rms_norm
 
@@ -50,6 +51,18 @@ def test_a_kernel_equals_its_definition(one_rank, device, name):
     finally:
         for path, device_type in paths:
             path.device_type = device_type
+
+
+@pytest.mark.usefixtures("kernels_on_the_device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_update_is_as_close_to_the_definition_as_pytorchs(device, dtype):
+    path = dispatch.ADAMW_TRITON
+    before = path.device_type, path.missing
+    try:
+        with torch.device(device):
+            interpreted_adamw.check_distances(1 if REHEARSED else 100, dtype, 2.7)
+    finally:
+        path.device_type, path.missing = before
 
 
 @pytest.mark.parametrize("name", triton_trial.NAMES)

@@ -172,7 +172,7 @@ def test_without_a_compiler_the_reference_runs_and_the_reason_is_told(tmp_path):
 def test_triton_can_be_left_out(monkeypatch):
     monkeypatch.setenv("SHARDWISE_TRITON", "0")
     paths = [path for path in (*PATHS, dispatch.REDUCE_NORM) if "Triton" in path.name]
-    assert len(paths) == 5
+    assert len(paths) == 6
     for path in paths:
         assert path.why_not(Call("cuda", torch.bfloat16)) == "SHARDWISE_TRITON is 0"
 

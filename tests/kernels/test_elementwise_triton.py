@@ -52,4 +52,4 @@ def test_launches_name_arguments_and_options_that_there_are():
                 known = {argument.arg for argument in arguments[call.func.value.id].args} | {"num_warps"}
                 assert {keyword.arg for keyword in call.keywords} <= known, (path.name, call.func.value.id)
                 launches += 1
-    assert launches == 10
+    assert launches == 11

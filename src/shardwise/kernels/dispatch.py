@@ -268,6 +268,14 @@ DECODE_TRITON = FastPath(
     missing=_triton("decode_attention"),
     module="decode_attention_triton",
 )
+ADAMW_TRITON = FastPath(
+    "Triton update of AdamW",
+    "for fp32 weights and fp32 copies of weights, but not in exact runs",
+    "cuda",
+    (torch.bfloat16, torch.float16, torch.float32),
+    missing=_triton("adamw"),
+    module="adamw_triton",
+)
 CUDA_GRAPHS = FastPath(
     "CUDA graph of a token's pass",
     "in generation, where Triton attends to the cache",
@@ -319,7 +327,7 @@ REDUCE_NORM = FastPath(
 
 
 _CPU_PATHS = (LOSS_CPU, ELEMENTWISE, RMS_NORM, ONEDNN, HUGE_PAGES, PLACED_OUTPUTS)
-_CUDA_PATHS = (LOSS_TRITON, ELEMENTWISE_TRITON, ADD_NORM_TRITON, DECODE_TRITON, CUDA_GRAPHS)
+_CUDA_PATHS = (LOSS_TRITON, ELEMENTWISE_TRITON, ADD_NORM_TRITON, ADAMW_TRITON, DECODE_TRITON, CUDA_GRAPHS)
 PATHS = (*_CPU_PATHS, *_CUDA_PATHS)
 
 

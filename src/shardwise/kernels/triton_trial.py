@@ -146,10 +146,39 @@ def _try_reduce_norm(dtype: torch.dtype, device: torch.device) -> Iterator[tuple
     yield there, buffer
 
 
+def _try_adamw(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    from shardwise.kernels import adamw_triton
+
+    weight, gradient = _numbers(40, dtype=torch.float32), _numbers(40, dtype=torch.float32).flip(0)
+    # In the first step, the quotient of the means is the gradient's sign.
+    expected = 0.999 * weight - 0.1 * gradient.sign()
+    rounded = None if dtype == torch.float32 else torch.empty(40, dtype=dtype, device=device)
+    held = gradient.to(device, copy=True), weight.to(device, copy=True)
+    means = torch.zeros(40, device=device), torch.zeros(40, device=device)
+    step, factor = torch.ones((), device=device), torch.full((), 0.5, device=device)
+    addresses = [0 if each is None else each.data_ptr() for each in (*held, *means, rounded, step)]
+    made = adamw_triton.tables([[*addresses, 40]], device)
+    adamw_triton.update_(
+        *made,
+        factor=factor,
+        learning_rate=0.1,
+        weight_decay=0.01,
+        betas=(0.9, 0.999),
+        epsilon=1e-8,
+        rounded=None if rounded is None else dtype,
+        clears=True,
+    )
+    yield held[1], expected
+    yield held[0], torch.zeros_like(weight)
+    if rounded is not None:
+        yield rounded, expected
+
+
 _TRIALS = {
     "loss": _try_loss,
     "elementwise": _try_elementwise,
     "add_rms_norm": _try_add_rms_norm,
+    "adamw": _try_adamw,
     "decode_attention": _try_decode_attention,
     "reduce_norm": _try_reduce_norm,
 }

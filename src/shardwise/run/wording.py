@@ -165,6 +165,9 @@ def speed(session: Session) -> str:
     if config.normalization == "RMSNorm":
         sizes[dispatch.RMS_NORM] = sizes[dispatch.ELEMENTWISE] = tokens * config.hidden_size
         sizes[dispatch.ADD_NORM_TRITON] = sizes[dispatch.ELEMENTWISE_TRITON] = tokens * config.hidden_size
+    precision = PRECISIONS[settings.training.dtype]
+    if settings.optimizer.name == "adamw" and (precision.has_masters or precision.params_dtype == torch.float32):
+        sizes |= {} if settings.parallel.exact else {dispatch.ADAMW_TRITON: session.num_parameters}
     device_type, refusal = session.ranks.device.type, trainer.optimizer.why_not_fused
     choices = [
         *tf32(device_type, settings.training.dtype),

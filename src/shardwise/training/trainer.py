@@ -29,6 +29,7 @@ from shardwise.models.transformer_model import TransformerModel
 from shardwise.training.gradients import GradientBuffers, Gradients, GradientTrees, Total
 from shardwise.training.gradients.replicas import check_replicas
 from shardwise.training.objective import CrossEntropy, Objective, means_of, outputs_of
+from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.gradients import (
     clip_grad_norm_,
     exact_grad_norm,
@@ -134,6 +135,11 @@ class Trainer:
         self._prepared: _Prepared | None = None
         self.optimizer, self.gradients = build_optimizer(settings, model, self._chunks, groups)
         self.zero = self.optimizer if isinstance(self.optimizer, ZeroOptimizer) else None
+        self._fused = _fused(self.optimizer)
+        self._scale_later = None if self._fused is None else self._divide_by
+        if self._fused is not None:
+            # With split state, other ranks' intervals of a bucket hold sums of this rank alone.
+            self._fused.clears_gradients = isinstance(self.gradients, GradientBuffers) and self.zero is None
         self.objective = CrossEntropy(self.gradients.sum_of_losses) if objective is None else objective
         self._needs_lengths = self.objective.depends_on_length or any(each.depends_on_length for each in self._chunks)
         self._norm_of = global_grad_norm if exact_parts(groups.tp) is None else exact_grad_norm
@@ -212,6 +218,7 @@ class Trainer:
             loss_scale=scale,
             shares=None if self.zero is None else self.zero.parameters.shares,
             norm_of=self._norm_of,
+            scale_later=self._scale_later,
         )
         if meanwhile is not None:
             meanwhile()
@@ -233,9 +240,15 @@ class Trainer:
             return StepResult(mean_loss, grad_norm, learning_rate, used, is_skipped=True, others=tuple(others))
         set_learning_rate_(self.optimizer, learning_rate)
         self.optimizer.step()
+        if self._fused is not None and self._fused.has_cleared:
+            self.gradients.are_clear = True
         if self.loss_scale is not None:
             self.loss_scale.keep_()
         return StepResult(mean_loss, grad_norm, learning_rate, used, others=tuple(others))
+
+    def _divide_by(self, scale: Tensor) -> None:
+        assert self._fused is not None
+        self._fused.grad_scale = scale
 
     def _announce(self, kind: Kind, micro_batch: int) -> None:
         if self.before_action is not None:
@@ -386,6 +399,13 @@ def _stream_seed(seed: int, step: int, dp_rank: int, stage: int) -> int:
     # as a run without stages.
     entropy = (seed, step, dp_rank, stage) if stage else (seed, step, dp_rank)
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(2))
+
+
+def _fused(optimizer: ShardedOptimizer) -> AdamW | None:
+    """Return the run's AdamW if it updates all parameters, in one kernel that may divide the gradients as well."""
+    innermost: Any = getattr(optimizer, "innermost", optimizer)
+    fuses = isinstance(innermost, AdamW) and innermost.why_not_fused is None and not innermost.is_exact
+    return innermost if fuses else None
 
 
 def build_optimizer(

@@ -165,8 +165,10 @@ class GradientBuffers(Gradients):
     def zero_(self) -> None:
         """Zero the buffers and set each ``grad`` to None."""
         self._wait()
-        for buffer in self.buffers:
-            buffer.zero_()
+        if not self.are_clear:
+            for buffer in self.buffers:
+                buffer.zero_()
+        self.are_clear = False
         for param, slot in self._slots.items():
             param.grad = None
             slot.is_attached = False

@@ -55,10 +55,12 @@ class Gradients:
         total: class that sums losses over a step.
         seeds_micro_batches: True if dropout masks depend on a micro-batch's position in the global batch, not on its
             rank.
+        are_clear: set by an optimizer that has cleared all gradients; ``zero_`` need not clear them again.
     """
 
     total: type[Total] = Total
     seeds_micro_batches = False
+    are_clear = False
     _trained: Sequence[Parameter] = ()
 
     @staticmethod

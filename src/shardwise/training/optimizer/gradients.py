@@ -186,6 +186,7 @@ def clip_grad_norm_(
     loss_scale: float = 1.0,
     shares: Mapping[Parameter, Share] | None = None,
     norm_of: Callable[..., Tensor] = global_grad_norm,
+    scale_later: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Scale all gradients in place so that their global norm is at most ``max_norm``.
 
@@ -197,6 +198,8 @@ def clip_grad_norm_(
         loss_scale: factor by which the loss was scaled; the gradients are always divided by it.
         shares: as for ``global_grad_norm``; this rank's elements are scaled.
         norm_of: ``global_grad_norm``, or ``exact_grad_norm``.
+        scale_later: called, on other devices than the CPU, with the fp32 scalar by which fp32 gradients are to be
+            divided, instead of dividing them; None divides them.
 
     Returns:
         The norm before clipping, divided by ``loss_scale``; an fp64 scalar, the same on every rank. The host does not
@@ -208,7 +211,10 @@ def clip_grad_norm_(
     if clips and not norm.is_cpu:
         # A NaN norm leaves the gradients unchanged; the caller checks the norm.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0) / loss_scale
-        _multiply_on_device_(own, factor)
+        if scale_later is not None and all(gradient.dtype == torch.float32 for gradient in own):
+            scale_later(factor.reciprocal().float())
+        else:
+            _multiply_on_device_(own, factor)
         return norm
     on_host = min(1.0, float(max_norm / (norm + 1e-6))) if clips else 1.0
     if on_host / loss_scale != 1.0:

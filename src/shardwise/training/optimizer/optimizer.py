@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from shardwise.core.sharding import Interval, ParamLayout, ParamShard
 from shardwise.core.sharding.balanced import interval_of_rows, local_rows
 from shardwise.training.gradients import Division, GradientBuffers, GradientTrees, ParameterBuffers
+from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.gradients import gradient_of
 
 if TYPE_CHECKING:
@@ -85,6 +86,11 @@ class _OfOtherTensors:
         self.why_not_fused: str | None = optimizer.why_not_fused
         self._others = others
 
+    @property
+    def innermost(self) -> Any:
+        """The optimizer that this one wraps, or that one wraps, and so on."""
+        return getattr(self.optimizer, "innermost", self.optimizer)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, including those of the model's parameters."""
         self.optimizer.zero_grad(set_to_none)
@@ -137,11 +143,14 @@ class MasterWeights(_OfOtherTensors):
         }
         super().__init__(optimizer, self._masters)
         optimizer.train_instead_(self._masters)
+        if isinstance(optimizer, AdamW):
+            optimizer.rounds.update({master: param for param, master in self._masters.items()})
 
     def step(self) -> None:
         """Update the copies, and set the parameters to the rounded copies."""
         super().step()
-        self.round_()
+        if not (isinstance(self.optimizer, AdamW) and self.optimizer.has_rounded):
+            self.round_()
 
     def set_step_(self, step: int) -> None:
         """Set the number of completed steps, and the parameters from the copies, which were loaded."""
