@@ -16,7 +16,7 @@ SIDE_BY_SIDE := $(MAKE) --no-print-directory -j4 tests-of-ranks tests-of-program
 PROGRAMS := $(addprefix tests/,benchmarks cli examples harness_test hostile)
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo gpu test test-all test-fast test-under-load tests-of-ranks tests-of-programs other-tests check install clean
+.PHONY: demo gpu gpus test test-all test-fast test-under-load tests-of-ranks tests-of-programs other-tests check install clean
 
 demo: $(INSTALLED)
 	$(BIN)/shardwise demo
@@ -56,6 +56,10 @@ endef
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
 	@$(GPU_PYTHON) benchmarks/gpu.py
+
+# The same on two or more GPUs: losses of each kind of layout, a run that is killed and resumed, and bandwidths.
+gpus:
+	@$(GPU_PYTHON) benchmarks/several_gpus.py
 
 check: $(INSTALLED_DEV)
 	$(BIN)/ruff format --check .

@@ -179,9 +179,9 @@ def measure_all(*, rehearsal: bool, until: float) -> tuple[list[Any], bool]:
     return rows, succeeded
 
 
-def text_of(rows: Sequence[Any], facts: dict[str, Any], date: str) -> str:
+def text_of(rows: Sequence[Any], facts: dict[str, Any], date: str, title: str = "On one GPU") -> str:
     """Format the table in Markdown."""
-    lines = [f"# On one GPU, {date}", ""]
+    lines = [f"# {title}, {date}", ""]
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", "| | | value | goal | | |", "|---|---|---|---|---|---|"]
     for row in rows:

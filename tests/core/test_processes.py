@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from functools import partial
 
 import pytest
+import torch.distributed as dist
 
 from shardwise.core.processes import in_forks
 
@@ -59,3 +61,33 @@ def test_one_core_or_one_argument_needs_no_process(monkeypatch):
 @pytest.mark.ranks(1)
 def test_a_rank_calls_the_function_itself(group):
     assert in_forks(tenfold, [1, 2]) == [(10, os.getpid()), (20, os.getpid())]
+
+
+def collected(number):
+    gc.collect()
+    return number
+
+
+def leave_a_process_group():
+    """In a cycle, so that only a collection ends it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    cycle = [dist.group.WORLD]
+    cycle.append(cycle)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("reachable", [False, True])
+def test_a_fork_does_not_end_a_process_group_whose_threads_it_lacks(reachable):
+    gc.disable()
+    try:
+        leave_a_process_group()
+        kept = [each for each in gc.get_objects() if type(each) is dist.ProcessGroup] if reachable else []
+        assert in_forks(partial(collected_without, kept), [1, 2]) == [1, 2]
+    finally:
+        gc.enable()
+
+
+def collected_without(kept, number):
+    # What this process still held, the fork drops.
+    kept.clear()
+    return collected(number)

@@ -20,11 +20,13 @@ from run.tiny import tiny_settings
 
 from shardwise.core.errors import CheckpointError, DivergenceError
 from shardwise.core.tensor_files import TensorFile
+from shardwise.run import shortage
 from shardwise.run.checkpoint_writer import CheckpointWriter
 from shardwise.run.processes.stopping import Interrupted
 from shardwise.run.run import train
 from shardwise.storage import checkpoint
 from shardwise.storage.checkpoint import latest, saving
+from shardwise.storage.checkpoint.storage import BoxData
 
 
 class Gate:
@@ -197,6 +199,35 @@ def test_where_memory_does_not_suffice_the_rank_writes_at_once_and_says_so(group
         checkpoint.verify(path)
     note = "note   rank 1 trains on only when it has written, for want of memory: MemoryError: none left\n"
     assert said.getvalue() == (note if dist.get_rank(group) == 0 else "")
+
+
+def test_copies_stay_within_a_budget():
+    parts = [BoxData(key, key, (0,), torch.ones(length)) for key, length in (("a", 10), ("b", 5))]
+    allowed = [59]
+    snapshot = checkpoint.Snapshot(lambda: allowed[0])
+    with pytest.raises(MemoryError, match="copies of 60 bytes are more than the 59 bytes that a rank may take"):
+        snapshot.take(parts)
+    allowed[0] = 60
+    assert [copy.data.tolist() for copy in snapshot.take(parts)] == [[1.0] * 10, [1.0] * 5]
+    # What is there already is used again.
+    allowed[0] = 0
+    snapshot.take(parts)
+    with pytest.raises(MemoryError, match="copies of 24 bytes"):
+        snapshot.take([parts[0], dataclasses.replace(parts[1], data=torch.ones(6))])
+
+
+def test_the_ranks_of_a_host_share_half_of_what_is_free(monkeypatch):
+    files = {"/proc/meminfo": "MemTotal: 900 kB\nMemAvailable:    400 kB\n"}
+    monkeypatch.setattr(shortage, "_read", lambda path: files.get(path, ""))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert shortage.memory_for_copies() == 400 * 1024 // 2 // 4
+    files |= {"/sys/fs/cgroup/memory.max": "max\n", "/sys/fs/cgroup/memory.current": "9\n"}
+    assert shortage.memory_for_copies() == 400 * 1024 // 2 // 4
+    files |= {"/sys/fs/cgroup/memory.max": "1000\n", "/sys/fs/cgroup/memory.current": "900\n"}
+    files["/sys/fs/cgroup/memory.stat"] = "anon 600\nfile 300\n"
+    assert shortage.memory_for_copies() == 400 // 2 // 4
+    files.clear()
+    assert shortage.memory_for_copies() is None
 
 
 @pytest.mark.ranks(2)

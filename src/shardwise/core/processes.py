@@ -7,6 +7,7 @@ any other value is an error.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import os
@@ -179,6 +180,9 @@ def in_forks(function: Callable[[_T], _R], arguments: Sequence[_T]) -> list[_R]:
     is_rank = groups is not None and groups.is_initialized()
     number = min(cores, len(arguments))
     if number > 1 and not is_rank and not multiprocessing.current_process().daemon:
+        # A fork has no threads but its own. An unreachable process group of gloo would wait for its threads forever
+        # when a fork collects it, so this process collects it before, and forks keep what they inherit.
+        gc.collect()
         try:
             with ProcessPoolExecutor(number, multiprocessing.get_context("fork"), _keep_function, (function,)) as pool:
                 return list(pool.map(_call_kept_function, arguments))
@@ -193,6 +197,7 @@ _kept: list[Callable[[Any], Any]] = []
 
 
 def _keep_function(function: Callable[[Any], Any]) -> None:
+    gc.freeze()
     _kept.append(function)
 
 

@@ -23,6 +23,7 @@ from shardwise.models.gpt import GPT
 from shardwise.run.checkpoints import begin_save
 from shardwise.run.metrics import draw_loss, read_metrics
 from shardwise.run.processes.ranks import Ranks
+from shardwise.run.shortage import memory_for_copies
 from shardwise.run.tasks.task import Outcome, Session
 from shardwise.storage.checkpoint import PendingSave, Snapshot
 from shardwise.storage.checkpoint.folder import clear_unfinished
@@ -47,7 +48,7 @@ class CheckpointWriter:
         self.newest = newest
         self._session = session
         self._pending: PendingSave | None = None
-        self._snapshot = Snapshot()
+        self._snapshot = Snapshot(memory_for_copies)
         self._notes: set[str] = set()
 
     @property

@@ -100,8 +100,33 @@ def available_memory(device: torch.device) -> int:
         return max(0, limit - _mapped())
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return 0
-    ranks = launcher_number("LOCAL_WORLD_SIZE") or launcher_number("WORLD_SIZE") or 1
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _ranks_of_host()
+
+
+def memory_for_copies() -> int | None:
+    """Return the number of bytes of host memory that this rank may take for copies; None if it is unknown.
+
+    The ranks of a host share half of what is free, within the limit of their control group (of a container) too.
+    """
+    lines = _read("/proc/meminfo").splitlines()
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdecimal() and used.isdecimal():
+        # The system gives back what files are cached in.
+        statistics = dict(line.split() for line in _read("/sys/fs/cgroup/memory.stat").splitlines())
+        free.append(int(limit) - int(used) + int(statistics.get("file", 0)))
+    return max(0, min(free)) // 2 // _ranks_of_host() if free else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _ranks_of_host() -> int:
+    return launcher_number("LOCAL_WORLD_SIZE") or launcher_number("WORLD_SIZE") or 1
 
 
 def _mapped() -> int:

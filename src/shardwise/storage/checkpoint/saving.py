@@ -48,9 +48,13 @@ class Snapshot:
 
     Copies of an accelerator's tensors are in pinned memory, and are made in the current stream: the host waits for them
     only before it writes them. PyTorch rounds the size of each pinned tensor up to a power of two.
+
+    Args:
+        budget: returns the number of bytes that may be allocated now; None for no limit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Callable[[], int | None] | None = None) -> None:
+        self._budget = budget
         self._buffers: dict[str, Tensor] = {}
         self._copied: torch.Event | None = None
 
@@ -60,12 +64,13 @@ class Snapshot:
         Raises:
             RuntimeError, MemoryError: there is not enough memory, or it cannot be pinned.
         """
+        self._check_budget(parts)
         before, self._buffers, self._copied = self._buffers, {}, None
         copies = []
         for part in parts:
             source = part.data.detach()
             buffer = before.pop(part.key, None)
-            if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+            if buffer is None or not _is_alike(buffer, source):
                 buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type != "cpu")
             self._buffers[part.key] = buffer.copy_(source, non_blocking=True)
             copies.append(dataclasses.replace(part, data=buffer))
@@ -75,6 +80,16 @@ class Snapshot:
             self._copied.record(torch.accelerator.current_stream(device))
         return copies
 
+    def _check_budget(self, parts: Sequence[BoxData]) -> None:
+        # Linux grants memory that it does not have, and kills a process that touches it.
+        needed = 0
+        for part in parts:
+            if not _is_alike(self._buffers.get(part.key), part.data):
+                needed += part.data.nbytes if part.data.is_cpu else 1 << max(0, part.data.nbytes - 1).bit_length()
+        allowed = None if self._budget is None or needed == 0 else self._budget()
+        if allowed is not None and needed > allowed:
+            raise MemoryError(f"copies of {needed:,} bytes are more than the {allowed:,} bytes that a rank may take")
+
     def wait(self) -> None:
         """Wait for the copies. May be called from any thread."""
         if self._copied is not None:
@@ -83,6 +98,10 @@ class Snapshot:
     def release(self) -> None:
         """Free the memory."""
         self._buffers, self._copied = {}, None
+
+
+def _is_alike(buffer: Tensor | None, source: Tensor) -> bool:
+    return buffer is not None and (buffer.shape, buffer.dtype) == (source.shape, source.dtype)
 
 
 def save(
