@@ -245,7 +245,9 @@ class Collectives:
             "all_reduce": lambda: collectives.all_reduce(whole, group=self.group, may_overwrite=True),
             "all_gather": lambda: collectives.all_gather(part, group=self.group, dim=0),
             "reduce_scatter": lambda: collectives.reduce_scatter(whole, group=self.group, dim=0),
-            "all_to_all": lambda: collectives.all_to_all(whole, sizes, sizes, group=self.group),
+            "all_to_all": lambda: collectives.all_to_all(
+                whole, group=self.group, output_sizes=sizes, input_sizes=sizes
+            ),
             "shift": lambda: (
                 choose_transport("shift", whole, self.group).shift(whole, self.group, 1, (len(whole),) * n, None).wait()
             ),
@@ -294,7 +296,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run everything and return the exit code: 0 if every goal is met, else 1 or 2."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rehearsal", action="store_true", help="two ranks on a CPU, at sizes that take moments")
-    parser.add_argument("--only", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="layouts to compare")
+    choices = [*LAYOUTS, "fast paths", "kill", "bandwidth"]
+    parser.add_argument(
+        "--only", nargs="+", choices=choices, default=choices, help="layouts, and other parts; all if none"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the table")
     arguments = parser.parse_args(argv)
     rehearsal = arguments.rehearsal
@@ -305,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from gpus.measuring import Row
 
     arguments.out.mkdir(parents=True, exist_ok=True)
-    layouts = {name: LAYOUTS[name] for name in arguments.only}
+    layouts = {name: flags for name, flags in LAYOUTS.items() if name in arguments.only}
     rows: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="shardwise-gpus-") as folder:
         place = Place(Path(folder), 2 if rehearsal else torch.cuda.device_count(), rehearsal)
@@ -314,12 +319,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             Path(argparse.__file__).read_text()[: 20_000 if rehearsal else None]
         )
         sizes, repeats, steps = ([1 << 16], 2, 40) if rehearsal else ([1 << 20, 1 << 24, 1 << 28], 20, 400)
-        for name, measure in (
-            ("losses of one rank", lambda: compare_layouts(place, layouts)),
-            ("bf16 with a fast path and without", lambda: compare_paths(place)),
-            ("killed and resumed", lambda: kill_and_resume(place, steps=steps)),
-            ("bandwidth", lambda: measure_collectives(place, sizes=sizes, repeats=repeats)),
-        ):
+        parts: dict[str, Callable[[], list[Any]]] = {
+            "layouts": lambda: compare_layouts(place, layouts),
+            "fast paths": lambda: compare_paths(place),
+            "kill": lambda: kill_and_resume(place, steps=steps),
+            "bandwidth": lambda: measure_collectives(place, sizes=sizes, repeats=repeats),
+        }
+        for name, measure in parts.items():
+            if name not in arguments.only and not (name == "layouts" and layouts):
+                continue
             print(f"running: {name}", flush=True)
             try:
                 rows += measure()
