@@ -95,10 +95,10 @@ def test_without_a_file_or_flags_the_defaults_stand():
 
 
 def test_a_flag_may_mend_what_contradicts_itself_in_the_file(toml):
-    config = toml('data = ["a"]\n[model]\nhidden_size = 36\n')
-    assert settings(*config, "--model.num-heads", "6").model.num_heads == 6
-    # 36 / 4 is odd, which rotary positions cannot have.
-    with pytest.raises(ConfigError, match="36 / 4 is odd"):
+    config = toml('data = ["a"]\n[model]\nhidden_size = 40\n')
+    assert settings(*config, "--model.num-heads", "4").model.num_heads == 4
+    # 40 / 8 is odd, which rotary positions cannot have.
+    with pytest.raises(ConfigError, match="40 / 8 is odd"):
         settings(*config)
 
 

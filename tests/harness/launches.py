@@ -9,7 +9,7 @@ would start, from stated rates, for a host that is always ahead. As on a GPU:
 - launches of the streams that share a hardware queue begin in the order of their launch. One that waits holds up all
   launches behind it, until it begins.
 
-A collective of NCCL has a stream of its own for each communicator, which waits for what the calling stream has
+NCCL has one stream for each communicator. A collective waits there for everything that the calling stream has
 launched before. ``wait()`` makes the calling stream wait for its end. The messages of one ``batch_isend_irecv`` are one
 launch. A peer is assumed to come in time.
 
@@ -230,7 +230,7 @@ class Launches(StepRecorder):
         self._awaited[stream] = list(dict.fromkeys([*self._awaited.get(stream, []), *launches]))
 
     def last(self, stream: Any) -> list[Launch]:
-        """What an event that is recorded on the stream waits for."""
+        """Return the launches that an event of the stream, recorded now, waits for."""
         number = stream.number
         return [*self._awaited.get(number, []), *([self._last[number]] if number in self._last else [])]
 

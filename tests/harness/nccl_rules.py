@@ -55,7 +55,7 @@ _DELAY = 5e-4
 
 
 class BreachError(AssertionError):
-    """A call with which NCCL would fail, hang or mix up data."""
+    """A call breaks a rule: NCCL would fail, hang or mix up data."""
 
 
 class _Work:
@@ -235,7 +235,7 @@ def _check_tensors(name: str, tensors: Sequence[Tensor]) -> None:
 
 
 def _description(name: str, args: Any) -> str:
-    """What must be the same on all ranks; after a semicolon, the elements that this rank sends and expects."""
+    """Describe what all ranks must agree on; after a semicolon, the elements that this rank sends and expects."""
     options = args[-1]
     text = name
     if reduction := getattr(options, "reduceOp", None):

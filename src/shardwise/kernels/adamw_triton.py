@@ -153,7 +153,7 @@ def update_(
 
     Args:
         tensors, blocks: the tables of ``tables``.
-        factor: fp32 scalar by which gradients are multiplied; None for 1.
+        factor: fp32 scalar that multiplies the gradients; None for 1.
         learning_rate, weight_decay, betas, epsilon: as of AdamW.
         rounded: dtype of the rounded weights, bf16 or fp16; None if there are none.
         clears: set the gradients to zero.
@@ -171,7 +171,7 @@ def update_(
             learning_rate * weight_decay,
             BETA1=betas[0],
             BETA2=betas[1],
-            # A running mean without decay has 0, of which there is no logarithm.
+            # A beta of 0 has no logarithm.
             LOG_BETA1=math.log2(max(betas[0], 1e-300)),
             LOG_BETA2=math.log2(max(betas[1], 1e-300)),
             EPSILON=epsilon,

@@ -134,7 +134,7 @@ class FastPath:
         is_autocast = torch.is_autocast_enabled(self.device_type)
         call = Call(self.device_type, first.dtype, size, first.device.index or 0, is_autocast)
         if planned_device() is not None:
-            # What only moves memory would touch the memory that fake tensors lack.
+            # Paths that only move memory would touch the memory that fake tensors lack.
             return self.rounds and self._refusal(call) is None and fits() and self._is_planned(call)
         return self._refusal(call) is None and fits() and self._why_missing(call) is None
 

@@ -40,7 +40,7 @@ class AdamW(torch.optim.AdamW):
     Attributes:
         why_not_fused: see ``ShardedOptimizer``.
         is_exact: whether ``exact_parts`` were given; PyTorch's operations then compute every step.
-        grad_scale: fp32 scalar on the parameters' device by which the next step divides the gradients, as in PyTorch's
+        grad_scale: fp32 scalar on the parameters' device that divides the gradients in the next step, as in PyTorch's
             fused optimizers; None for 1. ``step`` sets it to None.
         rounds: for fp32 copies of weights, the 16-bit weights that a step may set to the rounded copies.
         clears_gradients: whether a step may set the gradients to zero.

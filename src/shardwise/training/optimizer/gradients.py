@@ -198,8 +198,8 @@ def clip_grad_norm_(
         loss_scale: factor by which the loss was scaled; the gradients are always divided by it.
         shares: as for ``global_grad_norm``; this rank's elements are scaled.
         norm_of: ``global_grad_norm``, or ``exact_grad_norm``.
-        scale_later: called, on other devices than the CPU, with the fp32 scalar by which fp32 gradients are to be
-            divided, instead of dividing them; None divides them.
+        scale_later: on a device other than the CPU, gets the fp32 scalar that must divide fp32 gradients, and divides
+            them later; None to divide them here.
 
     Returns:
         The norm before clipping, divided by ``loss_scale``; an fp64 scalar, the same on every rank. The host does not
