@@ -6,7 +6,7 @@ A process of its own, with a cache folder of its own, and without the interprete
 import json
 import sys
 
-from machine_code import access_widths, compile_for, num_barriers, target_of, usage_of
+from machine_code import compile_for, facts_of
 
 from shardwise.kernels import elementwise_triton, norms_triton
 
@@ -71,15 +71,7 @@ def kernels():
 
 
 def main():
-    made = {}
-    for name, asm in kernels():
-        made[name] = {
-            "target": target_of(asm),
-            "reads": access_widths(asm),
-            "writes": access_widths(asm, "st"),
-            "usage": usage_of(asm),
-            "barriers": num_barriers(asm),
-        }
+    made = {name: facts_of(asm) for name, asm in kernels()}
     json.dump(made, sys.stdout)
 
 

@@ -6,7 +6,7 @@ A process of its own, with a cache folder of its own, and without the interprete
 import json
 import sys
 
-from machine_code import access_widths, compile_for, num_barriers, target_of, usage_of
+from machine_code import compile_for, facts_of
 from memory_order import unordered_accesses
 
 from shardwise.kernels import loss_triton
@@ -42,13 +42,7 @@ def compiled_everywhere():
 
     def add(name, capability, logits, options, num_columns, what, **vector):
         asm = compile_kernel(name, capability, logits, options, num_columns, **vector)
-        made[f"{name}, {capability}, {logits}, {num_columns}, {what}"] = {
-            "target": target_of(asm),
-            "usage": usage_of(asm),
-            "barriers": num_barriers(asm),
-            "reads": access_widths(asm),
-            "writes": access_widths(asm, "st"),
-        }
+        made[f"{name}, {capability}, {logits}, {num_columns}, {what}"] = facts_of(asm)
 
     for name in ("statistics_kernel", "gradient_kernel"):
         for logits in BYTES:

@@ -75,3 +75,14 @@ def access_widths(asm, operation="ld"):
     for vector, kind in re.findall(rf"\b{operation}\.global(?:\.\w+)*?(?:\.v(\d))?\.(b\d+)\b", asm["ptx"]):
         found.add(int(vector or 1) * _WIDTHS[kind])
     return sorted(found)
+
+
+def facts_of(asm):
+    """Target, widths of reads and writes, registers and memory, and barriers of a kernel, for JSON."""
+    return {
+        "target": target_of(asm),
+        "reads": access_widths(asm),
+        "writes": access_widths(asm, "st"),
+        "usage": usage_of(asm),
+        "barriers": num_barriers(asm),
+    }

@@ -180,7 +180,7 @@ def test_triton_can_be_left_out(monkeypatch):
 def test_graphs_are_recorded_only_where_asked_for(monkeypatch):
     assert dispatch.CUDA_GRAPHS in PATHS
     choice = dispatch.CUDA_GRAPHS.report(Call("cuda"))
-    assert choice[1:] == (False, "nobody has run it on a GPU yet; SHARDWISE_CUDA_GRAPHS=1 tries it")
+    assert choice[1:] == (False, "it has not been run on a GPU yet; SHARDWISE_CUDA_GRAPHS=1 tries it")
     monkeypatch.setenv("SHARDWISE_CUDA_GRAPHS", "1")
     assert dispatch.CUDA_GRAPHS.why_not(Call("cuda")) is None
 

@@ -210,7 +210,7 @@ def answer_call() -> None:
     path, function, args = pickle.load(sys.stdin.buffer)
     sys.path[:] = path
     with os.fdopen(os.dup(1), "wb") as answer:
-        # What the function prints is no part of the answer.
+        # The output of the function is not part of the answer.
         os.dup2(2, 1)
         module, _, name = function.partition(":")
         try:

@@ -79,7 +79,6 @@ def adamw_kernel(
     LOG_BETA2: tl.constexpr,
     EPSILON: tl.constexpr,
     ROUNDED: tl.constexpr,
-    HAS_ROUNDED: tl.constexpr,
     SCALES: tl.constexpr,
     CLEARS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -96,7 +95,7 @@ def adamw_kernel(
     means = tl.multiple_of(tl.load(tensor + 2).to(fp32), 16)
     squares = tl.multiple_of(tl.load(tensor + 3).to(fp32), 16)
     rounded = weights
-    if HAS_ROUNDED:
+    if ROUNDED is not None:
         rounded = tl.multiple_of(tl.load(tensor + 4).to(tl.pointer_type(ROUNDED)), 16)
     step = tl.load(tl.load(tensor + 5).to(fp32)).to(tl.float64)
     # 1 - beta^step, in fp64 because it is small in the first steps.
@@ -111,9 +110,11 @@ def adamw_kernel(
     for part in range(start, tl.minimum(start + BLOCK, numel), PART):
         offsets = part + tl.arange(0, PART)
         if part + PART <= numel:
-            _update_part(*places, offsets, None, *numbers, BETA1, BETA2, EPSILON, HAS_ROUNDED, CLEARS)
+            _update_part(*places, offsets, None, *numbers, BETA1, BETA2, EPSILON, ROUNDED is not None, CLEARS)
         else:
-            _update_part(*places, offsets, offsets < numel, *numbers, BETA1, BETA2, EPSILON, HAS_ROUNDED, CLEARS)
+            _update_part(
+                *places, offsets, offsets < numel, *numbers, BETA1, BETA2, EPSILON, ROUNDED is not None, CLEARS
+            )
 
 
 def tables(addresses: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -176,7 +177,6 @@ def update_(
             LOG_BETA2=math.log2(max(betas[1], 1e-300)),
             EPSILON=epsilon,
             ROUNDED=kinds[rounded],
-            HAS_ROUNDED=rounded is not None,
             SCALES=factor is not None,
             CLEARS=clears,
             COLUMNS=_COLUMNS,

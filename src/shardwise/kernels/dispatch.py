@@ -283,7 +283,7 @@ CUDA_GRAPHS = FastPath(
     missing=lambda call: (
         None
         if processes.is_on(processes.CUDA_GRAPHS)
-        else f"nobody has run it on a GPU yet; {processes.CUDA_GRAPHS}=1 tries it"
+        else f"it has not been run on a GPU yet; {processes.CUDA_GRAPHS}=1 tries it"
     ),
 )
 RMS_NORM = FastPath("RMSNorm in few passes", "for fp32 and fp64", "cpu", (torch.float32, torch.float64))
@@ -451,7 +451,7 @@ def why_repeat_keys(backend: str, device_type: str, dtype: torch.dtype, *, head_
     Source: PyTorch's conditions, ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``.
     """
     if backend == "fused":
-        return "the backend 'fused' is that of kernels of which one takes no grouped heads"
+        return "one kernel of the backend 'fused' takes no grouped heads"
     if device_type != "cuda" or backend == "unfused":
         return None
     if masked:

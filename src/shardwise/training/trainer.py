@@ -65,7 +65,7 @@ class StepResult:
         others: means of the objective's other sums over the global batch.
         grad_norm: global gradient norm before clipping.
         learning_rate: learning rate of the update.
-        loss_scale: factor by which the loss was scaled; None if it was not.
+        loss_scale: factor of the loss; None if the loss was not scaled.
         is_skipped: whether the update was skipped because the gradient overflowed.
     """
 

@@ -195,7 +195,7 @@ def clip_grad_norm_(
         max_norm: maximum norm; 0 or infinity turns clipping off.
         tp_group: the ranks that split each layer.
         pp_group: the stages between which the layers are divided; None if there is one.
-        loss_scale: factor by which the loss was scaled; the gradients are always divided by it.
+        loss_scale: factor of the loss; the gradients are always divided by it.
         shares: as for ``global_grad_norm``; this rank's elements are scaled.
         norm_of: ``global_grad_norm``, or ``exact_grad_norm``.
         scale_later: on a device other than the CPU, gets the fp32 scalar that must divide fp32 gradients, and divides
