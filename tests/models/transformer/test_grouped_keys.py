@@ -31,7 +31,7 @@ GROUPED = CASES["two key-value heads across ranks"]
         ("cuda", torch.float64, {"head_dim": 512}, None),
         ("cuda", torch.float32, {"backend": "unfused", "masked": True}, None),
         # It was asked for.
-        ("cuda", torch.bfloat16, {"backend": "fused"}, "the backend 'fused' is that of kernels of which one takes no"),
+        ("cuda", torch.bfloat16, {"backend": "fused"}, "one kernel of the backend 'fused' takes no grouped heads"),
         # A CPU has a flash attention of its own, which takes all of it.
         *(("cpu", dtype, {"masked": True, "head_dim": 512}, None) for dtype in (*HALF, torch.float32, torch.float64)),
     ],
