@@ -275,7 +275,7 @@ FAULTS = (
     ),
     Fault(
         "gradients clipped and not unscaled",
-        "gradients:clip_grad_norm_",
+        "gradients:scale_gradients_",
         "own, on_host / loss_scale)",
         "own, on_host)",
         "tests/training/optimizer/test_gradients.py::test_clipping",

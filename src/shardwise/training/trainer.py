@@ -3,18 +3,18 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from shardwise.core.communication.agreement import agree
-from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.collectives import reduce_numbers
 from shardwise.core.communication.context import numbers_without_sync
 from shardwise.core.communication.trees import exact_parts, sum_in_parts
 from shardwise.core.errors import ConfigError, DivergenceError
@@ -26,15 +26,15 @@ from shardwise.data.batch import BatchMover
 from shardwise.models.description import ModelChunks
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.training.gradients import GradientBuffers, Gradients, GradientTrees, Total
+from shardwise.training.gradients import GradientBuffers, Gradients, GradientTrees, Share, Total
 from shardwise.training.gradients.replicas import check_replicas
 from shardwise.training.objective import CrossEntropy, Objective, means_of, outputs_of
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.gradients import (
-    clip_grad_norm_,
     exact_grad_norm,
     finalize_gradients_,
-    global_grad_norm,
+    own_squares,
+    scale_gradients_,
     summed_over_other_groups,
 )
 from shardwise.training.optimizer.mixed_precision import PRECISIONS, DynamicLossScale
@@ -75,6 +75,20 @@ class StepResult:
     loss_scale: float | None = None
     is_skipped: bool = False
     others: tuple[float, ...] = ()
+
+
+class _Numbers(NamedTuple):
+    """Numbers of a step that are the same on every rank.
+
+    Attributes:
+        sums: sums of the objective over data-parallel ranks and stages, ``[n]``.
+        norm: global gradient norm, a scalar.
+        largest: maximum over all ranks of each rank report, and of whether a check failed.
+    """
+
+    sums: Tensor
+    norm: Tensor
+    largest: Tensor
 
 
 class Trainer:
@@ -142,7 +156,8 @@ class Trainer:
             self._fused.clears_gradients = isinstance(self.gradients, GradientBuffers) and self.zero is None
         self.objective = CrossEntropy(self.gradients.sum_of_losses) if objective is None else objective
         self._needs_lengths = self.objective.depends_on_length or any(each.depends_on_length for each in self._chunks)
-        self._norm_of = global_grad_norm if exact_parts(groups.tp) is None else exact_grad_norm
+        self._groups = [self.tp_group, self.dp_group, *([] if self.pp_group is None else [self.pp_group])]
+        self._reduce = self._reduced if exact_parts(groups.tp) is None else self._reduced_exactly
         self._step = self._num_micro_batches = 0
         self._seed_micro_batch = self._seed_in_order if self.gradients.seeds_micro_batches else _draw_on
         self.loss_scale = DynamicLossScale() if PRECISIONS[settings.training.dtype].scales_loss else None
@@ -210,20 +225,19 @@ class Trainer:
                     total.add(means)
         self.gradients.finish()
         finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=None, embd_group=self.embd_group)
-        norm = clip_grad_norm_(
+        reports = [] if self.rank_reports is None else self.rank_reports()
+        numbers = self._reduce(total, self._own_largest(total, checks, reports), has_norm=True)
+        scale_gradients_(
             self.model,
+            numbers.norm.div_(scale),
             settings.optimizer.clip_grad_norm,
-            tp_group=self.tp_group,
-            pp_group=self.pp_group,
             loss_scale=scale,
-            shares=None if self.zero is None else self.zero.parameters.shares,
-            norm_of=self._norm_of,
+            shares=self._shares(),
             scale_later=self._scale_later,
         )
         if meanwhile is not None:
             meanwhile()
-        own_reports = [] if self.rank_reports is None else self.rank_reports()
-        (mean_loss, *others), (grad_norm, *rank_reports) = self._read(total, norm, checks, own_reports)
+        (mean_loss, *others), grad_norm, rank_reports = self._read(numbers, checks)
         # Both are sums over all ranks, so that all ranks decide the same way, before any weight changes.
         wrong = {"loss": mean_loss, "norm of the gradient": grad_norm}
         wrong = {what: value for what, value in wrong.items() if not math.isfinite(value)}
@@ -300,30 +314,46 @@ class Trainer:
     def _deferred_checks(self) -> AbstractContextManager[DeferredChecks | None]:
         return DeferredChecks() if self.defers_checks else contextlib.nullcontext()
 
-    def _read(
-        self, total: Total, norm: Tensor | None, checks: DeferredChecks | None, rank_reports: Sequence[float] = ()
-    ) -> tuple[list[float], list[float]]:
+    def _reduced(self, total: Total, largest: Tensor, *, has_norm: bool) -> _Numbers:
+        """Reduce the numbers of a step, with one collective for each group."""
+        zero = torch.zeros((), dtype=largest.dtype, device=self.device)
+        squares, over = own_squares(self.model, **self._of_norm()) if has_norm else (zero, [])
+        sums = [(total.tensor, self._groups[1:]), (squares.view(1), over)]
+        (summed, squares), largest = reduce_numbers(sums, largest, groups=self._groups)
+        return _Numbers(summed, squares[0].sqrt(), largest)
+
+    def _reduced_exactly(self, total: Total, largest: Tensor, *, has_norm: bool) -> _Numbers:
+        zero = torch.zeros((), dtype=largest.dtype, device=self.device)
+        norm = exact_grad_norm(self.model, **self._of_norm()) if has_norm else zero
+        _, largest = reduce_numbers([], largest, groups=self._groups)
+        return _Numbers(total.over(self._groups[1:]), norm, largest)
+
+    def _shares(self) -> Mapping[Parameter, Share] | None:
+        return None if self.zero is None else self.zero.parameters.shares
+
+    def _of_norm(self) -> dict[str, Any]:
+        return {"tp_group": self.tp_group, "pp_group": self.pp_group, "shares": self._shares()}
+
+    def _own_largest(self, total: Total, checks: DeferredChecks | None, rank_reports: Sequence[float] = ()) -> Tensor:
+        """Return the rank reports, and whether a check failed, without waiting for the device."""
+        largest = numbers_without_sync(rank_reports, total.tensor)
+        if checks is None:
+            return largest
+        return torch.cat([largest, checks.failed(self.device).to(largest.dtype).unsqueeze(0)])
+
+    def _read(self, numbers: _Numbers, checks: DeferredChecks | None) -> tuple[list[float], float, list[float]]:
         """Read the numbers of a step. This is the only place where the host waits for the device, once per step.
 
         Returns:
-            The sums of ``total`` over data-parallel ranks and stages; and a list of ``norm``, if any, and the maximum
-            of each of ``rank_reports`` over all ranks. Both are the same on every rank.
+            The sums, the norm, and the maxima of the rank reports; all are the same on every rank.
 
         Raises:
             VocabularyError: a check failed on any rank; raised on every rank.
         """
-        groups = [self.tp_group, self.dp_group, *([] if self.pp_group is None else [self.pp_group])]
-        largest = numbers_without_sync(rank_reports, total.tensor)
-        if checks is not None:
-            largest = torch.cat([largest, checks.failed(self.device).to(largest.dtype).unsqueeze(0)])
-        for group in groups if largest.numel() else ():
-            largest = all_reduce(largest, group=group, op=dist.ReduceOp.MAX, may_overwrite=True)
-        summed = total.over(groups[1:])
-        scalars = summed if norm is None else torch.cat([summed, norm.to(summed.dtype).view(1)])
-        numbers: list[float] = torch.cat([scalars, largest]).tolist()
-        if checks is not None and numbers.pop():
-            agree(checks.run, group=groups)
-        return numbers[: len(summed)], numbers[len(summed) :]
+        norm, *read = torch.cat([numbers.norm.view(1), numbers.sums, numbers.largest]).tolist()
+        if checks is not None and read.pop():
+            agree(checks.run, group=self._groups)
+        return read[: len(numbers.sums)], norm, read[len(numbers.sums) :]
 
     def wait_for_weights(self) -> None:
         """Wait until the last step's weights are complete; needed before code other than a forward reads them."""
@@ -358,7 +388,8 @@ class Trainer:
             self.measure(
                 held_out, lambda output, batch: total.add(means_of(objective, output, batch, 1, torch.float64)[1])
             )
-        return objective.held_out(self._read(total, None, checks)[0], held_out)
+        numbers = self._reduce(total, self._own_largest(total, checks), has_norm=False)
+        return objective.held_out(self._read(numbers, checks)[0], held_out)
 
     @torch.no_grad()
     def measure(self, held_out: HeldOut, each: Callable[[Tensor, Batch], None]) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_unmodified
 from hypothesis import given, settings
 
+from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.communication.collectives import (
     all_gather,
     all_gather_async,
@@ -19,6 +20,7 @@ from shardwise.core.communication.collectives import (
     all_reduce_async,
     all_to_all,
     broadcast_,
+    reduce_numbers,
     reduce_scatter,
     reduce_scatter_async,
     split_for_rank,
@@ -27,6 +29,7 @@ from shardwise.core.communication.context import GlobalMemoryBuffer
 from shardwise.core.communication.transports import torch_distributed
 from shardwise.core.errors import ShardingError
 from shardwise.core.sharding import balanced_sizes
+from shardwise.core.topology import Topology
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64]
 MEMORY = ("contiguous", "transposed", "sliced", "expanded")
@@ -220,6 +223,28 @@ def test_errors_are_local_and_name_the_values(group):
 @pytest.mark.ranks(2)
 def test_a_scalar_can_be_reduced(group):
     assert all_reduce(torch.tensor(3.0), group=group).item() == 6
+
+
+@pytest.mark.ranks(4)
+def test_numbers_are_reduced_over_a_grid_with_one_collective_for_each_axis(group):
+    topology = Topology.create(tp=2)
+    tp, dp, rank = topology.group("tp"), topology.group("dp"), group.rank()
+    row, column = tp.rank(), dp.rank()
+    in_tp = torch.tensor([10.0 + row, 100.0 * column])
+    everywhere, largest = torch.tensor([2.0**rank]), torch.tensor([-3.0 - rank, float(rank == 2), 0.5])
+    given = [tensor.clone() for tensor in (in_tp, everywhere, largest)]
+    with CollectiveCounter() as counter:
+        (of_tp, of_all), of_largest = reduce_numbers([(in_tp, [tp]), (everywhere, [dp, tp])], largest, groups=[tp, dp])
+    assert [launch.name for launch in counter.launches] == ["all_reduce"] * 2
+    assert_bit_equal(of_tp, torch.tensor([21.0, 200.0 * column]))
+    assert_bit_equal(of_all, torch.tensor([15.0]))
+    assert_bit_equal(of_largest, torch.tensor([-3.0, 1.0, 0.5]))
+    for before, after in zip(given, (in_tp, everywhere, largest), strict=True):
+        assert_bit_equal(after, before)
+    nothing = torch.empty(0)
+    with CollectiveCounter() as counter:
+        assert reduce_numbers([(in_tp, [])], nothing, groups=[tp, dp])[0][0] is in_tp
+    assert not counter.launches
 
 
 @pytest.mark.ranks(2)

@@ -31,7 +31,12 @@ S, B, H, FFN, A, D, V = 8, 3, 20, 44, 16, 6, 52
 GROUPS = 8
 
 COLUMNS = {False: "without", True: "with"}
-SECTIONS = {"kept": "## Bytes kept for the backward", "collectives": "## Collectives", "gpu": "## A layer on a GPU"}
+SECTIONS = {
+    "kept": "## Bytes kept for the backward",
+    "collectives": "## Collectives",
+    "gpu": "## A layer on a GPU",
+    "gpu step": "## A step on GPUs",
+}
 
 
 def table(first_column, section="kept"):

@@ -75,8 +75,8 @@ def test_what_travels_and_what_is_kept(group, tmp_path):
     assert launched["reduce_scatter"] == len(units)
     # What is no layer's is there from the forward on.
     assert launched["all_gather"] == 2 * (2 * len(units) - 1)
-    # Norm of the gradient, and the loss.
-    assert launched["all_reduce"] == 2
+    # The norm of the gradient and the loss travel together.
+    assert launched["all_reduce"] == 1
     whole = sum(param.numel() for param in trainer.model.parameters()) * 4
     held = sum(local_rows(param).numel() for param in trainer.model.parameters()) * 4
     # Of 61 ids one rank has one more.

@@ -12,6 +12,7 @@ and received at the same time belong in one call.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -57,6 +58,38 @@ def all_reduce(
         LaunchError: another rank died.
     """
     return all_reduce_async(tensor, group=group, op=op, may_overwrite=may_overwrite).wait()
+
+
+def reduce_numbers(
+    sums: Sequence[tuple[Tensor, Sequence[ProcessGroup]]], largest: Tensor, *, groups: Sequence[ProcessGroup]
+) -> tuple[list[Tensor], Tensor]:
+    """Sum a few numbers over several groups, and take the maximum of others, with one all-reduce for each group.
+
+    Args:
+        sums: vectors of one dtype, each with the groups over which it is summed.
+        largest: ``[n]`` finite numbers of the same dtype, of which all groups' maximum is taken.
+        groups: the groups, in order; the same order on every rank.
+
+    Returns:
+        The sums, in order, and the maxima, ``[n]``.
+    """
+    totals = [total for total, _ in sums]
+    assert all(any(group is each for each in groups) for _, over in sums for group in over)
+    for group in groups:
+        if group.size() == 1:
+            continue
+        summed = [number for number, (_, over) in enumerate(sums) if any(group is each for each in over)]
+        # Each rank has a row of zeros for each other rank, so that the sum of the rows has the numbers of all ranks.
+        rows = largest.new_zeros(group.size(), largest.numel())
+        rows[group.rank()] = largest
+        parts = [totals[number] for number in summed] + [rows.flatten()]
+        if not sum(part.numel() for part in parts):
+            continue
+        reduced = all_reduce(torch.cat(parts), group=group, may_overwrite=True).split([len(part) for part in parts])
+        for number, total in zip(summed, reduced, strict=False):
+            totals[number] = total
+        largest = reduced[-1].view_as(rows).amax(dim=0)
+    return totals, largest
 
 
 def all_gather_async(

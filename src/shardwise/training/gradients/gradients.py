@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.collectives import all_reduce, reduce_numbers
 from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.sharding import Interval
 from shardwise.kernels.planning import device_type_of
@@ -42,10 +42,7 @@ class Total:
 
     def over(self, groups: Sequence[ProcessGroup]) -> Tensor:
         """Return the sums over the ranks of all groups, ``[n]``."""
-        total = self.tensor
-        for group in groups:
-            total = all_reduce(total, group=group)
-        return total
+        return reduce_numbers([(self.tensor, groups)], self.tensor[:0], groups=groups)[0][0]
 
 
 class Gradients:

@@ -141,17 +141,29 @@ def global_grad_norm(
     Returns:
         An fp64 scalar, the same on every rank.
     """
+    total, groups = own_squares(model, tp_group=tp_group, pp_group=pp_group, shares=shares)
+    for group in groups:
+        total = all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def own_squares(
+    model: nn.Module,
+    *,
+    tp_group: ProcessGroup,
+    pp_group: ProcessGroup | None = None,
+    shares: Mapping[Parameter, Share] | None = None,
+) -> tuple[Tensor, list[ProcessGroup]]:
+    """Return this rank's part of the square of ``global_grad_norm``, and the groups over which it must be summed."""
     counted = [
         part
         for param, gradient, layout, share in _counted_once(model, tp_group, shares)
         for part in _counted_here(gradient, layout, tp_group.rank(), first_row(param), share)
     ]
     first = next(model.parameters())
-    total = all_reduce(_sum_of_squares(counted, first.device), group=tp_group)
     sharing = next((share.group for share in shares.values()), None) if shares else group_of_rows(first)
-    if sharing is not None:
-        total = all_reduce(total, group=sharing)
-    return (total if pp_group is None else all_reduce(total, group=pp_group)).sqrt()
+    groups = [group for group in (tp_group, sharing, pp_group) if group is not None]
+    return _sum_of_squares(counted, first.device), groups
 
 
 def exact_grad_norm(
@@ -185,8 +197,6 @@ def clip_grad_norm_(
     pp_group: ProcessGroup | None = None,
     loss_scale: float = 1.0,
     shares: Mapping[Parameter, Share] | None = None,
-    norm_of: Callable[..., Tensor] = global_grad_norm,
-    scale_later: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Scale all gradients in place so that their global norm is at most ``max_norm``.
 
@@ -197,15 +207,33 @@ def clip_grad_norm_(
         pp_group: the stages between which the layers are divided; None if there is one.
         loss_scale: factor of the loss; the gradients are always divided by it.
         shares: as for ``global_grad_norm``; this rank's elements are scaled.
-        norm_of: ``global_grad_norm``, or ``exact_grad_norm``.
-        scale_later: on a device other than the CPU, gets the fp32 scalar that must divide fp32 gradients, and divides
-            them later; None to divide them here.
 
     Returns:
         The norm before clipping, divided by ``loss_scale``; an fp64 scalar, the same on every rank. The host does not
         wait for a GPU.
     """
-    norm = norm_of(model, tp_group=tp_group, pp_group=pp_group, shares=shares) / loss_scale
+    norm = global_grad_norm(model, tp_group=tp_group, pp_group=pp_group, shares=shares) / loss_scale
+    scale_gradients_(model, norm, max_norm, loss_scale=loss_scale, shares=shares)
+    return norm
+
+
+def scale_gradients_(
+    model: nn.Module,
+    norm: Tensor,
+    max_norm: float,
+    *,
+    loss_scale: float = 1.0,
+    shares: Mapping[Parameter, Share] | None = None,
+    scale_later: Callable[[Tensor], None] | None = None,
+) -> None:
+    """Scale all gradients in place, as ``clip_grad_norm_``, by a known norm.
+
+    Args:
+        norm: the global norm, divided by ``loss_scale``; an fp64 scalar.
+        scale_later: on a device other than the CPU, gets the fp32 scalar that must divide fp32 gradients, and divides
+            them later; None to divide them here.
+        model, max_norm, loss_scale, shares: as for ``clip_grad_norm_``.
+    """
     clips = max_norm > 0 and not math.isinf(max_norm)
     own = _gradients(model.parameters()) if shares is None else [share.gradient for share in shares.values()]
     if clips and not norm.is_cpu:
@@ -215,11 +243,10 @@ def clip_grad_norm_(
             scale_later(factor.reciprocal().float())
         else:
             _multiply_on_device_(own, factor)
-        return norm
+        return
     on_host = min(1.0, float(max_norm / (norm + 1e-6))) if clips else 1.0
     if on_host / loss_scale != 1.0:
         torch._foreach_mul_(own, on_host / loss_scale)
-    return norm
 
 
 def _multiply_on_device_(gradients: Sequence[Tensor], factor: Tensor) -> None:
