@@ -61,6 +61,18 @@ COMMANDS = {
             "generate": "GeneratePlanArguments",
         },
     ),
+    "doctor": Command(
+        "doctoring",
+        "DoctorArguments",
+        "name the first wrong module of a parallel run, ours or any model's",
+        {
+            "train": "DoctorTrainArguments",
+            "finetune": "DoctorFinetuneArguments",
+            "dpo": "DoctorDpoArguments",
+            "distill": "DoctorDistillArguments",
+            "--explain": "DoctorExplainArguments",
+        },
+    ),
     "generate": Command("inference", "GenerateArguments", "continue a text with a trained checkpoint"),
     "chat": Command("inference", "ChatArguments", "talk with a model, by its own chat template"),
     "eval": Command(
@@ -141,7 +153,7 @@ def start_ranks(command: str, argv: Sequence[str], arguments: Arguments) -> int 
     """Start the ranks of a command, unless this process is a rank already or the only one needed.
 
     Args:
-        command: name of the subcommand.
+        command: name of the subcommand, and of its kind if it has kinds.
         argv: its arguments.
         arguments: the same arguments, parsed.
 
@@ -174,7 +186,7 @@ def start_ranks(command: str, argv: Sequence[str], arguments: Arguments) -> int 
     if world_size == 1:
         return None
     arguments.prepare(world_size)
-    program, name = shardwise_command(command, *argv), f"shardwise {command}"
+    program, name = shardwise_command(*command.split(), *argv), f"shardwise {command}"
     return launch_ranks(world_size, program, command=name, debug=arguments.debug, resume_hint=arguments.resume_hint)
 
 

@@ -173,6 +173,8 @@ class _Training:
         if result.loss_scale is not None:
             values |= {"loss_scale": result.loss_scale, "skipped": float(result.is_skipped)}
         done = step + 1
+        if _is_due(done, settings.doctor_every):
+            session.trainer.check_copies(done)
         last = done == settings.steps
         signum = self._agreed() if last else 0
         if (last or _is_due(done, settings.eval_every)) and not signum:

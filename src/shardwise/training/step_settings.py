@@ -155,6 +155,8 @@ class TrainingSettings(Checked, prefix="training."):
             "bfloat16" and "float16", gradients are summed in fp32, and the optimizer updates fp32 copies of the
             weights; "float16" scales the loss, and skips steps whose gradient overflows. "pure-bfloat16" keeps no
             copies, which saves memory but loses updates too small for bf16.
+        doctor_every: number of steps between comparisons of the parameters that ranks hold copies of; the run stops at
+            the first that differs. 0 compares them only before the first step.
         tensorboard: also write the metrics for TensorBoard, to ``out/tensorboard``.
         loss: "linear_fused" computes the output layer and the loss together, without gathering logits; "plain" computes
             one after the other.
@@ -173,6 +175,7 @@ class TrainingSettings(Checked, prefix="training."):
     keep_checkpoints: Annotated[int, Range(1, 10**6)] = 2
     asynchronous_saves: bool = True
     dtype: Literal["auto", "float32", "tf32", "float64", "bfloat16", "float16", "pure-bfloat16"] = "auto"
+    doctor_every: Annotated[int, bounds.STEPS, tyro.conf.arg(aliases=("--doctor-every",))] = 0
     tensorboard: bool = False
     loss: Literal["plain", "linear_fused"] = "linear_fused"
     rng: Literal["per_rank", "global"] = "global"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -91,6 +91,23 @@ class _Numbers(NamedTuple):
     largest: Tensor
 
 
+class StepObserver(Protocol):
+    """What a trainer tells in each step, such as a ``doctor.Recorder``.
+
+    ``given`` has the gradients or values of parameters that are split over the data-parallel ranks, in the parameter's
+    shape, and for each axis how its ranks hold them.
+    """
+
+    def gradients(self, given: Mapping[Parameter, tuple[Tensor, dict[str, list[Any]]]]) -> None:
+        """The gradients are complete, and not clipped."""
+
+    def clipped(self, given: Mapping[Parameter, tuple[Tensor, dict[str, list[Any]]]]) -> None:
+        """The gradients are clipped."""
+
+    def updated(self, given: Mapping[Parameter, tuple[Tensor, dict[str, list[Any]]]]) -> None:
+        """The parameters are updated."""
+
+
 class Trainer:
     """Trains a model with an optimizer, on the model's process groups; reads and writes no files.
 
@@ -114,6 +131,7 @@ class Trainer:
             ranks; or None. It is called before the update, once the loss and the gradient are known to be finite (or
             the step will be skipped). If it raises, the weights are unchanged.
         before_action: callback before each forward and backward of a micro-batch; or None.
+        observer: object that is told of the gradients before clipping, of clipping and of the update; or None.
         defers_checks: whether ids out of range are reported when the loss and the norm are read, the only time that a
             step waits for the device, instead of where they are used. False on a CPU, where a check needs no wait.
     """
@@ -128,6 +146,7 @@ class Trainer:
         self.rank_reports: Callable[[], Sequence[float]] | None = None
         self.before_update: Callable[[int, Sequence[float]], None] | None = None
         self.before_action: Callable[[Action], None] | None = None
+        self.observer: StepObserver | None = None
         check_replicas(model, tp_group=groups.tp, dp_group=groups.dp, pp_group=groups.pp)
         self.settings = settings
         self.model = model
@@ -225,6 +244,8 @@ class Trainer:
                     total.add(means)
         self.gradients.finish()
         finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=None, embd_group=self.embd_group)
+        if self.observer is not None:
+            self.observer.gradients(self._given(gradients=True))
         reports = [] if self.rank_reports is None else self.rank_reports()
         numbers = self._reduce(total, self._own_largest(total, checks, reports), has_norm=True)
         scale_gradients_(
@@ -253,7 +274,11 @@ class Trainer:
             self.num_skipped += 1
             return StepResult(mean_loss, grad_norm, learning_rate, used, is_skipped=True, others=tuple(others))
         set_learning_rate_(self.optimizer, learning_rate)
+        if self.observer is not None:
+            self.observer.clipped(self._given(gradients=True))
         self.optimizer.step()
+        if self.observer is not None:
+            self.observer.updated(self._given(gradients=False))
         if self._fused is not None and self._fused.has_cleared:
             self.gradients.are_clear = True
         if self.loss_scale is not None:
@@ -334,6 +359,16 @@ class Trainer:
     def _of_norm(self) -> dict[str, Any]:
         return {"tp_group": self.tp_group, "pp_group": self.pp_group, "shares": self._shares()}
 
+    def _given(self, *, gradients: bool) -> dict[Parameter, tuple[Tensor, dict[str, list[Any]]]]:
+        """Return gradients or values of which data-parallel ranks have parts: zeros in the parts of other ranks."""
+        given = {}
+        for param, share in (self._shares() or {}).items():
+            whole = share.gradient.new_zeros(param.numel()) if gradients else torch.zeros_like(param).view(-1)
+            low, high = share.interval
+            whole[low:high] = share.gradient if gradients else share.data
+            given[param] = whole.view(param.shape), {"dp": ["P"]}
+        return given
+
     def _own_largest(self, total: Total, checks: DeferredChecks | None, rank_reports: Sequence[float] = ()) -> Tensor:
         """Return the rank reports, and whether a check failed, without waiting for the device."""
         largest = numbers_without_sync(rank_reports, total.tensor)
@@ -359,6 +394,17 @@ class Trainer:
         """Wait until the last step's weights are complete; needed before code other than a forward reads them."""
         if self.zero is not None:
             self.zero.parameters.wait()
+
+    def check_copies(self, done: int) -> None:
+        """Raise DesyncError on every rank unless ranks hold the same copies of parameters after ``done`` steps."""
+        self.wait_for_weights()
+        remedy = (
+            f"they drifted apart in the first {done} steps, so a gradient or an update differs between ranks: "
+            "`shardwise doctor train` with the same settings names it"
+        )
+        check_replicas(
+            self.model, tp_group=self.tp_group, dp_group=self.dp_group, pp_group=self.pp_group, remedy=remedy
+        )
 
     def train_step(self, step: int, loader: DataLoader) -> StepResult:
         """Run ``step`` on this rank's samples of ``loader``; meanwhile, copy those of the next step to the GPU."""

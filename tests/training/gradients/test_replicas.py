@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness.parity import assert_bit_equal
+from run.tiny_layouts import losses_of, trainer_of
 from torch import nn
 
 from shardwise.core import initialization
@@ -15,6 +16,7 @@ from shardwise.core.topology import Topology
 from shardwise.nn import ColumnLinear, RowLinear
 from shardwise.nn.quantization import QuantizedTensor
 from shardwise.nn.replicated import set_replicas_
+from shardwise.run.settings import ParallelSettings
 from shardwise.training.gradients.replicas import check_replicas, fingerprints
 
 H = 6
@@ -152,3 +154,20 @@ def test_a_hash_of_a_quantized_weight_is_of_its_codes_and_scales():
     assert hash_of(made) == expected
     made.scales[2] = 0.25
     assert hash_of(made) != expected
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "parallel", [ParallelSettings(tp=2), ParallelSettings(zero=1), ParallelSettings(pp=2)], ids=str
+)
+def test_copies_that_drift_in_training_are_named(parallel, group, tmp_path):
+    trainer = trainer_of(tmp_path, parallel)
+    losses_of(trainer, 2)
+    trainer.check_copies(2)
+    if parallel.pp == 2:
+        # Stages hold copies of a tied weight alone, which their gradients keep equal.
+        return
+    if group.rank() == 1:
+        change_a_bit_(trainer.model.decoder.final_layernorm.weight)
+    with pytest.raises(DesyncError, match=r"decoder.final_layernorm.weight'.*they drifted apart in the first 2 steps"):
+        trainer.check_copies(2)

@@ -1,4 +1,4 @@
-"""Check before the first step, by hashes, that ranks hold the same values of replicated parameters.
+"""Check by hashes, before the first step and on demand, that ranks hold the same values of replicated parameters.
 
 Without the check, ranks that were seeded differently or read different files would train without an error: each would
 apply its own norms to shared hidden states, and gradients of different models would be averaged.
@@ -25,6 +25,10 @@ from shardwise.nn.replicated import named_param_layouts, replicas_of
 # the second-level cache, and into memory that the allocator keeps.
 _RUN = 1 << 11
 _AT_ONCE_ON_CPU, _AT_ONCE = 1 << 14, 1 << 24
+SEEDS = (
+    "seed all ranks alike before the model is made (by torch.manual_seed; on a CPU model_parallel_cuda_manual_seed "
+    "does it too), or load the same weights on all"
+)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,6 +38,7 @@ def check_replicas(
     tp_group: ProcessGroup,
     dp_group: ProcessGroup | None = None,
     pp_group: ProcessGroup | None = None,
+    remedy: str = SEEDS,
 ) -> None:
     """Raise DesyncError on every rank unless all replicas of each parameter are equal. Collective.
 
@@ -48,6 +53,7 @@ def check_replicas(
         dp_group: the ranks that see different samples; None to skip that comparison.
         pp_group: the stages of the model, which all raise an error of any stage; None if there is one stage, or if the
             caller tells the others.
+        remedy: end of the message about a parameter that differs.
     """
     replicas = replicas_of(model)
     named = [each for each in named_param_layouts(model, tp_group.size()) if replicas[each[1]].same_over]
@@ -74,9 +80,9 @@ def check_replicas(
         hashes = dict(zip(compared, fingerprints(list(compared.values())), strict=True))
         # Make both comparisons even if the first fails, because it may not fail on other ranks.
         shapes = {name: list(param.shape) for name, param in compared.items()}
-        errors = [_difference({name: hashes[name] for name in of_tp}, shapes, "tensor", tp_group, device)]
+        errors = [_difference({name: hashes[name] for name in of_tp}, shapes, "tensor", tp_group, device, remedy)]
         if dp_group is not None:
-            errors.append(_difference({name: hashes[name] for name in of_dp}, shapes, "data", dp_group, device))
+            errors.append(_difference({name: hashes[name] for name in of_dp}, shapes, "data", dp_group, device, remedy))
         error = next((error for error in errors if error is not None), None)
         found = torch.tensor(float(error is not None))
         for group in groups if len(groups) > 1 else ():
@@ -97,6 +103,7 @@ def _difference(
     parallel: str,
     group: ProcessGroup,
     device: torch.device,
+    remedy: str,
 ) -> DesyncError | None:
     """Return the error if the hashes differ between ranks, the same on every rank of ``group``; else None."""
     if group.size() == 1:
@@ -127,8 +134,7 @@ def _difference(
     return DesyncError(
         f"{what}: rank{'s' * (len(others) > 1)} "
         f"{', '.join(others)} hold{'s' * (len(others) == 1)} other values than rank {ranks[0]}, and "
-        f"{parallel}-parallel ranks must hold the same; seed all ranks alike before the model is made (by "
-        "torch.manual_seed; on a CPU model_parallel_cuda_manual_seed does it too), or load the same weights on all"
+        f"{parallel}-parallel ranks must hold the same; {remedy}"
     )
 
 

@@ -1,0 +1,121 @@
+"""Diagnose a run of Shardwise: the same steps on one rank and at the layout that was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.core.communication.agreement import agree
+from shardwise.core.errors import ConfigError, ParityError
+from shardwise.core.topology import Groups
+from shardwise.run.doctor.diagnosis import Diagnosis, diagnose
+from shardwise.run.doctor.recorder import BUDGET, Recorder
+from shardwise.run.processes.ranks import open_ranks
+from shardwise.run.session import open_session
+from shardwise.run.settings import RunSettings
+from shardwise.run.tasks import task_of
+from shardwise.run.tasks.task import Session, Task
+from shardwise.training.trainer import Trainer
+
+STEPS = 2
+
+
+def diagnose_run(
+    settings: RunSettings,
+    *,
+    steps: int = STEPS,
+    folder: Path | None = None,
+    budget: int = BUDGET,
+    report: Callable[[Diagnosis], object] = lambda diagnosis: None,
+    make_task: Callable[[Any], Task] = task_of,
+) -> None:
+    """Train a few steps at the settings' layout and on one rank, and compare them; every rank calls.
+
+    The first rank trains the model on one rank twice: in the run's dtype, and with another rounding, in float64 for
+    float32, and otherwise with each operation changed by one rounding error.
+
+    Args:
+        settings: settings of the run.
+        steps: number of steps.
+        folder: folder for the recordings ``one``, ``rounding`` and ``parallel``, which are replaced; the settings'
+            ``out`` and ``doctor`` if None.
+        budget: most bytes of a recording of a rank.
+        report: callback for the diagnosis, on the first rank.
+        make_task: factory of the task.
+
+    Raises:
+        ParityError: a module is wrong; on every rank, after the report.
+        ConfigError: the layout has one rank, or the settings do not fit the ranks.
+        ShardwiseError: any other failure, on every rank.
+    """
+    overlaps = settings.parallel.tp > 1 and not settings.parallel.fsdp
+    folder = Path(settings.out) / "doctor" if folder is None else folder
+    with open_ranks(settings.device, timeout=settings.timeout, overlaps=overlaps) as ranks:
+        if ranks.world_size == 1:
+            raise ConfigError("the doctor compares several ranks with one, and this run has one; give --nproc, --tp...")
+        if settings.training.steps < steps:
+            raise ConfigError(f"training.steps is {settings.training.steps}, and {steps} steps are recorded")
+        if ranks.is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+        session = open_session(settings, ranks, make_task)
+        with session.shortage.explained():
+            agree(lambda: _record_alone(session, folder, steps, budget), group=ranks.control)
+            _record(session.trainer, session, folder / "parallel", steps, budget, Groups.of(session.topology))
+        # The recordings of all ranks are complete.
+        agree(lambda: None, group=ranks.control)
+
+        def judge() -> None:
+            if not ranks.is_first:
+                return
+            diagnosis = diagnose(folder / "one", folder / "parallel", folder / "rounding")
+            report(diagnosis)
+            if diagnosis.first is not None:
+                raise ParityError(f"not equal to one rank: {diagnosis.first.line()}")
+
+        agree(judge, group=ranks.control)
+
+
+def _record_alone(session: Session, folder: Path, steps: int, budget: int) -> None:
+    """Record the model on the first rank alone, in the run's dtype and with another rounding."""
+    if not session.ranks.is_first:
+        return
+    # The whole model is on one rank. Runs have no context parallelism, so the "cp" group has one rank.
+    alone = session.topology.group("cp")
+    groups = Groups(tp=alone, dp=alone)
+    training = session.settings.training
+    other = dataclasses.replace(training, dtype="float64") if training.dtype == "float32" else training
+    for name, own in (("one", training), ("rounding", other)):
+        settings = dataclasses.replace(session.settings, training=own)
+        torch.default_generator.manual_seed(own.seed)
+        model = session.task.source.build(settings, session.data, groups=groups, device=session.ranks.device)
+        objective = session.task.method.objective(session.data, groups, session.ranks.device)
+        trainer = Trainer(settings, model, groups, objective)
+        perturb = 1 if name == "rounding" and own is training else None
+        _record(trainer, session, folder / name, steps, budget, groups, perturb=perturb, world_size=1)
+
+
+def _record(
+    trainer: Trainer,
+    session: Session,
+    folder: Path,
+    steps: int,
+    budget: int,
+    groups: Groups,
+    *,
+    perturb: int | None = None,
+    world_size: int | None = None,
+) -> None:
+    recorder = Recorder(
+        trainer.model, folder, steps=steps, axes=groups, budget=budget, perturb=perturb, world_size=world_size
+    )
+    trainer.observer = recorder
+    for step in range(steps):
+        trainer.train_step(step, session.loader)
+    trainer.wait_for_weights()
+    recorder.close()
+    trainer.observer = None

@@ -1,0 +1,236 @@
+"""Recordings: what they have, that they change nothing, and bad input."""
+
+from __future__ import annotations
+
+import json
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness.parity import assert_bit_equal
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.core.errors import ConfigError, DataError, UnwritableError
+from shardwise.doctor import diagnose, record
+from shardwise.run.doctor import recorder as recorders
+from shardwise.run.doctor.places import Key
+from shardwise.run.doctor.recording import Recording
+from shardwise.run.doctor.sketches import Sketch, alike, concatenated, distance, placed
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Strange(nn.Module):
+    """Returns nested things; has a buffer, a frozen parameter, a module called twice and one that is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.never = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.register_buffer("offset", torch.ones(6))
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, extra: dict[str, Tensor] | None = None) -> Any:
+        assert extra is not None
+        y = self.twice(self.twice(x)) + self.frozen(x) + self.offset + extra["more"]
+        return {"pair": Pair(y, None), "list": [y * 2, (y.sum(),)], "number": 3}
+
+
+class Model(nn.Module):
+    def __init__(self, recomputes: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.strange, self.head = nn.Embedding(11, 6), Strange(), nn.Linear(6, 11)
+        self.recomputes = recomputes
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        if self.recomputes:
+            return self.head(checkpoint(self.inner, x, use_reentrant=self.recomputes == "reentrant"))
+        return self.head(self.inner(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        out = self.strange(x, extra={"more": torch.ones(6)})
+        return out["pair"].first + out["list"][0]
+
+
+def train(model: nn.Module, recorder_of: Any = None, *, steps: int = 2) -> tuple[list[Tensor], Any]:
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    recorder = recorder_of(model, optimizer) if recorder_of is not None else None
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro_batch in range(2):
+            ids = torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(10 * step + micro_batch))
+            F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        if recorder is not None:
+            recorder.gradients()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()], recorder
+
+
+def into(folder, **options):
+    return lambda model, optimizer: record(model, folder, optimizer=optimizer, **options)
+
+
+@pytest.mark.parametrize("recomputes", ["", "reentrant", "not reentrant"])
+def test_recording_keeps_the_bits_and_records_each_call_once(tmp_path, recomputes):
+    plain, _ = train(Model(recomputes))
+    recorded, recorder = train(Model(recomputes), into(tmp_path / "one"))
+    for one, other in zip(plain, recorded, strict=True):
+        assert_bit_equal(one, other)
+    assert recorder.is_done
+    recording = Recording(tmp_path / "one")
+    keys = recording.recorded
+    assert len(keys) == len(set(keys))
+    outputs = [key for key in keys if key.what == "output" and key.name == "strange.twice" and key.step == 0]
+    assert [(key.micro_batch, key.call) for key in outputs] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    gradients = {key for key in keys if key.what == "output gradient" and key.name == "strange.twice"}
+    assert len(gradients) == 2 * 2 * 2
+    assert {key.leaf for key in keys if key.what == "output" and key.name == "strange"} == {
+        "pair.0",
+        "list.0",
+        "list.1.0",
+    }
+    assert not any("never" in key.name and key.what != "updated" for key in keys)
+    assert not any(key.what == "gradient" and "frozen" in key.name for key in keys)
+    assert {key.micro_batch for key in keys if key.what == "accumulated"} == {0, 1}
+    # Clipping divides all gradients.
+    assert all(0 < update["clip_factor"] < 1 for update in recording.facts["updates"])
+    assert diagnose(tmp_path / "one", tmp_path / "one").is_sound
+
+
+def test_recomputed_values_and_gradients_are_those_without_recomputation(tmp_path):
+    for recomputes in ("", "reentrant", "not reentrant"):
+        train(Model(recomputes), into(tmp_path / (recomputes or "none")))
+    for recomputes in ("reentrant", "not reentrant"):
+        diagnosis = diagnose(tmp_path / "none", tmp_path / recomputes)
+        assert diagnosis.is_sound
+        assert max(each.ratio for each in diagnosis.judged) == 0
+        assert not [note for note in diagnosis.notes if "not in the suspect" in note]
+
+
+def test_without_a_call_gradients_are_those_of_the_update(tmp_path):
+    def forgetful(folder):
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with record(model, folder, optimizer=optimizer, steps=1):
+            model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+            optimizer.step()
+
+    forgetful(tmp_path / "one")
+    assert Recording(tmp_path / "one").facts["updates"][0]["was_clipped"]
+
+
+def test_an_evaluation_is_not_recorded(tmp_path):
+    model = Model()
+    with record(model, tmp_path, steps=1):
+        model.eval()
+        model(torch.zeros(1, 2, dtype=torch.int64))
+        model.train()
+        with torch.no_grad():
+            model(torch.zeros(1, 2, dtype=torch.int64))
+    assert not Recording(tmp_path).facts["calls"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_compiled_module_is_one_unit(tmp_path):
+    model = Model()
+    model.head = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 11)), backend="eager")
+    train(model, into(tmp_path))
+    names = {key.name for key in Recording(tmp_path).recorded if key.what == "output"}
+    assert "head" in names
+    assert not any(name.startswith("head.") for name in names)
+
+
+def test_a_perturbed_run_differs_by_rounding(tmp_path):
+    train(Model(), into(tmp_path / "one"))
+    train(Model(), into(tmp_path / "rounding", perturb=1))
+    train(Model(), into(tmp_path / "other", perturb=2))
+    diagnosis = diagnose(tmp_path / "one", tmp_path / "other", tmp_path / "rounding")
+    assert diagnosis.is_sound
+    assert diagnosis.rounding_is_measured
+    assert max(each.ratio for each in diagnosis.judged if each.key.what == "output") > 0
+
+
+def test_the_budget_and_the_number_of_layers_are_kept(tmp_path):
+    def layers():
+        torch.manual_seed(1)
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+
+    for name, options in (("few", {"first_layers": 2}), ("small", {"budget": 20_000}), ("full", {"full": ("3",)})):
+        model = layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with record(model, tmp_path / name, optimizer=optimizer, steps=1, **options):
+            model(torch.ones(600, 64)).sum().backward()
+            optimizer.step()
+    few = {key.name for key in Recording(tmp_path / "few").recorded if key.what == "output"}
+    assert few == {"", "0", "1"}
+    small = Recording(tmp_path / "small")
+    assert small.facts["dropped"]
+    assert (tmp_path / "small/rank00000.safetensors").stat().st_size < 40_000
+    full = Recording(tmp_path / "full").entries(Key("output", "3", 0, 0))[0].sketch
+    assert full.is_whole
+
+
+def test_bad_input(tmp_path, monkeypatch):
+    model = Model()
+    with pytest.raises(ConfigError, match="steps is 0; record at least one step"):
+        record(model, tmp_path, steps=0)
+    with pytest.raises(ConfigError, match="tp is rank 2 of 2; ranks count from 0"):
+        record(model, tmp_path, axes={"tp": (2, 2)})
+    train(Model(), into(tmp_path / "one"))
+    with pytest.raises(ConfigError, match="has a recording already"):
+        record(model, tmp_path / "one")
+    with pytest.raises(DataError, match="has no recording"):
+        diagnose(tmp_path / "nothing", tmp_path / "one")
+    other = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with record(other, tmp_path / "other", optimizer=optimizer, steps=1):
+        other(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    with pytest.raises(ConfigError, match="no module or parameter in common"):
+        diagnose(tmp_path / "one", tmp_path / "other")
+    monkeypatch.setattr(recorders.shutil, "disk_usage", lambda folder: namedtuple("Usage", "free")(1000))
+    with pytest.raises(UnwritableError, match="1,000 bytes free, and the recording of rank 0 needs"):
+        train(Model(), into(tmp_path / "full disk"))
+
+
+def test_torn_recordings(tmp_path):
+    train(Model(), into(tmp_path / "one"))
+    facts, tensors = tmp_path / "one/rank00000.json", tmp_path / "one/rank00000.safetensors"
+    own = facts.read_text(), tensors.read_bytes()
+    tensors.write_bytes(own[1][:1000])
+    with pytest.raises(DataError, match="no complete recording"):
+        diagnose(tmp_path / "one", tmp_path / "one")
+    tensors.write_bytes(own[1])
+    for text in (own[0][:500], "[]", json.dumps(json.loads(own[0]) | {"version": 99})):
+        facts.write_text(text)
+        with pytest.raises(DataError, match=r"no complete recording|version 99"):
+            diagnose(tmp_path / "one", tmp_path / "one")
+    facts.write_text(json.dumps(json.loads(own[0]) | {"world_size": 2}))
+    with pytest.raises(DataError, match=r"those of ranks \[1\] are missing"):
+        diagnose(tmp_path / "one", tmp_path / "one")
+
+
+@pytest.mark.parametrize("shape", [(512, 3, 64), (500, 513), (70_000,), (300, 2, 16, 16)])
+def test_sketches_of_shards_merge_to_that_of_the_tensor(shape):
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    for dim in range(len(shape)):
+        shards = whole.tensor_split(2, dim)
+        reference, *others = alike([Sketch.of(whole), *map(Sketch.of, shards)])
+        merged = concatenated(others, dim)
+        assert merged.shape == tuple(shape)
+        assert merged.views
+        assert max(distance(merged, reference).values()) < 1e-4
+        size = shape[dim] // 2
+        intervals = [[[size, shape[dim]]], [[0, size]]]
+        (turned,) = placed(
+            alike([Sketch.of(shards[1]), Sketch.of(shards[0])]),
+            dim,
+            [[[shards[0].size(dim), shape[dim]]], [[0, shards[0].size(dim)]]],
+        )
+        assert turned.shape == tuple(shape)
+        assert intervals
