@@ -84,6 +84,7 @@ COMMANDS = {
     "compare": Command("inspection", "CompareArguments", "show where two runs part: step, tensor and element"),
     "import-hf": Command("conversion", "ImportArguments", "make a checkpoint of a Hugging Face folder"),
     "export-hf": Command("conversion", "ExportArguments", "write a checkpoint as a Hugging Face folder"),
+    "conformance": Command("conforming", "ConformanceArguments", "run the known bugs of the field on any library"),
     "env": Command("inspection", "EnvArguments", "show versions, devices, backends and fast paths"),
 }
 

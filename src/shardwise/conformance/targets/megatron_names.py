@@ -1,0 +1,58 @@
+"""The language model's weights under Megatron's names, whole: how the protocol's are put together, and back."""
+
+import torch
+from torch import Tensor
+
+from shardwise.conformance.dense import Sizes
+
+_LAYER = {
+    "norm1.weight": "input_layernorm.weight",
+    "o.weight": "self_attention.linear_proj.weight",
+    "q_norm.weight": "self_attention.q_layernorm.weight",
+    "k_norm.weight": "self_attention.k_layernorm.weight",
+    "norm2.weight": "pre_mlp_layernorm.weight",
+    "down.weight": "mlp.linear_fc2.weight",
+}
+_MODEL = {
+    "embedding.weight": "embedding.word_embeddings.weight",
+    "norm.weight": "decoder.final_layernorm.weight",
+    "head.weight": "output_layer.weight",
+}
+
+
+def to_megatron(weights: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+    """Return the weights under Megatron's names; queries, keys and values are fused, and gate and up projections."""
+    result = {_MODEL[name]: value for name, value in weights.items() if name in _MODEL}
+    per, d = sizes.heads // sizes.kv_heads, sizes.head_dim
+    for layer in range(sizes.layers):
+        ours, theirs = f"layers.{layer}.", f"decoder.layers.{layer}."
+        result |= {theirs + other: weights[ours + name] for name, other in _LAYER.items() if ours + name in weights}
+        q, k, v = (weights[f"{ours}{name}.weight"].view(sizes.kv_heads, -1, d, sizes.hidden) for name in "qkv")
+        assert q.size(1) == per
+        result[theirs + "self_attention.linear_qkv.weight"] = torch.cat([q, k, v], 1).reshape(-1, sizes.hidden)
+        gated = [weights[f"{ours}{name}.weight"] for name in ("gate", "up")]
+        result[theirs + "mlp.linear_fc1.weight"] = torch.cat(gated)
+    return result
+
+
+def from_megatron(tensors: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+    """Return tensors with Megatron's names, of a whole model or of a stage, under the protocol's."""
+    back = {other: name for name, other in _MODEL.items()}
+    per, d = sizes.heads // sizes.kv_heads, sizes.head_dim
+    result = {}
+    for name, value in tensors.items():
+        if name in back:
+            result[back[name]] = value
+            continue
+        _, _, layer, rest = name.split(".", 3)
+        ours = f"layers.{layer}."
+        if rest == "self_attention.linear_qkv.weight":
+            parts = value.view(sizes.kv_heads, per + 2, d, sizes.hidden).split([per, 1, 1], 1)
+            result |= {
+                f"{ours}{key}.weight": part.reshape(-1, sizes.hidden) for key, part in zip("qkv", parts, strict=True)
+            }
+        elif rest == "mlp.linear_fc1.weight":
+            result |= {f"{ours}{key}.weight": part for key, part in zip(("gate", "up"), value.chunk(2), strict=True)}
+        else:
+            result[ours + next(key for key, other in _LAYER.items() if other == rest)] = value
+    return result
