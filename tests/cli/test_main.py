@@ -54,8 +54,8 @@ def test_version(capsys):
         ("trian", "unknown command 'trian'; did you mean train?"),
         (
             "xyz",
-            "unknown command 'xyz'; one of demo, train, finetune, dpo, distill, plan, generate, chat, eval, "
-            "classify, compare, import-hf, export-hf, env",
+            "unknown command 'xyz'; one of demo, train, finetune, dpo, distill, plan, doctor, generate, chat, eval, "
+            "classify, compare, import-hf, export-hf, conformance, env",
         ),
         ("--verson", "unknown option '--verson'; did you mean --version?"),
     ],
