@@ -1,7 +1,7 @@
 """Gradients of GLM-4.5's norms of queries and keys (``use_qk_norm``) under tensor parallelism in ``transformers``.
 
-Each rank applies these norms to its own heads. The plan of the model does not sum their gradients, so that each rank is
-left with its own share.
+With ``use_qk_norm`` each rank applies these norms to its own heads. The plan of the model does not sum
+their gradients: each rank is left with its own share.
 """
 
 import os

@@ -59,6 +59,7 @@ def test_a_script_shows_every_failure_of_another_project():
 @pytest.mark.parametrize(
     ("script", "said"),
     [
+        ("transformers_glm_norms.py", "sum of the ranks"),
         ("torch_bf16_loss.py", "largest difference 0."),
         ("torch_uneven_rowwise.py", "must have same reduction dim"),
         ("transformers_norms_under_accumulation.py", "times as large"),
