@@ -1,4 +1,4 @@
-"""Find the first wrong module of a parallel model, anybody's.
+"""Find the first wrong module of a parallel model, of any library.
 
 Record a run on one rank and the parallel run, in three lines of any training script::
 

@@ -287,3 +287,14 @@ def test_files_of_a_run(tmp_path, monkeypatch):
     }
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [("held_out_bits_per_byte" in row) for row in rows] == [False, True, True]
+
+
+def test_copies_of_parameters_are_compared_every_few_steps(tmp_path, monkeypatch):
+    from shardwise.run.run import run
+    from shardwise.training.trainer import Trainer
+
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    compared: list[int] = []
+    monkeypatch.setattr(Trainer, "check_copies", lambda self, done: compared.append(done))
+    run(tiny_settings(tmp_path, steps=5, doctor_every=2))
+    assert compared == [2, 4]

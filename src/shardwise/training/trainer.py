@@ -1,4 +1,4 @@
-"""The trainer: a training step, evaluation on held-out rows, and the choice of the optimizer."""
+"""The trainer: a training step, and evaluation on held-out rows."""
 
 import contextlib
 import itertools
@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from shardwise.core.communication.agreement import agree
 from shardwise.core.communication.collectives import reduce_numbers
 from shardwise.core.communication.context import numbers_without_sync
-from shardwise.core.communication.trees import exact_parts, sum_in_parts
+from shardwise.core.communication.trees import exact_parts
 from shardwise.core.errors import ConfigError, DivergenceError
 from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups
@@ -24,24 +24,19 @@ from shardwise.core.validation import DeferredChecks
 from shardwise.data import Batch, DataLoader, HeldOut
 from shardwise.data.batch import BatchMover
 from shardwise.models.description import ModelChunks
-from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.training.gradients import GradientBuffers, Gradients, GradientTrees, Share, Total
+from shardwise.training.gradients import GradientBuffers, Share, Total
 from shardwise.training.gradients.replicas import check_replicas
 from shardwise.training.objective import CrossEntropy, Objective, means_of, outputs_of
-from shardwise.training.optimizer.adamw import AdamW
+from shardwise.training.optimizer.choice import build_optimizer, fused_adamw
 from shardwise.training.optimizer.gradients import (
     exact_grad_norm,
     finalize_gradients_,
     own_squares,
     scale_gradients_,
-    summed_over_other_groups,
 )
 from shardwise.training.optimizer.mixed_precision import PRECISIONS, DynamicLossScale
 from shardwise.training.optimizer.optimizer import (
-    LocalShards,
-    MasterWeights,
-    ShardedOptimizer,
     ZeroOptimizer,
     set_learning_rate_,
 )
@@ -105,7 +100,7 @@ class StepObserver(Protocol):
         """The gradients are clipped."""
 
     def updated(self, given: Mapping[Parameter, tuple[Tensor, dict[str, list[Any]]]]) -> None:
-        """The parameters are updated."""
+        """The parameters are updated, or the update is skipped."""
 
 
 class Trainer:
@@ -168,7 +163,7 @@ class Trainer:
         self._prepared: _Prepared | None = None
         self.optimizer, self.gradients = build_optimizer(settings, model, self._chunks, groups)
         self.zero = self.optimizer if isinstance(self.optimizer, ZeroOptimizer) else None
-        self._fused = _fused(self.optimizer)
+        self._fused = fused_adamw(self.optimizer)
         self._scale_later = None if self._fused is None else self._divide_by
         if self._fused is not None:
             # With split state, other ranks' intervals of a bucket hold sums of this rank alone.
@@ -270,6 +265,8 @@ class Trainer:
         learning_rate = settings.optimizer.learning_rate_at(step, settings.training.steps)
         used = None if self.loss_scale is None else scale
         if self.loss_scale is not None and wrong:
+            if self.observer is not None:
+                self.observer.updated(self._given(gradients=False))
             self.loss_scale.skip_(step)
             self.num_skipped += 1
             return StepResult(mean_loss, grad_norm, learning_rate, used, is_skipped=True, others=tuple(others))
@@ -476,43 +473,3 @@ def _stream_seed(seed: int, step: int, dp_rank: int, stage: int) -> int:
     # as a run without stages.
     entropy = (seed, step, dp_rank, stage) if stage else (seed, step, dp_rank)
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(2))
-
-
-def _fused(optimizer: ShardedOptimizer) -> AdamW | None:
-    """Return the run's AdamW if it updates all parameters, in one kernel that may divide the gradients as well."""
-    innermost: Any = getattr(optimizer, "innermost", optimizer)
-    fuses = isinstance(innermost, AdamW) and innermost.why_not_fused is None and not innermost.is_exact
-    return innermost if fuses else None
-
-
-def build_optimizer(
-    settings: StepSettings, model: TransformerModel | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
-) -> tuple[ShardedOptimizer, Gradients]:
-    """Build the optimizer of a run, and the object that sums its gradients over ranks and micro-batches.
-
-    ``model`` is on its device; with pipeline stages, it is this rank's stage or its chunks. ``chunks`` is the same as a
-    sequence.
-    """
-    dp_group = groups.dp
-    assert dp_group is not None
-    num_ranks, has_masters = dp_group.size(), PRECISIONS[settings.training.dtype].has_masters
-    optimizer = settings.optimizer.make(model)
-    dtype = torch.float32 if has_masters else None
-    parts = chunks[0].config.exact_parts
-    if parts is not None:
-        sum_in_parts(dp_group, parts)
-    if settings.parallel.shards_fully(num_ranks):
-        # This imports DTensor, which is slow.
-        from shardwise.training.gradients.fully_sharded import FullyShardedModel
-
-        sharded = FullyShardedModel(chunks, group=dp_group, dtype=dtype)
-        return LocalShards(optimizer, sharded), sharded
-    if num_ranks == 1 and not has_masters and parts is None:
-        return optimizer, Gradients.of([param for param in model.parameters() if param.requires_grad])
-    splits_state = settings.parallel.zero > 0 and num_ranks > 1
-    whole = summed_over_other_groups(model, tp_group=groups.tp, embd_group=groups.embd)
-    summing = GradientBuffers if parts is None else GradientTrees
-    gradients = summing(chunks, group=dp_group, dtype=dtype, scatter=splits_state, whole=whole)
-    if splits_state:
-        return ZeroOptimizer(optimizer, chunks, gradients, has_masters=has_masters), gradients
-    return MasterWeights(optimizer, model) if has_masters else optimizer, gradients

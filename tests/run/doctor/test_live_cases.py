@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardwise.run.doctor.diagnosis import Diagnosis, Finding, diagnose
-from shardwise.run.doctor.explaining import MICRO_BATCHES, NEVER_SUMMED
+from shardwise.run.doctor.evidence import MICRO_BATCHES, NEVER_SUMMED
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 60,

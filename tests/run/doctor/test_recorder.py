@@ -124,6 +124,16 @@ def test_without_a_call_gradients_are_those_of_the_update(tmp_path):
     assert Recording(tmp_path / "one").facts["updates"][0]["was_clipped"]
 
 
+def test_a_step_that_was_not_begun_is_not_counted(tmp_path):
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with record(model, tmp_path, optimizer=optimizer, steps=3) as recorder:
+        model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
+        optimizer.step()
+    assert recorder.is_done
+    assert Recording(tmp_path).steps == 1
+
+
 def test_an_evaluation_is_not_recorded(tmp_path):
     model = Model()
     with record(model, tmp_path, steps=1):
@@ -193,6 +203,19 @@ def test_bad_input(tmp_path, monkeypatch):
         optimizer.step()
     with pytest.raises(ConfigError, match="no module or parameter in common"):
         diagnose(tmp_path / "one", tmp_path / "other")
+    reseeded = Model()
+    for param in reseeded.parameters():
+        param.data += 1
+    train(reseeded, into(tmp_path / "reseeded"))
+    with pytest.raises(
+        ConfigError, match=r"7 of 7 parameters begin with other values .* give both runs the same initial"
+    ):
+        diagnose(tmp_path / "one", tmp_path / "reseeded")
+    train(Model(), into(tmp_path / "older"))
+    facts = tmp_path / "older/rank00000.json"
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"torch": "1.0"}))
+    notes = diagnose(tmp_path / "one", tmp_path / "older").notes
+    assert any(note.endswith("the suspect with 1.0") for note in notes)
     monkeypatch.setattr(recorders.shutil, "disk_usage", lambda folder: namedtuple("Usage", "free")(1000))
     with pytest.raises(UnwritableError, match="1,000 bytes free, and the recording of rank 0 needs"):
         train(Model(), into(tmp_path / "full disk"))
@@ -225,12 +248,7 @@ def test_sketches_of_shards_merge_to_that_of_the_tensor(shape):
         assert merged.shape == tuple(shape)
         assert merged.views
         assert max(distance(merged, reference).values()) < 1e-4
-        size = shape[dim] // 2
-        intervals = [[[size, shape[dim]]], [[0, size]]]
-        (turned,) = placed(
-            alike([Sketch.of(shards[1]), Sketch.of(shards[0])]),
-            dim,
-            [[[shards[0].size(dim), shape[dim]]], [[0, shards[0].size(dim)]]],
-        )
-        assert turned.shape == tuple(shape)
-        assert intervals
+        cut = shards[0].size(dim)
+        reference, *others = alike([Sketch.of(whole), Sketch.of(shards[1]), Sketch.of(shards[0])])
+        (turned,) = placed(others, dim, [[[cut, shape[dim]]], [[0, cut]]])
+        assert max(distance(turned, reference).values()) < 1e-4

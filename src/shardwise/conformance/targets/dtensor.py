@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.conformance.dense import IGNORED, Batch, DenseModel, Sizes
+from shardwise.conformance.dense import IGNORED, Batch, DenseModel, Sizes, backward_of_mean
 from shardwise.core.topology import Groups
 
 versions: dict[str, str] = {}
@@ -254,13 +254,7 @@ def language_model(
 
 
 def accumulate(model: nn.Module, batches: Sequence[Batch], groups: Groups) -> Tensor:
-    count = sum(int((labels != IGNORED).sum()) for _, labels in batches)
-    total = torch.zeros((), dtype=torch.float64)
-    for ids, labels in batches:
-        loss = model(ids, labels).sum() / count
-        loss.backward()
-        total += loss.detach()
-    return total
+    return backward_of_mean(model, list(batches))
 
 
 class _Optimizer:

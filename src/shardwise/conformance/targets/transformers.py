@@ -5,7 +5,6 @@ The model is a Qwen 3 or, without norms of queries and keys, a Llama.
 
 import importlib
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwise.conformance.dense import IGNORED, Batch, Sizes
+from shardwise.conformance.dense import IGNORED, Sizes
+from shardwise.conformance.targets.dtensor import accumulate as accumulate, optimizer as optimizer
 from shardwise.core.topology import Groups
 
 versions: dict[str, str] = {}
@@ -179,31 +179,3 @@ def _trainer() -> Any:
 
 def _norm(norm: Tensor) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
-def accumulate(model: nn.Module, batches: Sequence[Batch], groups: Groups) -> Tensor:
-    count = sum(int((labels != IGNORED).sum()) for _, labels in batches)
-    total = torch.zeros((), dtype=torch.float64)
-    for ids, labels in batches:
-        loss = model(ids, labels).sum() / count
-        loss.backward()
-        total += loss.detach()
-    return total
-
-
-class _Optimizer:
-    def __init__(self, model: nn.Module) -> None:
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, foreach=False
-        )
-
-    def step(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def num_state_elements(self) -> int:
-        return sum(s[name].numel() for s in self._optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
-
-
-def optimizer(model: nn.Module, groups: Groups) -> _Optimizer:
-    return _Optimizer(model)

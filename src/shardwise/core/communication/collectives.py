@@ -67,7 +67,7 @@ def reduce_numbers(
 
     Args:
         sums: vectors of one dtype, each with the groups over which it is summed.
-        largest: ``[n]`` finite numbers of the same dtype, of which all groups' maximum is taken.
+        largest: ``[n]`` finite numbers of the same dtype; the maximum over all groups is returned.
         groups: the groups, in order; the same order on every rank.
 
     Returns:

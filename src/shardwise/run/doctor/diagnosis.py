@@ -11,15 +11,8 @@ from typing import Any
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.files import shown
-from shardwise.run.doctor.explaining import (
-    LABELS,
-    NEVER_SUMMED,
-    NORM,
-    SAMPLES,
-    STALE,
-    Explainer,
-    Explanation,
-)
+from shardwise.run.doctor.evidence import LABELS, NEVER_SUMMED, NORM, SAMPLES, STALE, Case, Explanation
+from shardwise.run.doctor.explaining import explain
 from shardwise.run.doctor.judging import PASSES, Judge, Judged, Rounding, eps_of
 from shardwise.run.doctor.places import Key
 from shardwise.run.doctor.recording import Recording
@@ -148,6 +141,11 @@ class _Diagnoser:
                 "the expected rounding is estimated from the dtype; a recording of the reference with perturb=1, or in "
                 "another dtype, measures it (rounding=...)"
             )
+        versions = [recording.facts["torch"] for recording in (reference, suspect)]
+        if versions[0] != versions[1]:
+            self.notes.append(
+                f"the reference was recorded with PyTorch {versions[0]}, and the suspect with {versions[1]}"
+            )
         self.calls = [call for facts in reference.of_ranks("calls") for call in facts]
 
     def run(self) -> Diagnosis:
@@ -164,9 +162,10 @@ class _Diagnoser:
         counts = Counter(
             (each["step"], each["micro_batch"]) for each in self.suspect.of_ranks("calls")[0] if not each["name"]
         )
-        self._explainer = Explainer(judge, self.suspect.axes, max(1, len({micro for _, micro in counts})))
+        self._case = Case(judge, self.suspect.axes, max(1, len({micro for _, micro in counts})))
         self._judged = {each.key: each for each in judged}
         self._by_number = {each.number: each for each in judged}
+        self._check_initial_weights(judged)
         self._excuse_inner(judged)
         for step in range(min(self.reference.steps, self.suspect.steps)):
             self._excuse_factor(judged, step)
@@ -187,6 +186,15 @@ class _Diagnoser:
         steps = min(self.reference.steps, self.suspect.steps)
         calls = list(seen.values())
         return Diagnosis(findings, judged, self.rounding.is_measured, self.notes, self.suspect.axes, calls, steps)
+
+    def _check_initial_weights(self, judged: list[Judged]) -> None:
+        initial = [each for each in judged if each.key.what == "used" and each.key.step == 0]
+        wrong = [each for each in initial if each.is_wrong]
+        if len(wrong) > len(initial) / 2:
+            raise ConfigError(
+                f"{len(wrong)} of {len(initial)} parameters begin with other values in {self.suspect.folder} than in "
+                f"{self.reference.folder}, {wrong[0].key.name} among them; give both runs the same initial weights"
+            )
 
     def _excuse_inner(self, judged: list[Judged]) -> None:
         """Excuse tensors inside a module whose output is right: ranks may hold them in an order that is not known."""
@@ -226,10 +234,10 @@ class _Diagnoser:
         if first is None or not first.is_wrong:
             return
         for axis, size in self.suspect.axes.items():
-            if size < 2 or not self._explainer.is_multiple(first, size):
+            if size < 2 or not self._case.is_multiple(first, size):
                 continue
             for each in inner:
-                each.is_excused = each.is_excused or self._explainer.is_multiple(each, size)
+                each.is_excused = each.is_excused or self._case.is_multiple(each, size)
             self.notes.append(
                 f"step {step}: gradients of activations are {size} times the reference's, and averaged over {axis}"
             )
@@ -294,7 +302,7 @@ class _Diagnoser:
         if Key("updated", module, step - 1) in self._judged:
             # Its values were right when the update ended.
             where = "update"
-        return self._finding(where, wrong, module, cause or self._explainer.explain(wrong))
+        return self._finding(where, wrong, module, cause or explain(self._case, wrong))
 
     def _order(self, judged: Judged) -> tuple[int, int]:
         if judged.key.what != "gradient":
@@ -330,7 +338,7 @@ class _Diagnoser:
     def _blame(self, wrong: Judged) -> tuple[str, Explanation | None]:
         """Return the module in which a tensor became wrong, and the explanation if an earlier tensor has it."""
         key = wrong.key
-        if key.what in ("gradient", "accumulated", "updated", "used"):
+        if key.what in ("gradient", "updated", "used"):
             return key.name, None
         if key.what in ("input", "output"):
             for number in self._sources(key):
@@ -376,7 +384,7 @@ class _Diagnoser:
         return _common([call["name"] for call in users]) if users else ""
 
     def _sources(self, key: Key) -> list[int]:
-        """Return the numbers of the tensors from which a tensor was computed."""
+        """Return the numbers of the tensors that a tensor was computed from."""
         calls = [call for call in self.calls if call["step"] == key.step and call["micro_batch"] == key.micro_batch]
         limit = self._judged[key].number
         own = [call for call in calls if key.what == "output" and call["name"] == key.name and call["call"] == key.call]
@@ -392,11 +400,11 @@ class _Diagnoser:
         for judged in self._judged.values():
             used = judged.key
             if used.what == "used" and used.step == key.step and _parent(used.name) == key.name and judged.is_wrong:
-                return used.name, self._explainer.explain(judged)
+                return used.name, explain(self._case, judged)
         return None
 
     def _check_updates(self, step: int) -> Finding | None:
-        """Find a parameter of which a rank has the old values, although the reference's changed."""
+        """Find a parameter that an update changed in the reference and not on a rank."""
         for judged in self._judged.values():
             key = judged.key
             if key.what != "updated" or key.step != step:
@@ -420,7 +428,7 @@ class _Diagnoser:
         return None
 
     def _check_norm(self, step: int) -> Finding | None:
-        """Compare the norm by which the gradients were clipped with the norm of the recorded gradients."""
+        """Compare the factor of clipping with the reference's: it shows the norm that was used."""
         own, other = (
             next((each for each in recording.of_ranks("updates")[0] if each["step"] == step), None)
             for recording in (self.reference, self.suspect)

@@ -45,7 +45,7 @@ class Judged:
     """A tensor of the suspect against the reference's.
 
     Attributes:
-        key: what it is.
+        key: names the tensor.
         number: position in the reference's recording.
         layouts: for each axis of several ranks, how they hold the tensor; empty if no layout gives the reference.
         stated: for each axis the layout that the model states, if any.
@@ -92,14 +92,13 @@ class Rounding:
     Args:
         reference: the recording of the sound run.
         twin: one that differs from it in rounding alone; None if there is none.
-        eps: relative rounding of one operation, by key, of the suspect's dtype.
+        eps: relative rounding of one operation in the suspect's dtype.
     """
 
     def __init__(self, reference: Recording, twin: Recording | None, eps: float) -> None:
         self.is_measured = twin is not None
         self._eps = eps
         self._measured: dict[Key, dict[str, float]] = {}
-        self._sizes: dict[Key, dict[str, float]] = {}
         self._usual: dict[tuple[str, int], float] = {}
         relative: dict[tuple[str, int], list[float]] = {}
         for number, key in enumerate(reference.recorded):
@@ -109,7 +108,6 @@ class Rounding:
                 size = rms(first.sketch.doubled())
                 # Errors add up like a random walk, and gradients pass all tensors twice.
                 self._measured[key] = {name: 4 * eps * value * math.sqrt(1 + number) for name, value in size.items()}
-                self._sizes[key] = size
                 continue
             other = twin.entries(key)
             if not other:
@@ -117,13 +115,12 @@ class Rounding:
             one, two = alike([first.sketch, other[min(other)].sketch])
             if one.shape != two.shape:
                 continue
-            self._measured[key], self._sizes[key] = distance(one, two), rms(one)
-            of_elements = self._sizes[key].get("slice", 0.0)
+            self._measured[key], of_elements = distance(one, two), rms(one).get("slice", 0.0)
             if of_elements > 0 and key.what != "used":
                 relative.setdefault(group, []).append(self._measured[key].get("slice", 0.0) / of_elements)
         self._usual = {group: statistics.median(values) for group, values in relative.items()}
 
-    def of(self, key: Key, whole: Sketch, *, merged: bool) -> dict[str, float]:
+    def of(self, key: Key, whole: Sketch) -> dict[str, float]:
         """Return the expected root mean square of the difference of each view of the reference's tensor."""
         size = rms(whole)
         measured = self._measured.get(key, {})
@@ -177,7 +174,7 @@ class Judge:
         whole, *others = alike([originals[0].sketch, *(entry.sketch for entry in entries.values())])
         axes, shards = self._grid(dict(zip(entries, others, strict=True)))
         stated = next(iter(entries.values())).layouts
-        expected = self.rounding.of(key, whole, merged=bool(axes))
+        expected = self.rounding.of(key, whole)
         best = self._best(axes, stated, whole, shards, expected)
         if best is None and len(whole.shape) > 2:
             # A module may return [batch, sequence, ...] in one layout and [sequence, batch, ...] in another.
@@ -205,7 +202,7 @@ class Judge:
     ) -> tuple[float, dict[str, Kind], list[Sketch]] | None:
         """Return the layout with the smallest ratio; the first within rounding; None if no layout has the shape."""
         best: tuple[float, dict[str, Kind], list[Sketch]] | None = None
-        for kinds in _candidates(axes, stated, whole, shards):
+        for kinds in _candidates(axes, stated, len(whole.shape)):
             if _adds_copies(shards, list(axes), kinds, stated):
                 continue
             merged = merge(shards, list(axes), kinds)
@@ -256,7 +253,7 @@ class Judge:
         worst: Judged | None = None
         for rank in originals.keys() & entries.keys():
             whole, sketch = alike([originals[rank].sketch, entries[rank].sketch])
-            expected = self.rounding.of(key, whole, merged=False)
+            expected = self.rounding.of(key, whole)
             same = whole.shape == sketch.shape
             ratio = self.ratio(sketch, whole, expected) if same else math.inf
             scale = rms(whole).get("slice", 0.0) or 1e-300
@@ -278,17 +275,9 @@ def kind_of(stated: Sequence[Any] | None) -> Kind | None:
     return ("I",) if letter == "R" else (letter, *rest)
 
 
-def _candidates(
-    axes: Mapping[str, int],
-    stated: Mapping[str, Sequence[Any]],
-    whole: Sketch,
-    shards: Mapping[tuple[int, ...], Sketch],
-) -> Iterator[dict[str, Kind]]:
-    """Yield layouts: first the one that the model states."""
-    ndim = len(whole.shape)
-    found: list[Kind] = [("I",), *(("V", dim) for dim in range(ndim)), ("P",)]
-    # Joint weights, such as gate and up, or query, key and value, are often split section by section.
-    found += [("sections", dim, number) for dim in range(ndim) for number in (2, 3)]
+def _candidates(axes: Mapping[str, int], stated: Mapping[str, Sequence[Any]], ndim: int) -> Iterator[dict[str, Kind]]:
+    """Yield the layouts that agree with those that the model states."""
+    found = kinds_of(ndim)
     own = {axis: kind_of(stated.get(axis)) for axis in axes}
     own = {
         axis: (kind[0], kind[1] % max(ndim, 1), *kind[2:]) if kind is not None and len(kind) > 1 else kind
@@ -296,6 +285,26 @@ def _candidates(
     }
     options = [[kind] if kind is not None else found for kind in own.values()]
     yield from (dict(zip(axes, kinds, strict=True)) for kinds in itertools.product(*options))
+
+
+def kinds_of(ndim: int) -> list[Kind]:
+    """Return all kinds that need no statement of the model, the simplest first."""
+    found: list[Kind] = [("I",), *(("V", dim) for dim in range(ndim)), ("P",)]
+    # Joint weights, such as gate and up, or query, key and value, are often split section by section.
+    return found + [("sections", dim, number) for dim in range(ndim) for number in (2, 3)]
+
+
+def shown_kind(kind: Kind) -> str:
+    """Return in words how the ranks of an axis hold a tensor."""
+    words = {"I": "copies", "P": "partial sums", "placed": "shards by intervals", "placed sums": "shards by intervals"}
+    if kind[0] in words:
+        return words[kind[0]] + (f" of dimension {kind[1]}" if len(kind) > 1 else "")
+    return f"shards of dimension {kind[1]}" + (f", in {kind[2]} sections" if kind[0] == "sections" else "")
+
+
+def shown_layouts(layouts: Mapping[str, Kind]) -> str:
+    """Return in words how the ranks hold a tensor."""
+    return ", ".join(f"{axis}: {shown_kind(kind)}" for axis, kind in layouts.items()) or "one tensor"
 
 
 def _adds_copies(

@@ -1,4 +1,4 @@
-"""What is recorded: keys, names of modules and parameters, axes of ranks, and layouts that a model states."""
+"""Keys of recorded tensors: names of modules and parameters, axes of ranks, and layouts that a model states."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ Declared = dict[str, list[Any]]
 Axes = Mapping[str, tuple[int, int]]
 Given = Mapping[Parameter, tuple[Tensor, Declared]]
 
-
 # The gradient of the values that copies of a key-value head compute is a partial sum on each rank.
 GRADIENTS = {"R": "P", "P": "I", "placed": "placed sums"}
 # Parts of names that wrappers add.
@@ -34,7 +33,7 @@ _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoin
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What a recorded tensor is.
+    """The identity of a recorded tensor.
 
     Attributes:
         what: ``input``, ``output``, ``input gradient``, ``output gradient`` of a module; ``used``, ``gradient``,
@@ -106,6 +105,7 @@ def named_parameters(model: nn.Module) -> list[tuple[str, Parameter, nn.Module, 
 
 
 def axes_of(axes: Axes | DeviceMesh | Groups | None) -> dict[str, tuple[int, int]]:
+    """Return each axis with this rank's place and the number of ranks; one axis of all ranks if there is none."""
     if axes is None:
         return {"rank": (dist.get_rank(), dist.get_world_size())} if dist.is_initialized() else {}
     if isinstance(axes, Groups):
@@ -121,6 +121,7 @@ def axes_of(axes: Axes | DeviceMesh | Groups | None) -> dict[str, tuple[int, int
 
 
 def declared_of_param(owner: nn.Module, key: str, axes: Axes) -> Declared:
+    """Return how the ranks hold a parameter, as far as its module states it."""
     layout = getattr(owner, "param_layouts", {}).get(key)
     if layout is None or "tp" not in axes:
         return {}
@@ -130,12 +131,14 @@ def declared_of_param(owner: nn.Module, key: str, axes: Axes) -> Declared:
 
 
 def declared_of_tensor(layout: Layout | None, axes: Axes) -> Declared:
+    """Return how the ranks hold a tensor of a stated layout."""
     if not isinstance(layout, Layout) or "tp" not in axes or (layout.kind == "V" and layout.dim is None):
         return {}
     return {"tp": [layout.kind] if layout.dim is None else [layout.kind, layout.dim]}
 
 
 def declared_of_output(module: nn.Module, axes: Axes) -> Declared:
+    """Return how the ranks hold a module's output, as far as the module states it."""
     layout = getattr(module, "output_layout", None)
     declared = declared_of_tensor(layout, axes)
     weight = getattr(module, "param_layouts", {}).get("weight")
@@ -153,6 +156,7 @@ def declared_of_output(module: nn.Module, axes: Axes) -> Declared:
 
 
 def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return positional arguments by their numbers, and keyword arguments by their names."""
     return {str(index): value for index, value in enumerate(args)} | dict(kwargs)
 
 

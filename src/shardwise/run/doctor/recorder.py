@@ -84,7 +84,7 @@ class Recorder:
     ) -> None:
         if steps < 1:
             raise ConfigError(f"steps is {steps}; record at least one step")
-        self._model, self._folder, self._steps = model, Path(folder), steps
+        self._folder, self._steps = Path(folder), steps
         self.axes = axes_of(axes)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -131,7 +131,7 @@ class Recorder:
         self._declared = {name: declared_of_param(owner, key, self.axes) for name, _, owner, key in self._params}
         for name, modules in self._modules.items():
             for module in modules:
-                # What the caller gives, before other hooks; what it gets, after them.
+                # The caller's inputs, before other hooks change them, and the outputs that the caller gets.
                 self._handles.append(
                     module.register_forward_pre_hook(self._before(name), with_kwargs=True, prepend=True)
                 )
@@ -179,13 +179,13 @@ class Recorder:
                 if found is None:
                     continue
                 gradient, declared = self._part(param, found, self._declared[name])
-            # What clips multiplies the same memory: the factor is seen when the optimizer begins.
+            # Clipping changes this memory, so the factor is known when the optimizer begins.
             self._gradients[name] = gradient
             self._factors[name] = float(gradient.double().square().sum())
             self._keep(Key("gradient", name, self._step), gradient, declared)
 
     def clipped(self, given: Given | None = None) -> None:
-        """Note by which factor the gradients were scaled since ``gradients``; the optimizer's hook calls it.
+        """Note the factor that has scaled the gradients since ``gradients``; the optimizer's hook calls it.
 
         Args:
             given: as for ``gradients``.
@@ -224,9 +224,8 @@ class Recorder:
 
     def close(self) -> None:
         """Remove all hooks, and write what was recorded, if anything."""
-        if self.is_done:
-            return
-        self._end_step()
+        if self._pending:
+            self._end_step()
         if not self.is_done:
             self._write()
 

@@ -73,7 +73,7 @@ def _key_of(facts: dict[str, Any]) -> Key:
 
 
 class Recording:
-    """What ``record`` wrote, of all ranks.
+    """A recording of all ranks.
 
     Attributes:
         folder: the folder.

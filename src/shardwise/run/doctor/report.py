@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.core.files import write_atomically
 from shardwise.run.doctor.diagnosis import Diagnosis, Finding
-from shardwise.run.doctor.judging import MOST_ROUNDING, PASSES, Judged, Kind
+from shardwise.run.doctor.judging import MOST_ROUNDING, PASSES, Judged, shown_kind, shown_layouts
 from shardwise.run.quantities import shown_bytes
 
 _SHOWN = 6
@@ -86,14 +86,6 @@ def write_page(diagnosis: Diagnosis, path: str | Path, *, title: str, explains: 
         limit=MOST_ROUNDING,
     )
     write_atomically(Path(path), lambda file: file.write(text.encode()))
-
-
-def shown_kind(kind: Kind) -> str:
-    """How the ranks of an axis hold a tensor, in words."""
-    words = {"I": "copies", "P": "partial sums", "placed": "shards by intervals", "placed sums": "shards by intervals"}
-    if kind[0] in words:
-        return words[kind[0]] + (f" of dimension {kind[1]}" if len(kind) > 1 else "")
-    return f"shards of dimension {kind[1]}" + (f", in {kind[2]} sections" if kind[0] == "sections" else "")
 
 
 @dataclass(frozen=True)
@@ -186,7 +178,7 @@ def _described(judged: Judged) -> tuple[str, str, str, str]:
     name = key.name.rpartition(".")[2] if key.what in ("used", "gradient", "updated") else ""
     what = " ".join(filter(None, (name, key.what, key.leaf)))
     shape = " x ".join(map(str, judged.whole.shape)) or "scalar"
-    layouts = ", ".join(f"{axis}: {shown_kind(kind)}" for axis, kind in judged.layouts.items())
+    layouts = shown_layouts(judged.layouts)
     local = next(iter(judged.shards.values())).shape
     here = " x ".join(map(str, local)) or "scalar"
     return what, shape, here, layouts

@@ -26,7 +26,7 @@ _SLICE = "slice"
 
 @dataclass(frozen=True)
 class Sketch:
-    """What is kept of a tensor.
+    """A part of a tensor, and its sums.
 
     Attributes:
         shape: shape of the tensor.

@@ -1,0 +1,60 @@
+"""The choice of a run's optimizer, and of the object that sums its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.communication.trees import sum_in_parts
+from shardwise.core.topology import Groups
+from shardwise.models.description import ModelChunks
+from shardwise.models.language_model import LanguageModel
+from shardwise.models.transformer_model import TransformerModel
+from shardwise.training.gradients import GradientBuffers, Gradients, GradientTrees
+from shardwise.training.optimizer.adamw import AdamW
+from shardwise.training.optimizer.gradients import summed_over_other_groups
+from shardwise.training.optimizer.mixed_precision import PRECISIONS
+from shardwise.training.optimizer.optimizer import LocalShards, MasterWeights, ShardedOptimizer, ZeroOptimizer
+from shardwise.training.step_settings import StepSettings
+
+
+def fused_adamw(optimizer: ShardedOptimizer) -> AdamW | None:
+    """Return the run's AdamW if it updates all parameters, in one kernel that may divide the gradients as well."""
+    innermost: Any = getattr(optimizer, "innermost", optimizer)
+    fuses = isinstance(innermost, AdamW) and innermost.why_not_fused is None and not innermost.is_exact
+    return innermost if fuses else None
+
+
+def build_optimizer(
+    settings: StepSettings, model: TransformerModel | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
+) -> tuple[ShardedOptimizer, Gradients]:
+    """Build the optimizer of a run, and the object that sums its gradients over ranks and micro-batches.
+
+    ``model`` is on its device; with pipeline stages, it is this rank's stage or its chunks. ``chunks`` is the same as a
+    sequence.
+    """
+    dp_group = groups.dp
+    assert dp_group is not None
+    num_ranks, has_masters = dp_group.size(), PRECISIONS[settings.training.dtype].has_masters
+    optimizer = settings.optimizer.make(model)
+    dtype = torch.float32 if has_masters else None
+    parts = chunks[0].config.exact_parts
+    if parts is not None:
+        sum_in_parts(dp_group, parts)
+    if settings.parallel.shards_fully(num_ranks):
+        # This imports DTensor, which is slow.
+        from shardwise.training.gradients.fully_sharded import FullyShardedModel
+
+        sharded = FullyShardedModel(chunks, group=dp_group, dtype=dtype)
+        return LocalShards(optimizer, sharded), sharded
+    if num_ranks == 1 and not has_masters and parts is None:
+        return optimizer, Gradients.of([param for param in model.parameters() if param.requires_grad])
+    splits_state = settings.parallel.zero > 0 and num_ranks > 1
+    whole = summed_over_other_groups(model, tp_group=groups.tp, embd_group=groups.embd)
+    summing = GradientBuffers if parts is None else GradientTrees
+    gradients = summing(chunks, group=dp_group, dtype=dtype, scatter=splits_state, whole=whole)
+    if splits_state:
+        return ZeroOptimizer(optimizer, chunks, gradients, has_masters=has_masters), gradients
+    return MasterWeights(optimizer, model) if has_masters else optimizer, gradients
