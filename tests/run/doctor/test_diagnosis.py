@@ -158,6 +158,7 @@ LAYOUTS = {
     "fsdp": ("--nproc", "2", "--fsdp"),
     "recomputation": ("--tp", "2", "--recompute.granularity", "full"),
     "Muon, bf16": ("--tp", "2", "--optimizer.name", "muon", "--training.dtype", "bfloat16"),
+    "many layers": ("--tp", "2", "--sequence-parallel", "--model.num-layers", "12", "--model.hidden-size", "128"),
     # Its first step overflows.
     "fp16": ("--tp", "2", "--training.dtype", "float16"),
     "tp and stages": ("--tp", "2", "--pp", "2"),

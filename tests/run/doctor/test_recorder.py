@@ -165,6 +165,14 @@ def test_a_perturbed_run_differs_by_rounding(tmp_path):
     assert max(each.ratio for each in diagnosis.judged if each.key.what == "output") > 0
 
 
+def test_a_rounding_that_is_not_recorded_is_estimated(tmp_path):
+    train(Model(), into(tmp_path / "one"))
+    train(Model(), into(tmp_path / "rounding", perturb=1, budget=3_000))
+    train(Model(), into(tmp_path / "other", perturb=2))
+    assert Recording(tmp_path / "rounding").facts["dropped"]
+    assert diagnose(tmp_path / "one", tmp_path / "other", tmp_path / "rounding").is_sound
+
+
 def test_the_budget_and_the_number_of_layers_are_kept(tmp_path):
     def layers():
         torch.manual_seed(1)

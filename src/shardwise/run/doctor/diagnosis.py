@@ -299,7 +299,8 @@ class _Diagnoser:
         if wrong is None:
             return None
         module, cause = self._blame(wrong)
-        if Key("updated", module, step - 1) in self._judged:
+        is_weight = wrong.key.what == "used" or module != wrong.key.name
+        if is_weight and Key("updated", module, step - 1) in self._judged:
             # Its values were right when the update ended.
             where = "update"
         return self._finding(where, wrong, module, cause or explain(self._case, wrong))
@@ -413,7 +414,8 @@ class _Diagnoser:
             own, then = self.reference.entries(key), self.reference.entries(before)
             if not own or not then:
                 continue
-            new, old = (each[min(each)].sketch.doubled().views.get("slice") for each in (own, then))
+            aligned = alike([each[min(each)].sketch for each in (own, then)])
+            new, old = (sketch.views.get("slice") for sketch in aligned)
             if new is None or old is None or float((new != old).float().mean()) < _CHANGED:
                 continue
             for rank, entry in self.suspect.entries(key).items():

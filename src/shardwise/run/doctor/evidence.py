@@ -63,7 +63,8 @@ class Case:
         whole = judged.whole.scaled(factor)
         expected = self.judge.rounding.of(judged.key, whole)
         return bool(judged.merged) and all(
-            each.shape == whole.shape and self.judge.ratio(each, whole, expected) <= 2 * factor * MOST_ROUNDING
+            each.shape == whole.shape
+            and self.judge.ratio(judged.key, each, whole, expected) <= 2 * factor * MOST_ROUNDING
             for each in judged.merged
         )
 
@@ -73,7 +74,9 @@ class Case:
         if not merged or any(each.shape != whole.shape for each in merged):
             return False
         expected = self.judge.rounding.of(wrong.key, whole)
-        return max(self.judge.ratio(each, whole, expected) for each in merged) <= min(MOST_ROUNDING, wrong.ratio / 4)
+        return max(self.judge.ratio(wrong.key, each, whole, expected) for each in merged) <= min(
+            MOST_ROUNDING, wrong.ratio / 4
+        )
 
     def layouts(self, wrong: Judged) -> Iterator[tuple[dict[str, Kind], list[Sketch]]]:
         """Yield each layout, with the tensors that it gives."""
@@ -129,7 +132,7 @@ class Case:
     def agrees_all(self, wrong: Judged, one: Sketch, other: Sketch) -> bool:
         """Whether two sketches are equal within the rounding of the wrong tensor."""
         expected = self.judge.rounding.of(wrong.key, wrong.whole)
-        return one.shape == other.shape and self.judge.ratio(one, other, expected) <= MOST_ROUNDING
+        return one.shape == other.shape and self.judge.ratio(wrong.key, one, other, expected) <= MOST_ROUNDING
 
 
 def are_constant(values: Tensor, dim: int) -> bool:

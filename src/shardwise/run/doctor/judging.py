@@ -27,6 +27,10 @@ Kind = tuple[Any, ...]
 many sections ("sections", dim, number), or stated intervals ("placed", dim, intervals), which ("placed sums", ...) adds
 where they overlap."""
 
+# In the first steps AdamW moves each element by about the learning rate, in the direction of the gradient's sign, which
+# rounding decides where the gradient is almost 0. Such a share of a parameter's elements may differ by whole updates.
+_RARE = 0.01
+
 # The pass that computes each kind of tensor; sums after single micro-batches only explain.
 PASSES = {
     "input": "forward",
@@ -91,7 +95,7 @@ class Rounding:
 
     Args:
         reference: the recording of the sound run.
-        twin: one that differs from it in rounding alone; None if there is none.
+        twin: one that differs from it in rounding alone; None if there is none. What it lacks is estimated.
         eps: relative rounding of one operation in the suspect's dtype.
     """
 
@@ -104,18 +108,15 @@ class Rounding:
         for number, key in enumerate(reference.recorded):
             (first, *_) = reference.entries(key).values()
             group = PASSES[key.what], key.step
-            if twin is None:
-                size = rms(first.sketch.doubled())
+            other = {} if twin is None else twin.entries(key)
+            one, two = alike([first.sketch, (other[min(other)] if other else first).sketch])
+            if not other or one.shape != two.shape:
                 # Errors add up like a random walk, and gradients pass all tensors twice.
-                self._measured[key] = {name: 4 * eps * value * math.sqrt(1 + number) for name, value in size.items()}
+                self._measured[key] = {
+                    name: 4 * eps * value * math.sqrt(1 + number) for name, value in rms(one).items()
+                }
                 continue
-            other = twin.entries(key)
-            if not other:
-                continue
-            one, two = alike([first.sketch, other[min(other)].sketch])
-            if one.shape != two.shape:
-                continue
-            self._measured[key], of_elements = distance(one, two), rms(one).get("slice", 0.0)
+            self._measured[key], of_elements = apart(key, one, two), rms(one).get("slice", 0.0)
             if of_elements > 0 and key.what != "used":
                 relative.setdefault(group, []).append(self._measured[key].get("slice", 0.0) / of_elements)
         self._usual = {group: statistics.median(values) for group, values in relative.items()}
@@ -171,16 +172,17 @@ class Judge:
         originals = self.reference.entries(key)
         if self.reference.world_size > 1:
             return self._side_by_side(key, number, originals, entries)
-        whole, *others = alike([originals[0].sketch, *(entry.sketch for entry in entries.values())])
-        axes, shards = self._grid(dict(zip(entries, others, strict=True)))
         stated = next(iter(entries.values())).layouts
+        sketches = {rank: entry.sketch for rank, entry in entries.items()}
+        whole, axes, shards = self._aligned(originals[0].sketch, sketches)
         expected = self.rounding.of(key, whole)
-        best = self._best(axes, stated, whole, shards, expected)
+        best = self._best(key, axes, stated, whole, shards, expected)
         if best is None and len(whole.shape) > 2:
             # A module may return [batch, sequence, ...] in one layout and [sequence, batch, ...] in another.
-            turned = {place: sketch.transposed() for place, sketch in shards.items()}
-            best = self._best(axes, {}, whole, turned, expected)
-            shards = shards if best is None else turned
+            turned = {rank: sketch.transposed() for rank, sketch in sketches.items()}
+            of_turned = self._aligned(originals[0].sketch, turned)
+            if (best := self._best(key, axes, {}, of_turned[0], of_turned[2], expected)) is not None:
+                whole, _, shards = of_turned
         size = rms(whole)
         name = max(size, key=lambda each: (each == "slice", each)) if size else "slice"
         scale = size.get(name, 0.0) or 1e-300
@@ -194,6 +196,7 @@ class Judge:
 
     def _best(
         self,
+        key: Key,
         axes: Mapping[str, int],
         stated: Mapping[str, Sequence[Any]],
         whole: Sketch,
@@ -208,16 +211,16 @@ class Judge:
             merged = merge(shards, list(axes), kinds)
             if not merged or any(each.shape != whole.shape for each in merged):
                 continue
-            ratio = max(self.ratio(each, whole, expected) for each in merged)
+            ratio = max(self.ratio(key, each, whole, expected) for each in merged)
             if best is None or ratio < best[0]:
                 best = ratio, kinds, merged
             if ratio <= MOST_ROUNDING:
                 break
         return best
 
-    def ratio(self, one: Sketch, other: Sketch, expected: Mapping[str, float]) -> float:
+    def ratio(self, key: Key, one: Sketch, other: Sketch, expected: Mapping[str, float]) -> float:
         """Return the largest ratio of the difference of a view and its expected rounding."""
-        found = distance(one, other)
+        found = apart(key, one, other)
         return max((value / expected[name] for name, value in found.items() if name in expected), default=math.inf)
 
     def _suspects(self, key: Key) -> dict[int, Entry]:
@@ -231,8 +234,12 @@ class Judge:
                 found[rank] = entry
         return found
 
-    def _grid(self, sketches: Mapping[int, Sketch]) -> tuple[dict[str, int], dict[tuple[int, ...], Sketch]]:
-        """Return the axes along which the ranks differ, and the sketches by place."""
+    def _aligned(
+        self, whole: Sketch, sketches: Mapping[int, Sketch]
+    ) -> tuple[Sketch, dict[str, int], dict[tuple[int, ...], Sketch]]:
+        """Return the reference's sketch, the axes along which the ranks differ, and the ranks' sketches by place."""
+        whole, *others = alike([whole, *sketches.values()])
+        sketches = dict(zip(sketches, others, strict=True))
         places = {rank: self.suspect.places[rank] for rank in sketches}
         axes = {}
         for axis in self.suspect.axes:
@@ -242,10 +249,14 @@ class Judge:
         shards = {tuple(places[rank][axis] for axis in axes): sketch for rank, sketch in sketches.items()}
         # Places may not begin at 0: the ranks of one stage.
         order = {axis: sorted({place[axis] for place in places.values()}) for axis in axes}
-        return axes, {
-            tuple(order[axis].index(at) for axis, at in zip(axes, place, strict=True)): sketch
-            for place, sketch in shards.items()
-        }
+        return (
+            whole,
+            axes,
+            {
+                tuple(order[axis].index(at) for axis, at in zip(axes, place, strict=True)): sketch
+                for place, sketch in shards.items()
+            },
+        )
 
     def _side_by_side(
         self, key: Key, number: int, originals: Mapping[int, Entry], entries: Mapping[int, Entry]
@@ -255,7 +266,7 @@ class Judge:
             whole, sketch = alike([originals[rank].sketch, entries[rank].sketch])
             expected = self.rounding.of(key, whole)
             same = whole.shape == sketch.shape
-            ratio = self.ratio(sketch, whole, expected) if same else math.inf
+            ratio = self.ratio(key, sketch, whole, expected) if same else math.inf
             scale = rms(whole).get("slice", 0.0) or 1e-300
             relative = distance(sketch, whole).get("slice", 0.0) / scale if same else math.inf
             shards: dict[tuple[int, ...], Sketch] = {(rank,): sketch}
@@ -265,6 +276,11 @@ class Judge:
             if worst is None or not found.ratio <= worst.ratio:
                 worst = found
         return worst
+
+
+def apart(key: Key, one: Sketch, other: Sketch) -> dict[str, float]:
+    """Return the root mean square of the difference of each view, without rare elements of parameters."""
+    return distance(one, other, left_out=_RARE if key.what in ("used", "updated") else 0.0)
 
 
 def kind_of(stated: Sequence[Any] | None) -> Kind | None:

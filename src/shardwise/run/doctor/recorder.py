@@ -52,11 +52,12 @@ from shardwise.run.doctor.places import (
     recorded_modules,
     row_hashes,
 )
-from shardwise.run.doctor.sketches import WHOLE_ELEMENTS, Sketch
+from shardwise.run.doctor.sketches import Sketch
 from shardwise.training.optimizer.gradients import gradient_of
 
 VERSION = 1
 BUDGET = 256 << 20
+_PARTS = 512
 
 
 class Recorder:
@@ -125,8 +126,6 @@ class Recorder:
         self._counting.enter_context(self._counter)
         self.is_done = False
         self._modules = recorded_modules(model, first_layers)
-        # Of a small model everything is kept whole.
-        self._most_elements = max(WHOLE_ELEMENTS, min(1 << 20, budget // (32 * steps * len(self._modules))))
         self._params = named_parameters(model)
         self._declared = {name: declared_of_param(owner, key, self.axes) for name, _, owner, key in self._params}
         for name, modules in self._modules.items():
@@ -392,7 +391,8 @@ class Recorder:
             return -1
         if key in self._numbers:
             return self._numbers[key]
-        most = self._most_elements if 2 * self._num_bytes < self._budget else WHOLE_ELEMENTS
+        # No tensor takes more than this part of what is left, so that later ones find room too.
+        most = (self._budget - self._num_bytes) // (_PARTS * tensor.itemsize)
         if any(fnmatch.fnmatchcase(key.name, pattern) for pattern in self._full):
             most = tensor.numel()
         sketch = Sketch.of(tensor, most_elements=most)

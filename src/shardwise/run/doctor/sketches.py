@@ -1,8 +1,8 @@
 """Sketches of tensors, which can be merged over ranks and compared without the tensors.
 
-A small tensor is kept whole. Of a large one are kept every 16th index of each long dimension, and for each dimension
-the sums over all other dimensions. Both can be merged: the shards of a dimension are concatenated, and partial sums are
-added. ``marginal`` sums of a dimension are added where another dimension is split.
+A small tensor is kept whole. Of a large one are kept a slice of every 2nd, 4th... index of its long dimensions, and for
+each dimension the sums over all other dimensions. Both can be merged: the shards of a dimension are concatenated, and
+partial sums are added. The sums of a dimension are added where another dimension is split.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-# Tensors of at most this many elements are kept whole in any case. Elements and not bytes count, so that runs of two
-# dtypes keep the same.
-WHOLE_ELEMENTS = 1 << 14
-_STRIDE = 16
-# Of a tensor whose sizes are not multiples of the stride, a slice may be too large to keep.
-_SLICE_ELEMENTS = 1 << 18
+# A tensor of at most this many elements is kept whole if nothing else is said; a slice has at most as many. Elements
+# count, not bytes, so that runs of two dtypes keep the same.
+FEW_ELEMENTS = 1 << 12
 _SLICE = "slice"
+# Of fewer elements none is left out.
+_MANY = 16
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,14 @@ class Sketch:
     views: dict[str, Tensor]
 
     @classmethod
-    def of(cls, tensor: Tensor, *, most_elements: int = WHOLE_ELEMENTS) -> Sketch:
+    def of(cls, tensor: Tensor, *, most_elements: int = FEW_ELEMENTS) -> Sketch:
         """Make a sketch, which has its own memory on the tensor's device; up to ``most_elements`` are kept whole."""
         tensor, shape = tensor.detach(), tuple(tensor.shape)
         if tensor.numel() <= most_elements:
             return cls(shape, tensor.dtype, (1,) * len(shape), {_SLICE: tensor.clone()})
-        sketch = cls(shape, tensor.dtype, (1,) * len(shape), {_SLICE: tensor}).reduced(_strides(shape))
-        if sketch.views[_SLICE].numel() > _SLICE_ELEMENTS:
+        strides = _strides(shape)
+        sketch = cls(shape, tensor.dtype, (1,) * len(shape), {_SLICE: tensor}).reduced(strides)
+        if sketch.views[_SLICE].numel() > FEW_ELEMENTS:
             del sketch.views[_SLICE]
         return sketch
 
@@ -105,7 +105,15 @@ class Sketch:
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(_STRIDE if size >= _STRIDE**2 and size % _STRIDE == 0 else 1 for size in shape)
+    """Return powers of two that divide the sizes, and leave few elements if that is possible."""
+    strides = [1] * len(shape)
+    while math.prod(size // stride for size, stride in zip(shape, strides, strict=True)) > FEW_ELEMENTS:
+        dims = [dim for dim, size in enumerate(shape) if size % (2 * strides[dim]) == 0]
+        if not dims:
+            break
+        longest = max(dims, key=lambda dim: shape[dim] // strides[dim])
+        strides[longest] *= 2
+    return tuple(strides)
 
 
 def alike(sketches: Sequence[Sketch]) -> list[Sketch]:
@@ -192,8 +200,11 @@ def _cut(sketch: Sketch, dim: int, start: int, length: int) -> Sketch:
     return Sketch(tuple(shape), sketch.dtype, sketch.strides, views)
 
 
-def distance(one: Sketch, other: Sketch) -> dict[str, float]:
-    """Return the root mean square of the difference of each view; infinite where one has NaN and the other has not."""
+def distance(one: Sketch, other: Sketch, *, left_out: float = 0.0) -> dict[str, float]:
+    """Return the root mean square of the difference of each view; infinite where one has NaN and the other has not.
+
+    ``left_out`` is a share of the elements, those that differ most, that do not count; sums then do not count either.
+    """
     found = {}
     for name, view in one.views.items():
         if name not in other.views:
@@ -203,7 +214,12 @@ def distance(one: Sketch, other: Sketch) -> dict[str, float]:
             continue
         difference = (view - other.views[name]).square()
         same = (view == other.views[name]) | (view.isnan() & other.views[name].isnan())
-        mean = float(difference.masked_fill(same, 0.0).mean())
+        difference = difference.masked_fill(same, 0.0).flatten()
+        if left_out and name == _SLICE and difference.numel() >= _MANY:
+            difference = difference.sort().values[: -(1 + int(left_out * difference.numel()))]
+        elif left_out and _SLICE in one.views and _SLICE in other.views and name != _SLICE:
+            continue
+        mean = float(difference.mean())
         found[name] = math.inf if math.isnan(mean) else math.sqrt(mean)
     return found
 
