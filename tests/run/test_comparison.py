@@ -49,11 +49,18 @@ def run():
     return Run([3.5 - step for step in range(STEPS)], weights)
 
 
+def shown(one, other):
+    """Whether the bits are the same, and the differences, without a judgement."""
+    comparison = compare(one, other, rerun=False)
+    assert comparison.verdict in ("same bits", "different")
+    return comparison.is_sound, comparison.lines
+
+
 def printed(*paths):
     """The exit code of the command, and the lines that it prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
-            code = main(["compare", *map(str, paths)])
+            code = main(["compare", *map(str, paths), "--no-rerun"])
         except SystemExit as exit_:
             code = exit_.code
     return code, out.getvalue().splitlines()
@@ -67,9 +74,9 @@ def test_the_same_bits_in_other_shards(group, tmp_path):
         "checkpoints of step 2: the same bits",
         "checkpoints of step 4: the same bits",
     ]
-    assert compare(one, other) == (True, expected)
+    assert shown(one, other) == (True, expected)
     newest = other / "checkpoints" / "step-00000004"
-    assert compare(one, newest) == (True, expected[2:])
+    assert shown(one, newest) == (True, expected[2:])
     assert printed(one, other) == (0, expected)
 
 
@@ -82,18 +89,23 @@ def test_the_first_difference(group, tmp_path):
     changed.weights["optimizer.exp_avg.weight"][0, 0] += 1
     changed.weights["z"] = changed.weights["z"].double()
     paths = [each.write(tmp_path / name, group, ranks=2) for name, each in (("a", one), ("b", changed))]
-    same, lines = compare(*paths)
+    same, lines = shown(*paths)
     assert not same
     value = float(one.weights["weight"][4, 1])
     distance = float(one.weights["weight"][4, 1:3].double().norm() / one.weights["weight"].double().norm())
+    weight_line = (
+        f"  weight[4, 1]: {value!r} and {2 * value!r}; 2 of 24 elements differ, relative distance {distance:.1e}"
+    )
     assert lines[:4] == [
         "metrics differ from step 2 on: loss is 1.5 and 2.0",
         "  the largest distance is 5.0e-01, of loss at step 3",
         "checkpoints of step 2: 3 tensors differ",
-        f"  weight[4, 1]: {value!r} and {2 * value!r}; 2 of 24 elements differ, relative distance {distance:.1e}",
+        "  z is torch.float32 [4] and torch.float64 [4]",
     ]
-    assert lines[4] == "  z is torch.float32 [4] and torch.float64 [4]"
-    assert lines[5].startswith("  optimizer.exp_avg.weight[0, 0]: ")
+    # The largest distance comes first.
+    moment = float(1 / one.weights["optimizer.exp_avg.weight"].double().norm())
+    assert [line == weight_line for line in lines[4:]] == [distance > moment, distance < moment]
+    assert f"relative distance {moment:.1e}" in lines[4 if moment > distance else 5]
     assert len(lines) == 6, "later steps follow from the first"
     assert printed(*paths) == (1, lines)
 
@@ -103,7 +115,7 @@ def test_bits_and_not_values(group, tmp_path):
     one, changed = run(), run()
     one.weights["z"][3] = 0.0
     changed.weights["z"][3] = -0.0
-    same, lines = compare(one.write(tmp_path / "a", group), changed.write(tmp_path / "b", group))
+    same, lines = shown(one.write(tmp_path / "a", group), changed.write(tmp_path / "b", group))
     assert not same
     assert lines[-1] == "  z[3]: 0.0 and -0.0; 1 of 4 elements differ, relative distance 0.0e+00"
 
@@ -113,9 +125,9 @@ def test_nothing_to_compare(group, tmp_path):
     one, other = run().write(tmp_path / "a", group, steps=(1,)), tmp_path / "empty"
     other.mkdir()
     with pytest.raises(ConfigError, match=r"have no step in common: checkpoints of steps \[1\] and none"):
-        compare(one, other)
+        shown(one, other)
     with pytest.raises(ConfigError, match="is no folder; give the --out of a training run"):
-        compare(one, tmp_path / "nowhere")
+        shown(one, tmp_path / "nowhere")
 
 
 def write_rows(folder, rows, end="\n"):
@@ -130,7 +142,7 @@ ROWS = [(step, {"loss": 3.5 - step, "grad_norm": 1.5, "held_out_loss": 2.0, "mfu
 def test_steps_that_one_run_has_alone(tmp_path):
     one, other = write_rows(tmp_path / "a", ROWS[:3]), write_rows(tmp_path / "b", [*ROWS, (4, {"loss": 0.0})])
     expected = ["metrics of 3 steps: the same bits", f"only {other} has metrics of 2 steps, the first of them step 3"]
-    assert compare(one, other) == compare(other, one) == (False, expected)
+    assert shown(one, other) == shown(other, one) == (False, expected)
     assert printed(one, other) == (1, expected)
 
 
@@ -138,7 +150,7 @@ def test_results_that_one_run_has_alone(tmp_path):
     rows = [(step, dict(row)) for step, row in ROWS]
     del rows[1][1]["grad_norm"], rows[2][1]["grad_norm"], rows[3][1]["held_out_loss"], rows[0][1]["mfu"]
     one, other = write_rows(tmp_path / "a", ROWS), write_rows(tmp_path / "b", rows)
-    assert compare(one, other) == (
+    assert shown(one, other) == (
         False,
         [
             f"only {one} has grad_norm of 2 steps, the first of them step 1",
@@ -146,13 +158,13 @@ def test_results_that_one_run_has_alone(tmp_path):
         ],
     )
     rows = [(step, row | {"tokens_per_second": step, "peak_resident_bytes": 7}) for step, row in ROWS]
-    assert compare(one, write_rows(tmp_path / "c", rows)) == (True, ["metrics of 4 steps: the same bits"])
+    assert shown(one, write_rows(tmp_path / "c", rows)) == (True, ["metrics of 4 steps: the same bits"])
 
 
 def test_bits_of_metrics(tmp_path):
     rows = [*ROWS[:2], (2, ROWS[2][1] | {"held_out_loss": -0.0})]
     zeros = [*ROWS[:2], (2, ROWS[2][1] | {"held_out_loss": 0.0})]
-    same, lines = compare(write_rows(tmp_path / "a", zeros), write_rows(tmp_path / "b", rows))
+    same, lines = shown(write_rows(tmp_path / "a", zeros), write_rows(tmp_path / "b", rows))
     assert (same, lines) == (False, ["metrics differ from step 2 on: held_out_loss is 0.0 and -0.0"])
 
 
@@ -160,7 +172,7 @@ def test_lines_that_cannot_be_read(tmp_path):
     one, other = write_rows(tmp_path / "a", ROWS), write_rows(tmp_path / "b", ROWS, end='\n{"step": 4, "lo')
     path = other / "metrics.jsonl"
     note = f"note: the last line of {path} was cut"
-    assert compare(one, other) == (True, [note, "metrics of 4 steps: the same bits"])
+    assert shown(one, other) == (True, [note, "metrics of 4 steps: the same bits"])
     lines = path.read_text().splitlines()
     for text, numbers in (
         ("\n".join([lines[0], lines[1][:9], *lines[2:4], ""]), r"\[2\]"),
@@ -168,7 +180,7 @@ def test_lines_that_cannot_be_read(tmp_path):
     ):
         path.write_text(text)
         with pytest.raises(DataError, match=rf"b.metrics\.jsonl has lines that cannot be read: {numbers}; "):
-            compare(one, other)
+            shown(one, other)
 
 
 @pytest.mark.ranks(1)
@@ -177,7 +189,7 @@ def test_what_is_kept_beside_tensors(group, tmp_path):
     one.meta = {"skipped_steps": 0, "loss_scale": {"scale": 2.0}, "settings": {"parallel": {"tp": 1}}, "sha": "a"}
     changed.meta = one.meta | {"skipped_steps": 1, "loss_scale": {"scale": 1.0}, "settings": {}}
     del changed.meta["sha"]
-    same, lines = compare(one.write(tmp_path / "a", group), changed.write(tmp_path / "b", group, ranks=2))
+    same, lines = shown(one.write(tmp_path / "a", group), changed.write(tmp_path / "b", group, ranks=2))
     assert not same
     assert lines[1:] == [
         "checkpoints of step 2: what is kept beside tensors differs",
@@ -218,4 +230,4 @@ def test_a_damaged_checkpoint(group, tmp_path):
     (file,) = (other / "checkpoints" / "step-00000002").glob("*.safetensors")
     file.write_bytes(file.read_bytes().replace(b'"F32"', b'"I32"'))
     with pytest.raises(CheckpointError, match=r"has no .* of torch.float32 and shape \[6, 4\]"):
-        compare(one, other)
+        shown(one, other)

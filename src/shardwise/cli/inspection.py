@@ -1,6 +1,7 @@
 """The commands that only report: ``compare`` and ``env``."""
 
 import json
+import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,25 +13,32 @@ from shardwise.training.bounds import Folder
 
 @dataclass(frozen=True)
 class CompareArguments(Arguments):
-    """Show where two runs diverge: the first step, tensor and element in which their metrics or checkpoints differ.
+    """Show where two runs diverge, and whether by rounding or by a fault.
 
-    The runs may have different layouts. The exit code is 0 if both runs have the same results for the same steps, and
-    their checkpoints of common steps are bit-identical; otherwise it is 1.
+    Shows the first step, tensor and element in which the metrics or the checkpoints of two runs differ. The layouts of
+    the runs may differ. Differences of plain runs are judged: up to 20 steps are repeated on one rank, in the run's
+    dtype and with another rounding, from the last checkpoint that is the same in both runs or from the start. The exit
+    code is 0 if the results have the same bits or differ by rounding alone; 1 if a fault is suspected, if an exact run
+    differs, or if the differences were not judged; 2 if the runs cannot be compared.
 
     Attributes:
         run_a: --out folder of a training run, or one of its checkpoints.
         run_b: the same for the other run.
+        rerun: judge differences by repeating steps; --no-rerun only shows them.
     """
 
     run_a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_A"), Folder("")]
     run_b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_B"), Folder("")]
+    rerun: bool = True
 
     def work(self) -> None:
         from shardwise.run import compare
 
-        same, lines = compare(self.run_a, self.run_b)
-        print("\n".join(lines))
-        if not same:
+        comparison = compare(
+            self.run_a, self.run_b, rerun=self.rerun, on_repeat=lambda text: print(text, file=sys.stderr, flush=True)
+        )
+        print("\n".join(comparison.lines))
+        if not comparison.is_sound:
             raise SystemExit(1)
 
 

@@ -81,7 +81,7 @@ COMMANDS = {
     "classify": Command(
         "inference", "ClassifyArguments", "say what the labels of texts are, with a fine-tuned classifier"
     ),
-    "compare": Command("inspection", "CompareArguments", "show where two runs part: step, tensor and element"),
+    "compare": Command("inspection", "CompareArguments", "show where two runs part, and if by rounding or a fault"),
     "import-hf": Command("conversion", "ImportArguments", "make a checkpoint of a Hugging Face folder"),
     "export-hf": Command("conversion", "ExportArguments", "write a checkpoint as a Hugging Face folder"),
     "conformance": Command("conforming", "ConformanceArguments", "run the known bugs of the field on any library"),

@@ -137,22 +137,45 @@ def start_or_resume(session: Session) -> tuple[int, Path | None]:
         barrier("the removal of earlier checkpoints", group=control)
     if newest is None:
         return 0, None
-    step = agree(lambda: _check_belongs(session, newest), group=control)
-    state = run_state(session)
-    meta = checkpoint.load(newest, state, group=control, convert=True)
-    hint = "remove it to go on from the one before, or start anew with --resume restart"
-    _check_finite(
-        state,
-        lambda broken: CheckpointError(f"{newest} is of a run that had diverged: {broken} {_NOT_FINITE}; {hint}"),
-        control,
-    )
+    step = agree(lambda: check_belongs(session, newest), group=control)
     trainer = session.trainer
-    agree(lambda: _restore_scaling_(trainer, meta), group=control)
-    # The optimizer does not count skipped steps.
-    trainer.optimizer.set_step_(step - trainer.num_skipped)
+    hint = "remove it to go on from the one before, or start anew with --resume restart"
+    meta = load_state_(trainer, newest, step, group=control, hint=hint)
     if session.ranks.is_first and (note := _note_on_precision(trainer, newest, meta)):
         print(f"note   {note}", flush=True)
     return step, newest
+
+
+def load_state_(
+    trainer: Trainer, folder: Path, step: int, *, group: ProcessGroup, hint: str = "use another checkpoint"
+) -> dict[str, Any]:
+    """Load weights and optimizer state, so that the trainer goes on after ``step`` steps; every rank calls.
+
+    Args:
+        trainer: the trainer.
+        folder: the checkpoint.
+        step: number of completed steps.
+        group: all ranks.
+        hint: remedy for a checkpoint with values that are not finite.
+
+    Returns:
+        What the checkpoint keeps beside tensors.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, does not fit, or has values that are not finite.
+    """
+    trainer.wait_for_weights()
+    state = state_of(trainer)
+    meta = checkpoint.load(folder, state, group=group, convert=True)
+    _check_finite(
+        state,
+        lambda broken: CheckpointError(f"{folder} is of a run that had diverged: {broken} {_NOT_FINITE}; {hint}"),
+        group,
+    )
+    agree(lambda: _restore_scaling_(trainer, meta), group=group)
+    # The optimizer does not count skipped steps.
+    trainer.optimizer.set_step_(step - trainer.num_skipped)
+    return meta
 
 
 def _scaling(trainer: Trainer) -> dict[str, Any]:
@@ -210,14 +233,20 @@ def _identity(session: Session) -> dict[str, Any]:
     }
 
 
-def _draws_dropout(session: Session) -> bool:
+def draws_dropout(session: Session) -> bool:
+    """Whether the run has dropout."""
     model = session.trainer.model
     adapters = [layer.lora_config.lora_dropout for layer in lora_layers(model)]
     return max(model.config.hidden_dropout, model.config.attention_dropout, *adapters) > 0
 
 
-def _check_belongs(session: Session, folder: Path) -> int:
-    """Check that this run may resume from a checkpoint, and return the checkpoint's step."""
+def check_belongs(session: Session, folder: Path) -> int:
+    """Check that this run may resume from a checkpoint, and return the checkpoint's step.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of another run.
+        ConfigError: it has done more steps than the run has.
+    """
     meta = checkpoint.read_meta(folder)
     if "settings" not in meta:
         raise CheckpointError(f"{folder} was not written by a training run: it has no settings")
@@ -229,7 +258,7 @@ def _check_belongs(session: Session, folder: Path) -> int:
     ours = session.settings.to_json()
     # The merge of adapters at the end does not affect training.
     fixed = {name: ours[name].keys() - {"lora_merge"} for name in _FIXED_SECTIONS if name in ours}
-    fixed["training"] = {*_FIXED_TRAINING, "rng"} if _draws_dropout(session) else {*_FIXED_TRAINING}
+    fixed["training"] = {*_FIXED_TRAINING, "rng"} if draws_dropout(session) else {*_FIXED_TRAINING}
     # Earlier versions lacked some settings; their runs used today's defaults.
     defaults = json.loads(json.dumps(dataclasses.asdict(LoraSettings())))
     pairs = {

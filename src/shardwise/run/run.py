@@ -24,7 +24,7 @@ from shardwise.run.checkpoints import find_newest, start_or_resume
 from shardwise.run.metrics import MetricsWriter, Progress
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.processes.stopping import Interrupted, Postponed, signals_postponed
-from shardwise.run.session import open_session
+from shardwise.run.session import metrics_of, open_session
 from shardwise.run.settings import RunSettings
 from shardwise.run.tasks import task_of
 from shardwise.run.tasks.task import Outcome, Session, Task
@@ -163,15 +163,9 @@ class _Training:
         self.signals.step_took(seconds)
         if math.isfinite(result.loss):
             self._losses.append(result.loss)
-        reported = session.trainer.objective.reported((result.loss, *result.others), session.data.bits_per_nat)
-        values = reported | {
-            "grad_norm": result.grad_norm,
-            "learning_rate": result.learning_rate,
-            "tokens_per_second": session.loader.num_tokens(step) / seconds,
-        }
+        reported, others = metrics_of(session, result)
+        values = reported | others | {"tokens_per_second": session.loader.num_tokens(step) / seconds}
         values |= session.utilisation.metrics(seconds) | {peak_memory(session.ranks.device)[0]: self._peak_memory}
-        if result.loss_scale is not None:
-            values |= {"loss_scale": result.loss_scale, "skipped": float(result.is_skipped)}
         done = step + 1
         if _is_due(done, settings.doctor_every):
             session.trainer.check_copies(done)

@@ -26,7 +26,7 @@ from shardwise.run.tasks import task_of
 from shardwise.run.tasks.task import Session, Task
 from shardwise.run.utilisation import Utilisation, model_flops_per_token, peak_of
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
-from shardwise.training.trainer import Trainer
+from shardwise.training.trainer import StepResult, Trainer
 
 
 def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any], Task] = task_of) -> Session:
@@ -118,6 +118,15 @@ def _utilisation(task: Task, ranks: Ranks, model: ModelDescription) -> Utilisati
         None if None in peaks else sum(peaks),
         peak.source,
     )
+
+
+def metrics_of(session: Session, result: StepResult) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the metrics of a step: those of the objective, and the others. Speed and memory are not among them."""
+    others = {"grad_norm": result.grad_norm, "learning_rate": result.learning_rate}
+    if result.loss_scale is not None:
+        others |= {"loss_scale": result.loss_scale, "skipped": float(result.is_skipped)}
+    reported = session.trainer.objective.reported((result.loss, *result.others), session.data.bits_per_nat)
+    return reported, others
 
 
 def count_parameters(model: nn.Module, topology: Topology) -> int:

@@ -27,9 +27,11 @@ Kind = tuple[Any, ...]
 many sections ("sections", dim, number), or stated intervals ("placed", dim, intervals), which ("placed sums", ...) adds
 where they overlap."""
 
-# In the first steps AdamW moves each element by about the learning rate, in the direction of the gradient's sign, which
-# rounding decides where the gradient is almost 0. Such a share of a parameter's elements may differ by whole updates.
-_RARE = 0.01
+RARE = 0.01
+"""Share of a parameter's elements that may differ by whole updates.
+
+In the first steps AdamW moves each element by about the learning rate, in the direction of the gradient's sign, which
+rounding decides where the gradient is almost 0."""
 
 # The pass that computes each kind of tensor; sums after single micro-batches only explain.
 PASSES = {
@@ -280,7 +282,7 @@ class Judge:
 
 def apart(key: Key, one: Sketch, other: Sketch) -> dict[str, float]:
     """Return the root mean square of the difference of each view, without rare elements of parameters."""
-    return distance(one, other, left_out=_RARE if key.what in ("used", "updated") else 0.0)
+    return distance(one, other, left_out=RARE if key.what in ("used", "updated") else 0.0)
 
 
 def kind_of(stated: Sequence[Any] | None) -> Kind | None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError, ParityError
 from shardwise.core.topology import Groups
 from shardwise.run.doctor.diagnosis import Diagnosis, diagnose
+from shardwise.run.doctor.places import Axes
 from shardwise.run.doctor.recorder import BUDGET, Recorder
+from shardwise.run.doctor.repeating import ONE_RANK, alone, other_rounding
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.session import open_session
 from shardwise.run.settings import RunSettings
@@ -84,19 +83,10 @@ def _record_alone(session: Session, folder: Path, steps: int, budget: int) -> No
     """Record the model on the first rank alone, in the run's dtype and with another rounding."""
     if not session.ranks.is_first:
         return
-    # The whole model is on one rank. Runs have no context parallelism, so the "cp" group has one rank.
-    alone = session.topology.group("cp")
-    groups = Groups(tp=alone, dp=alone)
-    training = session.settings.training
-    other = dataclasses.replace(training, dtype="float64") if training.dtype == "float32" else training
-    for name, own in (("one", training), ("rounding", other)):
-        settings = dataclasses.replace(session.settings, training=own)
-        torch.default_generator.manual_seed(own.seed)
-        model = session.task.source.build(settings, session.data, groups=groups, device=session.ranks.device)
-        objective = session.task.method.objective(session.data, groups, session.ranks.device)
-        trainer = Trainer(settings, model, groups, objective)
-        perturb = 1 if name == "rounding" and own is training else None
-        _record(trainer, session, folder / name, steps, budget, groups, perturb=perturb, world_size=1)
+    dtype, perturb = other_rounding(session)
+    _record(alone(session), session, folder / "one", steps, budget, ONE_RANK, world_size=1)
+    other = alone(session, dtype)
+    _record(other, session, folder / "rounding", steps, budget, ONE_RANK, perturb=perturb, world_size=1)
 
 
 def _record(
@@ -105,13 +95,13 @@ def _record(
     folder: Path,
     steps: int,
     budget: int,
-    groups: Groups,
+    axes: Axes | Groups,
     *,
     perturb: int | None = None,
     world_size: int | None = None,
 ) -> None:
     recorder = Recorder(
-        trainer.model, folder, steps=steps, axes=groups, budget=budget, perturb=perturb, world_size=world_size
+        trainer.model, folder, steps=steps, axes=axes, budget=budget, perturb=perturb, world_size=world_size
     )
     trainer.observer = recorder
     for step in range(steps):
