@@ -16,7 +16,7 @@ SIDE_BY_SIDE := $(MAKE) --no-print-directory -j4 tests-of-ranks tests-of-program
 PROGRAMS := $(addprefix tests/,benchmarks cli examples harness_test hostile)
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo gpu gpus test test-all test-fast test-under-load tests-of-ranks tests-of-programs other-tests check install clean
+.PHONY: demo gpu gpus test test-all test-fast typed test-under-load tests-of-ranks tests-of-programs other-tests check install clean
 
 demo: $(INSTALLED)
 	$(BIN)/shardwise demo
@@ -31,6 +31,10 @@ test-all: $(INSTALLED_DEV)
 
 test-fast: $(INSTALLED_DEV)
 	@$(SIDE_BY_SIDE) ONLY="not slow and not matrix and"
+
+# The tests of layers, losses and models under a checker of layouts (spmd_types).
+typed: $(INSTALLED_DEV)
+	SHARDWISE_TEST_SPMD_TYPES=1 $(PYTEST) -m "ranks and not slow and not matrix" tests/nn tests/models --ignore tests/models/generation
 
 # No test fails for being slow: LOAD processes that only compute run beside all tests, or beside `TESTS="tests/cli -x"`.
 LOAD ?= 50

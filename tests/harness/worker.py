@@ -181,7 +181,7 @@ def _run_test(command: RunTest, group: dist.ProcessGroup) -> None:
         random.seed(SEED)
         np.random.seed(SEED)
         torch.manual_seed(SEED)
-        with _replaced(arguments, group) as arguments:
+        with _replaced(arguments, group) as arguments, _checked_layouts():
             target(**arguments)
 
 
@@ -196,6 +196,26 @@ def _set_environment(wanted: dict[str, str], group: dist.ProcessGroup) -> None:
     if shared_memory is not None:
         # The variables are read once per group.
         shared_memory.close_channel(group)
+
+
+@contextlib.contextmanager
+def _checked_layouts() -> Iterator[None]:
+    """Run the block under the checker of layouts of ``spmd_types`` if ``make typed`` runs the tests.
+
+    Tensors without a type, such as those of the tests, go with each layout.
+    """
+    if os.environ.get("SHARDWISE_TEST_SPMD_TYPES") != "1":
+        yield
+        return
+    import spmd_types.checker
+
+    # It has no rules for these, which tests, pipeline stages and checkpoints call.
+    for name in ("broadcast", "gather", "scatter", "send", "recv", "isend", "irecv"):
+        spmd_types.register_no_typecheck(getattr(dist, name))
+    # Tests differentiate each rank's own sum of an output.
+    with pytest.MonkeyPatch.context() as monkeypatch, spmd_types.checker.typecheck("permissive"):
+        monkeypatch.setattr(spmd_types._checker, "_check_backward_loss_type", lambda args, kwargs: None)
+        yield
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from shardwise.core.typed import computed_locally
 from shardwise.kernels import compiled, dispatch
 
 # PyTorch gives each thread at least 2^15 elements, and its widest loop processes 64 at once.
@@ -81,6 +82,8 @@ def split(mixed: Tensor, *, queries_per_group: int, head_dim: int) -> tuple[Tens
 
 
 class _Rotate(Function):
+    spmd_typecheck = computed_locally("input_", "cos", "sin")
+
     @staticmethod
     def forward(ctx: Any, input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, at_any_size: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -95,6 +98,8 @@ class _Rotate(Function):
 
 
 class _SplitAndRotate(Function):
+    spmd_typecheck = computed_locally("mixed", "cos", "sin")
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -185,6 +190,8 @@ def swiglu(inner: Tensor, *, at_any_size: bool = False) -> Tensor:
 
 
 class _SwiGLU(Function):
+    spmd_typecheck = computed_locally("inner")
+
     @staticmethod
     def forward(ctx: Any, inner: Tensor, kernels: Any) -> Tensor:
         ctx.save_for_backward(inner)
@@ -216,6 +223,8 @@ def blockwise(function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
 
 
 class _InBlocks(Function):
+    spmd_typecheck = computed_locally("input_")
+
     @staticmethod
     def forward(ctx: Any, input_: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(input_)

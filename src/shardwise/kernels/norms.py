@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from shardwise.core.typed import computed_locally
 from shardwise.kernels import compiled, dispatch
 
 # Largest row, in the dtype of the computation, that the registers of a program hold.
@@ -85,6 +86,8 @@ def add_rms_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float | N
 
 
 class _AddRMSNorm(Function):
+    spmd_typecheck = computed_locally("residual", "added", "weight")
+
     @staticmethod
     def forward(
         ctx: Any, residual: Tensor, added: Tensor, weight: Tensor, eps: float, kernels: Any
@@ -109,6 +112,8 @@ class _AddRMSNorm(Function):
 
 
 class _RMSNorm(Function):
+    spmd_typecheck = computed_locally("input_", "weight")
+
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.compiled = dispatch.ELEMENTWISE.runs(

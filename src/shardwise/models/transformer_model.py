@@ -14,6 +14,7 @@ from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.initialization import draw_seed, part_seeded
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups
+from shardwise.core.typed import computed_locally
 from shardwise.models.classification import Classification, Classifier
 from shardwise.models.config import ModelConfig
 from shardwise.models.language_model import LanguageModel
@@ -31,6 +32,8 @@ _POSITIONS = ("learned_absolute", "rope", "none", "alibi")
 
 class _TakenApart(Function):
     """Identity of a weight. Its backward passes the gradient to ``take(weight, gradient)`` instead of autograd."""
+
+    spmd_typecheck = computed_locally("weight")
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, take: Callable[[Tensor, Tensor], None]) -> Tensor:

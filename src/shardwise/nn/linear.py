@@ -25,9 +25,10 @@ from shardwise.core.communication.collectives import (
 )
 from shardwise.core.communication.context import context_of
 from shardwise.core.communication.transports.transport import Pending
-from shardwise.core.layout import Layout, hidden_layout
+from shardwise.core.layout import I, Layout, V, hidden_layout
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import uneven_sizes
+from shardwise.core.typed import check_move
 from shardwise.kernels.products import Products, add_product_, autocast, main_grad_of
 from shardwise.nn.overlapped import gather_matmul, matmul_scatter
 from shardwise.nn.quantization import QuantizedTensor, quantized_linear
@@ -74,6 +75,25 @@ class TensorParallelLinear(Function):
     (Korthikanti et al. 2022, section 4.2.2). If saved tensors are recomputed just before the backward, the forward
     saves the gathered input instead, so the backward needs no second gather. No input is saved for a frozen weight.
     """
+
+    @staticmethod
+    def spmd_typecheck(
+        outputs: Any,
+        *,
+        input_: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        parallelism: LinearParallelism,
+        group: ProcessGroup | None,
+    ) -> None:
+        outside = parallelism.outside
+        is_column = parallelism in (LinearParallelism.COLUMN, LinearParallelism.COLUMN_SEQUENCE)
+        if outside is None:
+            check_move(outputs, None, I, (input_, I), (weight, I), (bias, I))
+        elif is_column:
+            check_move(outputs, group, V(dim=-1), (input_, outside), (weight, V(dim=0)), (bias, V(dim=0)))
+        else:
+            check_move(outputs, group, outside, (input_, V(dim=-1)), (weight, V(dim=1)))
 
     @staticmethod
     def forward(

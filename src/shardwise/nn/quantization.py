@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamLayout
+from shardwise.core.typed import computed_locally
 
 Quantization = Literal["int8", "nf4"]
 
@@ -355,6 +356,8 @@ def quantized_linear(input_: Tensor, weight: QuantizedTensor, bias: Tensor | Non
 
 
 class _QuantizedLinear(Function):
+    spmd_typecheck = computed_locally("input_", "weight")
+
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: QuantizedTensor) -> Tensor:
         ctx.weight = weight

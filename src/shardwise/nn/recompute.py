@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.core.errors import ConfigError, ContradictionError
 from shardwise.core.random import RandomState, streams
+from shardwise.core.typed import computed_locally
 
 
 class _Phases(threading.local):
@@ -120,6 +121,8 @@ def _recomputed(
 
 class _Trigger(torch.autograd.Function):
     """Saves a tensor, so that reading the saved tensor of its node starts the recomputation."""
+
+    spmd_typecheck = computed_locally("nothing")
 
     @staticmethod
     def forward(ctx: Any, nothing: Tensor) -> Tensor:

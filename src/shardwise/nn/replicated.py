@@ -9,9 +9,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from shardwise.core.communication import agreement
 from shardwise.core.communication.agreement import check_ids_alike
 from shardwise.core.initialization import InitMethod
+from shardwise.core.layout import I, R, V
 from shardwise.core.sharding import ParamLayout, Replicas
+from shardwise.core.topology import Groups
+from shardwise.core.typed import letter
 from shardwise.core.validation import safe_to_look_up
 from shardwise.nn.module import ShardedModule
 
@@ -49,6 +53,27 @@ def set_replicas_(module: nn.Module, replicas: Replicas, *names: str) -> None:
     owner: Any = module
     names = names or tuple(name for name, _ in owner.named_parameters(recurse=False))
     owner.param_replicas = getattr(owner, "param_replicas", {}) | dict.fromkeys(names, replicas)
+
+
+def annotate_(module: nn.Module, groups: Groups) -> None:
+    """Type the parameters of ``module`` for the checker ``spmd_types`` over the tensor- and data-parallel groups.
+
+    A split parameter has the layout V. One whose gradients are partial sums has R, which all have over data-parallel
+    ranks. Any other has I. Exchanges of objects between ranks are exempt from then on.
+    """
+    import spmd_types
+
+    for function in (agreement.gather_objects, agreement.decide, agreement.agree):
+        spmd_types.register_no_typecheck(function)
+
+    replicas = replicas_of(module)
+    for _, param, layout in named_param_layouts(module, groups.tp.size()):
+        is_partial = "tp" in replicas[param].summed_over
+        own = V(dim=layout.dim) if layout.dim is not None else R if is_partial else I
+        types = {groups.tp: letter(own)}
+        if groups.dp is not None:
+            types[groups.dp] = letter(R)
+        spmd_types.assert_type(param, types)
 
 
 class ReplicatedEmbedding(ShardedModule):

@@ -19,6 +19,7 @@ from shardwise.core.communication import collectives, trees
 from shardwise.core.communication.collectives import all_gather, all_reduce, split_for_rank
 from shardwise.core.layout import I, Layout, P, R, V
 from shardwise.core.sharding import checked_dim, uneven_sizes
+from shardwise.core.typed import check_move
 
 Sizes = Sequence[int] | None
 """Every rank's size along the dimension of a move; None if the move derives the sizes."""
@@ -54,6 +55,10 @@ def _between(source: Layout, target: Layout) -> Callable[[Callable[_Arguments, _
 
 class _Copy(Function):
     @staticmethod
+    def spmd_typecheck(outputs: Any, *, tensor: Tensor, group: ProcessGroup) -> None:
+        check_move(outputs, group, R, (tensor, I))
+
+    @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return tensor
@@ -66,6 +71,10 @@ class _Copy(Function):
 
 class _Reduce(Function):
     @staticmethod
+    def spmd_typecheck(outputs: Any, *, tensor: Tensor, group: ProcessGroup) -> None:
+        check_move(outputs, group, I, (tensor, P))
+
+    @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         return all_reduce(tensor, group=group)
 
@@ -75,6 +84,10 @@ class _Reduce(Function):
 
 
 class _Copies(Function):
+    @staticmethod
+    def spmd_typecheck(outputs: Any, *, tensor: Tensor, group: ProcessGroup | None) -> None:
+        check_move(outputs, group, R, (tensor, I))
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, number: int, group: ProcessGroup | None) -> tuple[Tensor, ...]:
         ctx.group = group
@@ -91,16 +104,25 @@ class _Move(Function):
     """A move between shards and the whole tensor, with one collective in the forward and another in the backward."""
 
     @staticmethod
+    def spmd_typecheck(outputs: Any, *, tensor: Tensor, move: Move[Any, Tensor], group: ProcessGroup) -> None:
+        check_move(outputs, group, move.target, (tensor, move.source))
+
+    @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, move: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
+        ctx: Any,
+        tensor: Tensor,
+        move: Move[Any, Tensor],
+        group: ProcessGroup,
+        forward: Callable[[Tensor], Tensor],
+        adjoint: Callable[[Tensor], Tensor],
     ) -> Tensor:
         ctx.adjoint = adjoint
-        return move(tensor)
+        return forward(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.adjoint(grad), None, None
+        return ctx.adjoint(grad), None, None, None, None
 
 
 def split_sizes(tensor: Tensor, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Sizes:
@@ -185,7 +207,7 @@ def scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = Non
         ShardingError: ``sizes`` do not sum to the dimension, or there is no such dimension.
     """
     along: dict[str, Any] = {"dim": dim, "group": group, "sizes": split_sizes(tensor, dim, group, sizes)}
-    result: Tensor = _Move.apply(tensor, partial(split_for_rank, **along), partial(all_gather, **along))
+    result: Tensor = _Move.apply(tensor, scatter, group, partial(split_for_rank, **along), partial(all_gather, **along))
     return result
 
 
@@ -208,7 +230,7 @@ def gather(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None
         ShardingError: ``sizes`` contradicts this rank's size, or ``dim`` is out of range.
     """
     along: dict[str, Any] = {"dim": dim, "group": group, "sizes": sizes}
-    result: Tensor = _Move.apply(tensor, partial(all_gather, **along), partial(split_for_rank, **along))
+    result: Tensor = _Move.apply(tensor, gather, group, partial(all_gather, **along), partial(split_for_rank, **along))
     return result
 
 
@@ -231,7 +253,7 @@ def gather_for_parts(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Si
     """
     along: dict[str, Any] = {"dim": dim, "group": group, "sizes": sizes}
     adjoint = partial(collectives.reduce_scatter, **along)
-    result: Tensor = _Move.apply(tensor, partial(all_gather, **along), adjoint)
+    result: Tensor = _Move.apply(tensor, gather_for_parts, group, partial(all_gather, **along), adjoint)
     return result
 
 
@@ -256,7 +278,9 @@ def reduce_scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Size
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), operator g-bar.
     """
     along: dict[str, Any] = {"dim": dim, "group": group, "sizes": split_sizes(tensor, dim, group, sizes)}
-    result: Tensor = _Move.apply(tensor, partial(collectives.reduce_scatter, **along), partial(all_gather, **along))
+    result: Tensor = _Move.apply(
+        tensor, reduce_scatter, group, partial(collectives.reduce_scatter, **along), partial(all_gather, **along)
+    )
     return result
 
 
@@ -280,5 +304,5 @@ def all_to_all(tensor: Tensor, *, group: ProcessGroup, output_sizes: Sizes = Non
     """
     exchange = partial(collectives.all_to_all, group=group, output_sizes=output_sizes, input_sizes=input_sizes)
     inverse = partial(collectives.all_to_all, group=group, output_sizes=input_sizes, input_sizes=output_sizes)
-    result: Tensor = _Move.apply(tensor, exchange, inverse)
+    result: Tensor = _Move.apply(tensor, all_to_all, group, exchange, inverse)
     return result

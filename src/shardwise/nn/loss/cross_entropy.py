@@ -45,7 +45,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.layout import I, V
 from shardwise.core.sharding import Interval
+from shardwise.core.typed import check_move
 from shardwise.kernels.dispatch import loss_kernels
 from shardwise.nn.arithmetic import arithmetic_of
 from shardwise.nn.loss.options import LossChecks, LossOptions, Reduction
@@ -66,6 +68,10 @@ from shardwise.nn.loss.vocabulary import (
 
 class SplitCrossEntropy(Function):
     """The two passes over the logits, and the communication between them; see the module."""
+
+    @staticmethod
+    def spmd_typecheck(outputs: Any, *, logits: Tensor, target: Tensor, group: ProcessGroup) -> None:
+        check_move(outputs, group, I, (logits, V(dim=-1)), target=target)
 
     @staticmethod
     def forward(
@@ -211,13 +217,13 @@ def cross_entropy_of_ranges(
     group: ProcessGroup,
     inplace_: bool = False,
     check_finite: bool = False,
-    function: Callable[..., Tensor] = SplitCrossEntropy.apply,
+    function: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Compute ``vocab_parallel_cross_entropy`` from every rank's range of ids.
 
     If ``ranges`` is None, each rank assumes that all shards have its own size, and the all-gather sends the sizes in
     one more row; ``vocabulary.without_sizes`` raises ShardingError on every rank if they differ. ``function`` is the
-    implementation; inside another autograd function's forward, pass the forward of ``SplitCrossEntropy``.
+    implementation, ``SplitCrossEntropy.apply`` if None; in another autograd function's forward, pass its forward.
     """
     check_target_shape(logits, target)
     sizes_are_known = ranges is not None
@@ -228,7 +234,9 @@ def cross_entropy_of_ranges(
         options.check_vocabulary(vocab_size)
         reduction.check_targets(target, vocab_size, group=group)
     checks = LossChecks(logits=check_finite, targets=reduction.validate)
-    loss = function(logits, target, ranges, options, reduction.ignore_index, inplace_, checks, sizes_are_known, group)
+    function = SplitCrossEntropy.apply if function is None else function
+    ignored = reduction.ignore_index
+    loss: Tensor = function(logits, target, ranges, options, ignored, inplace_, checks, sizes_are_known, group)
     if not sizes_are_known:
         # Not earlier: with different sizes, some ranks might reject a target and never reach the all-gather.
         reduction.check_targets(target, vocab_size, group=group)

@@ -21,12 +21,18 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ShardingError
+from shardwise.core.layout import I, V
+from shardwise.core.typed import check_move
 from shardwise.kernels.loss_reference import compute_dtype, finite, row_blocks, transformed
 from shardwise.nn.loss.options import LossOptions
 from shardwise.nn.loss.vocabulary import flat_rows, gather_statistics, vocab_ranges
 
 
 class _VocabParallelEntropy(Function):
+    @staticmethod
+    def spmd_typecheck(outputs: Any, *, logits: Tensor, group: ProcessGroup) -> None:
+        check_move(outputs, group, I, (logits, V(dim=-1)))
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, num_valid: int, options: LossOptions, group: ProcessGroup) -> Tensor:
         flat = flat_rows(logits)[:, :num_valid]
@@ -109,6 +115,10 @@ def vocab_parallel_entropy(
 
 
 class _VocabParallelKLDiv(Function):
+    @staticmethod
+    def spmd_typecheck(outputs: Any, *, logits: Tensor, teacher: Tensor, group: ProcessGroup) -> None:
+        check_move(outputs, group, I, (logits, V(dim=-1)), (teacher, V(dim=-1)))
+
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, teacher: Tensor, num_valid: int, options: LossOptions, group: ProcessGroup

@@ -47,7 +47,13 @@ from shardwise.kernels.host_memory import empty_in_huge_pages
 from shardwise.kernels.loss_reference import compute_dtype, finite
 from shardwise.kernels.products import add_product_, main_grad_of, placeholder
 from shardwise.nn.arithmetic import arithmetic_of
-from shardwise.nn.loss.linear_head import Head, LocalLogitsLoss, finished_hidden_gradient, times_rows
+from shardwise.nn.loss.linear_head import (
+    Head,
+    LocalLogitsLoss,
+    check_layouts,
+    finished_hidden_gradient,
+    times_rows,
+)
 from shardwise.nn.loss.options import LossChecks, LossOptions, Reduction
 from shardwise.nn.loss.vocabulary import IGNORE_INDEX, columns_between, columns_of, vocab_ranges
 
@@ -58,6 +64,8 @@ _MIN_COLUMNS = 256
 
 class ChunkedLoss(Function):
     """Loss of each token, ``[n]``, from hidden states ``[n, h]``."""
+
+    spmd_typecheck = staticmethod(check_layouts)
 
     @staticmethod
     def forward(

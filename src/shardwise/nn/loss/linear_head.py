@@ -33,7 +33,9 @@ from shardwise.core.communication.collectives import (
     reduce_scatter_async,
 )
 from shardwise.core.communication.transports.transport import Pending
+from shardwise.core.layout import I, V, hidden_layout
 from shardwise.core.sharding import Interval
+from shardwise.core.typed import check_move
 from shardwise.kernels import products
 from shardwise.kernels.dispatch import loss_kernels
 from shardwise.kernels.loss_reference import compute_dtype, row_blocks
@@ -117,6 +119,23 @@ class Head:
         return slope / self.options.temperature
 
 
+def check_layouts(
+    outputs: Any,
+    *,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    target_local: Tensor,
+    ignored: Tensor,
+    head: Head,
+) -> None:
+    """Check the layouts of a linear loss under ``spmd_types``."""
+    ids = {"target": target, "target_local": target_local, "ignored": ignored}
+    outside = hidden_layout(sequence_parallel=head.sequence_parallel)
+    check_move(outputs, head.group, I, (hidden, outside), (weight, V(dim=0)), (bias, V(dim=0)), **ids)
+
+
 def times_rows(matrix: Tensor, factor: Tensor) -> Tensor:
     """Multiply each row of ``matrix`` by its factor, in the factor's dtype, and round once."""
     result = torch.empty_like(matrix)
@@ -168,6 +187,8 @@ _FLOOR = {torch.float64: 2.0**-60, torch.float32: 2.0**-30, torch.bfloat16: 2.0*
 
 class LocalLogitsLoss(Function):
     """Loss of each token, ``[n]``, from hidden states ``[n, h]``."""
+
+    spmd_typecheck = staticmethod(check_layouts)
 
     @staticmethod
     def forward(

@@ -21,7 +21,9 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication.collectives import all_gather
 from shardwise.core.communication.context import numbers_without_sync
 from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.layout import I, V
 from shardwise.core.sharding import Interval, balanced_sizes, intervals_of_sizes
+from shardwise.core.typed import check_move
 from shardwise.kernels.loss_reference import compute_dtype
 from shardwise.nn.loss.options import LossOptions
 
@@ -204,6 +206,10 @@ def _gather_candidates(values: Tensor, ids: Tensor, sizes: list[int], group: Pro
 
 
 class _VocabParallelTopk(Function):
+    @staticmethod
+    def spmd_typecheck(outputs: Any, *, logits: Tensor, group: ProcessGroup) -> None:
+        check_move(outputs, group, I, (logits, V(dim=-1)))
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, k: int, ranges: list[Interval], group: ProcessGroup) -> tuple[Tensor, Tensor]:
         start, stop = ranges[group.rank()]
