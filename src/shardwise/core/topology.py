@@ -265,6 +265,10 @@ class Groups:
         pp: pipeline parallel: the stages.
         dp: data parallel: the ranks that see different samples.
         embd: the first and the last stage, which hold a tied embedding and output weight.
+        experts: the ranks that together hold all experts of a layer, and exchange tokens: expert-tensor-parallel times
+            expert-parallel, the former faster.
+        expert_tp: the ranks that split each expert.
+        expert_dp: the ranks that hold the same parts of the same experts.
 
     Raises:
         ConfigError: an argument is not a process group.
@@ -274,6 +278,9 @@ class Groups:
     pp: ProcessGroup | None = None
     dp: ProcessGroup | None = None
     embd: ProcessGroup | None = None
+    experts: ProcessGroup | None = None
+    expert_tp: ProcessGroup | None = None
+    expert_dp: ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -290,7 +297,8 @@ class Groups:
     def of(cls, topology: Topology) -> Groups:
         """Create the groups from a topology."""
         named = {name: topology.group(name) for name in ("tp", "pp", "dp", "embd") if name in topology}
-        return cls(**named)
+        of_experts = {"experts": "tp_ep", "expert_tp": "expt_tp", "expert_dp": "expt_dp"}
+        return cls(**named, **{name: topology.group(own) for name, own in of_experts.items() if own in topology})
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> Groups:

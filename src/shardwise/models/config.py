@@ -14,6 +14,7 @@ from torch import Tensor
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import CounterNormal, InitMethod, scaled_init_method_normal
 from shardwise.core.sharding import stage_layers
+from shardwise.models.experts import Experts
 from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer.heads import Heads
 from shardwise.nn.norm import Normalization
@@ -63,6 +64,7 @@ class TransformerFields:
         gated_linear_unit: whether to multiply the activation by a second projection (SwiGLU with SiLU).
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         init_method_std: standard deviation of new weights.
+        experts: experts in place of the MLP of some layers; None for none.
     """
 
     num_layers: int = 0
@@ -95,6 +97,7 @@ class TransformerFields:
     final_logit_softcap: float | None = None
     attention_logit_softcap: float | None = None
     init_method_std: float = 0.02
+    experts: Experts | None = None
 
     @property
     def heads(self) -> Heads:
@@ -244,6 +247,7 @@ class ModelConfig(LayerConfig, TransformerFields):
         self._check_norm_position()
         self._check_attention()
         self._check_layers()
+        self._check_experts()
         self._check_factors()
         self.stage_layers()
         self._derive_sizes()
@@ -314,6 +318,18 @@ class ModelConfig(LayerConfig, TransformerFields):
                 "qk_layernorm_over_heads is about the norms of qk_layernorm with RMSNorm; qk_layernorm is "
                 f"{self.qk_layernorm}, and normalization {self.normalization!r}"
             )
+
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            return
+        self.experts.check_layers(self.num_layers)
+        for name, is_set in (
+            ("exact_parts", self.exact_parts is not None),
+            ("add_bias_linear", self.add_bias_linear),
+            ("gradient_accumulation_fusion with delay_wgrad_compute", self.delay_wgrad_compute),
+        ):
+            if is_set:
+                raise ConfigError(f"experts and {name} exclude each other; leave one out")
 
     def _check_factors(self) -> None:
         for name in ("residual_multiplier", "embedding_multiplier", "logits_scaling"):

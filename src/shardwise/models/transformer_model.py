@@ -158,6 +158,7 @@ class TransformerModel(FixedTensors, LanguageModel):
             layers=layers,
             post_process=post_process,
             seed=self._seed,
+            groups=groups,
         )
         self.add_module(self.block_name, block)
         self.output_queue: WeightGradientQueue | None = None

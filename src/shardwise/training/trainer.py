@@ -142,7 +142,8 @@ class Trainer:
         self.before_update: Callable[[int, Sequence[float]], None] | None = None
         self.before_action: Callable[[Action], None] | None = None
         self.observer: StepObserver | None = None
-        check_replicas(model, tp_group=groups.tp, dp_group=groups.dp, pp_group=groups.pp)
+        self._model_groups = groups
+        check_replicas(model, **_of_replicas(groups))
         self.settings = settings
         self.model = model
         self.tp_group, self.embd_group = groups.tp, groups.embd
@@ -339,10 +340,10 @@ class Trainer:
     def _reduced(self, total: Total, largest: Tensor, *, has_norm: bool) -> _Numbers:
         """Reduce the numbers of a step, with one collective for each group."""
         zero = torch.zeros((), dtype=largest.dtype, device=self.device)
-        squares, over = own_squares(self.model, **self._of_norm()) if has_norm else (zero, [])
-        sums = [(total.tensor, self._groups[1:]), (squares.view(1), over)]
-        (summed, squares), largest = reduce_numbers(sums, largest, groups=self._groups)
-        return _Numbers(summed, squares[0].sqrt(), largest)
+        squares = own_squares(self.model, groups=self._model_groups, **self._of_norm()) if has_norm else [(zero, [])]
+        sums = [(total.tensor, self._groups[1:]), *((each.view(1), over) for each, over in squares)]
+        (summed, *of_norm), largest = reduce_numbers(sums, largest, groups=self._groups)
+        return _Numbers(summed, torch.cat(of_norm).sum().sqrt(), largest)
 
     def _reduced_exactly(self, total: Total, largest: Tensor, *, has_norm: bool) -> _Numbers:
         zero = torch.zeros((), dtype=largest.dtype, device=self.device)
@@ -399,9 +400,7 @@ class Trainer:
             f"they drifted apart in the first {done} steps, so a gradient or an update differs between ranks: "
             "`shardwise doctor train` with the same settings names it"
         )
-        check_replicas(
-            self.model, tp_group=self.tp_group, dp_group=self.dp_group, pp_group=self.pp_group, remedy=remedy
-        )
+        check_replicas(self.model, **_of_replicas(self._model_groups), remedy=remedy)
 
     def train_step(self, step: int, loader: DataLoader) -> StepResult:
         """Run ``step`` on this rank's samples of ``loader``; meanwhile, copy those of the next step to the GPU."""
@@ -462,6 +461,15 @@ class Trainer:
         while several := list(itertools.islice(batches, _BATCHES_PER_STAGE * num_stages)):
             schedule = forward_only(num_stages, len(several), num_chunks)
             self._run_pipeline(self._pipeline, schedule, several, inputs, handed)
+
+
+def _of_replicas(groups: Groups) -> dict[str, Any]:
+    return {
+        "tp_group": groups.tp,
+        "dp_group": groups.dp,
+        "pp_group": groups.pp,
+        "expert_dp_group": groups.expert_dp,
+    }
 
 
 def _draw_on(micro_batch: int) -> None:

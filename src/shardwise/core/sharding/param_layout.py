@@ -169,18 +169,24 @@ class Replicas:
     """The axes over which a parameter is replicated, and the axes over which its gradient is reduced.
 
     A module stores its replicas next to the ``ParamLayout``. Axes are named as in ``core.topology.Groups``: ``"tp"``,
-    ``"dp"``, and ``"embd"`` for the first and the last pipeline stage.
+    ``"dp"``, ``"embd"`` for the first and the last pipeline stage, and ``"expert_dp"`` for the copies of an expert.
 
     Attributes:
         same_over: axes whose ranks hold the same values. Over ``"tp"`` this concerns only the values that the
             layout assigns to several ranks.
-        summed_over: axes over which each rank's gradient is a partial sum, besides the data-parallel axes.
+        summed_over: axes over which each rank's gradient is a partial sum, besides the data-parallel axis: ``"dp"``, or
+            ``"expert_dp"`` of an expert.
         is_copy: whether an earlier stage also holds the parameter, and counts it.
     """
 
     same_over: tuple[str, ...] = ("tp", "dp")
     summed_over: tuple[str, ...] = ()
     is_copy: bool = False
+
+    @property
+    def is_of_expert(self) -> bool:
+        """Whether the parameter is one of experts, whose layout is over the group ``experts`` instead of ``tp``."""
+        return "expert_dp" in self.same_over
 
 
 class Segment(NamedTuple):

@@ -15,6 +15,7 @@ from shardwise.core.initialization import part_seeded
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.sharding import ParamShard, ShardedOffset
+from shardwise.core.topology import Groups
 from shardwise.kernels.dispatch import agree_on_kernels
 from shardwise.models.config import ModelConfig
 from shardwise.models.recomputation import Recomputation
@@ -82,7 +83,7 @@ class TransformerBlock(HiddenToHidden):
     """Consecutive layers, and the norm after the model's last layer.
 
     Args:
-        config, spec, tp_group: as for ``TransformerLayer``.
+        config, spec, tp_group, groups: as for ``TransformerLayer``.
         layers: layers of the model in this block, counted from 0; all if None.
         post_process: whether this is the end of the model, with the final norm (``config.final_layernorm``).
         seed: source of each layer's seed, so that a layer's initial values do not depend on its stage. If None, all
@@ -103,6 +104,7 @@ class TransformerBlock(HiddenToHidden):
         layers: range | None = None,
         post_process: bool = True,
         seed: int | None = None,
+        groups: Groups | None = None,
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
@@ -120,7 +122,7 @@ class TransformerBlock(HiddenToHidden):
                 self._recompute = dataclasses.replace(self._recompute, num_layers=max(1, len(first)))
         for index in own:
             with part_seeded(seed, *_part(index + 1)):
-                self.layers.append(TransformerLayer(config, spec, index + 1, self.tp_group))
+                self.layers.append(TransformerLayer(config, spec, index + 1, self.tp_group, groups))
         self.final_layernorm: nn.Module | None = None
         if post_process and config.final_layernorm:
             with parameter_device(self.tp_group, on_cpu=config.use_cpu_initialization):

@@ -10,9 +10,11 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.layout import Layout, hidden_layout
 from shardwise.core.sequence_view import SequenceView
+from shardwise.core.topology import Groups
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.mlp import MLP, make_norm
+from shardwise.models.transformer.moe import MoELayer
 from shardwise.nn import GroupModule, arithmetic_of, parameter_device
 from shardwise.nn.dropout import sharded_dropout
 from shardwise.nn.recompute import OutputRecomputation, recomputed
@@ -99,6 +101,7 @@ class TransformerLayer(HiddenToHidden):
         spec: parts of the layer.
         layer_number: number of this layer in the model, from 1.
         tp_group: tensor-parallel group.
+        groups: process groups of experts; None if the tensor-parallel ranks hold them.
 
     Attributes:
         layer_number: the argument.
@@ -112,6 +115,7 @@ class TransformerLayer(HiddenToHidden):
         spec: TransformerLayerSpec,
         layer_number: int,
         tp_group: ProcessGroup,
+        groups: Groups | None = None,
     ) -> None:
         super().__init__()
         position = config.norm_position
@@ -131,7 +135,10 @@ class TransformerLayer(HiddenToHidden):
             self.self_attention = spec.attention(config, layer_number, tp_group)
             self.post_self_attn_layernorm = spec.norm(config) if is_after else None
             self.pre_mlp_layernorm = spec.norm(config) if is_before else None
-            self.mlp = spec.mlp(config, tp_group)
+            if config.experts is not None and config.experts.in_layer(layer_number):
+                self.mlp: nn.Module = MoELayer(config, groups or Groups(tp_group))
+            else:
+                self.mlp = spec.mlp(config, tp_group)
             self.post_mlp_layernorm = spec.norm(config) if is_after else None
         self.dropout = ResidualDropout(config.hidden_dropout, layer_number)
 

@@ -93,6 +93,21 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Choices of ``ModelConfig.activation_func``. With ``gated_linear_unit``, ``silu`` is SwiGLU and ``gelu`` GeGLU."""
 
 
+def activated(config: ModelConfig, group: ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """Return the function between an MLP's projections; with a gate, the gate's half of the features comes first."""
+    activation, function = arithmetic_of(group).activation, config.activation_func
+
+    def activate(inner: Tensor) -> Tensor:
+        if config.gated_linear_unit and function is F.silu:
+            return swiglu(inner, at_any_size=activation.at_any_size)
+        if not config.gated_linear_unit:
+            return activation(function, inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return activation(function, gate) * up
+
+    return activate
+
+
 class MLP(GroupModule):
     """``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))`` with ``gated_linear_unit``.
 
@@ -101,27 +116,29 @@ class MLP(GroupModule):
     Args:
         config: sizes, activation and biases.
         tp_group: tensor-parallel group.
+        ffn_hidden_size: width, if not that of the config.
     """
 
-    def __init__(self, config: ModelConfig, tp_group: ProcessGroup) -> None:
+    def __init__(self, config: ModelConfig, tp_group: ProcessGroup, *, ffn_hidden_size: int | None = None) -> None:
         super().__init__()
-        assert config.ffn_hidden_size is not None
+        width = config.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
+        assert width is not None
         self.activation_func = config.activation_func
         self.recomputes_activation = config.recompute.recomputes("mlp_act")
-        self._activation = arithmetic_of(tp_group).activation
+        self._activate = activated(config, tp_group)
         self.gated = config.gated_linear_unit
         sections = 2 if self.gated else 1
         arguments = layer_arguments(config, group=tp_group)
         self.linear_fc1 = ColumnLinear(
             config.hidden_size,
-            sections * config.ffn_hidden_size,
+            sections * width,
             bias=config.add_bias_linear,
             init=config.init_method,
             sections=sections,
             **arguments,
         )
         self.linear_fc2 = RowLinear(
-            config.ffn_hidden_size,
+            width,
             config.hidden_size,
             bias=config.add_bias_linear,
             init=config.output_layer_init_method,
@@ -151,11 +168,3 @@ class MLP(GroupModule):
         output = self.linear_fc2(recomputation.run(self._activate, inner))
         recomputation.discard_(output)
         return output
-
-    def _activate(self, inner: Tensor) -> Tensor:
-        if self.gated and self.activation_func is F.silu:
-            return swiglu(inner, at_any_size=self._activation.at_any_size)
-        if not self.gated:
-            return self._activation(self.activation_func, inner)
-        gate, up = inner.chunk(2, dim=-1)
-        return self._activation(self.activation_func, gate) * up

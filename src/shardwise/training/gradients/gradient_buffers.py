@@ -12,7 +12,7 @@ Source: Li et al. 2020 (arXiv:2006.15704), section 3.2.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,8 @@ class GradientBuffers(Gradients):
             (``Bucket.own``), which halves the traffic.
         whole: with ``scatter``, parameters whose gradients are all-reduced, in separate buckets; for example those that
             are then summed over other groups.
+        other_groups: for parameters whose copies are on other ranks than those of ``group``, such as experts, these
+            ranks.
 
     Attributes:
         buffers: flat buffers, one per dtype.
@@ -95,6 +97,7 @@ class GradientBuffers(Gradients):
         late: Collection[Parameter] = (),
         scatter: bool = False,
         whole: Collection[Parameter] = (),
+        other_groups: Mapping[Parameter, ProcessGroup] | None = None,
     ) -> None:
         if isinstance(bucket_size, int) and bucket_size < 1:
             raise ConfigError(f"bucket_size is {bucket_size}; it must be at least 1, or None for one bucket")
@@ -116,10 +119,11 @@ class GradientBuffers(Gradients):
         late, whole = set(late), set(whole) if scatter else set()
         # Order buckets by the position of their last parameter.
         placed: dict[int, Bucket] = {}
-        for places, params in trained_by_dtype(modules, apart=whole):
-            names = {param: name for name, param in params}
-            scatters = scatter and params[0][1] not in whole
-            buffer, buckets = make_buckets(names, dtype, bucket_size, num_ranks=group.size(), is_scattered=scatters)
+        others = other_groups or {}
+        for places, params in trained_by_dtype(modules, lambda param: (param in whole, others.get(param))):
+            names, first = {param: name for name, param in params}, params[0][1]
+            scatters, over = scatter and first not in whole, others.get(first, group)
+            buffer, buckets = make_buckets(names, dtype, bucket_size, group=over, is_scattered=scatters)
             self.buffers.append(buffer)
             last = -1
             for bucket in buckets:
@@ -129,9 +133,11 @@ class GradientBuffers(Gradients):
                 last += len(bucket.params)
                 placed[places[last]] = bucket
         self.buckets = [placed[place] for place in sorted(placed)]
-        if group.size() > 1:
-            facts = [(str(each.data.dtype), each.data.numel(), len(each.params)) for each in self.buckets]
-            check_same(facts, "their trained parameters (dtype, elements and number, by bucket)", group=group)
+        for over in dict.fromkeys([group, *others.values()]):
+            if over.size() > 1:
+                own = [each for each in self.buckets if each.group is over]
+                facts = [(str(each.data.dtype), each.data.numel(), len(each.params)) for each in own]
+                check_same(facts, "their trained parameters (dtype, elements and number, by bucket)", group=over)
         for param, slot in self._slots.items():
             tensor: Any = param
             tensor.main_grad = slot.view
@@ -251,12 +257,13 @@ class GradientBuffers(Gradients):
             for param in bucket.params:
                 self._take_in(param, self._slots[param])
             if self.average and self.group.size() > 1:
+                # Of experts too: they saw the tokens of all data-parallel ranks.
                 bucket.data.mul_(1 / self.group.size())
             reduce = reduce_scatter_async if bucket.is_scattered else all_reduce_async
-            bucket.pending = reduce(bucket.data, group=self.group, may_overwrite=True)
+            bucket.pending = reduce(bucket.data, group=bucket.group, may_overwrite=True)
         self._num_started += 1
 
     def _wait(self) -> None:
         for bucket in self.buckets:
-            bucket.wait(self.group)
+            bucket.wait()
         self._num_started = 0

@@ -104,9 +104,9 @@ class GradientTrees(Gradients):
             # Models pass the output layer's part of a tied weight's gradient to this hook.
             tensor.take_output_gradient = partial(self._add, use=1)
         whole = set(whole)
-        for _, params in trained_by_dtype(modules, apart=whole) if scatter else ():
+        for _, params in trained_by_dtype(modules, whole.__contains__) if scatter else ():
             of_dtype, scatters = [param for _, param in params], params[0][1] not in whole
-            self.buckets += make_buckets(of_dtype, dtype, "auto", num_ranks=group.size(), is_scattered=scatters)[1]
+            self.buckets += make_buckets(of_dtype, dtype, "auto", group=group, is_scattered=scatters)[1]
 
     def begin(self, num_micro_batches: int) -> None:
         self._run = num_micro_batches // (num_micro_batches & -num_micro_batches)
@@ -171,7 +171,7 @@ class GradientTrees(Gradients):
             tensor: Any = param
             tensor.main_grad = bucket.view(index).copy_(totals[0])
             others += [(index, total.flatten()) for total in totals[1:]]
-        target = bucket.own(bucket.data, self.group) if bucket.is_scattered else bucket.data
+        target = bucket.own(bucket.data) if bucket.is_scattered else bucket.data
         reduce = reduce_scatter if bucket.is_scattered else all_reduce
         target.copy_(reduce(bucket.data, group=self.group))
         for index, total in others:
@@ -179,7 +179,7 @@ class GradientTrees(Gradients):
             if not bucket.is_scattered:
                 view += all_reduce(total, group=self.group)
                 continue
-            intervals = bucket.intervals(index, self.group.size())
+            intervals = bucket.intervals(index)
             low, high = intervals[self.group.rank()]
             view[low:high] += reduce_scatter(total, group=self.group, sizes=[stop - start for start, stop in intervals])
 

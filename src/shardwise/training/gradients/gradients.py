@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -170,9 +170,10 @@ class Bucket:
     """A slice of a buffer that one collective reduces.
 
     Attributes:
-        data: ``[n]``, a view of the buffer; the number of data-parallel ranks divides ``n``.
+        data: ``[n]``, a view of the buffer; the number of ranks of ``group`` divides ``n``.
         params: parameters whose gradients lie in the bucket.
         starts: index in ``data`` of each parameter's first element.
+        group: the ranks over which it is reduced.
         is_scattered: True for a reduce-scatter, False for an all-reduce.
         arrived: parameters whose gradients are complete.
         pending: the reduction in progress, if any.
@@ -181,6 +182,7 @@ class Bucket:
     data: Tensor
     params: tuple[Parameter, ...]
     starts: tuple[int, ...]
+    group: ProcessGroup
     is_scattered: bool = False
     arrived: set[Parameter] = field(default_factory=set)
     pending: Pending | None = None
@@ -190,23 +192,24 @@ class Bucket:
         param = self.params[index]
         return self.data.narrow(0, self.starts[index], param.numel()).view(param.shape)
 
-    def own(self, flat: Tensor, group: ProcessGroup) -> Tensor:
+    def own(self, flat: Tensor) -> Tensor:
         """Return this rank's interval of ``flat``, which has the layout of ``data``; all intervals have one length."""
-        size = self.data.numel() // group.size()
-        return flat.narrow(0, group.rank() * size, size)
+        size = self.data.numel() // self.group.size()
+        return flat.narrow(0, self.group.rank() * size, size)
 
-    def intervals(self, index: int, num_ranks: int) -> tuple[Interval, ...]:
+    def intervals(self, index: int) -> tuple[Interval, ...]:
         """Return the interval of ``params[index]`` that each rank owns, in row-major order; often it is empty."""
+        num_ranks = self.group.size()
         start, count = self.starts[index], self.params[index].numel()
         size = self.data.numel() // num_ranks
         edges = [min(max(rank * size - start, 0), count) for rank in range(num_ranks + 1)]
         return tuple(pairwise(edges))
 
-    def wait(self, group: ProcessGroup) -> None:
+    def wait(self) -> None:
         """Wait for the reduction in progress, if any, and clear ``arrived``."""
         if self.pending is not None:
             reduced, self.pending = self.pending.wait(), None
-            target = self.own(self.data, group) if self.is_scattered else self.data
+            target = self.own(self.data) if self.is_scattered else self.data
             if reduced.data_ptr() != target.data_ptr():
                 target.copy_(reduced)
         self.arrived.clear()
@@ -217,12 +220,12 @@ def make_buckets(
     dtype: torch.dtype | None,
     bucket_size: BucketSize,
     *,
-    num_ranks: int,
+    group: ProcessGroup,
     is_scattered: bool,
 ) -> tuple[Tensor, list[Bucket]]:
     """Allocate a zeroed gradient buffer for parameters of one dtype and device, and its buckets (see ``place``)."""
     params = list(params)
-    first = params[0]
+    first, num_ranks = params[0], group.size()
     if bucket_size == "auto":
         bucket_size = default_bucket_size(device_type_of(first), num_ranks)
     placement = place([param.numel() for param in params], bucket_size=bucket_size, world_size=num_ranks)
@@ -232,6 +235,7 @@ def make_buckets(
             buffer[start:stop],
             tuple(params[index] for index in indices),
             tuple(placement.starts[index] - start for index in indices),
+            group,
             is_scattered,
         )
         for indices, (start, stop) in zip(placement.buckets, pairwise(placement.bounds), strict=True)
@@ -240,9 +244,9 @@ def make_buckets(
 
 
 def trained_by_dtype(
-    modules: Sequence[nn.Module], apart: Collection[Parameter] = ()
+    modules: Sequence[nn.Module], key: Callable[[Parameter], object]
 ) -> list[tuple[list[int], list[tuple[str, Parameter]]]]:
-    """Group trained parameters by dtype and device, last first, with their indices; separate groups for ``apart``."""
+    """Group trained parameters by dtype, device and ``key``, last first, with their indices."""
     seen: dict[Parameter, str] = {}
     for number, module in enumerate(modules):
         for name, param in module.named_parameters():
@@ -250,7 +254,7 @@ def trained_by_dtype(
                 seen.setdefault(param, f"chunk {number}: {name}" if len(modules) > 1 else name)
     groups: dict[object, tuple[list[int], list[tuple[str, Parameter]]]] = {}
     for number, (param, name) in enumerate(reversed(seen.items())):
-        places, params = groups.setdefault((param.dtype, param.device, param in apart), ([], []))
+        places, params = groups.setdefault((param.dtype, param.device, key(param)), ([], []))
         places.append(number)
         params.append((name, param))
     return list(groups.values())

@@ -74,12 +74,10 @@ class ParameterBuffers:
         gradients: the model's gradients, in buckets.
 
     Attributes:
-        group: the ranks between which the updates are divided.
         shares: share of each parameter.
     """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], gradients: GradientBuffers | GradientTrees) -> None:
-        self.group = gradients.group
         self.shares: dict[Parameter, Share] = {}
         self._buckets = gradients.buckets
         self._flats: list[Tensor] = []
@@ -92,7 +90,6 @@ class ParameterBuffers:
         # Buckets to wait for at the start of a forward.
         self._early: set[int] = set()
         of_param: dict[Parameter, int] = {}
-        rank, num_ranks = self.group.rank(), self.group.size()
         for number, bucket in enumerate(self._buckets):
             # Copy one bucket at a time, so that no more than one bucket's parameters exist twice.
             first = bucket.params[0]
@@ -101,10 +98,10 @@ class ParameterBuffers:
                 view = flat.narrow(0, start, param.numel())
                 view.copy_(param.detach().reshape(-1))
                 param.data = view.view(param.shape)
-                intervals = bucket.intervals(index, num_ranks)
-                low, high = intervals[rank]
+                intervals = bucket.intervals(index)
+                low, high = intervals[bucket.group.rank()]
                 gradient = bucket.data.narrow(0, start + low, high - low)
-                self.shares[param] = Share(self.group, intervals, view[low:high], gradient)
+                self.shares[param] = Share(bucket.group, intervals, view[low:high], gradient)
                 of_param[param] = number
             self._flats.append(flat)
             self._pending.append(None)
@@ -163,8 +160,8 @@ class ParameterBuffers:
             self._num_started += 1
             number = len(self._buckets) - self._num_started
             flat = self._flats[number]
-            own = self._buckets[number].own(flat, self.group)
-            self._pending[number] = all_gather_async(own, group=self.group, buffer=flat)
+            bucket = self._buckets[number]
+            self._pending[number] = all_gather_async(bucket.own(flat), group=bucket.group, buffer=flat)
 
     @torch.no_grad()
     def _wait_for(self, numbers: Iterable[int]) -> None:

@@ -38,6 +38,7 @@ def check_replicas(
     tp_group: ProcessGroup,
     dp_group: ProcessGroup | None = None,
     pp_group: ProcessGroup | None = None,
+    expert_dp_group: ProcessGroup | None = None,
     remedy: str = SEEDS,
 ) -> None:
     """Raise DesyncError on every rank unless all replicas of each parameter are equal. Collective.
@@ -53,11 +54,13 @@ def check_replicas(
         dp_group: the ranks that see different samples; None to skip that comparison.
         pp_group: the stages of the model, which all raise an error of any stage; None if there is one stage, or if the
             caller tells the others.
+        expert_dp_group: the ranks that hold the same parts of the same experts; None to skip that comparison.
         remedy: end of the message about a parameter that differs.
     """
     replicas = replicas_of(model)
     named = [each for each in named_param_layouts(model, tp_group.size()) if replicas[each[1]].same_over]
-    groups = [group for group in (tp_group, dp_group, pp_group) if group is not None and group.size() > 1]
+    every = (tp_group, dp_group, pp_group, expert_dp_group)
+    groups = [group for group in every if group is not None and group.size() > 1]
     if not groups or any(param.is_meta for _, param, _ in named):
         return
     over_tp, over_dp = tp_group.size() > 1, dp_group is not None and dp_group.size() > 1
@@ -72,7 +75,12 @@ def check_replicas(
         for name, param, _ in named
         if over_dp and not is_sharded(param) and "dp" in replicas[param].same_over
     }
-    compared = of_tp | of_dp
+    of_experts = {
+        name: param
+        for name, param, _ in named
+        if expert_dp_group is not None and expert_dp_group.size() > 1 and replicas[param].is_of_expert
+    }
+    compared = of_tp | of_dp | of_experts
     if is_rehearsal(tp_group):
         # Fake tensors have no values.
         return
@@ -83,6 +91,9 @@ def check_replicas(
         errors = [_difference({name: hashes[name] for name in of_tp}, shapes, "tensor", tp_group, device, remedy)]
         if dp_group is not None:
             errors.append(_difference({name: hashes[name] for name in of_dp}, shapes, "data", dp_group, device, remedy))
+        if of_experts and expert_dp_group is not None:
+            own = {name: hashes[name] for name in of_experts}
+            errors.append(_difference(own, shapes, "expert-data", expert_dp_group, device, remedy))
         error = next((error for error in errors if error is not None), None)
         found = torch.tensor(float(error is not None))
         for group in groups if len(groups) > 1 else ():

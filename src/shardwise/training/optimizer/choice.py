@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
 from shardwise.core.communication.trees import sum_in_parts
+from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups
 from shardwise.models.description import ModelChunks
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer_model import TransformerModel
+from shardwise.nn.replicated import replicas_of
 from shardwise.training.gradients import GradientBuffers, Gradients, GradientTrees
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.gradients import summed_over_other_groups
@@ -25,6 +30,18 @@ def fused_adamw(optimizer: ShardedOptimizer) -> AdamW | None:
     innermost: Any = getattr(optimizer, "innermost", optimizer)
     fuses = isinstance(innermost, AdamW) and innermost.why_not_fused is None and not innermost.is_exact
     return innermost if fuses else None
+
+
+def groups_of_experts(model: nn.Module, groups: Groups) -> dict[Parameter, ProcessGroup]:
+    """Return, for the parameters of experts, the ranks that hold the same parts.
+
+    Raises:
+        ConfigError: the model has experts, and ``groups`` has no ``expert_dp``.
+    """
+    params = [param for param, replicas in replicas_of(model).items() if replicas.is_of_expert]
+    if params and groups.expert_dp is None:
+        raise ConfigError("the model has experts, and Groups.expert_dp is None; take the groups from a Topology")
+    return {param: groups.expert_dp for param in params if groups.expert_dp is not None}
 
 
 def build_optimizer(
@@ -43,18 +60,31 @@ def build_optimizer(
     parts = chunks[0].config.exact_parts
     if parts is not None:
         sum_in_parts(dp_group, parts)
+    others = groups_of_experts(model, groups)
+    if others:
+        for name, is_set in (
+            ("parallel.fsdp", settings.parallel.shards_fully(num_ranks)),
+            ("optimizer.name muon", settings.optimizer.name == "muon"),
+        ):
+            if is_set:
+                raise ConfigError(f"{name} and experts exclude each other; leave one out")
     if settings.parallel.shards_fully(num_ranks):
         # This imports DTensor, which is slow.
         from shardwise.training.gradients.fully_sharded import FullyShardedModel
 
         sharded = FullyShardedModel(chunks, group=dp_group, dtype=dtype)
         return LocalShards(optimizer, sharded), sharded
-    if num_ranks == 1 and not has_masters and parts is None:
+    sizes = [num_ranks, *(group.size() for group in others.values())]
+    if max(sizes) == 1 and not has_masters and parts is None:
         return optimizer, Gradients.of([param for param in model.parameters() if param.requires_grad])
-    splits_state = settings.parallel.zero > 0 and num_ranks > 1
+    splits_state = settings.parallel.zero > 0 and max(sizes) > 1
     whole = summed_over_other_groups(model, tp_group=groups.tp, embd_group=groups.embd)
-    summing = GradientBuffers if parts is None else GradientTrees
-    gradients = summing(chunks, group=dp_group, dtype=dtype, scatter=splits_state, whole=whole)
+    options: dict[str, Any] = {"group": dp_group, "dtype": dtype, "scatter": splits_state, "whole": whole}
+    gradients: GradientBuffers | GradientTrees
+    if parts is None:
+        gradients = GradientBuffers(chunks, other_groups=others, **options)
+    else:
+        gradients = GradientTrees(chunks, **options)
     if splits_state:
         return ZeroOptimizer(optimizer, chunks, gradients, has_masters=has_masters), gradients
     return MasterWeights(optimizer, model) if has_masters else optimizer, gradients

@@ -21,6 +21,7 @@ from shardwise.core.communication.trees import exact_parts, exact_total
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import Interval, ParamLayout, ParamShard, has_copies, holders, local_parts, segments
 from shardwise.core.sharding.balanced import first_row, group_of_rows, local_rows
+from shardwise.core.topology import Groups
 from shardwise.kernels import compiled
 from shardwise.kernels.planning import device_type_of
 from shardwise.nn.replicated import named_param_layouts, replicas_of
@@ -34,7 +35,12 @@ _NORM_ELEMENTS, _NORM_ELEMENTS_OF_TWO_BYTES = 1 << 16, 1 << 13
 
 
 def finalize_gradients_(
-    model: nn.Module, *, tp_group: ProcessGroup, dp_group: ProcessGroup | None, embd_group: ProcessGroup | None = None
+    model: nn.Module,
+    *,
+    tp_group: ProcessGroup,
+    dp_group: ProcessGroup | None,
+    embd_group: ProcessGroup | None = None,
+    expert_dp_group: ProcessGroup | None = None,
 ) -> None:
     """Sum gradients over the ranks in place: each becomes the gradient of the loss summed over all ranks' samples.
 
@@ -52,6 +58,11 @@ def finalize_gradients_(
             (``training.gradients.GradientBuffers``).
         embd_group: the stages that hold a tied weight, as for ``sum_tied_embedding_gradients_``; None if this rank is
             in no such group.
+        expert_dp_group: with ``dp_group``, the ranks that hold the same parts of the same experts, over which their
+            gradients are summed.
+
+    Raises:
+        ConfigError: the model has experts, and ``expert_dp_group`` is missing.
     """
     params = list(model.parameters())
     if tp_group.size() > 1:
@@ -63,7 +74,13 @@ def finalize_gradients_(
         _sum_over_ranks_([*_gradients(partial), *copies.buffers], group=tp_group)
         copies.write_back_()
     if dp_group is not None:
-        _sum_over_ranks_(_gradients(params), group=dp_group)
+        of_experts = [param for param, each in replicas_of(model).items() if each.is_of_expert]
+        dense = set(params).difference(of_experts)
+        _sum_over_ranks_(_gradients(param for param in params if param in dense), group=dp_group)
+        if of_experts:
+            if expert_dp_group is None:
+                raise ConfigError("the model has experts; pass expert_dp_group, the ranks that hold the same parts")
+            _sum_over_ranks_(_gradients(of_experts), group=expert_dp_group)
     if embd_group is not None:
         sum_tied_embedding_gradients_(model, embd_group=embd_group)
 
@@ -125,11 +142,12 @@ def global_grad_norm(
     tp_group: ProcessGroup,
     pp_group: ProcessGroup | None = None,
     shares: Mapping[Parameter, Share] | None = None,
+    groups: Groups | None = None,
 ) -> Tensor:
     """Return the 2-norm of the whole model's gradient, as on one rank.
 
-    Split gradients count on every rank. Replicated gradients and copies of key-value heads count once. The gradient of
-    a tied weight counts on the first stage (``is_copy`` is set on the last).
+    Split gradients count on every rank. Replicated gradients and copies of key-value heads count once, and so does each
+    expert. The gradient of a tied weight counts on the first stage (``is_copy`` is set on the last).
 
     Args:
         model: the model, with complete gradients.
@@ -137,13 +155,19 @@ def global_grad_norm(
         pp_group: the stages between which the layers are divided; None if there is one.
         shares: for each parameter, the elements of the gradient that are complete on each data-parallel rank; None if
             every rank has all.
+        groups: process groups of the model, if it has experts.
 
     Returns:
         An fp64 scalar, the same on every rank.
+
+    Raises:
+        ConfigError: the model has experts, and ``groups`` is missing.
     """
-    total, groups = own_squares(model, tp_group=tp_group, pp_group=pp_group, shares=shares)
-    for group in groups:
-        total = all_reduce(total, group=group)
+    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    for squares, over in own_squares(model, tp_group=tp_group, pp_group=pp_group, shares=shares, groups=groups):
+        for group in over:
+            squares = all_reduce(squares, group=group)
+        total = total + squares
     return total.sqrt()
 
 
@@ -153,17 +177,32 @@ def own_squares(
     tp_group: ProcessGroup,
     pp_group: ProcessGroup | None = None,
     shares: Mapping[Parameter, Share] | None = None,
-) -> tuple[Tensor, list[ProcessGroup]]:
-    """Return this rank's part of the square of ``global_grad_norm``, and the groups over which it must be summed."""
-    counted = [
-        part
-        for param, gradient, layout, share in _counted_once(model, tp_group, shares)
-        for part in _counted_here(gradient, layout, tp_group.rank(), first_row(param), share)
-    ]
+    groups: Groups | None = None,
+) -> list[tuple[Tensor, list[ProcessGroup]]]:
+    """Return this rank's parts of the square of ``global_grad_norm``, each with the groups over which it is summed."""
+    replicas = replicas_of(model)
     first = next(model.parameters())
-    sharing = next((share.group for share in shares.values()), None) if shares else group_of_rows(first)
-    groups = [group for group in (tp_group, sharing, pp_group) if group is not None]
-    return _sum_of_squares(counted, first.device), groups
+    counted: list[Tensor] = []
+    of_experts: list[tuple[Tensor, Share | None]] = []
+    for param, gradient, layout, share in _counted_once(model, tp_group, shares):
+        if replicas[param].is_of_expert:
+            of_experts.append((gradient, share))
+        else:
+            counted += _counted_here(gradient, layout, tp_group.rank(), first_row(param), share)
+    sharing = group_of_rows(first)
+    if shares:
+        sharing = next((share.group for param, share in shares.items() if not replicas[param].is_of_expert), None)
+    over = [group for group in (tp_group, sharing, pp_group) if group is not None]
+    sums = [(_sum_of_squares(counted, first.device), over)]
+    if any(each.is_of_expert for each in replicas.values()):
+        if groups is None or groups.expert_dp is None or groups.dp is None:
+            raise ConfigError("the model has experts; the norm needs its groups, with dp and expert_dp")
+        # The ranks of a stage hold all experts, each as often as ``expert_dp`` has ranks.
+        is_first = groups.expert_dp.rank() == 0
+        own = [each if share is None else share.gradient for each, share in of_experts if is_first or share is not None]
+        over = [group for group in (tp_group, groups.dp, pp_group) if group is not None]
+        sums.append((_sum_of_squares(own, first.device), over))
+    return sums
 
 
 def exact_grad_norm(
@@ -197,6 +236,7 @@ def clip_grad_norm_(
     pp_group: ProcessGroup | None = None,
     loss_scale: float = 1.0,
     shares: Mapping[Parameter, Share] | None = None,
+    groups: Groups | None = None,
 ) -> Tensor:
     """Scale all gradients in place so that their global norm is at most ``max_norm``.
 
@@ -207,12 +247,13 @@ def clip_grad_norm_(
         pp_group: the stages between which the layers are divided; None if there is one.
         loss_scale: factor of the loss; the gradients are always divided by it.
         shares: as for ``global_grad_norm``; this rank's elements are scaled.
+        groups: as for ``global_grad_norm``.
 
     Returns:
         The norm before clipping, divided by ``loss_scale``; an fp64 scalar, the same on every rank. The host does not
         wait for a GPU.
     """
-    norm = global_grad_norm(model, tp_group=tp_group, pp_group=pp_group, shares=shares) / loss_scale
+    norm = global_grad_norm(model, tp_group=tp_group, pp_group=pp_group, shares=shares, groups=groups) / loss_scale
     scale_gradients_(model, norm, max_norm, loss_scale=loss_scale, shares=shares)
     return norm
 
@@ -314,9 +355,10 @@ class _Copies:
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
         self.buffers: list[Tensor] = []
         self._views: list[tuple[Tensor, Tensor]] = []
+        replicas = replicas_of(model)
         for _, param, layout in named_param_layouts(model, group.size()):
             gradient = gradient_of(param)
-            if gradient is None or layout.dim is None or not has_copies(layout):
+            if gradient is None or layout.dim is None or not has_copies(layout) or replicas[param].is_of_expert:
                 continue
             shared = [run for run, ranks in holders(layout).items() if len(ranks) > 1]
             shape = list(gradient.shape)

@@ -1,0 +1,59 @@
+"""Products of runs of rows with one matrix each, as experts need them."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Dtypes in which PyTorch multiplies all runs at once, by the device.
+_DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
+# Rows of its matrices begin at multiples of this many bytes.
+_ALIGNMENT = 16
+
+
+def why_not_grouped(device_type: str, dtype: torch.dtype, widths: Sequence[int]) -> str | None:
+    """Return the reason why runs are multiplied one by one; None if PyTorch's ``grouped_mm`` multiplies all at once.
+
+    Args:
+        device_type: type of the device, such as ``"cuda"``.
+        dtype: dtype of the factors.
+        widths: lengths of the rows of all factors.
+    """
+    if dtype not in _DTYPES.get(device_type, ()):
+        return f"grouped_mm has no {str(dtype).removeprefix('torch.')} on {device_type}"
+    wrong = [width for width in widths if width * dtype.itemsize % _ALIGNMENT]
+    return f"rows of {wrong[0]} elements are no multiple of {_ALIGNMENT} bytes" if wrong else None
+
+
+def grouped_linear(input_: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each run of rows with the transpose of its own matrix.
+
+    Args:
+        input_: ``[n, i]``, the runs one after the other.
+        weights: ``[e, o, i]``, a matrix for each run.
+        counts: ``[e]`` int64, number of rows of each run; together ``n``. Without ``grouped_mm`` the host reads it.
+
+    Returns:
+        ``[n, o]``.
+    """
+    if why_not_grouped(input_.device.type, input_.dtype, weights.shape[1:]) is None:
+        ends = counts.cumsum(0).to(torch.int32)
+        # Its gradient may be expanded, which grouped_mm's backward does not take.
+        output: Tensor = _Dense.apply(F.grouped_mm(input_, weights.transpose(1, 2), offs=ends))
+        return output
+    runs = input_.split(counts.tolist())
+    # ``unbind`` has one gradient for all matrices; that of each index would be as large as all of them.
+    return torch.cat([F.linear(run, weight) for run, weight in zip(runs, weights.unbind(), strict=True)])
+
+
+class _Dense(torch.autograd.Function):
+    """Identity whose backward gives a contiguous gradient."""
+
+    @staticmethod
+    def forward(ctx: object, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad.contiguous()

@@ -1,0 +1,117 @@
+"""The experts of a model: their number and size, and how a router chooses among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from shardwise.core.errors import ConfigError
+
+RouterScores = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture of experts in place of a layer's MLP.
+
+    A router gives each token a score for each expert. The token goes to the ``per_token`` experts with the highest
+    scores, and the layer's output is the sum of their outputs, each times its weight.
+
+    Attributes:
+        num: number of experts.
+        per_token: number of experts of a token, ``k``.
+        ffn_hidden_size: width of each expert.
+        layers: for each layer of the model, whether it has experts; None means all layers.
+        scores: ``"softmax"`` over the experts, or ``"sigmoid"`` of each expert's own logit.
+        softmax_after_choice: whether the softmax is over the chosen experts only, whose logits are the highest.
+        normalizes_weights: whether the weights of a token's experts are divided by their sum.
+        weight_scale: factor of the weights.
+        num_groups: number of groups of experts, of which only some are considered for a token; 1 for all.
+        groups_per_token: number of groups that are considered, those with the highest scores: with ``"sigmoid"`` the
+            sum of a group's two highest scores, else its highest.
+        weighs_input: whether the weight multiplies an expert's input instead of its output.
+        shared_ffn_hidden_size: width of an additional MLP that sees all tokens; None for none.
+        shared_gate: whether the sigmoid of a projection of each token multiplies that MLP's output.
+        aux_loss: coefficient of the loss that balances the experts; 0 for none. For each micro-batch and layer it is
+            ``num * sum(f * p)``, with each expert's share ``f`` of the tokens' choices, and its mean score ``p`` (a
+            token's scores are divided by their sum).
+        z_loss: coefficient of the mean square of the log of the sum of the logits' exponentials; 0 for none.
+
+    Raises:
+        ConfigError: a value is out of range, or values contradict each other.
+
+    Source: Shazeer et al. 2017 (arXiv:1701.06538); Fedus et al. 2021 (arXiv:2101.03961), section 2.2; Zoph et al. 2022
+    (arXiv:2202.08906), section 3; DeepSeek-AI 2024 (arXiv:2412.19437), section 2.1.2.
+    """
+
+    num: int
+    per_token: int
+    ffn_hidden_size: int
+    layers: tuple[bool, ...] | None = None
+    scores: RouterScores = "softmax"
+    softmax_after_choice: bool = False
+    normalizes_weights: bool = True
+    weight_scale: float = 1.0
+    num_groups: int = 1
+    groups_per_token: int = 1
+    weighs_input: bool = False
+    shared_ffn_hidden_size: int | None = None
+    shared_gate: bool = False
+    aux_loss: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("num", "per_token", "ffn_hidden_size", "num_groups", "groups_per_token"):
+            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+        _require(
+            self.per_token <= self.num, f"per_token is {self.per_token}, and there are {self.num} experts; lower it"
+        )
+        known = get_args(RouterScores)
+        _require(self.scores in known, f"scores is {self.scores!r}; it must be one of {', '.join(known)}")
+        _require(
+            self.scores == "softmax" or not self.softmax_after_choice,
+            "softmax_after_choice is for softmax scores, and scores is 'sigmoid'; leave it at False",
+        )
+        _require(
+            self.num % self.num_groups == 0, f"num_groups {self.num_groups} does not divide the {self.num} experts"
+        )
+        _require(
+            self.groups_per_token <= self.num_groups,
+            f"groups_per_token is {self.groups_per_token}, and there are {self.num_groups} groups; lower it",
+        )
+        room = self.groups_per_token * (self.num // self.num_groups)
+        _require(
+            self.per_token <= room,
+            f"per_token is {self.per_token}, and {self.groups_per_token} groups have {room} experts; raise "
+            "groups_per_token",
+        )
+        for name in ("weight_scale", "aux_loss", "z_loss"):
+            value = getattr(self, name)
+            _require(0 <= value < math.inf, f"{name} is {value}; it must be a finite number of at least 0")
+        shared = self.shared_ffn_hidden_size
+        _require(shared is None or shared >= 1, f"shared_ffn_hidden_size is {shared}; it must be at least 1, or None")
+        _require(
+            shared is not None or not self.shared_gate,
+            "shared_gate is about the MLP of shared_ffn_hidden_size, which is None; set both",
+        )
+
+    def in_layer(self, layer_number: int) -> bool:
+        """Whether a layer, numbered from 1, has experts."""
+        return self.layers is None or self.layers[layer_number - 1]
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise ConfigError unless ``layers`` fits a model of so many layers."""
+        value = self.layers
+        is_right = value is None or (
+            isinstance(value, Sequence) and len(value) == num_layers and all(isinstance(each, bool) for each in value)
+        )
+        _require(
+            is_right, f"layers is {value!r}; it must be a bool for each of the {num_layers} layers, or None for all"
+        )
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(f"experts: {message}")

@@ -1,0 +1,357 @@
+"""Mixture of experts: a router, the exchange of tokens, and experts that are split over ranks.
+
+Each rank routes its own tokens: with sequence parallelism its part of the sequence, otherwise a part of the tokens that
+all tensor-parallel ranks have. It sends each token to the ranks of the group ``experts`` that hold the token's experts;
+if an expert is split, to each rank that holds a part of it. These return their results, and the token's own rank adds
+the parts of each expert and, in the order of the experts, the experts' outputs. So no result depends on the layout
+beyond rounding, and no token is dropped.
+
+A router's gradient is the sum over the tokens of all ranks: over tensor-parallel ranks, which route different tokens,
+and over data-parallel ones. An expert's gradient is complete on the ranks that hold it for all tokens that were sent to
+them; the sum is over ``expert_dp``, the ranks that hold the same part.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication import moves
+from shardwise.core.communication.collectives import all_reduce, all_to_all
+from shardwise.core.errors import ConfigError
+from shardwise.core.layout import Layout, hidden_layout
+from shardwise.core.sequence_view import SequenceView
+from shardwise.core.sharding import ParamLayout, Replicas, intervals_of_sizes
+from shardwise.core.sharding.balanced import balanced_sizes
+from shardwise.core.topology import Groups
+from shardwise.core.typed import computed_locally
+from shardwise.kernels.grouped import grouped_linear
+from shardwise.models.config import ModelConfig
+from shardwise.models.experts import Experts
+from shardwise.models.transformer.mlp import MLP, activated, layer_arguments
+from shardwise.nn.module import GroupModule, ShardedModule
+
+
+class Routing(NamedTuple):
+    """The choice of experts for a rank's tokens.
+
+    Attributes:
+        experts: ``[n, k]`` int64, the experts of each token, ascending.
+        weights: ``[n, k]``, their weights.
+        scores: ``[n, num]``, scores of all experts, in fp32 at least.
+        logits: ``[n, num]``, in fp32 at least.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    scores: Tensor
+    logits: Tensor
+
+
+class Router(ShardedModule):
+    """Scores of the experts for each token, and the choice among them, in fp32 at least.
+
+    Args:
+        config: config of the model.
+        experts: the experts.
+        group: tensor-parallel group, whose ranks route different tokens.
+
+    Attributes:
+        weight: ``[num, h]``.
+    """
+
+    weight: Tensor
+
+    def __init__(self, config: ModelConfig, experts: Experts, group: ProcessGroup) -> None:
+        super().__init__(**layer_arguments(config, group=group, linear=False))
+        self.experts = experts
+        layout = ParamLayout.replicated((experts.num, config.hidden_size), group.size())
+        assert config.init_method is not None
+        self._make_parameter("weight", layout, config.init_method, partial_gradient=group.size() > 1)
+
+    def forward(self, tokens: Tensor) -> Routing:
+        """Choose the experts of tokens ``[n, h]``."""
+        spec = self.experts
+        wide = torch.promote_types(tokens.dtype, torch.float32)
+        logits = F.linear(tokens.to(wide), self.weight.to(wide))
+        scores = logits.sigmoid() if spec.scores == "sigmoid" else logits.softmax(dim=-1)
+        considered = logits if spec.softmax_after_choice else scores
+        if spec.groups_per_token < spec.num_groups:
+            considered = considered.masked_fill(~self._of_best_groups(considered.detach()), -torch.inf)
+        # In ascending order, so that the sum over a token's experts has the same order at every layout.
+        chosen = considered.detach().topk(spec.per_token, dim=-1).indices.sort(dim=-1).values
+        if spec.softmax_after_choice:
+            weights = logits.gather(1, chosen).softmax(dim=-1)
+        else:
+            weights = scores.gather(1, chosen)
+        if spec.normalizes_weights and spec.per_token > 1:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + torch.finfo(wide).tiny)
+        if spec.weight_scale != 1.0:
+            weights = weights * spec.weight_scale
+        return Routing(chosen, weights, scores, logits)
+
+    def _of_best_groups(self, scores: Tensor) -> Tensor:
+        """Return, for each token and expert, whether its group is one of the best."""
+        spec = self.experts
+        groups = scores.view(len(scores), spec.num_groups, -1)
+        best = (
+            groups.topk(min(2, groups.size(2)), dim=-1).values.sum(-1) if spec.scores == "sigmoid" else groups.amax(-1)
+        )
+        chosen = best.topk(spec.groups_per_token, dim=-1).indices
+        mask = torch.zeros_like(best, dtype=torch.bool).scatter_(1, chosen, True)
+        return mask.unsqueeze(-1).expand_as(groups).flatten(1)
+
+
+class ExpertWeights(ShardedModule):
+    """This rank's parts of its experts: for each a column-parallel up and a row-parallel down projection.
+
+    The rows of all experts follow each other in both weights, so that a checkpoint opens at any number of ranks.
+
+    Args:
+        config: config of the model.
+        experts: the experts.
+        group: the ranks that hold all experts.
+        expert_tp: number of ranks that split an expert.
+
+    Attributes:
+        up: ``[e * p * f, h]`` with ``e`` experts of this rank, ``p`` 2 with a gate (gate first) and else 1, and ``f``
+            of each expert's inner features.
+        down: ``[e * f, h]``, transposed.
+        num_own: number of experts of this rank, ``e``.
+
+    Raises:
+        ConfigError: the number of experts is no multiple of the ranks between which they are divided.
+    """
+
+    up: Tensor
+    down: Tensor
+
+    def __init__(self, config: ModelConfig, experts: Experts, group: ProcessGroup, expert_tp: int) -> None:
+        super().__init__(**layer_arguments(config, group=group, linear=False))
+        parallel = group.size() // expert_tp
+        if experts.num % parallel:
+            raise ConfigError(
+                f"experts: num {experts.num} is not a multiple of the {parallel} ranks that divide them (ep)"
+            )
+        if experts.ffn_hidden_size < expert_tp:
+            raise ConfigError(
+                f"experts: ffn_hidden_size {experts.ffn_hidden_size} is less than the {expert_tp} ranks that split each"
+            )
+        self.num_own, self._expert_tp = experts.num // parallel, expert_tp
+        self.first_own = group.rank() // expert_tp * self.num_own
+        sections = 2 if config.gated_linear_unit else 1
+        assert config.init_method is not None
+        assert config.output_layer_init_method is not None
+        for name, parts, init in (("up", sections, config.init_method), ("down", 1, config.output_layer_init_method)):
+            self._make_parameter(name, self._layout(experts, parts, config.hidden_size), init)
+            self.param_replicas[name] = Replicas(same_over=("expert_dp",))
+        self._activate = activated(config, group)
+
+    def _layout(self, experts: Experts, parts: int, width: int) -> ParamLayout:
+        inner = experts.ffn_hidden_size
+        places = intervals_of_sizes(balanced_sizes(inner, self._expert_tp))
+        intervals = []
+        for rank in range(self.group.size()):
+            low, high = places[rank % self._expert_tp]
+            first = rank // self._expert_tp * self.num_own * parts
+            own = [
+                ((first + part) * inner + low, (first + part) * inner + high) for part in range(self.num_own * parts)
+            ]
+            intervals.append(((own[0][0], own[-1][1]),) if self._expert_tp == 1 else tuple(own))
+        return ParamLayout((experts.num * parts * inner, width), 0, tuple(intervals), self.group.size())
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Compute this rank's part of the experts' outputs.
+
+        Args:
+            tokens: ``[n, h]``, those of one expert after those of another.
+            counts: ``[e]`` int64, number of each expert's tokens.
+
+        Returns:
+            ``[n, h]``, to be summed over the ranks that split an expert.
+        """
+        up, down = (weight.view(self.num_own, -1, weight.size(-1)) for weight in (self.up, self.down))
+        inner = self._activate(grouped_linear(tokens, up, counts))
+        return grouped_linear(inner, down.transpose(1, 2), counts)
+
+
+class _WithLoss(Function):
+    """Identity of an output, whose backward also gives a loss its gradient."""
+
+    spmd_typecheck = computed_locally("output", "loss")
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, torch.full((), ctx.scale, dtype=ctx.dtype, device=ctx.device), None
+
+
+class MoELayer(GroupModule):
+    """Router and experts in place of an MLP, with an MLP for all tokens if there is a shared expert.
+
+    Args:
+        config: config of the model, with ``experts``.
+        groups: process groups; without ``experts`` the tensor-parallel group holds and splits all experts.
+
+    Attributes:
+        router: ``Router``.
+        experts: ``ExpertWeights``.
+        shared: ``MLP`` or None.
+        shared_gate: weight of the shared expert's gate, or None.
+        loss_scale: factor of the gradient of the auxiliary losses, which a trainer sets: that of the loss, divided by
+            the number of micro-batches of a step on all data-parallel ranks.
+
+    Source: Lepikhin et al. 2020 (arXiv:2006.16668); Megatron-LM's all-to-all dispatcher.
+    """
+
+    def __init__(self, config: ModelConfig, groups: Groups) -> None:
+        super().__init__()
+        assert config.experts is not None
+        self.spec = config.experts
+        self._tp_group, self._sequence_parallel = groups.tp, config.sequence_parallel
+        self._group = groups.tp if groups.experts is None else groups.experts
+        expert_tp = groups.expert_tp or groups.tp
+        self._expert_tp = expert_tp.size()
+        self.router = Router(config, self.spec, groups.tp)
+        self.experts = ExpertWeights(config, self.spec, self._group, self._expert_tp)
+        self.loss_scale = 1.0
+        self.shared: MLP | None = None
+        self.shared_gate: SharedGate | None = None
+        if self.spec.shared_ffn_hidden_size is not None:
+            self.shared = MLP(config, groups.tp, ffn_hidden_size=self.spec.shared_ffn_hidden_size)
+            if self.spec.shared_gate:
+                self.shared_gate = SharedGate(config, groups.tp)
+
+    @property
+    def input_layout(self) -> Layout:
+        """Layout of hidden states, I or V(dim=0)."""
+        return hidden_layout(sequence_parallel=self._sequence_parallel)
+
+    @property
+    def output_layout(self) -> Layout:
+        """Same as ``input_layout``."""
+        return self.input_layout
+
+    def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None) -> Tensor:
+        """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape.
+
+        ``sequence`` is used with sequence parallelism; None if all ranks hold the same number of positions.
+        """
+        tokens = hidden.reshape(-1, hidden.size(-1))
+        num_tokens = len(tokens)
+        splits = self._tp_group.size() > 1 and not self._sequence_parallel
+        sizes = balanced_sizes(num_tokens, self._tp_group.size()) if splits else None
+        if splits:
+            tokens = moves.scatter(tokens, dim=0, group=self._tp_group, sizes=sizes)
+        elif self._sequence_parallel:
+            length = num_tokens // hidden.size(1) * self._tp_group.size() if sequence is None else sequence.length
+            num_tokens = length * hidden.size(1)
+        routing: Routing = self.router(tokens)
+        output = self._through_experts(tokens, routing)
+        if self.training and torch.is_grad_enabled() and (self.spec.aux_loss or self.spec.z_loss):
+            output = _WithLoss.apply(output, self._auxiliary(routing, num_tokens), self.loss_scale)
+        if splits:
+            output = moves.gather(output, dim=0, group=self._tp_group, sizes=sizes)
+        output = output.view(hidden.shape)
+        if self.shared is None:
+            return output
+        shared = self.shared(hidden, sequence=sequence)
+        if self.shared_gate is not None:
+            shared = self.shared_gate(hidden) * shared
+        total: Tensor = output + shared
+        return total
+
+    def _through_experts(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """Return the weighted sum of the experts' outputs for each token, ``[n, h]``."""
+        spec, (n, k) = self.spec, routing.experts.shape
+        flat = routing.experts.flatten()
+        order = flat.argsort(stable=True)
+        counts = flat.bincount(minlength=spec.num)
+        weights = routing.weights.to(tokens.dtype)
+        if spec.weighs_input:
+            rows = (tokens.unsqueeze(1) * weights.unsqueeze(-1)).flatten(0, 1)[order]
+        else:
+            rows = tokens[order // k]
+        rows = self.experts(rows, counts) if self._group.size() == 1 else self._exchanged(rows, counts)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        rows = rows[back].view(n, k, -1)
+        return rows.sum(dim=1) if spec.weighs_input else (rows * weights.unsqueeze(-1)).sum(dim=1)
+
+    def _exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Send rows, ordered by expert, to the ranks of their experts, and return the experts' outputs."""
+        group, splits, own = self._group, self._expert_tp, self.experts.num_own
+        # Each rank that holds a part of an expert gets all of its tokens.
+        sent = counts.view(-1, own).repeat_interleave(splits, dim=0)
+        received = all_to_all(sent, group=group)
+        input_sizes, output_sizes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        if splits > 1:
+            blocks = rows.split(input_sizes[::splits])
+            rows = torch.cat([block for block in blocks for _ in range(splits)])
+        rows = moves.all_to_all(rows, group=group, output_sizes=output_sizes, input_sizes=input_sizes)
+        expert = torch.arange(own, device=rows.device).repeat(group.size())
+        order = expert.repeat_interleave(received.flatten(), output_size=len(rows)).argsort(stable=True)
+        outputs = self.experts(rows[order], received.sum(0))
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        rows = moves.all_to_all(outputs[back], group=group, output_sizes=input_sizes, input_sizes=output_sizes)
+        if splits == 1:
+            return rows
+        parts = rows.split(input_sizes)
+        return torch.cat([_sum(parts[first : first + splits]) for first in range(0, len(parts), splits)])
+
+    def _auxiliary(self, routing: Routing, num_tokens: int) -> Tensor:
+        """Return this rank's part of the auxiliary losses of a micro-batch, a scalar."""
+        spec = self.spec
+        loss = routing.logits.new_zeros(())
+        if spec.aux_loss:
+            counts = routing.experts.flatten().bincount(minlength=spec.num).to(loss.dtype)
+            if self._tp_group.size() > 1:
+                counts = all_reduce(counts, group=self._tp_group)
+            scores = routing.scores
+            if spec.scores == "sigmoid":
+                scores = scores / scores.sum(dim=-1, keepdim=True)
+            share = counts / (num_tokens * spec.per_token)
+            loss = loss + spec.aux_loss * spec.num * (share * scores.sum(dim=0)).sum() / num_tokens
+        if spec.z_loss:
+            loss = loss + spec.z_loss * routing.logits.logsumexp(dim=-1).square().sum() / num_tokens
+        return loss
+
+
+class SharedGate(ShardedModule):
+    """Sigmoid of a projection of each token, which multiplies the shared expert's output.
+
+    Args:
+        config: config of the model.
+        group: tensor-parallel group.
+
+    Attributes:
+        weight: ``[1, h]``.
+    """
+
+    weight: Tensor
+
+    def __init__(self, config: ModelConfig, group: ProcessGroup) -> None:
+        super().__init__(**layer_arguments(config, group=group, linear=False))
+        assert config.init_method is not None
+        layout = ParamLayout.replicated((1, config.hidden_size), group.size())
+        is_partial = config.sequence_parallel and group.size() > 1
+        self._make_parameter("weight", layout, config.init_method, partial_gradient=is_partial)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map ``[..., h]`` to ``[..., 1]``."""
+        return F.linear(hidden, self.weight).sigmoid()
+
+
+def _sum(parts: Any) -> Tensor:
+    total: Tensor = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

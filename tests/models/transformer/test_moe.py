@@ -1,0 +1,132 @@
+"""Experts on any ranks are the experts of one rank: outputs, gradients of inputs and of every parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.topology import Groups, Topology
+from shardwise.models import GPT, ModelConfig
+from shardwise.models.experts import Experts
+from shardwise.models.transformer.moe import ExpertWeights, MoELayer, Router
+from shardwise.nn.replicated import named_param_layouts, replicas_of
+from shardwise.training.optimizer.gradients import finalize_gradients_, global_grad_norm
+
+VOCABULARY, LENGTH, WIDTH = 97, 13, 20
+MIXTRAL = Experts(num=8, per_token=2, ffn_hidden_size=22, aux_loss=0.1)
+KINDS = {
+    "softmax": MIXTRAL,
+    "softmax after the choice, weights on the input": dataclasses.replace(
+        MIXTRAL, softmax_after_choice=True, normalizes_weights=False, weighs_input=True, z_loss=0.01, aux_loss=0.0
+    ),
+    "sigmoid, groups": dataclasses.replace(
+        MIXTRAL, scores="sigmoid", num_groups=4, groups_per_token=2, weight_scale=1.7, per_token=3
+    ),
+    "groups, no normalization": dataclasses.replace(
+        MIXTRAL, num_groups=2, groups_per_token=1, normalizes_weights=False
+    ),
+    "shared, with a gate": dataclasses.replace(
+        MIXTRAL, shared_ffn_hidden_size=26, shared_gate=True, layers=(False, True)
+    ),
+}
+# Numbers of ranks: tensor-parallel, expert-parallel, and those that split an expert.
+LAYOUTS = {
+    "ep 4": {"tp": 1, "ep": 4, "etp": 1},
+    "ep 2, dp 2 of experts": {"tp": 1, "ep": 2, "etp": 1},
+    "dp 4": {"tp": 1, "ep": 1, "etp": 1},
+    "tp 2, ep 2, etp 2": {"tp": 2, "ep": 2, "etp": 2},
+    "tp 2, ep 4, etp 1": {"tp": 2, "ep": 4, "etp": 1},
+    "tp 2, etp 1": {"tp": 2, "ep": 1, "etp": 1},
+    "tp 1, etp 4": {"tp": 1, "ep": 1, "etp": 4},
+    "tp 4, ep 2, etp 2": {"tp": 4, "ep": 2, "etp": 2},
+}
+
+
+def config(experts: Experts, **options: Any) -> ModelConfig:
+    sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": WIDTH, "num_attention_heads": 5, "init_method_std": 0.2}
+    if options.get("tp", 1) in (2, 4):
+        sizes |= {"num_attention_heads": 4, "kv_channels": 6}
+    options.pop("tp", None)
+    return ModelConfig(
+        **sizes,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        params_dtype=torch.float64,
+        experts=experts,
+        **options,
+    )
+
+
+def build(experts: Experts, groups: Groups, **options: Any) -> GPT:
+    torch.manual_seed(3)
+    own = config(experts, **options)
+    return GPT(own, VOCABULARY, LENGTH, groups=groups, position_embedding_type="rope")
+
+
+def alone(topology: Topology) -> Groups:
+    own = topology.group("cp")
+    return Groups(tp=own, dp=own, experts=own, expert_tp=own, expert_dp=own)
+
+
+def samples(number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
+
+
+def train(model: nn.Module, batches: list[int], scale: float) -> list[Tensor]:
+    """Losses of batches of a step; gradients are those of their sum, times ``scale``."""
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.loss_scale = scale
+    losses = []
+    for batch in batches:
+        ids = samples(batch)
+        losses.append(model(ids, labels=ids.roll(1, 1)))
+        (losses[-1].mean() * scale).backward()
+    return [loss.detach() for loss in losses]
+
+
+def check_layout(topology: Topology, experts: Experts, **options: Any) -> None:
+    groups, tp = Groups.of(topology), topology.size("tp")
+    dp = topology.size("dp")
+    dense = build(experts, alone(topology), tp=tp)
+    split = build(experts, groups, tp=tp, **options)
+    expected = train(dense, list(range(dp)), 1 / dp)[topology.rank("dp")]
+    (actual,) = train(split, [topology.rank("dp")], 1 / dp)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    finalize_gradients_(split, tp_group=groups.tp, dp_group=groups.dp, expert_dp_group=groups.expert_dp)
+    replicas = replicas_of(split)
+    whole = dict(dense.named_parameters())
+    for name, param, layout in named_param_layouts(split, tp):
+        group = groups.experts if replicas[param].is_of_expert else groups.tp
+        assert group is not None
+        assert param.grad is not None, name
+        assert whole[name].grad is not None
+        own = layout.take(whole[name].grad, group.rank())
+        torch.testing.assert_close(
+            param.grad, own, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    norm = global_grad_norm(dense, tp_group=alone(topology).tp, groups=alone(topology))
+    torch.testing.assert_close(global_grad_norm(split, tp_group=groups.tp, groups=groups), norm, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_is_one_rank(layout, group):
+    sizes = LAYOUTS[layout]
+    topology = Topology.create(**sizes)
+    for kind in KINDS if layout in ("tp 2, ep 2, etp 2", "ep 4") else ["softmax"]:
+        check_layout(topology, KINDS[kind])
+        if sizes["tp"] > 1:
+            check_layout(topology, KINDS[kind], sequence_parallel=True)
