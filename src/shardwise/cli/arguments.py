@@ -153,7 +153,7 @@ class RunArguments(SettingsArguments, LaunchArguments):
 
     @property
     def num_ranks(self) -> int:
-        return self.settings.parallel.tp * self.settings.parallel.pp
+        return self.settings.parallel.fewest_ranks
 
     def check_world(self, world_size: int) -> None:
         self.settings.check_world(world_size)

@@ -301,6 +301,11 @@ class Groups:
         return cls(**named, **{name: topology.group(own) for name, own in of_experts.items() if own in topology})
 
     @classmethod
+    def alone(cls, group: ProcessGroup) -> Groups:
+        """Create the groups of a model that is whole on one rank, from a group of this rank alone."""
+        return cls(tp=group, dp=group, experts=group, expert_tp=group, expert_dp=group)
+
+    @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> Groups:
         """Create the groups from the dimensions ``tp``, ``pp`` and ``dp`` of a mesh.
 

@@ -106,6 +106,11 @@ class TransformerFields:
         assert self.kv_channels is not None
         return Heads(self.num_attention_heads, self.num_query_groups, self.kv_channels)
 
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of a layer that has some; 0 for none."""
+        return 0 if self.experts is None else self.experts.num
+
     def windows(self, layer_number: int) -> bool:
         """Return whether ``window_size`` bounds the layer ``layer_number``, from 1."""
         if self.window_size is None:

@@ -28,6 +28,7 @@ from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.mlp import ACTIVATIONS
+from shardwise.models.transformer.moe import MoELayer
 from shardwise.models.transformer.rotary import RotaryScaling
 
 # A larger size is a mistake. It raises an error before it takes time or memory.
@@ -212,7 +213,9 @@ def describe_model(model: nn.Module) -> ModelDescription:
             f"activation_func {config.activation_func!r} has no name; use one of {', '.join(ACTIVATIONS)}"
         )
     first: Any = model.block.layers[0]
-    for name, wanted in (("self_attention", ("linear_qkv", "linear_proj")), ("mlp", ("linear_fc1",))):
+    # Experts have no biases.
+    of_mlp = () if isinstance(first.mlp, MoELayer) else ("linear_fc1",)
+    for name, wanted in (("self_attention", ("linear_qkv", "linear_proj")), ("mlp", of_mlp)):
         part = getattr(first, name, None)
         missing = [each for each in wanted if not hasattr(part, each)]
         if missing:
@@ -226,7 +229,7 @@ def describe_model(model: nn.Module) -> ModelDescription:
         activation=activation,
         attention_bias=attention.linear_proj.bias is not None,
         qkv_bias=attention.linear_qkv.bias is not None,
-        mlp_bias=mlp.linear_fc1.bias is not None,
+        mlp_bias=bool(of_mlp) and mlp.linear_fc1.bias is not None,
         **{name: getattr(config, name) for name in _CONFIG_FIELDS},
         **{name: getattr(model, name) for name in (_BERT_FIELDS if is_bert else _GPT_FIELDS)},
     )

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from shardwise.core.errors import ConfigError
 
 RouterScores = Literal["softmax", "sigmoid"]
+Balanced = Literal["sequence", "micro_batch"]
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture of experts in place of a layer's MLP.
+    """Mixture of experts in place of a layer's MLP. Two are equal if they are equal outside of training.
 
     A router gives each token a score for each expert. The token goes to the ``per_token`` experts with the highest
     scores, and the layer's output is the sum of their outputs, each times its weight.
@@ -34,9 +35,11 @@ class Experts:
         weighs_input: whether the weight multiplies an expert's input instead of its output.
         shared_ffn_hidden_size: width of an additional MLP that sees all tokens; None for none.
         shared_gate: whether the sigmoid of a projection of each token multiplies that MLP's output.
-        aux_loss: coefficient of the loss that balances the experts; 0 for none. For each micro-batch and layer it is
-            ``num * sum(f * p)``, with each expert's share ``f`` of the tokens' choices, and its mean score ``p`` (a
-            token's scores are divided by their sum).
+        aux_loss: coefficient of the loss that balances the experts; 0 for none. For each layer it is ``num * sum(f *
+            p)``, with each expert's share ``f`` of the tokens' choices, and its mean score ``p`` (a token's scores are
+            divided by their sum).
+        balances: whether ``f`` and ``p`` are those of each ``"sequence"``, and the loss is the mean over sequences,
+            which does not depend on the micro-batches; or of all tokens of a ``"micro_batch"``.
         z_loss: coefficient of the mean square of the log of the sum of the logits' exponentials; 0 for none.
 
     Raises:
@@ -59,8 +62,9 @@ class Experts:
     weighs_input: bool = False
     shared_ffn_hidden_size: int | None = None
     shared_gate: bool = False
-    aux_loss: float = 0.0
-    z_loss: float = 0.0
+    aux_loss: float = field(default=0.0, compare=False)
+    balances: Balanced = field(default="sequence", compare=False)
+    z_loss: float = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("num", "per_token", "ffn_hidden_size", "num_groups", "groups_per_token"):
@@ -68,8 +72,9 @@ class Experts:
         _require(
             self.per_token <= self.num, f"per_token is {self.per_token}, and there are {self.num} experts; lower it"
         )
-        known = get_args(RouterScores)
-        _require(self.scores in known, f"scores is {self.scores!r}; it must be one of {', '.join(known)}")
+        for name, known in (("scores", get_args(RouterScores)), ("balances", get_args(Balanced))):
+            value = getattr(self, name)
+            _require(value in known, f"{name} is {value!r}; it must be one of {', '.join(known)}")
         _require(
             self.scores == "softmax" or not self.softmax_after_choice,
             "softmax_after_choice is for softmax scores, and scores is 'sigmoid'; leave it at False",

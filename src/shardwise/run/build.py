@@ -7,6 +7,7 @@ import torch
 
 from shardwise.core.topology import Groups
 from shardwise.models.description import ModelChunks, ModelDescription, chunks_of, model_arguments
+from shardwise.models.experts import Experts
 from shardwise.models.gpt import GPT
 from shardwise.run.settings import ModelSettings, RunSettings, Settings
 from shardwise.storage.huggingface import model_config
@@ -18,13 +19,23 @@ def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
     llama = model.architecture == "llama"
     # The default gives both architectures about the same number of weights.
     usual_ffn_hidden_size = -(-8 * model.hidden_size // 3 // 32) * 32 if llama else 4 * model.hidden_size
+    ffn_hidden_size = model.ffn_hidden_size or usual_ffn_hidden_size
+    experts = None
+    if model.num_experts is not None:
+        experts = Experts(
+            num=model.num_experts,
+            per_token=model.num_experts_per_tok,
+            ffn_hidden_size=model.expert_ffn_hidden_size or -(-ffn_hidden_size // model.num_experts_per_tok),
+            aux_loss=model.router_aux_loss,
+            z_loss=model.router_z_loss,
+        )
     return ModelDescription(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_heads,
         num_query_groups=model.num_query_groups or model.num_heads,
         kv_channels=model.hidden_size // model.num_heads,
-        ffn_hidden_size=model.ffn_hidden_size or usual_ffn_hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
         vocab_size=vocab_size,
         max_sequence_length=model.sequence_length,
         activation="silu" if llama else "gelu",
@@ -40,6 +51,7 @@ def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
         # "Small init" of Nguyen and Salazar 2019 (arXiv:1910.05895): about 0.02 at the width of GPT-2, larger for
         # narrower models. With 0.02, narrow models learn nothing for a hundred steps.
         init_method_std=math.sqrt(2 / (5 * model.hidden_size)),
+        experts=experts,
     )
 
 

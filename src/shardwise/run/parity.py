@@ -127,7 +127,7 @@ def _compared(session: Session, settings: RunSettings, topology: Topology, steps
         agree(tried, group=session.ranks.control)
     # The whole model is on one rank. Runs have no context parallelism, so the "cp" group has one rank.
     alone = topology.group("cp")
-    whole = fresh(Groups(tp=alone, dp=alone))
+    whole = fresh(Groups.alone(alone))
     if _weight_difference(split, whole, session.ranks.world) != 0.0:
         split_over = f"tp={settings.parallel.tp} pp={settings.parallel.pp}"
         raise ParityError(f"initial weights at {split_over} are not those at tp=1")

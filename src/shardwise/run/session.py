@@ -51,10 +51,12 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
     if settings.parallel.exact:
         use_deterministic_algorithms(ranks.device)
     loader = DataLoader(data.train, settings.training.global_batch_size, settings.training.seed)
-    topology = Topology.create(tp=settings.parallel.tp, pp=settings.parallel.pp, validate=settings.validate)
+    axes = {name: getattr(settings.parallel, name) for name in ("tp", "pp", "ep", "etp")}
+    topology = Topology.create(**axes, validate=settings.validate)
     groups = Groups.of(topology)
     torch.default_generator.manual_seed(settings.training.seed)
     described = task.source.describe(data)
+    settings.parallel.check_experts(ranks.world_size, None if described.experts is None else described.experts.num)
     shortage = Shortage.of(settings, described, ranks)
     # Over all ranks, not only ranks that share layers, because the banner reports on all ranks.
     params_dtype = PRECISIONS[settings.training.dtype].params_dtype

@@ -135,7 +135,8 @@ def peak_memory(device: torch.device) -> tuple[str, int]:
 def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trains_weights: bool = True) -> int:
     """Return the FLOPs per token of forward and backward pass; a multiply-add counts as two.
 
-    ``6 N + 12 l a d s``: ``N`` elements of weight matrices (without embeddings, except one tied to the output layer),
+    ``6 N + 12 l a d s``: ``N`` elements of weight matrices that a token is multiplied with (of experts, those that it
+    goes to; without embeddings, except one tied to the output layer),
     ``l`` layers of ``a`` heads of width ``d``, and ``s`` tokens. Attention counts as if each token attended to all
     others. Recomputation does not count.
 
@@ -149,9 +150,16 @@ def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trai
     """
     h, head = model.hidden_size, model.classification
     queries, groups = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
-    layer = 2 * h * (queries + groups) + (3 if model.gated_linear_unit else 2) * h * model.ffn_hidden_size
+    attention_weights, each = 2 * h * (queries + groups), (3 if model.gated_linear_unit else 2) * h
+    inner = model.num_layers * each * model.ffn_hidden_size
+    if (experts := model.experts) is not None:
+        number = model.num_layers if experts.layers is None else sum(experts.layers)
+        width = experts.per_token * experts.ffn_hidden_size + (experts.shared_ffn_hidden_size or 0)
+        inner = (model.num_layers - number) * each * model.ffn_hidden_size + number * (each * width + h * experts.num)
     # A token reads one row of the embeddings, and all rows of the output layer.
-    multiplied = model.num_layers * layer + h * (model.vocab_size if head is None else head.num_labels)
+    multiplied = (
+        model.num_layers * attention_weights + inner + h * (model.vocab_size if head is None else head.num_labels)
+    )
     attention = 12 * model.num_layers * model.num_attention_heads * model.kv_channels * sequence_length
     return (6 if trains_weights else 4) * multiplied + attention
 

@@ -35,6 +35,7 @@ def banner(session: Session) -> str:
         f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
         f"data parallel {dp}"
         + shared
+        + _experts(session)
         + (", sequence parallel" if settings.parallel.sequence_parallel and tp > 1 else "")
         + (f", through {session.transport}" if tp > 1 else "")
         + (f", exact in {settings.parallel.exact_parts} parts" if settings.parallel.exact else "")
@@ -45,6 +46,16 @@ def banner(session: Session) -> str:
         + _ways(session)
         + speed(session)
     )
+
+
+def _experts(session: Session) -> str:
+    """Describe the layout of a model's experts, if it has any."""
+    experts, topology = session.trainer.model.config.experts, session.topology
+    if experts is None:
+        return ""
+    ep, etp = topology.size("ep"), topology.size("expt_tp")
+    split = "" if etp == 1 else f", each split over {etp} ranks"
+    return f", {experts.num} experts over {ep} {'rank' if ep == 1 else 'ranks'}{split}"
 
 
 def _idle(settings: RunSettings, tp: int) -> str:

@@ -39,6 +39,8 @@ class ParallelSettings(Checked, prefix="parallel."):
             them on each rank.
         exact: give results the same bits at every tp, pp and number of data-parallel ranks, with or without
             sequence_parallel; costs some time.
+        ep: number of ranks that divide the experts of a model between them; they may be data-parallel ranks.
+        etp: number of ranks that split each expert; if not given, tp.
         exact_parts: with exact, number of parts into which sums are cut, a power of two; tp, pp and dp may be at most
             this.
     """
@@ -55,6 +57,8 @@ class ParallelSettings(Checked, prefix="parallel."):
     zero: Annotated[int, Range(0, 1), tyro.conf.arg(aliases=("--zero",))] = 0
     exact: Annotated[bool, tyro.conf.arg(aliases=("--exact",))] = False
     exact_parts: Annotated[int, Range(1, 1024), tyro.conf.arg(aliases=("--exact-parts",))] = 8
+    ep: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--ep",))] = 1
+    etp: Annotated[int | None, bounds.RANKS, tyro.conf.arg(aliases=("--etp",))] = None
 
     def _check_together(self) -> None:
         require(
@@ -127,6 +131,38 @@ class ParallelSettings(Checked, prefix="parallel."):
             f"parallel.exact cuts a sequence into {parts} equal parts (parallel.exact-parts), and it has {length} "
             f"tokens; the largest exact-parts that works is {length & -length}",
         )
+
+    def check_experts(self, world_size: int, num_experts: int | None) -> None:
+        """Raise ConfigError unless the experts can be divided among the ranks.
+
+        Args:
+            world_size: number of ranks.
+            num_experts: number of experts of the model; None if it has none.
+        """
+        if num_experts is None:
+            for name, value in self.changed("ep", "etp"):
+                require(False, f"{name} {value} is about the experts of a model, and this one has none; leave it out")
+            return
+        etp = self.tp if self.etp is None else self.etp
+        require(
+            world_size % (self.ep * etp * self.pp) == 0,
+            f"parallel.ep {self.ep} x etp {etp} x parallel.pp {self.pp} does not divide the {world_size} ranks",
+        )
+        require(
+            num_experts % self.ep == 0,
+            f"the {num_experts} experts of the model are not a multiple of parallel.ep {self.ep}; change one",
+        )
+        refuse(
+            "experts and {} exclude each other; leave one of them out",
+            (self.exact, "parallel.exact"),
+            (self.fsdp, "parallel.fsdp"),
+            (self.pp > 1 and self.pipeline_schedule == "zero-bubble", "parallel.pipeline-schedule zero-bubble"),
+        )
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The smallest number of ranks that both the dense layers and the experts can be split over."""
+        return self.pp * math.lcm(self.tp, self.ep * (self.tp if self.etp is None else self.etp))
 
     def shards_fully(self, dp: int) -> bool:
         """Whether weights are fully sharded: ``fsdp`` is on, and there are several data-parallel ranks."""

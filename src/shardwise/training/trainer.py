@@ -24,6 +24,7 @@ from shardwise.core.validation import DeferredChecks
 from shardwise.data import Batch, DataLoader, HeldOut
 from shardwise.data.batch import BatchMover
 from shardwise.models.description import ModelChunks
+from shardwise.models.transformer.moe import MoELayer
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.training.gradients import GradientBuffers, Share, Total
 from shardwise.training.gradients.replicas import check_replicas
@@ -171,6 +172,7 @@ class Trainer:
             self._fused.clears_gradients = isinstance(self.gradients, GradientBuffers) and self.zero is None
         self.objective = CrossEntropy(self.gradients.sum_of_losses) if objective is None else objective
         self._needs_lengths = self.objective.depends_on_length or any(each.depends_on_length for each in self._chunks)
+        self._of_experts = [part for each in self._chunks for part in each.modules() if isinstance(part, MoELayer)]
         self._groups = [self.tp_group, self.dp_group, *([] if self.pp_group is None else [self.pp_group])]
         self._reduce = self._reduced if exact_parts(groups.tp) is None else self._reduced_exactly
         self._step = self._num_micro_batches = 0
@@ -217,6 +219,8 @@ class Trainer:
         batches = list(micro_batches)
         self.gradients.begin(len(batches))
         self._step, self._num_micro_batches = step, len(batches)
+        for layer in self._of_experts:
+            layer.loss_scale = scale / (len(batches) * self.dp_group.size())
         no_sync, inputs = self.gradients.no_sync, self.objective.inputs
 
         def loss_of(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

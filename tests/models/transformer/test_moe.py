@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups, Topology
 from shardwise.models import GPT, ModelConfig
 from shardwise.models.experts import Experts
-from shardwise.models.transformer.moe import ExpertWeights, MoELayer, Router
+from shardwise.models.transformer.moe import MoELayer
 from shardwise.nn.replicated import named_param_layouts, replicas_of
 from shardwise.training.optimizer.gradients import finalize_gradients_, global_grad_norm
 
@@ -30,7 +28,7 @@ KINDS = {
         MIXTRAL, scores="sigmoid", num_groups=4, groups_per_token=2, weight_scale=1.7, per_token=3
     ),
     "groups, no normalization": dataclasses.replace(
-        MIXTRAL, num_groups=2, groups_per_token=1, normalizes_weights=False
+        MIXTRAL, num_groups=2, groups_per_token=1, normalizes_weights=False, balances="micro_batch"
     ),
     "shared, with a gate": dataclasses.replace(
         MIXTRAL, shared_ffn_hidden_size=26, shared_gate=True, layers=(False, True)
@@ -75,8 +73,7 @@ def build(experts: Experts, groups: Groups, **options: Any) -> GPT:
 
 
 def alone(topology: Topology) -> Groups:
-    own = topology.group("cp")
-    return Groups(tp=own, dp=own, experts=own, expert_tp=own, expert_dp=own)
+    return Groups.alone(topology.group("cp"))
 
 
 def samples(number: int) -> Tensor:

@@ -258,7 +258,11 @@ class MoELayer(GroupModule):
         routing: Routing = self.router(tokens)
         output = self._through_experts(tokens, routing)
         if self.training and torch.is_grad_enabled() and (self.spec.aux_loss or self.spec.z_loss):
-            output = _WithLoss.apply(output, self._auxiliary(routing, num_tokens), self.loss_scale)
+            # Tokens are [s, b]; those of this rank begin with a whole position, or somewhere if all are split.
+            first = sum(sizes[: self._tp_group.rank()]) if sizes is not None else 0
+            sequences = (torch.arange(len(tokens), device=tokens.device) + first) % hidden.size(1)
+            loss = self._auxiliary(routing, num_tokens, sequences, hidden.size(1))
+            output = _WithLoss.apply(output, loss, self.loss_scale)
         if splits:
             output = moves.gather(output, dim=0, group=self._tp_group, sizes=sizes)
         output = output.view(hidden.shape)
@@ -307,19 +311,32 @@ class MoELayer(GroupModule):
         parts = rows.split(input_sizes)
         return torch.cat([_sum(parts[first : first + splits]) for first in range(0, len(parts), splits)])
 
-    def _auxiliary(self, routing: Routing, num_tokens: int) -> Tensor:
-        """Return this rank's part of the auxiliary losses of a micro-batch, a scalar."""
+    def _auxiliary(self, routing: Routing, num_tokens: int, sequences: Tensor, num_sequences: int) -> Tensor:
+        """Return this rank's part of the auxiliary losses of a micro-batch, a scalar.
+
+        Args:
+            routing: the choice of experts for this rank's tokens.
+            num_tokens: number of tokens on all ranks.
+            sequences: ``[n]`` int64, the sequence of each of this rank's tokens.
+            num_sequences: number of sequences.
+        """
         spec = self.spec
         loss = routing.logits.new_zeros(())
         if spec.aux_loss:
-            counts = routing.experts.flatten().bincount(minlength=spec.num).to(loss.dtype)
-            if self._tp_group.size() > 1:
-                counts = all_reduce(counts, group=self._tp_group)
+            if spec.balances == "micro_batch":
+                sequences, num_sequences = torch.zeros_like(sequences), 1
             scores = routing.scores
             if spec.scores == "sigmoid":
                 scores = scores / scores.sum(dim=-1, keepdim=True)
-            share = counts / (num_tokens * spec.per_token)
-            loss = loss + spec.aux_loss * spec.num * (share * scores.sum(dim=0)).sum() / num_tokens
+            chosen = torch.zeros_like(scores).scatter_(1, routing.experts, 1.0)
+            nothing = scores.new_zeros(num_sequences, spec.num)
+            counts = nothing.index_add(0, sequences, chosen)
+            if self._tp_group.size() > 1:
+                counts = all_reduce(counts, group=self._tp_group)
+            each = num_tokens // num_sequences
+            share = counts / (each * spec.per_token)
+            balance = (share * nothing.index_add(0, sequences, scores)).sum() / (each * num_sequences)
+            loss = loss + spec.aux_loss * spec.num * balance
         if spec.z_loss:
             loss = loss + spec.z_loss * routing.logits.logsumexp(dim=-1).square().sum() / num_tokens
         return loss

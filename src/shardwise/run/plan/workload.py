@@ -171,7 +171,7 @@ def _built(
         table = ARCHITECTURES[adaptation.architecture].table_of(description.classification)
         for model in models:
             parts = {
-                key: (shard, compose(table, key, shard.layout.global_shape, description.heads))
+                key: (shard, compose(table, key, shard.layout.global_shape, description.heads, description.num_experts))
                 for key, shard in model.sharded_state_dict().items()
             }
             make_room_(model, parts, BaseQuantization(quantization, adaptation.config.saves), where)

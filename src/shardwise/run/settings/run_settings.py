@@ -19,6 +19,8 @@ from shardwise.training.bounds import Checked, Folder, Range, checked, require, 
 from shardwise.training.step_settings import OptimizerSettings, ParallelSettings, StepSettings, TrainingSettings
 
 _WIDTH = Range(1, 1 << 20)
+_EXPERTS = Range(1, 1 << 16)
+_COEFFICIENT = Range(0, 1e6)
 
 
 def _require_multiple(name: str, value: int, of: str, divisor: int) -> None:
@@ -42,6 +44,12 @@ class ModelSettings(Checked, prefix="model."):
         sequence_length: tokens in a training sample, and maximum context of the model.
         tie_embeddings: share one weight between the embedding and the output layer.
         dropout: probability of dropping an element of residual branches and attention weights, from 0 to 1.
+        num_experts: number of experts in each layer in place of its MLP; none if not given.
+        num_experts_per_tok: number of experts that each token goes to.
+        expert_ffn_hidden_size: width of an expert; if not given, that of the MLP divided by num_experts_per_tok, so
+            that a token costs as much as without experts.
+        router_aux_loss: coefficient of the loss that balances the experts.
+        router_z_loss: coefficient of the loss that bounds the logits of the router.
     """
 
     architecture: Literal["llama", "gpt"] = "llama"
@@ -55,8 +63,27 @@ class ModelSettings(Checked, prefix="model."):
     sequence_length: Annotated[int, bounds.SEQUENCE] = 256
     tie_embeddings: bool = True
     dropout: Annotated[float, bounds.PROBABILITY] = 0.0
+    num_experts: Annotated[int | None, _EXPERTS] = None
+    num_experts_per_tok: Annotated[int, _EXPERTS] = 2
+    expert_ffn_hidden_size: Annotated[int | None, Range(1, 1 << 22)] = None
+    router_aux_loss: Annotated[float, _COEFFICIENT] = 0.01
+    router_z_loss: Annotated[float, _COEFFICIENT] = 0.0
 
     def _check_together(self) -> None:
+        if self.num_experts is None:
+            of_experts = ("num_experts_per_tok", "expert_ffn_hidden_size", "router_aux_loss", "router_z_loss")
+            for name, value in self.changed(*of_experts):
+                require(False, f"{name} {value} is for --model.num-experts, which is not given; leave it out")
+        else:
+            require(
+                self.num_experts_per_tok <= self.num_experts,
+                f"model.num-experts-per-tok {self.num_experts_per_tok} is more than model.num-experts "
+                f"{self.num_experts}",
+            )
+            require(
+                self.architecture == "llama",
+                "model.num-experts is for model.architecture llama: experts have no biases",
+            )
         _require_multiple("model.hidden-size", self.hidden_size, "model.num-heads", self.num_heads)
         groups = self.num_query_groups or self.num_heads
         _require_multiple("model.num-heads", self.num_heads, "model.num-query-groups", groups)
@@ -301,6 +328,7 @@ class Settings(RunSettings):
         """
         self.check_effect(self.model.num_layers)
         super().check_world(world_size)
+        self.parallel.check_experts(world_size, self.model.num_experts)
         if "SC_PHYS_PAGES" not in os.sysconf_names:
             return
         model, ranks = self.model, self.parallel.tp * self.parallel.pp

@@ -327,7 +327,11 @@ def base_parameters(model: TransformerModel, architecture: Architecture) -> list
     }
     heads, table = Heads(*model.config.heads), architecture.table_of(model.classification)
     return [
-        BaseParameter(*owners[id(shard.data)], shard.layout, compose(table, key, shard.layout.global_shape, heads))
+        BaseParameter(
+            *owners[id(shard.data)],
+            shard.layout,
+            compose(table, key, shard.layout.global_shape, heads, model.config.num_experts),
+        )
         for key, shard in model.sharded_state_dict().items()
         if id(shard.data) in owners
     ]

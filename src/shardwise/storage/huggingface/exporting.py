@@ -89,8 +89,8 @@ def save_pretrained(
 
     if replicas is None or replicas.size() == 1:
         export(model_groups(groups))
-    elif is_sharded(next(models[0].parameters())):
-        # Each replica holds a part of every parameter.
+    elif is_sharded(next(models[0].parameters())) or models[0].config.experts is not None:
+        # Each replica holds a part of every parameter, or of the experts.
         export([*model_groups(groups), replicas])
     else:
         # The other replicas wait here, and get the error if the export fails.
@@ -147,7 +147,9 @@ def _prepare(
     table = ARCHITECTURES[config["model_type"]].table_of(description.classification)
     parts = {
         key: _StoredParameter(
-            shard, compose(table, key, shard.layout.global_shape, description.heads), dtype or shard.dtype
+            shard,
+            compose(table, key, shard.layout.global_shape, description.heads, description.num_experts),
+            dtype or shard.dtype,
         )
         for model in models
         for key, shard in model.sharded_state_dict().items()
@@ -181,7 +183,7 @@ def _write_folder(
     with ExitStack() as stack:
         agree(lambda: stack.enter_context(_begun(target, partial)) if is_first else None, group=ranks)
         own = dict(zip(names[first:], own_files, strict=False))
-        agree(lambda: _write_files(partial, own, groups.tp, writes=writes), group=ranks)
+        agree(lambda: _write_files(partial, own, groups, writes=writes), group=ranks)
         agree(lambda: _finish(target, partial, content, index) if is_first else None, group=ranks)
 
 
@@ -199,17 +201,18 @@ def _dealt_out(parts: Sequence[_StoredParameter], max_file_size: int) -> list[li
 
 
 def _write_files(
-    partial: Path, files: Mapping[str, Sequence[_StoredParameter]], group: ProcessGroup, *, writes: bool
+    partial: Path, files: Mapping[str, Sequence[_StoredParameter]], groups: Groups, *, writes: bool
 ) -> None:
     """Gather this stage's parameters, and write the files in turn on its ranks."""
     # A rank that fails still takes part in the gathers, because the others need it, and raises its error at the end.
     failure: Exception | None = None
     for number, (name, parts) in enumerate(files.items()):
         file: TensorFile | None = None
-        is_mine = writes and group.rank() == number % group.size()
+        is_mine = writes and groups.tp.rank() == number % groups.tp.size()
         tensors = {key: tensor for part in parts for key, tensor in part.tensors.items()}
         for part in parts:
-            whole = gather_parameter(part.shard.data, part.shard.layout, group=group)
+            group = groups.experts if part.shard.replicas.is_of_expert else None
+            whole = gather_parameter(part.shard.data, part.shard.layout, group=group or groups.tp)
             if is_mine and failure is None:
                 try:
                     file = file or TensorFile(partial / name, tensors)

@@ -156,10 +156,10 @@ def _compositions_and_names(
     """Return this stage's parameters, each with its composition, and the stored names of tensors. Collective."""
 
     def compositions() -> dict[str, tuple[ParamShard, Composition]]:
-        heads = source.description.heads
+        heads, num_experts = source.description.heads, source.description.num_experts
         table = source.architecture.table_of(source.description.classification)
         return {
-            key: (shard, compose(table, key, source.stored_shape(key, shard.layout.global_shape), heads))
+            key: (shard, compose(table, key, source.stored_shape(key, shard.layout.global_shape), heads, num_experts))
             for model in models
             for key, shard in model.sharded_state_dict().items()
             if not (source.changes_head and key.startswith("classifier."))

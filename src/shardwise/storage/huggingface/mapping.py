@@ -108,6 +108,18 @@ def stacked(*names: str) -> Source:
     return compose
 
 
+def of_experts(*names: str, transposed: bool = False) -> Source:
+    """Stack, for each expert, the rows of its tensors of equal size; names have the placeholder ``{expert}``."""
+
+    def compose(shape: Shape, heads: Heads, values: Mapping[str, str]) -> Composition:
+        number = int(values["experts"])
+        rows = shape[0] // (number * len(names))
+        filled = (_filled(name, values).replace("{expert}", str(expert)) for expert in range(number) for name in names)
+        return Composition(shape, tuple(Piece(name, 0, rows) for name in filled), transposed)
+
+    return compose
+
+
 def separate_qkv(query: str, key: str, value: str) -> Source:
     """Make blocks of queries, key and value, one for each key-value head, from three tensors."""
 
@@ -145,15 +157,21 @@ _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 _LEAF = re.compile(r"(weight|bias)$")
 
 
-def compose(table: Table, key: str, shape: Shape, heads: Heads) -> Composition:
+def compose(table: Table, key: str, shape: Shape, heads: Heads, num_experts: int = 0) -> Composition:
     """Return the composition of the parameter ``key``, of global shape ``shape``.
+
+    Args:
+        table: table of the architecture.
+        key, shape: name and global shape of the parameter.
+        heads: heads of the model.
+        num_experts: number of experts in a layer; 0 for none.
 
     Raises:
         ConfigError: the table has no row for it, because the architecture has no such parameter.
     """
     layer, leaf = _LAYER.search(key), _LEAF.search(key)
     pattern = _LAYER.sub("{layer}", key)
-    values = {"layer": layer[0] if layer else "", "*": leaf[0] if leaf else ""}
+    values = {"layer": layer[0] if layer else "", "*": leaf[0] if leaf else "", "experts": str(num_experts)}
     source = table.get(pattern) or table.get(_LEAF.sub("*", pattern))
     if source is None:
         raise ConfigError(f"parameter {key!r} of shape {list(shape)} has no place in this Hugging Face architecture")

@@ -1,0 +1,218 @@
+"""Decoders with experts: Mixtral, Qwen 2 and 3 MoE, OLMoE.
+
+They are Mistral, Qwen 2 and 3, and Llama with a norm over all queries and one over all keys, with experts in place of
+the MLP of some or all layers. Qwen 2 MoE has a shared expert with a gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.core.errors import ConfigError
+from shardwise.models.description import ModelDescription
+from shardwise.models.experts import Experts
+from shardwise.storage.huggingface.architectures.architecture import Architecture, Setting, classifiers
+from shardwise.storage.huggingface.architectures.llama import (
+    LLAMA,
+    MISTRAL,
+    QK_NORMS,
+    QWEN2,
+    QWEN3,
+    TABLE,
+    decoder_settings,
+)
+from shardwise.storage.huggingface.fields import Fields
+from shardwise.storage.huggingface.mapping import Table, of_experts, stacked, whole
+
+_MLP = "decoder.layers.{layer}.mlp."
+_STORED = "model.layers.{layer}.mlp."
+
+
+def _table_of_experts(router: str, gate: str, up: str, down: str) -> Table:
+    """Return rows for router and experts; names of experts' tensors have the placeholder ``{expert}``."""
+    return {
+        _MLP + "router.weight": whole(router),
+        _MLP + "experts.up": of_experts(gate, up),
+        _MLP + "experts.down": of_experts(down, transposed=True),
+    }
+
+
+_EXPERT = _STORED + "experts.{expert}."
+EXPERTS = _table_of_experts(
+    _STORED + "gate.weight",
+    _EXPERT + "gate_proj.weight",
+    _EXPERT + "up_proj.weight",
+    _EXPERT + "down_proj.weight",
+)
+_SHARED = {
+    _MLP + "shared.linear_fc1.weight": stacked(
+        _STORED + "shared_expert.gate_proj.weight", _STORED + "shared_expert.up_proj.weight"
+    ),
+    _MLP + "shared.linear_fc2.weight": whole(_STORED + "shared_expert.down_proj.weight"),
+    _MLP + "shared_gate.weight": whole(_STORED + "shared_expert_gate.weight"),
+}
+_BLOCK = "model.layers.{layer}.block_sparse_moe."
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithExperts(Architecture):
+    """A decoder with experts, read and written by another architecture except for its experts.
+
+    Attributes:
+        decoder: architecture of all but the experts.
+        names: field of ``config.json`` for the number of experts, its synonyms, and the default.
+        width: field of an expert's width, and its default.
+        per_token: default of ``num_experts_per_tok``.
+        normalizes: default of ``norm_topk_prob``; None if there is no such field, and weights are normalized.
+        chooses_layers: whether ``decoder_sparse_step`` and ``mlp_only_layers`` say which layers have experts.
+        shared: default of ``shared_expert_intermediate_size``; None if there is no shared expert.
+    """
+
+    decoder: Architecture
+    names: tuple[str, ...]
+    num: int = 8
+    width: tuple[str, int]
+    per_token: int = 2
+    normalizes: bool | None = None
+    chooses_layers: bool = False
+    shared: int | None = None
+
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Read the experts, and the fields of the decoder."""
+        # Their loss is pooled over all layers; a run of ours balances each layer (router_aux_loss).
+        fields.require("output_router_logits", False)
+        shared = None
+        if self.shared is not None:
+            shared = fields.get(int, "shared_expert_intermediate_size", default=self.shared)
+        experts = Experts(
+            num=fields.get(int, *self.names, default=self.num),
+            per_token=fields.get(int, "num_experts_per_tok", default=self.per_token),
+            ffn_hidden_size=fields.get(int, self.width[0], default=self.width[1]),
+            layers=self._read_layers(fields, values["num_layers"]) if self.chooses_layers else None,
+            normalizes_weights=self.normalizes is None or fields.get(bool, "norm_topk_prob", default=self.normalizes),
+            shared_ffn_hidden_size=shared,
+            shared_gate=shared is not None,
+        )
+        return {**self.decoder.read_others(fields, values), "experts": experts}
+
+    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+        """Write the experts, and the fields of the decoder."""
+        experts = model.experts
+        if experts is None:
+            raise ConfigError(f"{self.model_type} models have experts, and this one has none")
+        layers = experts.layers or (True,) * model.num_layers
+        written: dict[str, Any] = {
+            self.names[0]: experts.num,
+            "num_experts_per_tok": experts.per_token,
+            self.width[0]: experts.ffn_hidden_size,
+        }
+        if self.normalizes is not None:
+            written["norm_topk_prob"] = experts.normalizes_weights
+        if self.chooses_layers:
+            written |= {"decoder_sparse_step": 1, "mlp_only_layers": [at for at, has in enumerate(layers) if not has]}
+        if self.shared is not None:
+            written["shared_expert_intermediate_size"] = experts.shared_ffn_hidden_size
+        return {**self.decoder.write_others(model), **written}
+
+    def _read_layers(self, fields: Fields, num_layers: int) -> tuple[bool, ...] | None:
+        every = fields.get(int, "decoder_sparse_step", default=1, within=(1, 1 << 16))
+        dense: Any = fields.values.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or any(type(each) is not int for each in dense):
+            raise fields.error("mlp_only_layers", dense, "a list of layers")
+        layers = tuple(at not in dense and (at + 1) % every == 0 for at in range(num_layers))
+        return None if all(layers) else layers
+
+
+def _tied(decoder: Architecture) -> dict[str, Any]:
+    """Return the arguments that an architecture with experts shares with its decoder."""
+    names = ("fixed", "prefix", "tied", "ignored")
+    return {name: getattr(decoder, name) for name in names}
+
+
+MIXTRAL = WithExperts(
+    **_tied(MISTRAL),
+    model_type="mixtral",
+    classes=("MixtralForCausalLM", "MixtralModel"),
+    classifiers=classifiers("Mixtral"),
+    settings=decoder_settings(ffn_hidden_size=14336, max_sequence_length=4096 * 32, layernorm_epsilon=1e-5),
+    required={"router_jitter_noise": 0.0},
+    table={
+        **TABLE,
+        **_table_of_experts(
+            _BLOCK + "gate.weight",
+            _BLOCK + "experts.{expert}.w1.weight",
+            _BLOCK + "experts.{expert}.w3.weight",
+            _BLOCK + "experts.{expert}.w2.weight",
+        ),
+    },
+    decoder=MISTRAL,
+    names=("num_local_experts", "num_experts"),
+    width=("intermediate_size", 14336),
+)
+QWEN2_MOE = WithExperts(
+    **_tied(QWEN2),
+    model_type="qwen2_moe",
+    classes=("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
+    classifiers=classifiers("Qwen2Moe"),
+    settings=decoder_settings(
+        vocab_size=151936,
+        hidden_size=2048,
+        num_layers=24,
+        num_attention_heads=16,
+        ffn_hidden_size=5632,
+        max_sequence_length=32768,
+    )
+    | {"qkv_bias": Setting("qkv_bias", True)},
+    table={**TABLE, **EXPERTS, **_SHARED},
+    decoder=QWEN2,
+    names=("num_experts",),
+    num=60,
+    width=("moe_intermediate_size", 1408),
+    per_token=4,
+    normalizes=False,
+    chooses_layers=True,
+    shared=5632,
+)
+QWEN3_MOE = WithExperts(
+    **_tied(QWEN3),
+    model_type="qwen3_moe",
+    classes=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+    classifiers=classifiers("Qwen3Moe"),
+    settings=decoder_settings(
+        vocab_size=151936, hidden_size=2048, num_layers=24, ffn_hidden_size=6144, max_sequence_length=32768
+    )
+    | {"attention_bias": Setting("attention_bias", False)},
+    table={**TABLE, **EXPERTS, **QK_NORMS},
+    decoder=QWEN3,
+    names=("num_experts", "num_local_experts"),
+    num=128,
+    width=("moe_intermediate_size", 768),
+    per_token=8,
+    normalizes=False,
+    chooses_layers=True,
+)
+OLMOE = WithExperts(
+    **_tied(LLAMA) | {"fixed": {**LLAMA.fixed, "qk_layernorm": True, "qk_layernorm_over_heads": True}},
+    model_type="olmoe",
+    classes=("OlmoeForCausalLM", "OlmoeModel"),
+    settings=decoder_settings(
+        vocab_size=50304,
+        hidden_size=2048,
+        num_layers=16,
+        num_attention_heads=16,
+        ffn_hidden_size=2048,
+        max_sequence_length=4096,
+        layernorm_epsilon=1e-5,
+    )
+    | {"attention_bias": Setting("attention_bias", False)},
+    required={"clip_qkv": None},
+    table={**TABLE, **EXPERTS, **QK_NORMS},
+    decoder=LLAMA,
+    names=("num_experts", "num_local_experts"),
+    num=64,
+    width=("intermediate_size", 2048),
+    per_token=8,
+    normalizes=False,
+)
