@@ -131,6 +131,33 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": 137, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 6, "ffn_dim": 37}
         | {"max_position_embeddings": 13, "dropout": 0.0, "word_embed_proj_dim": 24, "pad_token_id": 0},
     ),
+    # Experts that two and three ranks divide, and widths of experts that nothing divides.
+    "mixtral": (
+        "MixtralForCausalLM",
+        _DECODER
+        | {"vocab_size": 139, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 6}
+        | {"num_experts_per_tok": 2, "sliding_window": 4, "experts_implementation": "eager"},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        _DECODER
+        | {"vocab_size": 141, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 13}
+        | {"shared_expert_intermediate_size": 19, "norm_topk_prob": True, "experts_implementation": "eager"},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        _DECODER
+        | {"vocab_size": 143, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"head_dim": 10, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 13}
+        | {"mlp_only_layers": [1], "experts_implementation": "eager"},
+    ),
+    "olmoe": (
+        "OlmoeForCausalLM",
+        _DECODER
+        | {"vocab_size": 145, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 6}
+        | {"num_experts_per_tok": 4, "pad_token_id": 0, "eos_token_id": 2, "experts_implementation": "eager"},
+    ),
     "bert": (
         "BertForPreTraining",
         {"vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -149,6 +176,7 @@ MODEL_PARAMS = [
 ]
 """The names, for ``parametrize``."""
 
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 GPT_LIKE = tuple(name for name in MODELS if not name.startswith("bert"))
 
 
@@ -302,6 +330,8 @@ def _save_values(reference: Reference, model: Any, file: str, mask: Tensor | Non
     values |= {"logits": logits, "loss": loss}
     names = STORED_NAMES.get(name, {})
     gradients = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
+    if name in WITH_EXPERTS:
+        gradients = _by_expert(gradients, is_mixtral=name == "mixtral")
     values |= {f"gradient.{names.get(key, key)}": gradient for key, gradient in gradients.items()}
     save_file(
         {key: value.detach().contiguous() for key, value in values.items()},
@@ -309,11 +339,29 @@ def _save_values(reference: Reference, model: Any, file: str, mask: Tensor | Non
     )
 
 
+def _by_expert(gradients: dict[str, Tensor], *, is_mixtral: bool) -> dict[str, Tensor]:
+    """Split the joint tensors of experts, which transformers has in memory, into those that are stored."""
+    stored: dict[str, Tensor] = {}
+    for key, gradient in gradients.items():
+        prefix, _, kind = key.rpartition(".experts.")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
+        if parts is None:
+            stored[key] = gradient
+            continue
+        for expert, own in enumerate(gradient):
+            for part, value in zip(parts, own.chunk(len(parts)), strict=True):
+                stored[f"{prefix}.experts.{expert}.{part}.weight"] = value
+    if is_mixtral:
+        others = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+        stored = {".".join(others.get(word, word) for word in key.split(".")): each for key, each in stored.items()}
+    return stored
+
+
 def layouts(world_size: int) -> list[tuple[int, int]]:
     """``(tp, pp)`` for so many ranks."""
     return {1: [(1, 1)], 2: [(2, 1), (1, 2)], 3: [(3, 1)], 4: [(4, 1), (2, 2)]}[world_size]
 
 
-def groups_of(tp: int, pp: int) -> Groups:
-    """The groups of a topology with these sizes and no more."""
-    return Groups.of(Topology.create(tp=tp, pp=pp))
+def groups_of(tp: int, pp: int, ep: int = 1) -> Groups:
+    """The groups of a topology with these sizes; without data parallelism."""
+    return Groups.of(Topology.create(tp=tp, pp=pp, ep=ep, etp=tp // ep))

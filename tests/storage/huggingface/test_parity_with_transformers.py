@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.parity import assert_close_to, gather_shards
-from hf_references import BATCH, LENGTH, MODEL_PARAMS, Reference, groups_of, layouts
+from hf_references import BATCH, LENGTH, MODEL_PARAMS, WITH_EXPERTS, Reference, groups_of, layouts
 from torch import Tensor
 
 from shardwise.core.topology import Groups
@@ -94,7 +94,8 @@ def gathered_gradients(model: Any, reference: Reference) -> dict[str, Tensor]:
         grad = shard.data.grad
         assert grad is not None, f"{key} has no gradient"
         whole = gather_shards(grad, shard.layout, model.tp_group)
-        composition = compose(table, key, shard.layout.global_shape, config.description.heads)
+        description = config.description
+        composition = compose(table, key, shard.layout.global_shape, description.heads, description.num_experts)
         gradients |= composition.take_apart(whole)
     return gradients
 
@@ -105,11 +106,12 @@ def check(
     tp: int,
     pp: int,
     *,
+    ep: int = 1,
     sequence_parallel: bool = False,
     kind: type[Step] = Step,
 ) -> None:
     """Load the model at a layout, and compare logits, loss and gradients; at real tokens, where there is a mask."""
-    groups = groups_of(tp, pp)
+    groups = groups_of(tp, pp, ep)
     dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     model = load_pretrained(reference.folder, groups=groups, sequence_parallel=sequence_parallel, **dropout)
     model.parallel_output = False
@@ -118,7 +120,13 @@ def check(
     step = kind(model, reference, groups, expected)
     step.run(with_labels=False)
     step.run(with_labels=True)
-    finalize_gradients_(model, tp_group=groups.tp, dp_group=groups.dp, embd_group=groups.embd)
+    finalize_gradients_(
+        model,
+        tp_group=groups.tp,
+        dp_group=groups.dp,
+        embd_group=groups.embd,
+        expert_dp_group=groups.expert_dp,
+    )
     assert bool(step.outputs) == model.post_process
     for name, value in step.outputs.items():
         wanted = expected[name]
@@ -144,6 +152,9 @@ def check(
 def test_logits_loss_and_gradients(group: dist.ProcessGroup, reference: Reference) -> None:
     for tp, pp in layouts(group.size()):
         check(reference, reference.values(), tp, pp)
+        if reference.name in WITH_EXPERTS and tp > 1:
+            ep = next(each for each in (tp, tp // 2) if 6 % each == 0)
+            check(reference, reference.values(), tp, pp, ep=ep, sequence_parallel=tp == 2)
 
 
 @pytest.mark.sample(18)

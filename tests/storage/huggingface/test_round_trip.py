@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.parity import assert_bit_equal
-from hf_references import GPT_LIKE, MODEL_PARAMS, MODELS, Reference, groups_of, layouts
+from harness.parity import assert_bit_equal, assert_close_to
+from hf_references import GPT_LIKE, MODEL_PARAMS, MODELS, WITH_EXPERTS, Reference, groups_of, layouts
 from safetensors.torch import load_file
 
 from shardwise.core.errors import ConfigError
@@ -81,7 +81,11 @@ def test_transformers_loads_the_export(
         "BertForPreTraining": transformers.AutoModelForPreTraining,
         "BertForMaskedLM": transformers.AutoModelForMaskedLM,
     }.get(kind.__name__, transformers.AutoModelForCausalLM)
-    loaded, report = automatic.from_pretrained(tmp_path / "out", output_loading_info=True, attn_implementation="eager")
+    # Other implementations want rows of 16 bytes.
+    implementations = {"attn_implementation": "eager"}
+    if reference.name in WITH_EXPERTS:
+        implementations["experts_implementation"] = "eager"
+    loaded, report = automatic.from_pretrained(tmp_path / "out", output_loading_info=True, **implementations)
     assert type(loaded) is kind
     assert not any(report.values()), report
     original = kind.from_pretrained(reference.folder)
@@ -95,7 +99,11 @@ def test_transformers_loads_the_export(
     with torch.no_grad():
         output = loaded.eval()(**inputs)
     logits = output.prediction_logits if reference.name == "bert" else output.logits
-    assert_bit_equal(logits, values["logits"], name="logits")
+    if reference.name in WITH_EXPERTS:
+        # Products of one or two rows have other last bits where a weight lies elsewhere in memory.
+        assert_close_to(logits, values["logits"], rtol_of_norm=1e-6, name="logits")
+    else:
+        assert_bit_equal(logits, values["logits"], name="logits")
 
 
 @pytest.mark.slow
