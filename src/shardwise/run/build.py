@@ -35,7 +35,8 @@ def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
         num_attention_heads=model.num_heads,
         num_query_groups=model.num_query_groups or model.num_heads,
         kv_channels=model.hidden_size // model.num_heads,
-        ffn_hidden_size=ffn_hidden_size,
+        # No layer has another MLP.
+        ffn_hidden_size=ffn_hidden_size if experts is None else experts.ffn_hidden_size,
         vocab_size=vocab_size,
         max_sequence_length=model.sequence_length,
         activation="silu" if llama else "gelu",

@@ -124,7 +124,7 @@ def _utilisation(task: Task, ranks: Ranks, model: ModelDescription) -> Utilisati
 
 def metrics_of(session: Session, result: StepResult) -> tuple[dict[str, float], dict[str, float]]:
     """Return the metrics of a step: those of the objective, and the others. Speed and memory are not among them."""
-    others = {"grad_norm": result.grad_norm, "learning_rate": result.learning_rate}
+    others = {"grad_norm": result.grad_norm, "learning_rate": result.learning_rate, **result.routing}
     if result.loss_scale is not None:
         others |= {"loss_scale": result.loss_scale, "skipped": float(result.is_skipped)}
     reported = session.trainer.objective.reported((result.loss, *result.others), session.data.bits_per_nat)

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -24,7 +24,8 @@ from shardwise.core.validation import DeferredChecks
 from shardwise.data import Batch, DataLoader, HeldOut
 from shardwise.data.batch import BatchMover
 from shardwise.models.description import ModelChunks
-from shardwise.models.transformer.moe import MoELayer
+from shardwise.models.transformer.layer import TransformerLayer
+from shardwise.models.transformer.moe import METRICS, MoELayer, metrics_of
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.training.gradients import GradientBuffers, Share, Total
 from shardwise.training.gradients.replicas import check_replicas
@@ -59,6 +60,7 @@ class StepResult:
     Attributes:
         loss: mean loss over the global batch before the update, in nats per token.
         others: means of the objective's other sums over the global batch.
+        routing: metrics of experts by name; empty without experts.
         grad_norm: global gradient norm before clipping.
         learning_rate: learning rate of the update.
         loss_scale: factor of the loss; None if the loss was not scaled.
@@ -71,6 +73,7 @@ class StepResult:
     loss_scale: float | None = None
     is_skipped: bool = False
     others: tuple[float, ...] = ()
+    routing: dict[str, float] = field(default_factory=dict)
 
 
 class _Numbers(NamedTuple):
@@ -80,11 +83,14 @@ class _Numbers(NamedTuple):
         sums: sums of the objective over data-parallel ranks and stages, ``[n]``.
         norm: global gradient norm, a scalar.
         largest: maximum over all ranks of each rank report, and of whether a check failed.
+        routing: sums of ``MoELayer.statistics`` over all ranks, for each layer of the model, flattened; None without
+            experts.
     """
 
     sums: Tensor
     norm: Tensor
     largest: Tensor
+    routing: Tensor | None = None
 
 
 class StepObserver(Protocol):
@@ -172,7 +178,13 @@ class Trainer:
             self._fused.clears_gradients = isinstance(self.gradients, GradientBuffers) and self.zero is None
         self.objective = CrossEntropy(self.gradients.sum_of_losses) if objective is None else objective
         self._needs_lengths = self.objective.depends_on_length or any(each.depends_on_length for each in self._chunks)
-        self._of_experts = [part for each in self._chunks for part in each.modules() if isinstance(part, MoELayer)]
+        self._model_config = self._chunks[0].config
+        self._of_experts = {
+            layer.layer_number - 1: layer.mlp
+            for each in self._chunks
+            for layer in each.block.layers
+            if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, MoELayer)
+        }
         self._groups = [self.tp_group, self.dp_group, *([] if self.pp_group is None else [self.pp_group])]
         self._reduce = self._reduced if exact_parts(groups.tp) is None else self._reduced_exactly
         self._step = self._num_micro_batches = 0
@@ -219,8 +231,9 @@ class Trainer:
         batches = list(micro_batches)
         self.gradients.begin(len(batches))
         self._step, self._num_micro_batches = step, len(batches)
-        for layer in self._of_experts:
-            layer.loss_scale = scale / (len(batches) * self.dp_group.size())
+        for layer in self._of_experts.values():
+            # A rehearsal may have no micro-batches.
+            layer.begin(scale / (max(1, len(batches)) * self.dp_group.size()))
         no_sync, inputs = self.gradients.no_sync, self.objective.inputs
 
         def loss_of(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -258,7 +271,8 @@ class Trainer:
         )
         if meanwhile is not None:
             meanwhile()
-        (mean_loss, *others), grad_norm, rank_reports = self._read(numbers, checks)
+        (mean_loss, *others), grad_norm, rank_reports, routing = self._read(numbers, checks)
+        more: dict[str, Any] = {"others": tuple(others), "routing": routing}
         # Both are sums over all ranks, so that all ranks decide the same way, before any weight changes.
         wrong = {"loss": mean_loss, "norm of the gradient": grad_norm}
         wrong = {what: value for what, value in wrong.items() if not math.isfinite(value)}
@@ -274,7 +288,9 @@ class Trainer:
                 self.observer.updated(self._given(gradients=False))
             self.loss_scale.skip_(step)
             self.num_skipped += 1
-            return StepResult(mean_loss, grad_norm, learning_rate, used, is_skipped=True, others=tuple(others))
+            return StepResult(
+                mean_loss, grad_norm, learning_rate, used, is_skipped=True, others=tuple(others), routing=routing
+            )
         set_learning_rate_(self.optimizer, learning_rate)
         if self.observer is not None:
             self.observer.clipped(self._given(gradients=True))
@@ -285,7 +301,7 @@ class Trainer:
             self.gradients.are_clear = True
         if self.loss_scale is not None:
             self.loss_scale.keep_()
-        return StepResult(mean_loss, grad_norm, learning_rate, used, others=tuple(others))
+        return StepResult(mean_loss, grad_norm, learning_rate, used, **more)
 
     def _divide_by(self, scale: Tensor) -> None:
         assert self._fused is not None
@@ -346,8 +362,11 @@ class Trainer:
         zero = torch.zeros((), dtype=largest.dtype, device=self.device)
         squares = own_squares(self.model, groups=self._model_groups, **self._of_norm()) if has_norm else [(zero, [])]
         sums = [(total.tensor, self._groups[1:]), *((each.view(1), over) for each, over in squares)]
-        (summed, *of_norm), largest = reduce_numbers(sums, largest, groups=self._groups)
-        return _Numbers(summed, torch.cat(of_norm).sum().sqrt(), largest)
+        if self._of_experts and has_norm:
+            sums.append((self._own_routing(), self._groups))
+        (summed, *others), largest = reduce_numbers(sums, largest, groups=self._groups)
+        of_norm, routing = others[: len(squares)], others[len(squares) :]
+        return _Numbers(summed, torch.cat(of_norm).sum().sqrt(), largest, *routing)
 
     def _reduced_exactly(self, total: Total, largest: Tensor, *, has_norm: bool) -> _Numbers:
         zero = torch.zeros((), dtype=largest.dtype, device=self.device)
@@ -378,19 +397,40 @@ class Trainer:
             return largest
         return torch.cat([largest, checks.failed(self.device).to(largest.dtype).unsqueeze(0)])
 
-    def _read(self, numbers: _Numbers, checks: DeferredChecks | None) -> tuple[list[float], float, list[float]]:
+    def _own_routing(self) -> Tensor:
+        """Return the statistics of this rank's layers of experts, with zeros for those of other stages."""
+        assert self._model_config.experts is not None
+        every = torch.zeros(
+            self._model_config.num_layers, self._model_config.experts.num + 2, dtype=torch.float64, device=self.device
+        )
+        for number, layer in self._of_experts.items():
+            assert layer.statistics is not None
+            every[number] = layer.statistics
+        return every.view(-1)
+
+    def _read(
+        self, numbers: _Numbers, checks: DeferredChecks | None
+    ) -> tuple[list[float], float, list[float], dict[str, float]]:
         """Read the numbers of a step. This is the only place where the host waits for the device, once per step.
 
         Returns:
-            The sums, the norm, and the maxima of the rank reports; all are the same on every rank.
+            The sums, the norm, the maxima of the rank reports, and the metrics of experts; all are the same on every
+            rank.
 
         Raises:
             VocabularyError: a check failed on any rank; raised on every rank.
         """
-        norm, *read = torch.cat([numbers.norm.view(1), numbers.sums, numbers.largest]).tolist()
+        routing = numbers.norm.new_zeros(0)
+        if numbers.routing is not None:
+            assert self._model_config.experts is not None
+            every = numbers.routing.view(self._model_config.num_layers, -1)
+            micro_batches = self._num_micro_batches * self.dp_group.size()
+            routing = metrics_of(every, self._model_config.experts, micro_batches)
+        norm, *read = torch.cat([numbers.norm.view(1), routing, numbers.sums, numbers.largest]).tolist()
+        metrics, read = dict(zip(METRICS, read[: len(routing)], strict=False)), read[len(routing) :]
         if checks is not None and read.pop():
             agree(checks.run, group=self._groups)
-        return read[: len(numbers.sums)], norm, read[len(numbers.sums) :]
+        return read[: len(numbers.sums)], norm, read[len(numbers.sums) :], metrics
 
     def wait_for_weights(self) -> None:
         """Wait until the last step's weights are complete; needed before code other than a forward reads them."""

@@ -207,8 +207,9 @@ class MoELayer(GroupModule):
         experts: ``ExpertWeights``.
         shared: ``MLP`` or None.
         shared_gate: weight of the shared expert's gate, or None.
-        loss_scale: factor of the gradient of the auxiliary losses, which a trainer sets: that of the loss, divided by
-            the number of micro-batches of a step on all data-parallel ranks.
+        loss_scale: factor of the gradient of the auxiliary losses, which ``begin`` sets.
+        statistics: ``[num + 2]`` in fp64, sums over this rank's tokens since ``begin``: those that went to each expert,
+            the entropy of the scores in nats, and the auxiliary losses of micro-batches; None without training steps.
 
     Source: Lepikhin et al. 2020 (arXiv:2006.16668); Megatron-LM's all-to-all dispatcher.
     """
@@ -224,12 +225,22 @@ class MoELayer(GroupModule):
         self.router = Router(config, self.spec, groups.tp)
         self.experts = ExpertWeights(config, self.spec, self._group, self._expert_tp)
         self.loss_scale = 1.0
+        self.statistics: Tensor | None = None
         self.shared: MLP | None = None
         self.shared_gate: SharedGate | None = None
         if self.spec.shared_ffn_hidden_size is not None:
             self.shared = MLP(config, groups.tp, ffn_hidden_size=self.spec.shared_ffn_hidden_size)
             if self.spec.shared_gate:
                 self.shared_gate = SharedGate(config, groups.tp)
+
+    def begin(self, loss_scale: float) -> None:
+        """Begin a step.
+
+        Args:
+            loss_scale: that of the loss, divided by the number of micro-batches of the step on all data-parallel ranks.
+        """
+        self.loss_scale = loss_scale
+        self.statistics = torch.zeros(self.spec.num + 2, dtype=torch.float64, device=self.router.weight.device)
 
     @property
     def input_layout(self) -> Layout:
@@ -257,12 +268,16 @@ class MoELayer(GroupModule):
             num_tokens = length * hidden.size(1)
         routing: Routing = self.router(tokens)
         output = self._through_experts(tokens, routing)
-        if self.training and torch.is_grad_enabled() and (self.spec.aux_loss or self.spec.z_loss):
+        loss: Tensor | None = None
+        if self.training and (self.spec.aux_loss or self.spec.z_loss):
             # Tokens are [s, b]; those of this rank begin with a whole position, or somewhere if all are split.
             first = sum(sizes[: self._tp_group.rank()]) if sizes is not None else 0
             sequences = (torch.arange(len(tokens), device=tokens.device) + first) % hidden.size(1)
             loss = self._auxiliary(routing, num_tokens, sequences, hidden.size(1))
             output = _WithLoss.apply(output, loss, self.loss_scale)
+        # Not in a backward, which recomputes.
+        if self.training and self.statistics is not None and torch._C._current_graph_task_id() == -1:
+            self._count(self.statistics, routing, loss)
         if splits:
             output = moves.gather(output, dim=0, group=self._tp_group, sizes=sizes)
         output = output.view(hidden.shape)
@@ -287,7 +302,7 @@ class MoELayer(GroupModule):
             rows = tokens[order // k]
         rows = self.experts(rows, counts) if self._group.size() == 1 else self._exchanged(rows, counts)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        rows = rows[back].view(n, k, -1)
+        rows = rows[back].view(n, k, tokens.size(-1))
         return rows.sum(dim=1) if spec.weighs_input else (rows * weights.unsqueeze(-1)).sum(dim=1)
 
     def _exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -310,6 +325,16 @@ class MoELayer(GroupModule):
             return rows
         parts = rows.split(input_sizes)
         return torch.cat([_sum(parts[first : first + splits]) for first in range(0, len(parts), splits)])
+
+    @torch.no_grad()
+    def _count(self, statistics: Tensor, routing: Routing, loss: Tensor | None) -> None:
+        scores = routing.scores
+        if self.spec.scores == "sigmoid":
+            scores = scores / scores.sum(dim=-1, keepdim=True)
+        statistics[: self.spec.num] += routing.experts.flatten().bincount(minlength=self.spec.num)
+        statistics[-2] += torch.special.entr(scores).sum()
+        if loss is not None:
+            statistics[-1] += loss
 
     def _auxiliary(self, routing: Routing, num_tokens: int, sequences: Tensor, num_sequences: int) -> Tensor:
         """Return this rank's part of the auxiliary losses of a micro-batch, a scalar.
@@ -340,6 +365,31 @@ class MoELayer(GroupModule):
         if spec.z_loss:
             loss = loss + spec.z_loss * routing.logits.logsumexp(dim=-1).square().sum() / num_tokens
         return loss
+
+
+METRICS = ("expert_load_max", "expert_load_min", "router_entropy", "auxiliary_loss")
+"""Names of ``metrics_of``."""
+
+
+def metrics_of(statistics: Tensor, experts: Experts, num_micro_batches: int) -> Tensor:
+    """Return the largest and the smallest load of any layer's expert, the entropy of scores, and the auxiliary losses.
+
+    Args:
+        statistics: ``[layers, num + 2]``, sums of ``MoELayer.statistics`` over all ranks; zeros for a layer without
+            experts.
+        experts: the experts.
+        num_micro_batches: number of micro-batches of the step on all data-parallel ranks.
+
+    Returns:
+        ``[4]``: loads are divided by the mean of a layer's experts; the entropy is the mean over tokens and layers, in
+        nats; of the auxiliary losses it is the sum over layers, the mean over micro-batches.
+    """
+    loads = statistics[:, :-2]
+    choices = loads.sum(dim=1, keepdim=True)
+    # Of a layer without experts, an even load.
+    shares = torch.where(choices > 0, loads * loads.size(1) / choices.clamp(min=1.0), 1.0)
+    entropy = statistics[:, -2].sum() * experts.per_token / choices.sum().clamp(min=1.0)
+    return torch.stack([shares.amax(), shares.amin(), entropy, statistics[:, -1].sum() / num_micro_batches])
 
 
 class SharedGate(ShardedModule):
