@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.core.communication.accounting import CollectiveCounter
+from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups, Topology
 from shardwise.models import GPT, ModelConfig
 from shardwise.models.experts import Experts
@@ -127,3 +129,73 @@ def test_any_layout_is_one_rank(layout, group):
         check_layout(topology, KINDS[kind])
         if sizes["tp"] > 1:
             check_layout(topology, KINDS[kind], sequence_parallel=True)
+
+
+def moe_layer(experts: Experts, groups: Groups, **options: Any) -> MoELayer:
+    torch.manual_seed(5)
+    return MoELayer(config(experts, **options), groups)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_and_experts_without_tokens(group):
+    """One token on two ranks, whose router prefers the experts of one of them."""
+    topology = Topology.create(tp=2, ep=2, etp=1)
+    groups, one = Groups.of(topology), alone(topology)
+    spec = dataclasses.replace(MIXTRAL, per_token=1, aux_loss=0.0)
+    split, dense = moe_layer(spec, groups, tp=2), moe_layer(spec, one, tp=2)
+    hidden = torch.randn(1, 1, WIDTH, dtype=torch.float64)
+    inputs = [hidden.clone().requires_grad_() for _ in range(2)]
+    outputs = [layer(each) for layer, each in zip((split, dense), inputs, strict=True)]
+    for output in outputs:
+        output.square().sum().backward()
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-12, atol=1e-14)
+    layout = split.experts.param_layouts["up"]
+    own = layout.take(dense.experts.up.grad, group.rank())
+    torch.testing.assert_close(split.experts.up.grad, own, rtol=1e-12, atol=1e-14)
+    assert (own.view(4, -1) == 0).all(dim=1).sum() >= 3, "a gradient of zeros for experts without tokens"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", [{"tp": 1, "ep": 2}, {"tp": 2, "ep": 1}], ids=["ep", "etp"])
+def test_collectives(layout, group):
+    """An exchange of counts, one there and one back; without sequence parallelism a gather of the output."""
+    topology = Topology.create(**layout)
+    tp = layout["tp"]
+    layer = moe_layer(MIXTRAL, Groups.of(topology), tp=tp)
+    hidden = torch.randn(6, 1, WIDTH, dtype=torch.float64, requires_grad=True)
+    with CollectiveCounter() as forward:
+        output = layer(hidden)
+    counts = ["all_reduce"] if tp > 1 else []
+    gathers = ["all_gather"] if tp > 1 else []
+    assert sorted(launch.name for launch in forward.launches) == sorted(["all_to_all"] * 3 + counts + gathers)
+    rows = 6 * MIXTRAL.per_token // tp * tp
+    assert sum(launch.num_bytes for launch in forward.launches if launch.name == "all_to_all") >= rows * WIDTH * 8
+    with CollectiveCounter() as backward:
+        output.sum().backward()
+    # The input's gradient is gathered from the ranks that routed its tokens.
+    assert sorted(launch.name for launch in backward.launches) == sorted(["all_to_all"] * 2 + gathers)
+
+
+def test_wrong_experts():
+    for values, message in (
+        ({"per_token": 9}, "per_token is 9, and there are 8 experts"),
+        ({"num_groups": 3}, "num_groups 3 does not divide the 8 experts"),
+        ({"num_groups": 4, "per_token": 3}, "per_token is 3, and 1 groups have 2 experts"),
+        ({"scores": "relu"}, "scores is 'relu'; it must be one of softmax, sigmoid"),
+        ({"shared_gate": True}, "shared_gate is about the MLP of shared_ffn_hidden_size"),
+        ({"aux_loss": float("nan")}, "aux_loss is nan; it must be a finite number"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            dataclasses.replace(MIXTRAL, **values)
+    with pytest.raises(ConfigError, match="layers is \\(True,\\); it must be a bool for each of the 2 layers"):
+        config(dataclasses.replace(MIXTRAL, layers=(True,)))
+    with pytest.raises(ConfigError, match="experts and exact_parts exclude each other"):
+        config(MIXTRAL, exact_parts=4)
+
+
+@pytest.mark.ranks(2)
+def test_experts_that_ranks_cannot_divide(group):
+    groups = Groups.of(Topology.create(tp=1, ep=2))
+    with pytest.raises(ConfigError, match="num 5 is not a multiple of the 2 ranks that divide them"):
+        moe_layer(dataclasses.replace(MIXTRAL, num=5), groups)
