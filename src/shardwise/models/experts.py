@@ -29,6 +29,9 @@ class Experts:
         softmax_after_choice: whether the softmax is over the chosen experts only, whose logits are the highest.
         normalizes_weights: whether the weights of a token's experts are divided by their sum.
         weight_scale: factor of the weights.
+        selection_bias: whether a bias is added to the scores for the choice alone.
+        bias_rate: rate at which a trainer changes this bias after each step, by the sign of the mean load minus the
+            expert's, which balances the experts without a loss; 0 to keep it.
         num_groups: number of groups of experts, of which only some are considered for a token; 1 for all.
         groups_per_token: number of groups that are considered, those with the highest scores: with ``"sigmoid"`` the
             sum of a group's two highest scores, else its highest.
@@ -46,7 +49,8 @@ class Experts:
         ConfigError: a value is out of range, or values contradict each other.
 
     Source: Shazeer et al. 2017 (arXiv:1701.06538); Fedus et al. 2021 (arXiv:2101.03961), section 2.2; Zoph et al. 2022
-    (arXiv:2202.08906), section 3; DeepSeek-AI 2024 (arXiv:2412.19437), section 2.1.2.
+    (arXiv:2202.08906), section 3; Wang et al. 2024 (arXiv:2408.15664); DeepSeek-AI 2024 (arXiv:2412.19437), section
+    2.1.2.
     """
 
     num: int
@@ -57,6 +61,8 @@ class Experts:
     softmax_after_choice: bool = False
     normalizes_weights: bool = True
     weight_scale: float = 1.0
+    selection_bias: bool = False
+    bias_rate: float = field(default=0.0, compare=False)
     num_groups: int = 1
     groups_per_token: int = 1
     weighs_input: bool = False
@@ -92,7 +98,10 @@ class Experts:
             f"per_token is {self.per_token}, and {self.groups_per_token} groups have {room} experts; raise "
             "groups_per_token",
         )
-        for name in ("weight_scale", "aux_loss", "z_loss"):
+        _require(
+            self.selection_bias or not self.bias_rate, "bias_rate is about selection_bias, which is False; set both"
+        )
+        for name in ("weight_scale", "aux_loss", "z_loss", "bias_rate"):
             value = getattr(self, name)
             _require(0 <= value < math.inf, f"{name} is {value}; it must be a finite number of at least 0")
         shared = self.shared_ffn_hidden_size

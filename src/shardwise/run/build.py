@@ -26,6 +26,8 @@ def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
             num=model.num_experts,
             per_token=model.num_experts_per_tok,
             ffn_hidden_size=model.expert_ffn_hidden_size or -(-ffn_hidden_size // model.num_experts_per_tok),
+            selection_bias=model.router_bias_rate > 0,
+            bias_rate=model.router_bias_rate,
             aux_loss=model.router_aux_loss,
             z_loss=model.router_z_loss,
         )

@@ -295,6 +295,10 @@ class Trainer:
         if self.observer is not None:
             self.observer.clipped(self._given(gradients=True))
         self.optimizer.step()
+        for number, layer in self._of_experts.items():
+            assert numbers.routing is not None
+            loads = numbers.routing.view(self._model_config.num_layers, -1)[number, : layer.spec.num]
+            layer.router.balance_(loads)
         if self.observer is not None:
             self.observer.updated(self._given(gradients=False))
         if self._fused is not None and self._fused.has_cleared:

@@ -158,6 +158,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"vocab_size": 145, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 6}
         | {"num_experts_per_tok": 4, "pad_token_id": 0, "eos_token_id": 2, "experts_implementation": "eager"},
     ),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        _DECODER
+        | {"vocab_size": 147, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"hidden_size": 32, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 13}
+        | {"n_shared_experts": 2, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True}
+        | {"attention_bias": True, "num_mtp_layers": 0, "experts_implementation": "eager"},
+    ),
     "bert": (
         "BertForPreTraining",
         {"vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -176,7 +184,7 @@ MODEL_PARAMS = [
 ]
 """The names, for ``parametrize``."""
 
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
 GPT_LIKE = tuple(name for name in MODELS if not name.startswith("bert"))
 
 
@@ -249,6 +257,9 @@ def transformers_model(name: str, **changes: Any) -> Any:
         for key, param in model.named_parameters():
             centre = 1.0 if "norm" in key.lower() and key.endswith("weight") else 0.0
             param.copy_(centre + 0.2 * torch.randn_like(param))
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.rand_like(buffer))
     return model.eval()
 
 

@@ -91,6 +91,8 @@ def gathered_gradients(model: Any, reference: Reference) -> dict[str, Tensor]:
     table = config.architecture.table_of(config.description.classification)
     gradients: dict[str, Tensor] = {}
     for key, shard in model.sharded_state_dict().items():
+        if not isinstance(shard.data, torch.nn.Parameter):
+            continue
         grad = shard.data.grad
         assert grad is not None, f"{key} has no gradient"
         whole = gather_shards(grad, shard.layout, model.tp_group)

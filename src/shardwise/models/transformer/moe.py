@@ -13,6 +13,7 @@ them; the sum is over ``expert_dp``, the ranks that hold the same part.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,14 @@ from shardwise.core.communication.collectives import all_reduce, all_to_all
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout, hidden_layout
 from shardwise.core.sequence_view import SequenceView
-from shardwise.core.sharding import ParamLayout, Replicas, intervals_of_sizes
+from shardwise.core.sharding import (
+    ParamLayout,
+    ParamShard,
+    Replicas,
+    ShardedOffset,
+    intervals_of_sizes,
+    is_copy_by,
+)
 from shardwise.core.sharding.balanced import balanced_sizes
 from shardwise.core.topology import Groups
 from shardwise.core.typed import computed_locally
@@ -63,13 +71,17 @@ class Router(ShardedModule):
 
     Attributes:
         weight: ``[num, h]``.
+        selection_bias: ``[num]`` in fp32, a buffer, or None.
     """
 
     weight: Tensor
+    selection_bias: Tensor | None
 
     def __init__(self, config: ModelConfig, experts: Experts, group: ProcessGroup) -> None:
         super().__init__(**layer_arguments(config, group=group, linear=False))
         self.experts = experts
+        bias = torch.zeros(experts.num, dtype=torch.float32, device=self._device()) if experts.selection_bias else None
+        self.register_buffer("selection_bias", bias)
         layout = ParamLayout.replicated((experts.num, config.hidden_size), group.size())
         assert config.init_method is not None
         self._make_parameter("weight", layout, config.init_method, partial_gradient=group.size() > 1)
@@ -81,6 +93,8 @@ class Router(ShardedModule):
         logits = F.linear(tokens.to(wide), self.weight.to(wide))
         scores = logits.sigmoid() if spec.scores == "sigmoid" else logits.softmax(dim=-1)
         considered = logits if spec.softmax_after_choice else scores
+        if self.selection_bias is not None:
+            considered = considered.detach() + self.selection_bias
         if spec.groups_per_token < spec.num_groups:
             considered = considered.masked_fill(~self._of_best_groups(considered.detach()), -torch.inf)
         # In ascending order, so that the sum over a token's experts has the same order at every layout.
@@ -94,6 +108,34 @@ class Router(ShardedModule):
         if spec.weight_scale != 1.0:
             weights = weights * spec.weight_scale
         return Routing(chosen, weights, scores, logits)
+
+    @torch.no_grad()
+    def balance_(self, loads: Tensor) -> None:
+        """Move the bias of each expert by ``bias_rate``, up if its load is under the mean; ``loads`` are ``[num]``."""
+        if self.selection_bias is not None and self.experts.bias_rate:
+            self.selection_bias += self.experts.bias_rate * (loads.mean() - loads).sign().float()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to its initial values, and the bias to 0."""
+        super().reset_parameters()
+        if self.selection_bias is not None:
+            self.selection_bias = torch.zeros_like(self.selection_bias, device=self.weight.device)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[ShardedOffset] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, ParamShard]:
+        """Like ``ShardedModule.sharded_state_dict``, with the bias."""
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.selection_bias is not None:
+            key, offsets = f"{prefix}selection_bias", tuple(sharded_offsets)
+            layout = ParamLayout.replicated(self.selection_bias.shape, self.group.size())
+            entries[key] = ParamShard(
+                key, self.selection_bias, layout, self.group.rank(), offsets, is_copy=is_copy_by(metadata)
+            )
+        return entries
 
     def _of_best_groups(self, scores: Tensor) -> Tensor:
         """Return, for each token and expert, whether its group is one of the best."""

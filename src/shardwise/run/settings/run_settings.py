@@ -49,6 +49,7 @@ class ModelSettings(Checked, prefix="model."):
         expert_ffn_hidden_size: width of an expert; if not given, that of the MLP divided by num_experts_per_tok, so
             that a token costs as much as without experts.
         router_aux_loss: coefficient of the loss that balances the experts.
+        router_bias_rate: rate of a bias that balances the experts without a loss, such as 0.001; 0 for none.
         router_z_loss: coefficient of the loss that bounds the logits of the router.
     """
 
@@ -67,11 +68,13 @@ class ModelSettings(Checked, prefix="model."):
     num_experts_per_tok: Annotated[int, _EXPERTS] = 2
     expert_ffn_hidden_size: Annotated[int | None, Range(1, 1 << 22)] = None
     router_aux_loss: Annotated[float, _COEFFICIENT] = 0.01
+    router_bias_rate: Annotated[float, _COEFFICIENT] = 0.0
     router_z_loss: Annotated[float, _COEFFICIENT] = 0.0
 
     def _check_together(self) -> None:
         if self.num_experts is None:
-            of_experts = ("num_experts_per_tok", "expert_ffn_hidden_size", "router_aux_loss", "router_z_loss")
+            of_router = ("router_aux_loss", "router_bias_rate", "router_z_loss")
+            of_experts = ("num_experts_per_tok", "expert_ffn_hidden_size", *of_router)
             for name, value in self.changed(*of_experts):
                 require(False, f"{name} {value} is for --model.num-experts, which is not given; leave it out")
         else:

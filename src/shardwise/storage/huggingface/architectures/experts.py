@@ -1,4 +1,4 @@
-"""Decoders with experts: Mixtral, Qwen 2 and 3 MoE, OLMoE.
+"""Decoders with experts: Mixtral, Qwen 2 and 3 MoE, OLMoE, GLM 4.5.
 
 They are Mistral, Qwen 2 and 3, and Llama with a norm over all queries and one over all keys, with experts in place of
 the MLP of some or all layers. Qwen 2 MoE has a shared expert with a gate.
@@ -21,9 +21,10 @@ from shardwise.storage.huggingface.architectures.llama import (
     QWEN2,
     QWEN3,
     TABLE,
+    Decoder,
     decoder_settings,
 )
-from shardwise.storage.huggingface.fields import Fields
+from shardwise.storage.huggingface.fields import Fields, read_rope
 from shardwise.storage.huggingface.mapping import Table, of_experts, stacked, whole
 
 _MLP = "decoder.layers.{layer}.mlp."
@@ -83,25 +84,32 @@ class WithExperts(Architecture):
         """Read the experts, and the fields of the decoder."""
         # Their loss is pooled over all layers; a run of ours balances each layer (router_aux_loss).
         fields.require("output_router_logits", False)
+        return {**self.decoder.read_others(fields, values), "experts": self.read_experts(fields, values["num_layers"])}
+
+    def read_experts(self, fields: Fields, num_layers: int) -> Experts:
+        """Read the experts."""
         shared = None
         if self.shared is not None:
             shared = fields.get(int, "shared_expert_intermediate_size", default=self.shared)
-        experts = Experts(
+        return Experts(
             num=fields.get(int, *self.names, default=self.num),
             per_token=fields.get(int, "num_experts_per_tok", default=self.per_token),
             ffn_hidden_size=fields.get(int, self.width[0], default=self.width[1]),
-            layers=self._read_layers(fields, values["num_layers"]) if self.chooses_layers else None,
+            layers=self._read_layers(fields, num_layers) if self.chooses_layers else None,
             normalizes_weights=self.normalizes is None or fields.get(bool, "norm_topk_prob", default=self.normalizes),
             shared_ffn_hidden_size=shared,
             shared_gate=shared is not None,
         )
-        return {**self.decoder.read_others(fields, values), "experts": experts}
 
     def write_others(self, model: ModelDescription) -> dict[str, Any]:
         """Write the experts, and the fields of the decoder."""
         experts = model.experts
         if experts is None:
             raise ConfigError(f"{self.model_type} models have experts, and this one has none")
+        return {**self.decoder.write_others(model), **self.write_experts(experts, model)}
+
+    def write_experts(self, experts: Experts, model: ModelDescription) -> dict[str, Any]:
+        """Return the fields of the experts."""
         layers = experts.layers or (True,) * model.num_layers
         written: dict[str, Any] = {
             self.names[0]: experts.num,
@@ -114,7 +122,7 @@ class WithExperts(Architecture):
             written |= {"decoder_sparse_step": 1, "mlp_only_layers": [at for at, has in enumerate(layers) if not has]}
         if self.shared is not None:
             written["shared_expert_intermediate_size"] = experts.shared_ffn_hidden_size
-        return {**self.decoder.write_others(model), **written}
+        return written
 
     def _read_layers(self, fields: Fields, num_layers: int) -> tuple[bool, ...] | None:
         every = fields.get(int, "decoder_sparse_step", default=1, within=(1, 1 << 16))
@@ -123,6 +131,46 @@ class WithExperts(Architecture):
             raise fields.error("mlp_only_layers", dense, "a list of layers")
         layers = tuple(at not in dense and (at + 1) % every == 0 for at in range(num_layers))
         return None if all(layers) else layers
+
+
+class _Glm(Decoder):
+    def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
+        return read_rope(fields, longest, share=0.5)
+
+
+class _Glm4Moe(WithExperts):
+    """GLM 4.5: scores are sigmoids, whose choice has a bias, and the first layers are dense."""
+
+    def read_experts(self, fields: Fields, num_layers: int) -> Experts:
+        dense = fields.get(int, "first_k_dense_replace", default=1)
+        width = fields.get(int, "moe_intermediate_size", default=1408)
+        return Experts(
+            num=fields.get(int, *self.names, default=self.num),
+            per_token=fields.get(int, "num_experts_per_tok", default=self.per_token),
+            ffn_hidden_size=width,
+            layers=tuple(at >= dense for at in range(num_layers)) if dense > 0 else None,
+            scores="sigmoid",
+            selection_bias=True,
+            normalizes_weights=fields.get(bool, "norm_topk_prob", default=True),
+            weight_scale=fields.get(float, "routed_scaling_factor", default=1.0),
+            num_groups=fields.get(int, "n_group", default=1),
+            groups_per_token=fields.get(int, "topk_group", default=1),
+            shared_ffn_hidden_size=width * fields.get(int, "n_shared_experts", default=1, within=(1, 1 << 16)),
+        )
+
+    def write_experts(self, experts: Experts, model: ModelDescription) -> dict[str, Any]:
+        layers = experts.layers or (True,) * model.num_layers
+        return {
+            self.names[0]: experts.num,
+            "num_experts_per_tok": experts.per_token,
+            "moe_intermediate_size": experts.ffn_hidden_size,
+            "first_k_dense_replace": layers.index(True) if True in layers else len(layers),
+            "norm_topk_prob": experts.normalizes_weights,
+            "routed_scaling_factor": experts.weight_scale,
+            "n_group": experts.num_groups,
+            "topk_group": experts.groups_per_token,
+            "n_shared_experts": (experts.shared_ffn_hidden_size or 0) // experts.ffn_hidden_size,
+        }
 
 
 def _tied(decoder: Architecture) -> dict[str, Any]:
@@ -215,4 +263,39 @@ OLMOE = WithExperts(
     width=("intermediate_size", 2048),
     per_token=8,
     normalizes=False,
+)
+_GLM_SETTINGS = {
+    **decoder_settings(
+        vocab_size=151552,
+        num_layers=46,
+        num_attention_heads=96,
+        ffn_hidden_size=10944,
+        max_sequence_length=131072,
+        layernorm_epsilon=1e-5,
+    ),
+    "qkv_bias": Setting("attention_bias", False),
+    "qk_layernorm": Setting("use_qk_norm", False),
+}
+_GLM = _Glm(model_type="glm4_moe", classes=(), settings=_GLM_SETTINGS, num_key_value_heads=8)
+_SHARED_EXPERTS = _STORED + "shared_experts."
+GLM4_MOE = _Glm4Moe(
+    **_tied(_GLM) | {"ignored": (*LLAMA.ignored, r"model\.layers\.(46|92)\..*")},
+    model_type="glm4_moe",
+    classes=("Glm4MoeForCausalLM", "Glm4MoeModel"),
+    settings=_GLM_SETTINGS,
+    table={
+        **TABLE,
+        **EXPERTS,
+        **QK_NORMS,
+        _MLP + "router.selection_bias": whole(_STORED + "gate.e_score_correction_bias"),
+        _MLP + "shared.linear_fc1.weight": stacked(
+            _SHARED_EXPERTS + "gate_proj.weight", _SHARED_EXPERTS + "up_proj.weight"
+        ),
+        _MLP + "shared.linear_fc2.weight": whole(_SHARED_EXPERTS + "down_proj.weight"),
+    },
+    decoder=_GLM,
+    names=("n_routed_experts", "num_local_experts"),
+    num=128,
+    width=("moe_intermediate_size", 1408),
+    per_token=8,
 )
