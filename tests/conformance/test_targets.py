@@ -45,8 +45,8 @@ def test_the_library_passes_every_case():
 def test_the_door_passes_every_case_that_it_offers(cases):
     report = run("shardwise.megatron", cases)
     assert not failures_of(report)
-    # The optimizer that splits its state, and models that Megatron does not have, are the library's own.
-    own = {"optimizer.split_state", "other_models"}
+    # The optimizer that splits its state, experts, and models that Megatron does not have, are the library's own.
+    own = {"optimizer.split_state", "expert_layer", "other_models"}
     assert all(own.intersection(each.case.needs) for each in report.of("not offered"))
 
 
@@ -107,8 +107,8 @@ def test_a_target_that_cannot_be_imported_is_one_error(tmp_path):
 
 
 def test_an_unknown_case_is_one_error():
-    with pytest.raises(ConfigError, match=r"no case matches 'experts/'; the themes are adapters, attention, "):
-        run("shardwise", "experts/")
+    with pytest.raises(ConfigError, match=r"no case matches 'colours/'; the themes are adapters, attention, "):
+        run("shardwise", "colours/")
 
 
 def test_each_case_names_a_report_and_says_what_must_hold():

@@ -25,6 +25,7 @@ class Case:
         needs: names that a target must offer, such as ``"uneven"``, or with a function's argument
             ``"row_linear.skip_bias_add"``; otherwise the case does not apply to it.
         tp, pp, dp: sizes of the axes; their product is the number of ranks.
+        ep, etp: sizes of expert parallelism, and of tensor parallelism in experts (``tp`` if None), on these ranks.
         function: the body.
         seconds: time limit.
     """
@@ -37,6 +38,8 @@ class Case:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1
+    etp: int | None = None
     seconds: float = 60.0
 
     @property
@@ -54,7 +57,14 @@ _CASES: dict[str, Case] = {}
 
 
 def case(
-    report: str, *needs: str, tp: int = 1, pp: int = 1, dp: int = 1, seconds: float = 60.0
+    report: str,
+    *needs: str,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    seconds: float = 60.0,
 ) -> Callable[[Body], Body]:
     """Add the decorated function to the catalogue; the first line of its docstring is the summary."""
 
@@ -62,7 +72,7 @@ def case(
         theme = function.__module__.rpartition(".")[2]
         summary = (function.__doc__ or "").strip().partition("\n")[0]
         name = f"{theme}/{function.__name__}"
-        _CASES[name] = Case(name, summary, report, needs, function, tp, pp, dp, seconds)
+        _CASES[name] = Case(name, summary, report, needs, function, tp, pp, dp, ep, etp, seconds)
         return function
 
     return add

@@ -6,9 +6,9 @@ NotImplementedError.
 
 Whole tensors go in: the target cuts them as its library does. Modules that functions return are called as stated, with
 this rank's process groups ``groups``: ``groups.tp`` splits each layer, ``groups.dp`` sees different samples,
-``groups.pp`` holds stages, ``groups.embd`` is the first and the last stage. ``s b i o h v`` are sequence, batch, input
-features, output features, hidden size and vocabulary, and ``t`` is the size of ``groups.tp``. Part ``n/t`` is
-``comparing.part``: consecutive, of ``sizes(n, t)``.
+``groups.pp`` holds stages, ``groups.embd`` is the first and the last stage, and those of experts are as in
+``core.topology.Groups``. ``s b i o h v`` are sequence, batch, input features, output features, hidden size and
+vocabulary, and ``t`` is the size of ``groups.tp``. Part ``n/t`` is ``comparing.part``: consecutive, of ``sizes(n, t)``.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.conformance.dense import Batch, Sizes
+from shardwise.conformance.dense_experts import ExpertSizes
 from shardwise.core.topology import Groups
 
 
@@ -165,7 +166,8 @@ class Target(Protocol):
     def whole_gradients(self, module: nn.Module, groups: Groups) -> dict[str, Tensor]:
         """Return gradients by name: split ones joined over ``groups.tp``, others as this rank holds them.
 
-        Names are ``weight`` and ``bias``, ``a`` and ``b`` of adapters, or those of ``DenseModel``.
+        Names are ``weight`` and ``bias``, ``a`` and ``b`` of adapters, or those of ``DenseModel`` or ``DenseExperts``.
+        Experts are joined over ``groups.experts``.
         """
 
     def whole_parameters(self, module: nn.Module, groups: Groups) -> dict[str, Tensor]:
@@ -191,6 +193,31 @@ class Target(Protocol):
         Returns:
             Module from ids and labels ``[b, s]``, the same on every rank of ``groups.tp``, to losses ``[b, s]``.
             Label -100 has loss 0 if the target has a truthy ``ignored_labels``.
+        """
+
+    def expert_layer(
+        self,
+        sizes: ExpertSizes,
+        weights: dict[str, Tensor],
+        groups: Groups,
+        *,
+        sequence_length: int | None = None,
+    ) -> nn.Module:
+        """Make a router and experts, ``dense_experts.DenseExperts``, from whole weights, whose dtype the layer has.
+
+        ``groups.experts`` together hold all experts, ``groups.expert_tp`` split each, and ``groups.expert_dp`` hold the
+        same parts of the same ones. No token is dropped. The router computes in fp32 at least. The backward adds the
+        gradient of the auxiliary losses: after ``finalize_gradients``, that of their mean over ``groups.dp``.
+
+        Args:
+            sizes: sizes of the layer.
+            weights: whole, by the names of ``DenseExperts``.
+            groups: process groups.
+            sequence_length: ``s`` if the input is this rank's part of the sequence.
+
+        Returns:
+            Module from this rank's samples ``[s, b, h]`` (``[s/t, b, h]`` with ``sequence_length``) to the same shape.
+            Ranks of ``groups.dp`` may have different numbers of tokens.
         """
 
     def other_models(self, groups: Groups) -> dict[str, tuple[nn.Module, nn.Module]]:

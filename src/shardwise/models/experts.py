@@ -43,6 +43,8 @@ class Experts:
             divided by their sum).
         balances: whether ``f`` and ``p`` are those of each ``"sequence"``, and the loss is the mean over sequences,
             which does not depend on the micro-batches; or of all tokens of a ``"micro_batch"``.
+        forces_balance: whether the experts of each token follow those of the token before, whatever the scores; to
+            measure and to debug.
         z_loss: coefficient of the mean square of the log of the sum of the logits' exponentials; 0 for none.
 
     Raises:
@@ -70,6 +72,7 @@ class Experts:
     shared_gate: bool = False
     aux_loss: float = field(default=0.0, compare=False)
     balances: Balanced = field(default="sequence", compare=False)
+    forces_balance: bool = field(default=False, compare=False)
     z_loss: float = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 import shardwise
 from shardwise.conformance.dense import IGNORED, Batch, Sizes
+from shardwise.conformance.dense_experts import ExpertSizes
 from shardwise.conformance.targets.megatron_names import from_megatron, to_megatron
 from shardwise.core.communication import moves
 from shardwise.core.communication.collectives import all_reduce
@@ -24,6 +25,8 @@ from shardwise.core.topology import Groups
 from shardwise.models import GPT, ModelConfig
 from shardwise.models.adapters import LoraConfig, LoraLinear
 from shardwise.models.description import ModelChunks
+from shardwise.models.experts import Experts
+from shardwise.models.transformer.moe import MoELayer
 from shardwise.nn import ColumnLinear, RowLinear, VocabEmbedding
 from shardwise.nn.dropout import sharded_dropout
 from shardwise.nn.loss import vocab_parallel_cross_entropy
@@ -63,7 +66,7 @@ def set_whole_(module: nn.Module, wholes: dict[str, Tensor], groups: Groups) -> 
     """Set this rank's parts of the parameters of a layer or a model from whole tensors, by name."""
     with torch.no_grad():
         for name, shard in state_of(module, groups).items():
-            shard.data.copy_(shard.layout.take(wholes[name], groups.tp.rank()))
+            shard.data.copy_(shard.layout.take(wholes[name], shard.rank))
 
 
 def state_of(module: nn.Module, groups: Groups) -> dict[str, ParamShard]:
@@ -175,7 +178,13 @@ def reduce_scatter_sequence(tensor: Tensor, groups: Groups) -> Tensor:
 
 
 def finalize_gradients(module: nn.Module, groups: Groups) -> None:
-    finalize_gradients_(module, tp_group=groups.tp, dp_group=groups.dp, embd_group=groups.embd)
+    finalize_gradients_(
+        module,
+        tp_group=groups.tp,
+        dp_group=groups.dp,
+        embd_group=groups.embd,
+        expert_dp_group=groups.expert_dp,
+    )
 
 
 def _name_of(name: str) -> str:
@@ -190,13 +199,17 @@ def whole_of(module: nn.Module, groups: Groups, tensor_of: Callable[[Parameter],
     wholes = {}
     for name, shard in state_of(module, groups).items():
         own = tensor_of(cast(Parameter, shard.data))
-        wholes[name] = gather_parameter(own, shard.layout, group=groups.tp)
-        held = shard.layout.take(wholes[name], groups.tp.rank())
+        group = groups.experts if shard.replicas.is_of_expert else groups.tp
+        assert group is not None
+        wholes[name] = gather_parameter(own, shard.layout, group=group)
+        held = shard.layout.take(wholes[name], shard.rank)
         assert torch.equal(held, own), f"this rank's copy of a part of {name} differs from another rank's"
     model = module.inner if isinstance(module, _Called) else module
     if isinstance(model, GPT) and model.case_sizes is not None:
         sizes = cast(Sizes, model.case_sizes)
         return from_megatron({name.removeprefix("inner."): value for name, value in wholes.items()}, sizes)
+    if isinstance(model, MoELayer):
+        return _whole_experts({name.removeprefix("inner."): value for name, value in wholes.items()}, model.spec)
     return {_name_of(name): value for name, value in wholes.items()}
 
 
@@ -215,11 +228,11 @@ def whole_parameters(module: nn.Module, groups: Groups) -> dict[str, Tensor]:
 
 
 def grad_norm(module: nn.Module, groups: Groups) -> float:
-    return float(global_grad_norm(module, tp_group=groups.tp))
+    return float(global_grad_norm(module, tp_group=groups.tp, groups=groups))
 
 
 def clip(module: nn.Module, max_norm: float, groups: Groups) -> float:
-    return float(clip_grad_norm_(module, max_norm, tp_group=groups.tp))
+    return float(clip_grad_norm_(module, max_norm, tp_group=groups.tp, groups=groups))
 
 
 class _DataParallel:
@@ -318,6 +331,60 @@ def language_model(
     sizes: Sizes, weights: dict[str, Tensor], groups: Groups, *, sequence_parallel: bool = False
 ) -> nn.Module:
     return _called(_gpt(sizes, weights, groups, config_of(sizes, sequence_parallel=sequence_parallel)))
+
+
+def expert_layer(
+    sizes: ExpertSizes, weights: dict[str, Tensor], groups: Groups, *, sequence_length: int | None = None
+) -> nn.Module:
+    spec = Experts(
+        sizes.num,
+        sizes.per_token,
+        sizes.ffn,
+        scores="sigmoid" if sizes.scores == "sigmoid" else "softmax",
+        softmax_after_choice=sizes.scores == "chosen",
+        normalizes_weights=sizes.normalizes,
+        weight_scale=sizes.scale,
+        num_groups=sizes.groups,
+        groups_per_token=sizes.groups_per_token,
+        shared_ffn_hidden_size=sizes.shared,
+        shared_gate=sizes.shared is not None,
+        aux_loss=sizes.aux_loss,
+        z_loss=sizes.z_loss,
+    )
+    changes = {
+        "hidden_size": sizes.hidden,
+        "params_dtype": weights["router"].dtype,
+        "sequence_parallel": sequence_length is not None,
+        "experts": spec,
+    }
+    layer = MoELayer(ModelConfig(**config_fields(Sizes()) | changes), groups)
+    layer.loss_scale = 1.0 if groups.dp is None else 1.0 / groups.dp.size()
+    wholes = {
+        "router.weight": weights["router"],
+        "experts.up": torch.cat([weights["gate"], weights["up"]], 1).flatten(0, 1),
+        "experts.down": weights["down"].transpose(1, 2).flatten(0, 1),
+    }
+    if sizes.shared is not None:
+        wholes |= {
+            "shared.linear_fc1.weight": torch.cat([weights["shared_gate"], weights["shared_up"]]),
+            "shared.linear_fc2.weight": weights["shared_down"],
+            "shared_gate.weight": weights["shared_scale"],
+        }
+    set_whole_(layer, wholes, groups)
+    view = None if sequence_length is None else SequenceView(sequence_length, groups.tp)
+    return _Called(layer, lambda x: layer(x, sequence=view))
+
+
+def _whole_experts(wholes: dict[str, Tensor], spec: Experts) -> dict[str, Tensor]:
+    """Return a layer's whole tensors by the names of ``DenseExperts``."""
+    gate, up = wholes["experts.up"].unflatten(0, (spec.num, -1)).chunk(2, 1)
+    down = wholes["experts.down"].unflatten(0, (spec.num, -1)).transpose(1, 2)
+    found = {"router": wholes["router.weight"], "gate": gate, "up": up, "down": down}
+    if spec.shared_ffn_hidden_size is not None:
+        found["shared_gate"], found["shared_up"] = wholes["shared.linear_fc1.weight"].chunk(2)
+        found["shared_down"] = wholes["shared.linear_fc2.weight"]
+        found["shared_scale"] = wholes["shared_gate.weight"]
+    return found
 
 
 def other_models(groups: Groups) -> dict[str, tuple[nn.Module, nn.Module]]:
@@ -466,7 +533,7 @@ def initial(kind: str, rows: int, columns: int, groups: Groups) -> Tensor:
 
 def _checkpoint_state(model: nn.Module, wrapped: _Optimizer, groups: Groups) -> dict[str, Any]:
     inner: Any = model.inner
-    weights = inner.sharded_state_dict()
+    weights = sharded_state_dict(inner, group=groups.tp)
     return stored_weights(weights, wrapped.optimizer) | optimizer_state(weights, wrapped.optimizer)
 
 

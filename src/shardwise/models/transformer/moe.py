@@ -98,7 +98,11 @@ class Router(ShardedModule):
         if spec.groups_per_token < spec.num_groups:
             considered = considered.masked_fill(~self._of_best_groups(considered.detach()), -torch.inf)
         # In ascending order, so that the sum over a token's experts has the same order at every layout.
-        chosen = considered.detach().topk(spec.per_token, dim=-1).indices.sort(dim=-1).values
+        if spec.forces_balance:
+            chosen = torch.arange(len(logits) * spec.per_token, device=logits.device) % spec.num
+            chosen = chosen.view(-1, spec.per_token).sort(dim=-1).values
+        else:
+            chosen = considered.detach().topk(spec.per_token, dim=-1).indices.sort(dim=-1).values
         if spec.softmax_after_choice:
             weights = logits.gather(1, chosen).softmax(dim=-1)
         else:
