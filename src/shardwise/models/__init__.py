@@ -7,12 +7,14 @@ if TYPE_CHECKING:
     from shardwise.models.bert import Bert as Bert
     from shardwise.models.classification import Classification as Classification
     from shardwise.models.config import LayerConfig as LayerConfig, ModelConfig as ModelConfig
+    from shardwise.models.experts import Experts as Experts
     from shardwise.models.gpt import GPT as GPT
     from shardwise.models.recomputation import Recomputation as Recomputation
 
 _MODULES = {
     "Bert": "bert",
     "Classification": "classification",
+    "Experts": "experts",
     "GPT": "gpt",
     "LayerConfig": "config",
     "ModelConfig": "config",

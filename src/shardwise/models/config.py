@@ -64,7 +64,7 @@ class TransformerFields:
         gated_linear_unit: whether to multiply the activation by a second projection (SwiGLU with SiLU).
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         init_method_std: standard deviation of new weights.
-        experts: experts in place of the MLP of some layers; None for none.
+        experts: experts instead of the MLP of some layers; None for none.
     """
 
     num_layers: int = 0

@@ -15,7 +15,7 @@ Balanced = Literal["sequence", "micro_batch"]
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture of experts in place of a layer's MLP. Two are equal if they are equal outside of training.
+    """Mixture of experts instead of a layer's MLP. Two are equal if they are equal outside of training.
 
     A router gives each token a score for each expert. The token goes to the ``per_token`` experts with the highest
     scores, and the layer's output is the sum of their outputs, each times its weight.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.errors import ConfigError
+from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups, Topology
 from shardwise.models import GPT, ModelConfig
 from shardwise.models.experts import Experts
@@ -199,3 +202,17 @@ def test_experts_that_ranks_cannot_divide(group):
     groups = Groups.of(Topology.create(tp=1, ep=2))
     with pytest.raises(ConfigError, match="num 5 is not a multiple of the 2 ranks that divide them"):
         moe_layer(dataclasses.replace(MIXTRAL, num=5), groups)
+
+
+@pytest.mark.ranks(2)
+def test_the_example_of_the_page(group):
+    page = (Path(__file__).parents[3] / "docs" / "experts.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    model = names["model"]
+    ids = torch.randint(1000, (2, 16))
+    seed_streams(2, 0)
+    model(ids, labels=ids).mean().backward()
+    assert isinstance(model.decoder.layers[1].mlp, MoELayer)
+    assert all(param.grad is not None for param in model.parameters())

@@ -242,7 +242,7 @@ class _WithLoss(Function):
 
 
 class MoELayer(GroupModule):
-    """Router and experts in place of an MLP, with an MLP for all tokens if there is a shared expert.
+    """Router and experts instead of an MLP, with an MLP for all tokens if there is a shared expert.
 
     Args:
         config: config of the model, with ``experts``.

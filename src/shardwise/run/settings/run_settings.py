@@ -44,7 +44,7 @@ class ModelSettings(Checked, prefix="model."):
         sequence_length: tokens in a training sample, and maximum context of the model.
         tie_embeddings: share one weight between the embedding and the output layer.
         dropout: probability of dropping an element of residual branches and attention weights, from 0 to 1.
-        num_experts: number of experts in each layer in place of its MLP; none if not given.
+        num_experts: number of experts in each layer, instead of its MLP; none if not given.
         num_experts_per_tok: number of experts that each token goes to.
         expert_ffn_hidden_size: width of an expert; if not given, that of the MLP divided by num_experts_per_tok, so
             that a token costs as much as without experts.

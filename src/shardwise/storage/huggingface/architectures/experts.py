@@ -1,6 +1,6 @@
 """Decoders with experts: Mixtral, Qwen 2 and 3 MoE, OLMoE, GLM 4.5.
 
-They are Mistral, Qwen 2 and 3, and Llama with a norm over all queries and one over all keys, with experts in place of
+They are Mistral, Qwen 2 and 3, and Llama with a norm over all queries and one over all keys, with experts instead of
 the MLP of some or all layers. Qwen 2 MoE has a shared expert with a gate.
 """
 
