@@ -93,3 +93,11 @@ def test_wrong_settings_are_refused():
     with pytest.raises(ConfigError, match="experts have no biases"):
         ModelSettings(architecture="gpt", num_experts=8)
     assert ParallelSettings(tp=2, ep=4, etp=1, pp=3).fewest_ranks == 12
+
+
+def test_plans_are_refused_by_name():
+    for more in ((), ("--fit", "8")):
+        command = ("plan", "train", "--data", str(TEXT), "--model.num-experts", "8", *more)
+        with Program("-m", "shardwise", *command) as program:
+            program.finish(exit_code=2)
+        assert "plans do not cover models with experts yet" in program.stderr

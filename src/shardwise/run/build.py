@@ -22,10 +22,12 @@ def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
     ffn_hidden_size = model.ffn_hidden_size or usual_ffn_hidden_size
     experts = None
     if model.num_experts is not None:
+        per_token = model.num_experts_per_tok
         experts = Experts(
             num=model.num_experts,
-            per_token=model.num_experts_per_tok,
-            ffn_hidden_size=model.expert_ffn_hidden_size or -(-ffn_hidden_size // model.num_experts_per_tok),
+            per_token=per_token,
+            # A multiple of 8, for grouped products (``kernels.grouped``).
+            ffn_hidden_size=model.expert_ffn_hidden_size or -(-ffn_hidden_size // (8 * per_token)) * 8,
             selection_bias=model.router_bias_rate > 0,
             bias_rate=model.router_bias_rate,
             aux_loss=model.router_aux_loss,

@@ -260,10 +260,11 @@ def check_belongs(session: Session, folder: Path) -> int:
     fixed = {name: ours[name].keys() - {"lora_merge"} for name in _FIXED_SECTIONS if name in ours}
     fixed["training"] = {*_FIXED_TRAINING, "rng"} if draws_dropout(session) else {*_FIXED_TRAINING}
     # Earlier versions lacked some settings; their runs used today's defaults.
-    defaults = json.loads(json.dumps(dataclasses.asdict(LoraSettings())))
+    made = {"lora": LoraSettings(), "model": type(session.settings.model)()}
+    defaults = {section: json.loads(json.dumps(dataclasses.asdict(each))) for section, each in made.items()}
     pairs = {
         f"{section}.{name}": (
-            saved.get(section, {}).get(name, defaults.get(name) if section == "lora" else None),
+            saved.get(section, {}).get(name, defaults.get(section, {}).get(name)),
             ours[section][name],
         )
         for section, names in fixed.items()

@@ -235,8 +235,6 @@ def make_plan(workload: Workload, mesh: Mesh, *, rank: int | None = None, rehear
         plan: Plan = call_in_fresh_process("shardwise.run.plan.plan:plan_rank", workload, mesh, rank)
         return plan
     mesh.check(workload)
-    if workload.model.experts is not None:
-        raise ConfigError("plans do not cover models with experts yet; run a few steps with the settings instead")
     if rank is not None and not 0 <= rank < mesh.world_size:
         raise ConfigError(f"rank {rank} is not one of the {mesh.world_size} ranks, 0 to {mesh.world_size - 1}")
     rehearsals = rehearsals or Rehearsals(workload)

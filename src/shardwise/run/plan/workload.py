@@ -71,6 +71,9 @@ class Workload:
         adaptation: adapters on a frozen model; all of it is trained if None.
         teacher: description of the teacher of a distillation, or None.
         teacher_dtype: dtype of the teacher's weights.
+
+    Raises:
+        ConfigError: the model has experts.
     """
 
     settings: RunSettings
@@ -79,6 +82,10 @@ class Workload:
     adaptation: Adaptation | None = None
     teacher: ModelDescription | None = None
     teacher_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.model.experts is not None:
+            raise ConfigError("plans do not cover models with experts yet; run a few steps with the settings instead")
 
     @cached_property
     def global_batch_size(self) -> int:

@@ -46,8 +46,8 @@ class ModelSettings(Checked, prefix="model."):
         dropout: probability of dropping an element of residual branches and attention weights, from 0 to 1.
         num_experts: number of experts in each layer, instead of its MLP; none if not given.
         num_experts_per_tok: number of experts that each token goes to.
-        expert_ffn_hidden_size: width of an expert; if not given, that of the MLP divided by num_experts_per_tok, so
-            that a token costs as much as without experts.
+        expert_ffn_hidden_size: width of an expert; if not given, that of the MLP divided by num_experts_per_tok, and
+            rounded up to a multiple of 8, so that a token costs as much as without experts.
         router_aux_loss: coefficient of the loss that balances the experts.
         router_bias_rate: rate of a bias that balances the experts without a loss, such as 0.001; 0 for none.
         router_z_loss: coefficient of the loss that bounds the logits of the router.
