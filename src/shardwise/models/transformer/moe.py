@@ -340,7 +340,7 @@ class MoELayer(GroupModule):
         spec, (n, k) = self.spec, routing.experts.shape
         flat = routing.experts.flatten()
         order = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=spec.num)
+        counts = _counts(flat, spec.num)
         weights = routing.weights.to(tokens.dtype)
         if spec.weighs_input:
             rows = (tokens.unsqueeze(1) * weights.unsqueeze(-1)).flatten(0, 1)[order]
@@ -377,7 +377,7 @@ class MoELayer(GroupModule):
         scores = routing.scores
         if self.spec.scores == "sigmoid":
             scores = scores / scores.sum(dim=-1, keepdim=True)
-        statistics[: self.spec.num] += routing.experts.flatten().bincount(minlength=self.spec.num)
+        statistics[: self.spec.num] += _counts(routing.experts.flatten(), self.spec.num)
         statistics[-2] += torch.special.entr(scores).sum()
         if loss is not None:
             statistics[-1] += loss
@@ -461,6 +461,13 @@ class SharedGate(ShardedModule):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map ``[..., h]`` to ``[..., 1]``."""
         return F.linear(hidden, self.weight).sigmoid()
+
+
+def _counts(numbers: Tensor, stop: int) -> Tensor:
+    """Count each number below ``stop``, ``[stop]`` int64; unlike ``bincount`` without waiting for a GPU."""
+    return torch.zeros(stop, dtype=torch.int64, device=numbers.device).scatter_add_(
+        0, numbers, torch.ones_like(numbers)
+    )
 
 
 def _sum(parts: Any) -> Tensor:
