@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from shardwise.core.errors import CheckpointError
+from shardwise.core.files import shown
 from shardwise.core.sharding import ParamShard, TensorPieces
 from shardwise.core.tensor_files import StoredTensor, TensorFile, read_box, read_header
 from shardwise.storage.checkpoint.manifest import REMEDY, ChunkRecord, FileRecord, Manifest, damaged, overlap
@@ -349,7 +350,8 @@ def read_slice(
         part = read_box(stored, offsets, sizes)
         if part.dtype == dtype:
             return part
-    raise damaged(folder, f"{chunk.file} has no {chunk.key!r} of {dtype} and shape {list(chunk.sizes)}; {REMEDY}")
+    wanted = f"{shown(chunk.key)} of {dtype} and shape {shown(list(chunk.sizes))}"
+    raise damaged(folder, f"{chunk.file} has no {wanted}; {REMEDY}")
 
 
 def share_out_slices(wanted: list[list[Slice]], chunks: Mapping[MetadataIndex, ChunkRecord]) -> list[set[Slice]]:
