@@ -21,6 +21,7 @@ from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.config import LayerConfig, ModelConfig
+from shardwise.models.experts import Experts
 from shardwise.models.gpt import GPT
 from shardwise.models.recomputation import Recomputation
 
@@ -86,6 +87,7 @@ CHANGES = {
     "add_bias_linear": Change(False, "parameters"),
     "add_qkv_bias": Change(True, "parameters", {"add_bias_linear": False}),
     "gated_linear_unit": Change(True, "parameters"),
+    "experts": Change(Experts(4, 2, 8), "parameters", {"add_bias_linear": False}),
     "activation_func": Change(F.silu, "loss"),
     "rotary_interleaved": Change(True, "loss"),
     "window_size": Change((1, 0), "loss"),

@@ -364,7 +364,9 @@ class Trainer:
     def _reduced(self, total: Total, largest: Tensor, *, has_norm: bool) -> _Numbers:
         """Reduce the numbers of a step, with one collective for each group."""
         zero = torch.zeros((), dtype=largest.dtype, device=self.device)
-        squares = own_squares(self.model, groups=self._model_groups, **self._of_norm()) if has_norm else [(zero, [])]
+        squares = (
+            own_squares(self.model, model_groups=self._model_groups, **self._of_norm()) if has_norm else [(zero, [])]
+        )
         sums = [(total.tensor, self._groups[1:]), *((each.view(1), over) for each, over in squares)]
         if self._of_experts and has_norm:
             sums.append((self._own_routing(), self._groups))

@@ -17,6 +17,7 @@ from shardwise.models.classification import Classification
 from shardwise.models.description import ModelDescription
 from shardwise.storage.huggingface.architectures import ARCHITECTURES, Architecture
 from shardwise.storage.huggingface.architectures.architecture import with_label_fields
+from shardwise.storage.huggingface.architectures.experts import WithExperts
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.tensor_folder import TensorFolder, is_weight_dtype, read_json, weight_dtype
 
@@ -122,8 +123,12 @@ def config_to_json(
             return _written_as(candidate, description, dtype, base)
         except ConfigError as error:
             attempts[candidate.model_type] = str(error)
-    # The closest architectures have the shortest reasons.
-    closest = sorted(attempts, key=lambda name: len(attempts[name]))
+    # The closest architectures have experts if the model has, and the shortest reasons.
+    has_experts = description.experts is not None
+    closest = sorted(
+        attempts,
+        key=lambda name: (isinstance(ARCHITECTURES[name], WithExperts) != has_experts, len(attempts[name])),
+    )
     reasons = "; ".join(f"{name}: {attempts[name]}" for name in closest[:_NUM_REASONS])
     others = f"; nor as {', '.join(closest[_NUM_REASONS:])}" if len(closest) > _NUM_REASONS else ""
     raise ConfigError(f"the model cannot be written as a Hugging Face architecture ({reasons}{others})")

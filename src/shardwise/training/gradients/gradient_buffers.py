@@ -260,7 +260,11 @@ class GradientBuffers(Gradients):
                 # Of experts too: they saw the tokens of all data-parallel ranks.
                 bucket.data.mul_(1 / self.group.size())
             reduce = reduce_scatter_async if bucket.is_scattered else all_reduce_async
-            bucket.pending = reduce(bucket.data, group=bucket.group, may_overwrite=True)
+            if bucket.group is self.group:
+                bucket.pending = reduce(bucket.data, group=self.group, may_overwrite=True)
+            else:
+                # Copies of experts are on other ranks.
+                bucket.pending = reduce(bucket.data, group=bucket.group, may_overwrite=True)
         self._num_started += 1
 
     def _wait(self) -> None:

@@ -164,7 +164,7 @@ def global_grad_norm(
         ConfigError: the model has experts, and ``groups`` is missing.
     """
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
-    for squares, over in own_squares(model, tp_group=tp_group, pp_group=pp_group, shares=shares, groups=groups):
+    for squares, over in own_squares(model, tp_group=tp_group, pp_group=pp_group, shares=shares, model_groups=groups):
         for group in over:
             squares = all_reduce(squares, group=group)
         total = total + squares
@@ -177,7 +177,7 @@ def own_squares(
     tp_group: ProcessGroup,
     pp_group: ProcessGroup | None = None,
     shares: Mapping[Parameter, Share] | None = None,
-    groups: Groups | None = None,
+    model_groups: Groups | None = None,
 ) -> list[tuple[Tensor, list[ProcessGroup]]]:
     """Return this rank's parts of the square of ``global_grad_norm``, each with the groups over which it is summed."""
     replicas = replicas_of(model)
@@ -192,16 +192,16 @@ def own_squares(
     sharing = group_of_rows(first)
     if shares:
         sharing = next((share.group for param, share in shares.items() if not replicas[param].is_of_expert), None)
-    over = [group for group in (tp_group, sharing, pp_group) if group is not None]
-    sums = [(_sum_of_squares(counted, first.device), over)]
+    groups = [group for group in (tp_group, sharing, pp_group) if group is not None]
+    sums = [(_sum_of_squares(counted, first.device), groups)]
     if any(each.is_of_expert for each in replicas.values()):
-        if groups is None or groups.expert_dp is None or groups.dp is None:
+        if model_groups is None or model_groups.expert_dp is None or model_groups.dp is None:
             raise ConfigError("the model has experts; the norm needs its groups, with dp and expert_dp")
         # The ranks of a stage hold all experts, each as often as ``expert_dp`` has ranks.
-        is_first = groups.expert_dp.rank() == 0
+        is_first = model_groups.expert_dp.rank() == 0
         own = [each if share is None else share.gradient for each, share in of_experts if is_first or share is not None]
-        over = [group for group in (tp_group, groups.dp, pp_group) if group is not None]
-        sums.append((_sum_of_squares(own, first.device), over))
+        groups = [group for group in (tp_group, model_groups.dp, pp_group) if group is not None]
+        sums.append((_sum_of_squares(own, first.device), groups))
     return sums
 
 

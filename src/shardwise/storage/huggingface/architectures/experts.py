@@ -7,7 +7,7 @@ the MLP of some or all layers. Qwen 2 MoE has a shared expert with a gate.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.core.errors import ConfigError
@@ -16,12 +16,12 @@ from shardwise.models.experts import Experts
 from shardwise.storage.huggingface.architectures.architecture import Architecture, Setting, classifiers
 from shardwise.storage.huggingface.architectures.llama import (
     LLAMA,
-    MISTRAL,
     QK_NORMS,
     QWEN2,
     QWEN3,
     TABLE,
     Decoder,
+    Mistral,
     decoder_settings,
 )
 from shardwise.storage.huggingface.fields import Fields, read_rope
@@ -133,7 +133,21 @@ class WithExperts(Architecture):
         return None if all(layers) else layers
 
 
+class _Mixtral(Mistral):
+    default_window = None
+
+    def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
+        return read_rope(fields, longest, theta=1e6)
+
+
 class _Glm(Decoder):
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        # The heads' width is rounded down.
+        width = values["hidden_size"] // max(1, values["num_attention_heads"])
+        if fields.values.get("head_dim") is None:
+            fields = Fields({**fields.values, "head_dim": width}, fields.where)
+        return super().read_others(fields, values)
+
     def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
         return read_rope(fields, longest, share=0.5)
 
@@ -179,8 +193,9 @@ def _tied(decoder: Architecture) -> dict[str, Any]:
     return {name: getattr(decoder, name) for name in names}
 
 
+_MIXTRAL = _Mixtral(model_type="mixtral", classes=(), settings={}, num_key_value_heads=8)
 MIXTRAL = WithExperts(
-    **_tied(MISTRAL),
+    **_tied(_MIXTRAL),
     model_type="mixtral",
     classes=("MixtralForCausalLM", "MixtralModel"),
     classifiers=classifiers("Mixtral"),
@@ -195,7 +210,7 @@ MIXTRAL = WithExperts(
             _BLOCK + "experts.{expert}.w2.weight",
         ),
     },
-    decoder=MISTRAL,
+    decoder=_MIXTRAL,
     names=("num_local_experts", "num_experts"),
     width=("intermediate_size", 14336),
 )
@@ -214,7 +229,7 @@ QWEN2_MOE = WithExperts(
     )
     | {"qkv_bias": Setting("qkv_bias", True)},
     table={**TABLE, **EXPERTS, **_SHARED},
-    decoder=QWEN2,
+    decoder=replace(QWEN2, num_key_value_heads=16),
     names=("num_experts",),
     num=60,
     width=("moe_intermediate_size", 1408),
@@ -233,7 +248,7 @@ QWEN3_MOE = WithExperts(
     )
     | {"attention_bias": Setting("attention_bias", False)},
     table={**TABLE, **EXPERTS, **QK_NORMS},
-    decoder=QWEN3,
+    decoder=replace(QWEN3, num_key_value_heads=4),
     names=("num_experts", "num_local_experts"),
     num=128,
     width=("moe_intermediate_size", 768),

@@ -161,7 +161,9 @@ def layer_types(layers: Sequence[bool]) -> list[str]:
     return ["sliding_attention" if each else "full_attention" for each in layers]
 
 
-class _Mistral(Decoder):
+class Mistral(Decoder):
+    """A decoder whose layers all have the same window."""
+
     default_window: ClassVar[int | None] = 4096
 
     def read_window(self, fields: Fields, num_layers: int) -> Window:
@@ -182,7 +184,7 @@ LLAMA = Decoder(
     },
 )
 
-MISTRAL = _Mistral(
+MISTRAL = Mistral(
     model_type="mistral",
     classes=("MistralForCausalLM", "MistralModel"),
     classifiers=classifiers("Mistral"),
@@ -225,7 +227,7 @@ OLMO2 = Decoder(
 )
 
 
-class _Phi3(_Mistral):
+class _Phi3(Mistral):
     default_window = None
 
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
