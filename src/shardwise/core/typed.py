@@ -70,6 +70,12 @@ def check_move(
         if given is not None and given not in allowed:
             raise spmd_types.SpmdTypeError(f"a tensor has the layout {given} over {axis}, and must have {own!r}")
     types = _together([tensor for tensor, _ in tensors], but=axis)
+    mixed = [other for other in types if not axis.isorthogonal(other)]
+    if mixed and layout.kind == "V":
+        # An exchange over ranks of several axes, such as that of experts' tokens. A tensor cannot have types over
+        # axes that share ranks; it varies over each of them.
+        _set(outputs, types | dict.fromkeys(mixed, spmd_types.V))
+        return
     _set(outputs, types | {axis: letter(layout)})
 
 
