@@ -27,7 +27,7 @@ def why_not_grouped(device_type: str, dtype: torch.dtype, widths: Sequence[int])
 
 
 def grouped_linear(input_: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each run of rows with the transpose of its own matrix.
+    """Multiply each run of rows by the transpose of its matrix.
 
     Args:
         input_: ``[n, i]``, the runs one after the other.

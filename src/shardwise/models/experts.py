@@ -32,7 +32,7 @@ class Experts:
         selection_bias: whether a bias is added to the scores for the choice alone.
         bias_rate: rate at which a trainer changes this bias after each step, by the sign of the mean load minus the
             expert's, which balances the experts without a loss; 0 to keep it.
-        num_groups: number of groups of experts, of which only some are considered for a token; 1 for all.
+        num_groups: number of groups of experts; a token considers the best ``groups_per_token`` of them.
         groups_per_token: number of groups that are considered, those with the highest scores: with ``"sigmoid"`` the
             sum of a group's two highest scores, else its highest.
         weighs_input: whether the weight multiplies an expert's input instead of its output.

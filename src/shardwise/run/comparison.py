@@ -117,11 +117,11 @@ class _Differences:
     """Differences of two runs.
 
     Attributes:
-        steps: steps of which both have metrics.
+        steps: steps with metrics of both runs.
         metrics: differences of metrics, in the order of the steps.
         alone: metrics that one run lacks: the name, the folder of the other, and the steps; ``_ALL`` for whole rows.
         checkpoints: numbers of steps of checkpoints that both have, up to the first that differs.
-        facts: lines about differences beside tensors in the last of ``checkpoints``.
+        facts: lines about differences in the last of ``checkpoints`` other than in tensors.
         tensors: differences of tensors in the last of ``checkpoints``.
     """
 
@@ -274,7 +274,7 @@ def _readable(path: Path) -> MetricsFile:
 
 
 def _facts(step: int, stored: tuple[StoredCheckpoint, StoredCheckpoint]) -> list[str]:
-    """Describe the differences of two checkpoints beside tensors in lines."""
+    """Describe the differences of two checkpoints other than in tensors."""
     # Settings include the layout and the folder of the run.
     metas = [{name: value for name, value in each.manifest.meta.items() if name != "settings"} for each in stored]
     texts = [{name: json.dumps(value, sort_keys=True) for name, value in meta.items()} for meta in metas]

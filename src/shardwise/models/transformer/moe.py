@@ -347,7 +347,7 @@ class MoELayer(GroupModule):
         else:
             rows = tokens[order // k]
         rows = self.experts(rows, counts) if self._group.size() == 1 else self._exchanged(rows, counts)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        back = _inverse(order)
         rows = rows[back].view(n, k, tokens.size(-1))
         return rows.sum(dim=1) if spec.weighs_input else (rows * weights.unsqueeze(-1)).sum(dim=1)
 
@@ -365,7 +365,7 @@ class MoELayer(GroupModule):
         expert = torch.arange(own, device=rows.device).repeat(group.size())
         order = expert.repeat_interleave(received.flatten(), output_size=len(rows)).argsort(stable=True)
         outputs = self.experts(rows[order], received.sum(0))
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        back = _inverse(order)
         rows = moves.all_to_all(outputs[back], group=group, output_sizes=input_sizes, input_sizes=output_sizes)
         if splits == 1:
             return rows
@@ -468,6 +468,11 @@ def _counts(numbers: Tensor, stop: int) -> Tensor:
     return torch.zeros(stop, dtype=torch.int64, device=numbers.device).scatter_add_(
         0, numbers, torch.ones_like(numbers)
     )
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Return the order that undoes ``order``, without a sort."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def _sum(parts: Any) -> Tensor:

@@ -55,7 +55,7 @@ _BACKWARD = "the backward, or a sum of it"
 
 @dataclass(frozen=True)
 class OneRun:
-    """What a run left.
+    """The metrics and checkpoints of a run.
 
     Attributes:
         folder: ``--out`` of the run, or one of its checkpoints.
