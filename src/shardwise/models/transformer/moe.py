@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, the exchange of tokens, and experts that are split over ranks.
+"""Layer of experts: the exchange of tokens, and experts that are split over ranks.
 
 Each rank routes its own tokens: with sequence parallelism its part of the sequence, otherwise a part of the tokens that
 all tensor-parallel ranks have. It sends each token to the ranks of the group ``experts`` that hold the token's experts;
@@ -13,8 +13,7 @@ them; the sum is over ``expert_dp``, the ranks that hold the same part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,18 +22,11 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import moves
-from shardwise.core.communication.collectives import all_reduce, all_to_all
+from shardwise.core.communication.collectives import all_to_all
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout, hidden_layout
 from shardwise.core.sequence_view import SequenceView
-from shardwise.core.sharding import (
-    ParamLayout,
-    ParamShard,
-    Replicas,
-    ShardedOffset,
-    intervals_of_sizes,
-    is_copy_by,
-)
+from shardwise.core.sharding import ParamLayout, Replicas, intervals_of_sizes
 from shardwise.core.sharding.balanced import balanced_sizes
 from shardwise.core.topology import Groups
 from shardwise.core.typed import computed_locally
@@ -42,115 +34,8 @@ from shardwise.kernels.grouped import grouped_linear
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
 from shardwise.models.transformer.mlp import MLP, activated, layer_arguments
+from shardwise.models.transformer.router import Router, Routing, counts_of
 from shardwise.nn.module import GroupModule, ShardedModule
-
-
-class Routing(NamedTuple):
-    """The choice of experts for a rank's tokens.
-
-    Attributes:
-        experts: ``[n, k]`` int64, the experts of each token, ascending.
-        weights: ``[n, k]``, their weights.
-        scores: ``[n, num]``, scores of all experts, in fp32 at least.
-        logits: ``[n, num]``, in fp32 at least.
-    """
-
-    experts: Tensor
-    weights: Tensor
-    scores: Tensor
-    logits: Tensor
-
-
-class Router(ShardedModule):
-    """Scores of the experts for each token, and the choice among them, in fp32 at least.
-
-    Args:
-        config: config of the model.
-        experts: the experts.
-        group: tensor-parallel group, whose ranks route different tokens.
-
-    Attributes:
-        weight: ``[num, h]``.
-        selection_bias: ``[num]`` in fp32, a buffer, or None.
-    """
-
-    weight: Tensor
-    selection_bias: Tensor | None
-
-    def __init__(self, config: ModelConfig, experts: Experts, group: ProcessGroup) -> None:
-        super().__init__(**layer_arguments(config, group=group, linear=False))
-        self.experts = experts
-        bias = torch.zeros(experts.num, dtype=torch.float32, device=self._device()) if experts.selection_bias else None
-        self.register_buffer("selection_bias", bias)
-        layout = ParamLayout.replicated((experts.num, config.hidden_size), group.size())
-        assert config.init_method is not None
-        self._make_parameter("weight", layout, config.init_method, partial_gradient=group.size() > 1)
-
-    def forward(self, tokens: Tensor) -> Routing:
-        """Choose the experts of tokens ``[n, h]``."""
-        spec = self.experts
-        wide = torch.promote_types(tokens.dtype, torch.float32)
-        logits = F.linear(tokens.to(wide), self.weight.to(wide))
-        scores = logits.sigmoid() if spec.scores == "sigmoid" else logits.softmax(dim=-1)
-        considered = logits if spec.softmax_after_choice else scores
-        if self.selection_bias is not None:
-            considered = considered.detach() + self.selection_bias
-        if spec.groups_per_token < spec.num_groups:
-            considered = considered.masked_fill(~self._of_best_groups(considered.detach()), -torch.inf)
-        # In ascending order, so that the sum over a token's experts has the same order at every layout.
-        if spec.forces_balance:
-            chosen = torch.arange(len(logits) * spec.per_token, device=logits.device) % spec.num
-            chosen = chosen.view(-1, spec.per_token).sort(dim=-1).values
-        else:
-            chosen = considered.detach().topk(spec.per_token, dim=-1).indices.sort(dim=-1).values
-        if spec.softmax_after_choice:
-            weights = logits.gather(1, chosen).softmax(dim=-1)
-        else:
-            weights = scores.gather(1, chosen)
-        if spec.normalizes_weights and spec.per_token > 1:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + torch.finfo(wide).tiny)
-        if spec.weight_scale != 1.0:
-            weights = weights * spec.weight_scale
-        return Routing(chosen, weights, scores, logits)
-
-    @torch.no_grad()
-    def balance_(self, loads: Tensor) -> None:
-        """Move the bias of each expert by ``bias_rate``, up if its load is under the mean; ``loads`` are ``[num]``."""
-        if self.selection_bias is not None and self.experts.bias_rate:
-            self.selection_bias += self.experts.bias_rate * (loads.mean() - loads).sign().float()
-
-    def reset_parameters(self) -> None:
-        """Set the weight to its initial values, and the bias to 0."""
-        super().reset_parameters()
-        if self.selection_bias is not None:
-            self.selection_bias = torch.zeros_like(self.selection_bias, device=self.weight.device)
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: Sequence[ShardedOffset] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, ParamShard]:
-        """Like ``ShardedModule.sharded_state_dict``, with the bias."""
-        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        if self.selection_bias is not None:
-            key, offsets = f"{prefix}selection_bias", tuple(sharded_offsets)
-            layout = ParamLayout.replicated(self.selection_bias.shape, self.group.size())
-            entries[key] = ParamShard(
-                key, self.selection_bias, layout, self.group.rank(), offsets, is_copy=is_copy_by(metadata)
-            )
-        return entries
-
-    def _of_best_groups(self, scores: Tensor) -> Tensor:
-        """Return, for each token and expert, whether its group is one of the best."""
-        spec = self.experts
-        groups = scores.view(len(scores), spec.num_groups, -1)
-        best = (
-            groups.topk(min(2, groups.size(2)), dim=-1).values.sum(-1) if spec.scores == "sigmoid" else groups.amax(-1)
-        )
-        chosen = best.topk(spec.groups_per_token, dim=-1).indices
-        mask = torch.zeros_like(best, dtype=torch.bool).scatter_(1, chosen, True)
-        return mask.unsqueeze(-1).expand_as(groups).flatten(1)
 
 
 class ExpertWeights(ShardedModule):
@@ -319,11 +204,11 @@ class MoELayer(GroupModule):
             # Tokens are [s, b]; those of this rank begin with a whole position, or somewhere if all are split.
             first = sum(sizes[: self._tp_group.rank()]) if sizes is not None else 0
             sequences = (torch.arange(len(tokens), device=tokens.device) + first) % hidden.size(1)
-            loss = self._auxiliary(routing, num_tokens, sequences, hidden.size(1))
+            loss = self.router.auxiliary_loss(routing, num_tokens, sequences, hidden.size(1))
             output = _WithLoss.apply(output, loss, self.loss_scale)
         # Not in a backward, which recomputes.
         if self.training and self.statistics is not None and torch._C._current_graph_task_id() == -1:
-            self._count(self.statistics, routing, loss)
+            self.router.count_(self.statistics, routing, loss)
         if splits:
             output = moves.gather(output, dim=0, group=self._tp_group, sizes=sizes)
         output = output.view(hidden.shape)
@@ -340,7 +225,7 @@ class MoELayer(GroupModule):
         spec, (n, k) = self.spec, routing.experts.shape
         flat = routing.experts.flatten()
         order = flat.argsort(stable=True)
-        counts = _counts(flat, spec.num)
+        counts = counts_of(flat, spec.num)
         weights = routing.weights.to(tokens.dtype)
         if spec.weighs_input:
             rows = (tokens.unsqueeze(1) * weights.unsqueeze(-1)).flatten(0, 1)[order]
@@ -372,71 +257,6 @@ class MoELayer(GroupModule):
         parts = rows.split(input_sizes)
         return torch.cat([_sum(parts[first : first + splits]) for first in range(0, len(parts), splits)])
 
-    @torch.no_grad()
-    def _count(self, statistics: Tensor, routing: Routing, loss: Tensor | None) -> None:
-        scores = routing.scores
-        if self.spec.scores == "sigmoid":
-            scores = scores / scores.sum(dim=-1, keepdim=True)
-        statistics[: self.spec.num] += _counts(routing.experts.flatten(), self.spec.num)
-        statistics[-2] += torch.special.entr(scores).sum()
-        if loss is not None:
-            statistics[-1] += loss
-
-    def _auxiliary(self, routing: Routing, num_tokens: int, sequences: Tensor, num_sequences: int) -> Tensor:
-        """Return this rank's part of the auxiliary losses of a micro-batch, a scalar.
-
-        Args:
-            routing: the choice of experts for this rank's tokens.
-            num_tokens: number of tokens on all ranks.
-            sequences: ``[n]`` int64, the sequence of each of this rank's tokens.
-            num_sequences: number of sequences.
-        """
-        spec = self.spec
-        loss = routing.logits.new_zeros(())
-        if spec.aux_loss:
-            if spec.balances == "micro_batch":
-                sequences, num_sequences = torch.zeros_like(sequences), 1
-            scores = routing.scores
-            if spec.scores == "sigmoid":
-                scores = scores / scores.sum(dim=-1, keepdim=True)
-            chosen = torch.zeros_like(scores).scatter_(1, routing.experts, 1.0)
-            nothing = scores.new_zeros(num_sequences, spec.num)
-            counts = nothing.index_add(0, sequences, chosen)
-            if self._tp_group.size() > 1:
-                counts = all_reduce(counts, group=self._tp_group)
-            each = num_tokens // num_sequences
-            share = counts / (each * spec.per_token)
-            balance = (share * nothing.index_add(0, sequences, scores)).sum() / (each * num_sequences)
-            loss = loss + spec.aux_loss * spec.num * balance
-        if spec.z_loss:
-            loss = loss + spec.z_loss * routing.logits.logsumexp(dim=-1).square().sum() / num_tokens
-        return loss
-
-
-METRICS = ("expert_load_max", "expert_load_min", "router_entropy", "auxiliary_loss")
-"""Names of ``metrics_of``."""
-
-
-def metrics_of(statistics: Tensor, experts: Experts, num_micro_batches: int) -> Tensor:
-    """Return the largest and the smallest load of any layer's expert, the entropy of scores, and the auxiliary losses.
-
-    Args:
-        statistics: ``[layers, num + 2]``, sums of ``MoELayer.statistics`` over all ranks; zeros for a layer without
-            experts.
-        experts: the experts.
-        num_micro_batches: number of micro-batches of the step on all data-parallel ranks.
-
-    Returns:
-        ``[4]``: loads are divided by the mean of a layer's experts; the entropy is the mean over tokens and layers, in
-        nats; of the auxiliary losses it is the sum over layers, the mean over micro-batches.
-    """
-    loads = statistics[:, :-2]
-    choices = loads.sum(dim=1, keepdim=True)
-    # Of a layer without experts, an even load.
-    shares = torch.where(choices > 0, loads * loads.size(1) / choices.clamp(min=1.0), 1.0)
-    entropy = statistics[:, -2].sum() * experts.per_token / choices.sum().clamp(min=1.0)
-    return torch.stack([shares.amax(), shares.amin(), entropy, statistics[:, -1].sum() / num_micro_batches])
-
 
 class SharedGate(ShardedModule):
     """Sigmoid of a projection of each token, which multiplies the shared expert's output.
@@ -461,13 +281,6 @@ class SharedGate(ShardedModule):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map ``[..., h]`` to ``[..., 1]``."""
         return F.linear(hidden, self.weight).sigmoid()
-
-
-def _counts(numbers: Tensor, stop: int) -> Tensor:
-    """Count each number below ``stop``, ``[stop]`` int64; unlike ``bincount`` without waiting for a GPU."""
-    return torch.zeros(stop, dtype=torch.int64, device=numbers.device).scatter_add_(
-        0, numbers, torch.ones_like(numbers)
-    )
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -1,0 +1,199 @@
+"""The router of a layer of experts: the choice of experts for each token, losses that balance them, and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
+from shardwise.models.config import ModelConfig
+from shardwise.models.experts import Experts
+from shardwise.models.transformer.mlp import layer_arguments
+from shardwise.nn.module import ShardedModule
+
+
+class Routing(NamedTuple):
+    """The choice of experts for a rank's tokens.
+
+    Attributes:
+        experts: ``[n, k]`` int64, the experts of each token, ascending.
+        weights: ``[n, k]``, their weights.
+        scores: ``[n, num]``, scores of all experts, in fp32 at least.
+        logits: ``[n, num]``, in fp32 at least.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    scores: Tensor
+    logits: Tensor
+
+
+class Router(ShardedModule):
+    """Scores of the experts for each token, and the choice among them, in fp32 at least.
+
+    Args:
+        config: config of the model.
+        experts: the experts.
+        group: tensor-parallel group, whose ranks route different tokens.
+
+    Attributes:
+        weight: ``[num, h]``.
+        selection_bias: ``[num]`` in fp32, a buffer, or None.
+    """
+
+    weight: Tensor
+    selection_bias: Tensor | None
+
+    def __init__(self, config: ModelConfig, experts: Experts, group: ProcessGroup) -> None:
+        super().__init__(**layer_arguments(config, group=group, linear=False))
+        self.experts = experts
+        bias = torch.zeros(experts.num, dtype=torch.float32, device=self._device()) if experts.selection_bias else None
+        self.register_buffer("selection_bias", bias)
+        layout = ParamLayout.replicated((experts.num, config.hidden_size), group.size())
+        assert config.init_method is not None
+        self._make_parameter("weight", layout, config.init_method, partial_gradient=group.size() > 1)
+
+    def forward(self, tokens: Tensor) -> Routing:
+        """Choose the experts of tokens ``[n, h]``."""
+        spec = self.experts
+        wide = torch.promote_types(tokens.dtype, torch.float32)
+        logits = F.linear(tokens.to(wide), self.weight.to(wide))
+        scores = logits.sigmoid() if spec.scores == "sigmoid" else logits.softmax(dim=-1)
+        considered = logits if spec.softmax_after_choice else scores
+        if self.selection_bias is not None:
+            considered = considered.detach() + self.selection_bias
+        if spec.groups_per_token < spec.num_groups:
+            considered = considered.masked_fill(~self._of_best_groups(considered.detach()), -torch.inf)
+        # In ascending order, so that the sum over a token's experts has the same order at every layout.
+        if spec.forces_balance:
+            chosen = torch.arange(len(logits) * spec.per_token, device=logits.device) % spec.num
+            chosen = chosen.view(-1, spec.per_token).sort(dim=-1).values
+        else:
+            chosen = considered.detach().topk(spec.per_token, dim=-1).indices.sort(dim=-1).values
+        if spec.softmax_after_choice:
+            weights = logits.gather(1, chosen).softmax(dim=-1)
+        else:
+            weights = scores.gather(1, chosen)
+        if spec.normalizes_weights and spec.per_token > 1:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + torch.finfo(wide).tiny)
+        if spec.weight_scale != 1.0:
+            weights = weights * spec.weight_scale
+        return Routing(chosen, weights, scores, logits)
+
+    @torch.no_grad()
+    def balance_(self, loads: Tensor) -> None:
+        """Move the bias of each expert by ``bias_rate``, up if its load is under the mean; ``loads`` are ``[num]``."""
+        if self.selection_bias is not None and self.experts.bias_rate:
+            self.selection_bias += self.experts.bias_rate * (loads.mean() - loads).sign().float()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to its initial values, and the bias to 0."""
+        super().reset_parameters()
+        if self.selection_bias is not None:
+            self.selection_bias = torch.zeros_like(self.selection_bias, device=self.weight.device)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[ShardedOffset] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, ParamShard]:
+        """Like ``ShardedModule.sharded_state_dict``, with the bias."""
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.selection_bias is not None:
+            key, offsets = f"{prefix}selection_bias", tuple(sharded_offsets)
+            layout = ParamLayout.replicated(self.selection_bias.shape, self.group.size())
+            entries[key] = ParamShard(
+                key, self.selection_bias, layout, self.group.rank(), offsets, is_copy=is_copy_by(metadata)
+            )
+        return entries
+
+    def auxiliary_loss(self, routing: Routing, num_tokens: int, sequences: Tensor, num_sequences: int) -> Tensor:
+        """Return this rank's part of the auxiliary losses of a micro-batch, a scalar.
+
+        Args:
+            routing: the choice of experts for this rank's tokens.
+            num_tokens: number of tokens on all ranks.
+            sequences: ``[n]`` int64, the sequence of each of this rank's tokens.
+            num_sequences: number of sequences.
+        """
+        spec = self.experts
+        loss = routing.logits.new_zeros(())
+        if spec.aux_loss:
+            if spec.balances == "micro_batch":
+                sequences, num_sequences = torch.zeros_like(sequences), 1
+            scores = self._distributions(routing)
+            chosen = torch.zeros_like(scores).scatter_(1, routing.experts, 1.0)
+            nothing = scores.new_zeros(num_sequences, spec.num)
+            counts = nothing.index_add(0, sequences, chosen)
+            if self.group.size() > 1:
+                counts = all_reduce(counts, group=self.group)
+            each = num_tokens // num_sequences
+            share = counts / (each * spec.per_token)
+            balance = (share * nothing.index_add(0, sequences, scores)).sum() / (each * num_sequences)
+            loss = loss + spec.aux_loss * spec.num * balance
+        if spec.z_loss:
+            loss = loss + spec.z_loss * routing.logits.logsumexp(dim=-1).square().sum() / num_tokens
+        return loss
+
+    @torch.no_grad()
+    def count_(self, statistics: Tensor, routing: Routing, loss: Tensor | None) -> None:
+        """Add to ``MoELayer.statistics`` those of a micro-batch, with its auxiliary losses if it has them."""
+        statistics[: self.experts.num] += counts_of(routing.experts.flatten(), self.experts.num)
+        statistics[-2] += torch.special.entr(self._distributions(routing)).sum()
+        if loss is not None:
+            statistics[-1] += loss
+
+    def _distributions(self, routing: Routing) -> Tensor:
+        """Return each token's scores divided by their sum."""
+        scores = routing.scores
+        return scores / scores.sum(dim=-1, keepdim=True) if self.experts.scores == "sigmoid" else scores
+
+    def _of_best_groups(self, scores: Tensor) -> Tensor:
+        """Return, for each token and expert, whether its group is one of the best."""
+        spec = self.experts
+        groups = scores.view(len(scores), spec.num_groups, -1)
+        best = (
+            groups.topk(min(2, groups.size(2)), dim=-1).values.sum(-1) if spec.scores == "sigmoid" else groups.amax(-1)
+        )
+        chosen = best.topk(spec.groups_per_token, dim=-1).indices
+        mask = torch.zeros_like(best, dtype=torch.bool).scatter_(1, chosen, True)
+        return mask.unsqueeze(-1).expand_as(groups).flatten(1)
+
+
+METRICS = ("expert_load_max", "expert_load_min", "router_entropy", "auxiliary_loss")
+"""Names of ``metrics_of``."""
+
+
+def metrics_of(statistics: Tensor, experts: Experts, num_micro_batches: int) -> Tensor:
+    """Return the largest and the smallest load of any layer's expert, the entropy of scores, and the auxiliary losses.
+
+    Args:
+        statistics: ``[layers, num + 2]``, sums of ``MoELayer.statistics`` over all ranks; zeros for a layer without
+            experts.
+        experts: the experts.
+        num_micro_batches: number of micro-batches of the step on all data-parallel ranks.
+
+    Returns:
+        ``[4]``: loads are divided by the mean of a layer's experts; the entropy is the mean over tokens and layers, in
+        nats; of the auxiliary losses it is the sum over layers, the mean over micro-batches.
+    """
+    loads = statistics[:, :-2]
+    choices = loads.sum(dim=1, keepdim=True)
+    # Of a layer without experts, an even load.
+    shares = torch.where(choices > 0, loads * loads.size(1) / choices.clamp(min=1.0), 1.0)
+    entropy = statistics[:, -2].sum() * experts.per_token / choices.sum().clamp(min=1.0)
+    return torch.stack([shares.amax(), shares.amin(), entropy, statistics[:, -1].sum() / num_micro_batches])
+
+
+def counts_of(numbers: Tensor, stop: int) -> Tensor:
+    """Count each number below ``stop``, ``[stop]`` int64; unlike ``bincount`` without waiting for a GPU."""
+    return torch.zeros(stop, dtype=torch.int64, device=numbers.device).scatter_add_(
+        0, numbers, torch.ones_like(numbers)
+    )
