@@ -34,6 +34,21 @@ LAYOUTS = {
     ),
     "ep 2, dp 4, zero": ("--nproc", "4", "--ep", "2", "--zero", "1"),
     "tp 2, etp 2, ep 2": ("--nproc", "4", "--tp", "2", "--ep", "2"),
+    "ep 2, fsdp 4": ("--nproc", "4", "--ep", "2", "--fsdp", "--training.micro-batch-size", "1"),
+    "ep 4, tp 2, fsdp 2, sp": (
+        "--nproc",
+        "4",
+        "--tp",
+        "2",
+        "--ep",
+        "4",
+        "--etp",
+        "1",
+        "--fsdp",
+        "--sequence-parallel",
+        "--recompute.granularity",
+        "full",
+    ),
     "ep 2, pp 2": ("--nproc", "4", "--pp", "2", "--ep", "2"),
 }
 
@@ -80,7 +95,6 @@ def test_wrong_settings_are_refused():
         (experts, {"ep": 3}, 3, "the 8 experts of the model are not a multiple of parallel.ep 3"),
         (experts, {"ep": 4}, 2, "parallel.ep 4 x etp 1 x parallel.pp 1 does not divide the 2 ranks"),
         (experts, {"exact": True}, 1, "experts and parallel.exact exclude each other"),
-        (experts, {"fsdp": True}, 2, "experts and parallel.fsdp exclude each other"),
     ):
         sizes = {"model": model, "parallel": parallel, "training": {"global_batch_size": 6}}
         settings = with_values(Settings, {"data": ("text",), **sizes})

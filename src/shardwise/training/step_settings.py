@@ -155,7 +155,6 @@ class ParallelSettings(Checked, prefix="parallel."):
         refuse(
             "experts and {} exclude each other; leave one of them out",
             (self.exact, "parallel.exact"),
-            (self.fsdp, "parallel.fsdp"),
             (self.pp > 1 and self.pipeline_schedule == "zero-bubble", "parallel.pipeline-schedule zero-bubble"),
         )
 

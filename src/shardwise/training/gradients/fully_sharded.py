@@ -1,8 +1,9 @@
 """Shard parameters and gradients over the data-parallel ranks with PyTorch's ``fully_shard``.
 
-Each transformer layer is a unit, and so is an embedding that is not tied to the output layer. The parameters of a unit
-are all-gathered before its forward and before its backward, and its gradients are reduce-scattered after its backward.
-All other parameters are gathered from the start of a forward to the end of its backward.
+Each transformer layer is a unit, and so are the experts of a layer, and an embedding that is not tied to the output
+layer. The parameters of a unit are all-gathered before its forward and before its backward, and its gradients are
+reduce-scattered after its backward. All other parameters are gathered from the start of a forward to the end of its
+backward. Experts are sharded over the ranks that hold the same parts of them, which may be one.
 
 PyTorch cuts the first dim of each tensor-parallel shard into runs of ``ceil(n / ranks)`` rows. The last ranks may hold
 fewer rows, or none.
@@ -11,7 +12,7 @@ Source: Zhao et al. 2023 (arXiv:2304.11277); Liang et al. 2024 (arXiv:2410.06511
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -44,6 +45,7 @@ class FullyShardedModel(Gradients):
     Args:
         chunks: the model, or a pipeline stage's chunks of it; their parameters are replaced.
         group: the ranks that see different samples; more than one.
+        other_groups: other groups that sum gradients, by parameter; for all parameters of a module or none.
         dtype: dtype of stored 16-bit parameters and of gradient sums; forward and backward stay in 16 bits. None keeps
             each parameter's dtype.
 
@@ -54,27 +56,36 @@ class FullyShardedModel(Gradients):
     """
 
     def __init__(
-        self, chunks: Sequence[LanguageModel], *, group: ProcessGroup, dtype: torch.dtype | None = None
+        self,
+        chunks: Sequence[LanguageModel],
+        *,
+        group: ProcessGroup,
+        other_groups: Mapping[Parameter, ProcessGroup] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.shards: dict[Parameter, Parameter] = {}
         self.replaced: dict[Parameter, Parameter] = {}
         self.divisions: dict[Parameter, Division] = {}
-        self._group = group
+        self._group, self._other_groups = group, dict(other_groups or {})
         self._dtype = dtype
         self._roots = [self._shard(chunk) for chunk in chunks]
         self._params = [param for chunk in chunks for param in chunk.parameters() if param.requires_grad]
 
     def _shard(self, chunk: LanguageModel) -> FSDPModule:
+        for module in list(chunk.modules()):
+            own = next(module.parameters(recurse=False), None)
+            if own in self._other_groups:
+                self._shard_unit(module, self._other_groups[own])
         units: list[nn.Module] = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
         if chunk.pre_process and not chunk.ties_weights:
             units.append(chunk.get_submodule("embedding"))
         for unit in units:
-            self._shard_unit(unit)
-        root = self._shard_unit(chunk)
+            self._shard_unit(unit, self._group)
+        root = self._shard_unit(chunk, self._group)
         chunk.register_forward_hook(_reshard_without_backward)
         return root
 
-    def _shard_unit(self, unit: nn.Module) -> FSDPModule:
+    def _shard_unit(self, unit: nn.Module, group: ProcessGroup) -> FSDPModule:
         before = {name: param for name, param in unit.named_parameters() if not is_sharded(param)}
         device = next(unit.parameters()).device
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -82,14 +93,14 @@ class FullyShardedModel(Gradients):
             if self._dtype is not None and param.requires_grad and param.dtype != self._dtype:
                 policy = MixedPrecisionPolicy(param.dtype, reduce_dtype=self._dtype, cast_forward_inputs=False)
                 param.data = param.detach().to(self._dtype)
-        sharded = fully_shard(unit, mesh=on_host(DeviceMesh.from_group)(self._group, device.type), mp_policy=policy)
+        sharded = fully_shard(unit, mesh=on_host(DeviceMesh.from_group)(group, device.type), mp_policy=policy)
         for name, param in before.items():
             new = unit.get_parameter(name)
             vars(new).update(vars(param))
-            set_group_of_rows_(new, self._group)
+            set_group_of_rows_(new, group)
             if param.requires_grad:
                 self.shards[new] = self.replaced[param] = Parameter(local_rows(new).detach())
-                self.divisions[param] = Division(self._group, intervals_of_rows(new))
+                self.divisions[param] = Division(group, intervals_of_rows(new))
             # Free the memory of the old parameter even if an optimizer still refers to it.
             param.data = torch.empty(0, dtype=param.dtype, device=device)
         # Sum the gradients: the loss is already divided by the number of tokens of the whole batch.

@@ -78,7 +78,10 @@ def check_replicas(
     of_experts = {
         name: param
         for name, param, _ in named
-        if expert_dp_group is not None and expert_dp_group.size() > 1 and replicas[param].is_of_expert
+        if expert_dp_group is not None
+        and expert_dp_group.size() > 1
+        and replicas[param].is_of_expert
+        and not is_sharded(param)
     }
     compared = of_tp | of_dp | of_experts
     if is_rehearsal(tp_group):

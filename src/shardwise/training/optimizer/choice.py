@@ -17,6 +17,7 @@ from shardwise.models.description import ModelChunks
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import replicas_of
+from shardwise.training.bounds import refuse
 from shardwise.training.gradients import GradientBuffers, Gradients, GradientTrees
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.gradients import summed_over_other_groups
@@ -62,17 +63,15 @@ def build_optimizer(
         sum_in_parts(dp_group, parts)
     others = groups_of_experts(model, groups)
     if others:
-        for name, is_set in (
-            ("parallel.fsdp", settings.parallel.shards_fully(num_ranks)),
-            ("optimizer.name muon", settings.optimizer.name == "muon"),
-        ):
-            if is_set:
-                raise ConfigError(f"{name} and experts exclude each other; leave one out")
+        refuse(
+            "{} and experts exclude each other; leave one of them out",
+            (settings.optimizer.name == "muon", "optimizer.name muon"),
+        )
     if settings.parallel.shards_fully(num_ranks):
         # This imports DTensor, which is slow.
         from shardwise.training.gradients.fully_sharded import FullyShardedModel
 
-        sharded = FullyShardedModel(chunks, group=dp_group, dtype=dtype)
+        sharded = FullyShardedModel(chunks, group=dp_group, other_groups=others, dtype=dtype)
         return LocalShards(optimizer, sharded), sharded
     sizes = [num_ranks, *(group.size() for group in others.values())]
     if max(sizes) == 1 and not has_masters and parts is None:

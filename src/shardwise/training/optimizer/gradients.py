@@ -20,7 +20,7 @@ from shardwise.core.communication.context import device_of_host_facts, is_rehear
 from shardwise.core.communication.trees import exact_parts, exact_total
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import Interval, ParamLayout, ParamShard, has_copies, holders, local_parts, segments
-from shardwise.core.sharding.balanced import first_row, group_of_rows, local_rows
+from shardwise.core.sharding.balanced import first_row, group_of_rows, is_sharded, local_rows
 from shardwise.core.topology import Groups
 from shardwise.kernels import compiled
 from shardwise.kernels.planning import device_type_of
@@ -189,16 +189,17 @@ def own_squares(
             of_experts.append((gradient, share))
         else:
             counted += _counted_here(gradient, layout, tp_group.rank(), first_row(param), share)
-    sharing = group_of_rows(first)
+    dense = [param for param, each in replicas.items() if not each.is_of_expert]
+    sharing = group_of_rows(dense[0]) if dense else None
     if shares:
-        sharing = next((share.group for param, share in shares.items() if not replicas[param].is_of_expert), None)
+        sharing = next((shares[param].group for param in dense if param in shares), None)
     groups = [group for group in (tp_group, sharing, pp_group) if group is not None]
     sums = [(_sum_of_squares(counted, first.device), groups)]
     if any(each.is_of_expert for each in replicas.values()):
         if model_groups is None or model_groups.expert_dp is None or model_groups.dp is None:
             raise ConfigError("the model has experts; the norm needs its groups, with dp and expert_dp")
-        # The ranks of a stage hold all experts, each as often as ``expert_dp`` has ranks.
-        is_first = model_groups.expert_dp.rank() == 0
+        # The ranks of a stage hold all experts, each as often as ``expert_dp`` has ranks unless these split it.
+        is_first = model_groups.expert_dp.rank() == 0 or any(is_sharded(param) for param in replicas)
         own = [each if share is None else share.gradient for each, share in of_experts if is_first or share is not None]
         groups = [group for group in (tp_group, model_groups.dp, pp_group) if group is not None]
         sums.append((_sum_of_squares(own, first.device), groups))
