@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from harness.program import Program
+from run.plan.measured_layouts import CASES
 
 from shardwise.core.errors import ConfigError
+from shardwise.models.recomputation import Recomputation
 from shardwise.run.comparison import compare
+from shardwise.run.plan.fit import fitted, layouts
+from shardwise.run.plan.plan import plan_run
+from shardwise.run.plan.rehearsal import Rehearsals
+from shardwise.run.plan.workload import Mesh
 from shardwise.run.settings import ModelSettings, ParallelSettings, Settings
 from shardwise.training.bounds import with_values
 
@@ -109,9 +116,27 @@ def test_wrong_settings_are_refused():
     assert ParallelSettings(tp=2, ep=4, etp=1, pp=3).fewest_ranks == 12
 
 
-def test_plans_are_refused_by_name():
-    for more in ((), ("--fit", "8")):
-        command = ("plan", "train", "--data", str(TEXT), "--model.num-experts", "8", *more)
-        with Program("-m", "shardwise", *command) as program:
-            program.finish(exit_code=2)
-        assert "plans do not cover models with experts yet" in program.stderr
+def test_a_plan_counts_the_exchange_of_tokens():
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 301, "sequence_length": 24}
+    model = sizes | {"num_experts": 8, "num_experts_per_tok": 3}
+    training = {"global_batch_size": 4, "micro_batch_size": 1, "dtype": "float32"}
+    options = {"ranks": 4, "rank": 1, "training": training, "device": "cpu"}
+    plan = plan_run(parallel={"tp": 2, "ep": 2}, model=model, **options)
+    sent = {call.num_bytes: number for call, number in plan.worst.calls.items() if call.axis == "ep"}
+    # A rank routes 12 of a micro-batch's 24 tokens to 3 experts each, which two ranks split; two layers, two batches.
+    # Tokens and results are sent in the forward, their gradients in the backward, and the counts of 8 experts once.
+    assert sent == {2 * 12 * 3 * 32 * 4: 2 * 2 * 4, 2 * 8 * 8: 2 * 2}
+    with pytest.raises(ConfigError, match=r"parallel\.ep 4 x etp 2 x parallel\.pp 1 does not divide the 4 ranks"):
+        plan_run(parallel={"tp": 2, "ep": 4}, model=model, **options)
+
+
+def test_the_layouts_that_fit_divide_experts():
+    workload = CASES["experts"].workload(small=True)
+    found = list(layouts(workload, (4,), 2, Mesh(recomputation=Recomputation("full"))))
+    assert {(mesh.tp, mesh.ep, mesh.expert_tp) for mesh in found if mesh.pp == 1} == {
+        *((1, ep, 1) for ep in (1, 2, 4)),
+        *((2, ep, etp) for ep, etp in ((1, 1), (1, 2), (2, 1), (4, 1))),
+    }
+    rehearsals = Rehearsals(workload, estimates=True)
+    assert fitted(rehearsals, found[0], 1 << 40) is not None
+    assert fitted(rehearsals, replace(found[0], ep=3), 1 << 40) is None

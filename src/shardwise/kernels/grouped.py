@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.kernels.planning import counts_on_host, device_type_of
+
 # Dtypes in which PyTorch multiplies all runs at once, by the device.
 _DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
 # Rows of its matrices begin at multiples of this many bytes.
@@ -37,23 +39,13 @@ def grouped_linear(input_: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     Returns:
         ``[n, o]``.
     """
-    if why_not_grouped(input_.device.type, input_.dtype, weights.shape[1:]) is None:
+    if why_not_grouped(device_type_of(input_), input_.dtype, weights.shape[1:]) is None:
         ends = counts.cumsum(0).to(torch.int32)
-        # Its gradient may be expanded, which grouped_mm's backward does not take.
-        output: Tensor = _Dense.apply(F.grouped_mm(input_, weights.transpose(1, 2), offs=ends))
+        output = F.grouped_mm(input_, weights.transpose(1, 2), offs=ends)
+        if output.requires_grad:
+            # The gradient may be expanded, which grouped_mm's backward does not take.
+            output.register_hook(Tensor.contiguous)
         return output
-    runs = input_.split(counts.tolist())
+    runs = input_.split(counts_on_host(counts, len(input_)))
     # ``unbind`` has one gradient for all matrices; that of each index would be as large as all of them.
     return torch.cat([F.linear(run, weight) for run, weight in zip(runs, weights.unbind(), strict=True)])
-
-
-class _Dense(torch.autograd.Function):
-    """Identity whose backward gives a contiguous gradient."""
-
-    @staticmethod
-    def forward(ctx: object, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return grad.contiguous()

@@ -2,9 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
+
+from shardwise.core.sharding.balanced import balanced_sizes
 
 _planned_device: str | None = None
 _plain: tuple[type[Tensor], ...] = (Tensor, Parameter)
@@ -37,6 +40,20 @@ def planned_device() -> str | None:
 def plain_tensors() -> tuple[type[Tensor], ...]:
     """Classes of tensors that kernels take: inside ``planning_for`` fake tensors too."""
     return _plain
+
+
+def counts_on_host(counts: Tensor, total: int) -> list[Any]:
+    """Read numbers of rows on the host; in a plan, whose tensors have no values, each row has even parts of ``total``.
+
+    Args:
+        counts: ``[n]`` or ``[rows, n]`` int64.
+        total: expected sum of each row.
+    """
+    if _planned_device is None:
+        numbers: list[Any] = counts.tolist()
+        return numbers
+    even = list(balanced_sizes(total, counts.size(-1)))
+    return even if counts.dim() == 1 else [even] * counts.size(0)
 
 
 def device_type_of(tensor: Tensor) -> str:

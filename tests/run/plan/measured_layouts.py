@@ -13,6 +13,7 @@ from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.classification import Classification
 from shardwise.models.description import ModelDescription
+from shardwise.models.experts import Experts
 from shardwise.nn.quantization import Quantization, QuantizedTensor
 from shardwise.nn.replicated import named_param_layouts
 from shardwise.run.plan.workload import Adaptation, Mesh, Workload, mesh_of
@@ -47,6 +48,10 @@ BERT: dict[str, Any] = GPT | {
     "embedding_layernorm": True,
     "final_layernorm": False,
     "num_tokentypes": 2,
+}
+# A plan assumes even loads.
+EXPERTS: dict[str, Any] = LLAMA | {
+    "experts": Experts(num=4, per_token=2, ffn_hidden_size=352, aux_loss=0.01, forces_balance=True)
 }
 LABELS = Classification("sequence-classification", 3, "single_label_classification", pad_token_id=0)
 LENGTH = 256
@@ -113,7 +118,8 @@ class Case:
             ),
         }
         if self.make == "train":
-            model = ModelSettings(num_layers=self.layers, num_heads=8, sequence_length=length)
+            experts = {"num_experts": self.kind["experts"].num} if "experts" in self.kind else {}
+            model = ModelSettings(num_layers=self.layers, num_heads=8, sequence_length=length, **experts)
             return Settings(model=model, optimizer=OptimizerSettings(**self.optimizer), **common)
         kinds = {"finetune": FinetuneSettings, "dpo": DpoSettings, "distill": DistillSettings}
         return kinds[self.make](base="model", model=PretrainedSettings(sequence_length=length), **common, **self.more)
@@ -178,7 +184,8 @@ def _initialize_(model: nn.Module) -> None:
 
 def groups_of(case: Case) -> Groups:
     """The process groups of a case, on all ranks of the default group."""
-    return Groups.of(Topology.create(tp=case.parallel.get("tp", 1), pp=case.parallel.get("pp", 1)))
+    mesh = case.mesh
+    return Groups.of(Topology.create(tp=mesh.tp, pp=mesh.pp, ep=mesh.ep, etp=mesh.expert_tp))
 
 
 CASES: dict[str, Case] = {
@@ -229,6 +236,19 @@ CASES: dict[str, Case] = {
     "labels": Case(2, parallel={"tp": 2}, make="finetune",
                    head=LABELS,
                    more={"labels": LabelSettings(task="sequence-classification")}),
+    "experts": Case(kind=EXPERTS),
+    "experts, ep 2": Case(2, kind=EXPERTS, parallel={"ep": 2}),
+    "experts, ep 2, bf16, zero 1": Case(
+        2, kind=EXPERTS, parallel={"ep": 2, "zero": 1}, training={"dtype": "bfloat16"}
+    ),
+    "experts, tp 2, ep 2, etp 1, sp": Case(
+        2, kind=EXPERTS, parallel={"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}
+    ),
+    "experts, ep 2, fsdp": Case(2, kind=EXPERTS, parallel={"ep": 2, "fsdp": True}),
+    "experts, tp 2, ep 2, pp 2": Case(
+        4, kind=EXPERTS, parallel={"tp": 2, "ep": 2, "etp": 1, "pp": 2}, training={"micro_batch_size": 1}
+    ),
+    "experts, tp 2, ep 2": Case(4, kind=EXPERTS, parallel={"tp": 2, "ep": 2}),
     "labels, bert": Case(kind=BERT, make="finetune", head=LABELS,
                          more={"labels": LabelSettings(task="sequence-classification")}),
 }  # fmt: skip

@@ -31,6 +31,7 @@ from shardwise.core.sharding.balanced import balanced_sizes
 from shardwise.core.topology import Groups
 from shardwise.core.typed import computed_locally
 from shardwise.kernels.grouped import grouped_linear
+from shardwise.kernels.planning import counts_on_host
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
 from shardwise.models.transformer.mlp import MLP, activated, layer_arguments
@@ -242,7 +243,8 @@ class MoELayer(GroupModule):
         # Each rank that holds a part of an expert gets all of its tokens.
         sent = counts.view(-1, own).repeat_interleave(splits, dim=0)
         received = all_to_all(sent, group=group)
-        input_sizes, output_sizes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        totals = torch.stack([sent.sum(1), received.sum(1)])
+        input_sizes, output_sizes = counts_on_host(totals, splits * len(rows))
         if splits > 1:
             blocks = rows.split(input_sizes[::splits])
             rows = torch.cat([block for block in blocks for _ in range(splits)])

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import Parameter
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardwise.core.sharding import Interval
 from shardwise.core.sharding.balanced import is_sharded, local_rows
 from shardwise.core.sharding.param_layout import holders, segments
 from shardwise.core.topology import Groups, Topology
@@ -119,11 +120,11 @@ def pretended(device_type: str, mesh: Mesh, rank: int) -> Iterator[tuple[Groups,
     try:
         # A model of before must not be freed while a part of a step is measured.
         gc.disable()
-        topology = Topology.create(tp=mesh.tp, pp=mesh.pp)
+        topology = Topology.create(tp=mesh.tp, pp=mesh.pp, ep=mesh.ep, etp=mesh.expert_tp)
         # With two stages ``embd`` and ``pp`` are one group.
         axes = {
-            str(topology.group(name).group_name): name
-            for name in ("embd", "dp", "pp", "tp")
+            str(topology.group(name).group_name): axis
+            for name, axis in (("expt_dp", "expert_dp"), *((axis, axis) for axis in ("embd", "dp", "pp", "tp")))
             if name in topology and topology.size(name) > 1
         }
         timeline = Timeline(axes)
@@ -226,8 +227,11 @@ def whole_of(workload: Workload, groups: Groups, timeline: Timeline) -> Whole:
     ends = tuple(timeline.segments[place:])
     owned: tuple[int, ...] = ()
     if trainer.zero is not None:
-        intervals = [share.intervals for share in trainer.zero.parameters.shares.values()]
-        owned = tuple(sum(stop - start for start, stop in each) for each in zip(*intervals, strict=True))
+        shares, dp = trainer.zero.parameters.shares.values(), trainer.dp_group.size()
+        # Another number of ranks may share the parts of experts.
+        owned = tuple(
+            sum(_length(each.intervals[rank * len(each.intervals) // dp]) for each in shares) for rank in range(dp)
+        )
     return Whole(number, state, makes_gradients, owned, ends)
 
 
@@ -253,6 +257,10 @@ def _saved_bytes(trainer: Trainer, *, pinned: bool) -> int:
             writers = shard.data.size(layout.dim) / shares if shares else 1.0
         total += _rounded(shard.data, pinned) / (dp * writers)
     return round(total)
+
+
+def _length(interval: Interval) -> int:
+    return interval[1] - interval[0]
 
 
 def _rounded(tensor: Tensor, pinned: bool) -> int:
@@ -302,7 +310,7 @@ def step_of(
     timeline.mark(START)
     with contextlib.suppress(_FinishedError):
         trainer.step(0, batches)
-    return [segment if mesh.fsdp else segment.without("dp") for segment in timeline.segments[place:]]
+    return [segment if mesh.fsdp else segment.without("dp", "expert_dp") for segment in timeline.segments[place:]]
 
 
 def _watch(trainer: Trainer, chunks: Sequence[TransformerModel], timeline: Timeline) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from os import PathLike
 from typing import Annotated, Any, Literal
 
@@ -189,20 +191,23 @@ def layouts(workload: Workload, world_sizes: Sequence[int], ranks_per_host: int,
             for pp in _divisors(world_size // tp, model.num_layers):
                 dp = world_size // (tp * pp)
                 for sequence_parallel in (False, True)[: 1 + (tp > 1)]:
-                    for zero, fsdp in _sharded(workload, like, dp, pp):
-                        for recomputation in again:
-                            yield replace(
-                                like,
-                                tp=tp,
-                                pp=pp,
-                                dp=dp,
-                                sequence_parallel=sequence_parallel,
-                                virtual_stages=like.virtual_stages if pp > 1 else 1,
-                                schedule=like.schedule if pp > 1 else "1f1b",
-                                zero=zero,
-                                fsdp=fsdp,
-                                recomputation=recomputation,
-                            )
+                    for (zero, fsdp), recomputation, (ep, etp) in product(
+                        _sharded(workload, like, dp, pp), again, _of_experts(model.num_experts, tp, dp, ranks_per_host)
+                    ):
+                        yield replace(
+                            like,
+                            tp=tp,
+                            pp=pp,
+                            dp=dp,
+                            sequence_parallel=sequence_parallel,
+                            virtual_stages=like.virtual_stages if pp > 1 else 1,
+                            schedule=like.schedule if pp > 1 else "1f1b",
+                            zero=zero,
+                            fsdp=fsdp,
+                            recomputation=recomputation,
+                            ep=ep,
+                            etp=etp,
+                        )
 
 
 def _sharded(workload: Workload, like: Mesh, dp: int, pp: int) -> Iterator[tuple[int, bool]]:
@@ -212,6 +217,15 @@ def _sharded(workload: Workload, like: Mesh, dp: int, pp: int) -> Iterator[tuple
     # fully_shard sums a layer's gradients when its backward ends.
     if dp > 1 and not (pp > 1 and like.schedule == "zero-bubble"):
         yield 0, True
+
+
+def _of_experts(num_experts: int, tp: int, dp: int, ranks_per_host: int) -> list[tuple[int, int | None]]:
+    """``ep`` and ``etp`` to choose from: no ``ep``, with experts whole or split, and the most in a host, and in all."""
+    if not num_experts:
+        return [(1, None)]
+    *_, most = divisors = _divisors(math.gcd(num_experts, tp * dp), num_experts)
+    within_host = max(ep for ep in divisors if ep <= ranks_per_host)
+    return sorted({(1, tp), (1, 1), (within_host, 1), (most, 1)})
 
 
 def _divisors(number: int, largest: int) -> list[int]:
@@ -230,11 +244,12 @@ def micro_batch_sizes(workload: Workload, mesh: Mesh, given: int | None) -> Iter
 
 
 def fitting_as_table(choices: Sequence[Choice]) -> str:
-    header = ["ranks", "tp", "pp", "dp", "sp", "sharded", "recompute", "micro-batch", "a rank", "extra work", "sent"]
-    rows = [header]
+    has_experts = any(choice.plan.workload.model.num_experts for choice in choices)
+    header = ["ranks", "tp", "pp", "dp", *["ep", "etp"] * has_experts, "sp", "sharded", "recompute", "micro-batch"]
+    rows = [[*header, "a rank", "extra work", "sent"]]
     for choice in choices:
         plan, mesh = choice.plan, choice.plan.mesh
-        numbers = (mesh.world_size, mesh.tp, mesh.pp, mesh.dp)
+        numbers = (mesh.world_size, mesh.tp, mesh.pp, mesh.dp, *(mesh.ep, mesh.expert_tp)[: 2 * has_experts])
         sharded = "zero 1" if mesh.zero else "fsdp" if mesh.fsdp else "-"
         recompute = mesh.recomputation
         again = {"selective": str(recompute), "full": "full", "none": "-"}[recompute.granularity]

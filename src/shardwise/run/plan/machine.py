@@ -117,10 +117,13 @@ class Surroundings:
 def _channels(rank: RankPlan, host: range) -> Iterable[Channels]:
     """The groups that exchange more than messages, if all of their ranks are on the host."""
     axes = {call.axis for call in rank.calls if call.axis and call.name != "send"}
-    for axis in ("tp", "dp", "pp", "embd"):
+    known: list[set[tuple[int, ...]]] = []
+    for axis in ("tp", "dp", "pp", "embd", "ep", "expert_dp"):
         groups = {group for number in host if set(group := rank.mesh.group(number, axis)) <= set(host)}
         ranks = len(rank.mesh.group(rank.rank, axis))
-        if axis in axes and groups and 2 <= ranks <= MAX_RANKS:
+        # Groups of the same ranks are one.
+        if axis in axes and groups and groups not in known and 2 <= ranks <= MAX_RANKS:
+            known.append(groups)
             yield Channels(axis, ranks, len(groups), channel_bytes(ranks))
     if len(host) == rank.mesh.world_size and 2 <= len(host) <= MAX_RANKS:
         yield Channels("all", len(host), 1, channel_bytes(len(host)))

@@ -166,18 +166,20 @@ class RankPlan:
             return away / max(1, sum(self._receivers.values()))
         if not group:
             return 0.0
+        if call.name == "all_to_all":
+            return sum(rank // ranks_per_host != host for rank in group) / max(1, len(group) - 1)
         return float(group[(group.index(self.rank) + 1) % len(group)] // ranks_per_host != host)
 
     def sent(self, axis: str | None = None, *, between_hosts: int | None = None) -> int:
         """Bytes that the rank sends in a step if collectives are rings.
 
         Args:
-            axis: ``"tp"``, ``"pp"`` or ``"dp"``; all of them if None.
+            axis: ``"tp"``, ``"pp"``, ``"dp"`` or ``"ep"``; all of them if None.
             between_hosts: ranks on a host; count only what leaves this rank's host. All bytes if None.
         """
         total = 0
         for call, number in self.calls.items():
-            if axis is None or axis == {"embd": "pp"}.get(call.axis, call.axis):
+            if axis is None or axis == {"embd": "pp", "expert_dp": "dp"}.get(call.axis, call.axis):
                 share = 1.0 if between_hosts is None else self.leaving(call, between_hosts)
                 total += round(share * number * self.volume(call))
         return total

@@ -136,15 +136,18 @@ class Rehearsals:
         short = [_Short.of(part, kinds, mesh.recomputation) for part in parts]
         place = mesh.tp, self.shapes(mesh, tp_rank), mesh.splits_sequence, mesh.pp > 1, stage == 0, stage == mesh.pp - 1
         of_parts = tuple(tuple(kinds[index] for index in part) for part in parts)
-        whole_key = *place, mesh.dp, dp_rank, mesh.zero, mesh.fsdp, of_parts
-        dp = min(mesh.dp, 2) if self.estimates or not mesh.fsdp else mesh.dp
+        of_experts = mesh.ep, mesh.expert_tp, rank % mesh.expert_tp
+        whole_key = *place, mesh.dp, dp_rank, mesh.zero, mesh.fsdp, of_parts, of_experts
+        # The ranks that hold all experts stay together.
+        fewest = max(2, math.lcm(mesh.tp, mesh.ep * mesh.expert_tp) // mesh.tp)
+        dp = min(mesh.dp, fewest) if self.estimates or not mesh.fsdp else mesh.dp
         alike = tuple(each.kinds for each in short)
         # A stage of an estimate is a part of the whole model.
         is_part = self.estimates and mesh.schedule in ("1f1b", "gpipe")
         step_mesh = dataclasses.replace(mesh, pp=1, dp=dp, schedule="1f1b") if is_part else mesh
         step_key = (
             *(place[:3] if is_part or mesh.pp == 1 else place),
-            *(dp, mesh.fsdp, mesh.micro_batch_size, mesh.recomputation, step_mesh.schedule, few, alike),
+            *(dp, mesh.fsdp, mesh.micro_batch_size, mesh.recomputation, step_mesh.schedule, few, alike, of_experts),
         )
         if whole_key not in self._wholes:
             with pretended(workload.device_type, mesh, rank) as (groups, timeline):

@@ -10,7 +10,7 @@ from shardwise.run.plan.workload import Mesh
 from shardwise.run.quantities import shown_bytes
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
-_AXES = ("tp", "pp", "dp")
+_AXES = ("tp", "pp", "dp", "ep")
 
 
 def plan_as_json(plan: Plan, rates: Rates = Rates()) -> dict[str, Any]:  # noqa: B008  # Frozen.
@@ -110,6 +110,8 @@ def layout_as_json(mesh: Mesh) -> dict[str, Any]:
         "tp": mesh.tp,
         "pp": mesh.pp,
         "dp": mesh.dp,
+        "ep": mesh.ep,
+        "etp": mesh.expert_tp,
         "sequence_parallel": mesh.splits_sequence,
         "pipeline_schedule": mesh.schedule,
         "virtual_stages": mesh.virtual_stages,

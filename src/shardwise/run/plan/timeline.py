@@ -25,7 +25,8 @@ class Sent(NamedTuple):
     """A collective or a message of a rank.
 
     Attributes:
-        axis: name of the group: ``"tp"``, ``"pp"``, ``"dp"`` or ``"embd"``, the stages of a tied weight.
+        axis: name of the group: ``"tp"``, ``"pp"``, ``"dp"``, ``"embd"``, the stages of a tied weight, ``"ep"`` or
+            ``"expert_dp"``.
         name: name of the collective, or ``"send"``.
         num_bytes: bytes that the rank contributes.
     """
@@ -85,9 +86,9 @@ class Segment:
             self.at or self.place if self.peak >= later else other.at or other.place,
         )
 
-    def without(self, axis: str) -> Segment:
-        """This segment without the collectives of an axis."""
-        return replace(self, sent=Counter({each: count for each, count in self.sent.items() if each.axis != axis}))
+    def without(self, *axes: str) -> Segment:
+        """This segment without the collectives of some axes."""
+        return replace(self, sent=Counter({each: count for each, count in self.sent.items() if each.axis not in axes}))
 
     def scaled(self, axis: str, name: str, factor: float) -> Segment:
         """This segment with ``factor`` times the bytes of a collective of an axis."""
@@ -151,8 +152,10 @@ class Timeline(TorchDispatchMode):
         """End the current segment and begin one at this place; None begins a part that is not recorded."""
         if self._label is not None:
             sent = Counter(self._sent)
+            # The group of experts may have the ranks of another one, and be the same; only experts have this exchange.
             sent += Counter(
-                Sent(self._axes.get(each.group, ""), each.name, each.num_bytes) for each in self._counter.launches
+                Sent("ep" if each.name == "all_to_all" else self._axes.get(each.group, ""), each.name, each.num_bytes)
+                for each in self._counter.launches
             )
             peak, net = self._peak - self._start, self.live - self._start
             self.segments.append(Segment(self._label, peak, net, self._flops, sent))
@@ -176,7 +179,8 @@ class Timeline(TorchDispatchMode):
             return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
         if func is _c10d.send.default:
             self._sent += [Sent("pp", "send", tensor.nbytes) for tensor in args[0]]
-        result = func(*args, **kwargs)
+        # PyTorch's fake form takes bf16 only.
+        result = _grouped_product(*args) if func is _aten._grouped_mm.default else func(*args, **kwargs)
         if isinstance(result, Tensor):
             self._add(result)
         elif isinstance(result, (list, tuple)):
@@ -187,6 +191,8 @@ class Timeline(TorchDispatchMode):
         if count is not None:
             # Options such as the dtype of a result do not count.
             self.count_flops(count(*(arg for arg in args if isinstance(arg, Tensor)), out_val=result))
+        elif func is _aten._grouped_mm.default:
+            self.count_flops(2 * args[0].numel() * args[1].size(-1))
         elif func.namespace == "mkldnn":
             # oneDNN's linear, which the registry lacks (``kernels.products``).
             self.count_flops(2 * result.numel() * args[0].size(-1))
@@ -216,6 +222,12 @@ class Timeline(TorchDispatchMode):
 
     def _remove(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
+
+
+def _grouped_product(input_: Tensor, weights: Tensor, ends: Tensor, *_: Any) -> Tensor:
+    """The result of products of runs of rows with a matrix each, or of the gradients of these matrices."""
+    runs = [ends.size(0)] * (weights.dim() == 2)
+    return input_.new_empty(*runs, input_.size(0), weights.size(-1))
 
 
 def read_at_once(tensor: FakeTensor) -> Any:

@@ -71,9 +71,6 @@ class Workload:
         adaptation: adapters on a frozen model; all of it is trained if None.
         teacher: description of the teacher of a distillation, or None.
         teacher_dtype: dtype of the teacher's weights.
-
-    Raises:
-        ConfigError: the model has experts.
     """
 
     settings: RunSettings
@@ -82,10 +79,6 @@ class Workload:
     adaptation: Adaptation | None = None
     teacher: ModelDescription | None = None
     teacher_dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        if self.model.experts is not None:
-            raise ConfigError("plans do not cover models with experts yet; run a few steps with the settings instead")
 
     @cached_property
     def global_batch_size(self) -> int:
@@ -110,6 +103,8 @@ class Workload:
             virtual_stages=mesh.virtual_stages,
             zero=mesh.zero,
             fsdp=mesh.fsdp,
+            ep=mesh.ep,
+            etp=mesh.etp,
         )
         training = dataclasses.replace(settings.training, micro_batch_size=mesh.micro_batch_size)
         recompute = RecomputeSettings(**vars(mesh.recomputation))
@@ -198,6 +193,8 @@ class Mesh:
         zero: 1 splits the optimizer's state and the fp32 weights over the data-parallel ranks.
         fsdp: splits parameters, gradients and state over them.
         recomputation: in the backward.
+        ep: ranks that divide the experts of a layer.
+        etp: ranks that split each expert; ``tp`` if None.
 
     Raises:
         ConfigError: zero and fsdp together.
@@ -213,6 +210,8 @@ class Mesh:
     zero: int = 0
     fsdp: bool = False
     recomputation: Recomputation = field(default_factory=Recomputation)
+    ep: int = 1
+    etp: int | None = None
 
     def __post_init__(self) -> None:
         if self.zero and self.fsdp:
@@ -239,19 +238,31 @@ class Mesh:
         return self.fsdp and self.dp > 1
 
     @property
+    def expert_tp(self) -> int:
+        """Ranks that split each expert."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
     def without_recomputation(self) -> Mesh:
         """The mesh of a run that recomputes nothing."""
         return dataclasses.replace(self, recomputation=Recomputation())
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks of a rank's group ``"tp"``, ``"dp"``, ``"pp"`` or ``"embd"``, the stages of a tied weight."""
+        """The ranks of a rank's group.
+
+        Args:
+            rank: number of the rank.
+            axis: ``"tp"``, ``"dp"``, ``"pp"``, ``"embd"``, the stages of a tied weight, ``"ep"``, the ranks that hold
+                all experts of a layer, or ``"expert_dp"``, those with the same parts of them.
+        """
         width = self.tp * self.dp
-        if axis == "tp":
-            first = rank - rank % self.tp
-            return tuple(range(first, first + self.tp))
-        if axis == "dp":
-            first = rank - rank % width + rank % self.tp
-            return tuple(range(first, first + width, self.tp))
+        inner = self.tp if axis in ("tp", "dp") else self.ep * self.expert_tp
+        if axis in ("tp", "ep"):
+            first = rank - rank % inner
+            return tuple(range(first, first + inner))
+        if axis in ("dp", "expert_dp"):
+            first = rank - rank % width + rank % inner
+            return tuple(range(first, first - rank % inner + width, inner))
         stages = tuple(range(rank % width, self.world_size, width))
         return stages if axis == "pp" else (stages[0], stages[-1])
 
@@ -262,6 +273,7 @@ class Mesh:
     def check(self, workload: Workload) -> None:
         """Raise ConfigError if the model or the batch cannot be split so."""
         model, batch = workload.model, workload.global_batch_size
+        workload.at(self).settings.parallel.check_experts(self.world_size, model.num_experts or None)
         if self.shards_fully and workload.adaptation is not None and workload.adaptation.quantization is not None:
             raise ConfigError(f"fsdp cannot split a base in {workload.adaptation.quantization}; choose one of the two")
         if model.num_attention_heads < self.tp:
@@ -287,6 +299,7 @@ class Mesh:
     def __str__(self) -> str:
         parts = [f"tp {self.tp}"]
         parts += [f"pp {self.pp}"] * (self.pp > 1) + [f"dp {self.dp}"] * (self.dp > 1)
+        parts += [f"ep {self.ep}"] * (self.ep > 1) + [f"etp {self.etp}"] * (self.etp not in (None, self.tp))
         parts += ["sequence parallel"] * self.splits_sequence
         parts += ["zero 1"] * bool(self.zero) + ["fsdp"] * self.fsdp
         recomputed = self.recomputation.granularity != "none"
@@ -349,6 +362,8 @@ def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
         zero=parallel.zero if dp > 1 else 0,
         fsdp=parallel.shards_fully(dp),
         recomputation=settings.recompute,
+        ep=parallel.ep,
+        etp=parallel.etp,
     )
 
 
