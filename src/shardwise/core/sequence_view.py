@@ -3,12 +3,98 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ShardingError
 from shardwise.core.sharding import Interval, balanced_sizes, intervals_of_sizes, uneven_sizes
+
+
+@dataclass(frozen=True)
+class ContextShard:
+    """The positions of a sequence that this rank of a context-parallel group holds.
+
+    The sequence is cut into two runs for each rank. A rank holds one run, and the run that is as far from the end as
+    the first one is from the start: under causal attention, all ranks then have about the same work.
+
+    Attributes:
+        length: number of positions of the whole sequence.
+        group: the ranks that share the sequence.
+
+    Raises:
+        ShardingError: there are more ranks than positions.
+
+    Source: Brandon et al. 2023 (arXiv:2311.09431); Megatron-LM's ``get_batch_on_this_cp_rank``.
+    """
+
+    length: int
+    group: ProcessGroup
+
+    def __post_init__(self) -> None:
+        if self.length < self.group.size():
+            raise ShardingError(
+                f"a sequence of {self.length} positions cannot be split over {self.group.size()} context-parallel "
+                "ranks; use fewer ranks (cp) or longer samples"
+            )
+
+    @cached_property
+    def intervals_of_ranks(self) -> tuple[tuple[Interval, ...], ...]:
+        """Each rank's runs of positions as ``(start, stop)``, in order."""
+        ranks = self.group.size()
+        runs = intervals_of_sizes(balanced_sizes(self.length, 2 * ranks))
+        return tuple((runs[rank], runs[2 * ranks - 1 - rank]) for rank in range(ranks))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of positions that each rank holds."""
+        return tuple(sum(stop - start for start, stop in runs) for runs in self.intervals_of_ranks)
+
+    @property
+    def intervals(self) -> tuple[Interval, ...]:
+        """This rank's runs of positions."""
+        return self.intervals_of_ranks[self.group.rank()]
+
+    @property
+    def size(self) -> int:
+        """Number of positions that this rank holds."""
+        return self.sizes[self.group.rank()]
+
+    def runs(self, start: int, stop: int) -> list[Interval]:
+        """Return the runs of positions of the whole sequence that are from ``start`` to ``stop`` of this rank's."""
+        found, before = [], 0
+        for first, last in self.intervals:
+            low, high = max(first, first + start - before), min(last, first + stop - before)
+            if low < high:
+                found.append((low, high))
+            before += last - first
+        return found
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return this rank's positions, ``[size]`` int64."""
+        return self.own(torch.arange(self.length, device=device), dim=0)
+
+    def own(self, whole: Tensor, *, dim: int) -> Tensor:
+        """Return this rank's positions of a tensor that all ranks have; no communication.
+
+        Raises:
+            ShardingError: ``dim`` does not have the length of the sequence.
+        """
+        if whole.size(dim) != self.length:
+            raise ShardingError(
+                f"a tensor of shape {list(whole.shape)} has {whole.size(dim)} positions along dimension {dim}, and the "
+                f"sequence that context-parallel ranks share has {self.length}"
+            )
+        return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in self.intervals], dim=dim)
+
+    def in_order(self, gathered: Tensor, *, dim: int) -> Tensor:
+        """Put the positions of all ranks, one rank after the other, into the order of the sequence."""
+        runs = [run for of_rank in self.intervals_of_ranks for run in of_rank]
+        parts = gathered.split([stop - start for start, stop in runs], dim=dim)
+        in_order = sorted(range(len(runs)), key=runs.__getitem__)
+        return torch.cat([parts[number] for number in in_order], dim=dim)
 
 
 @dataclass(frozen=True)
@@ -19,8 +105,10 @@ class SequenceView:
     The size of a shard does not determine the length if the number of ranks does not divide it.
 
     Attributes:
-        length: number of positions of the whole sequence, ``s``.
+        length: number of positions of the whole sequence, ``s``; with ``context``, of this rank's shard of it.
         group: the ranks that split the sequence, with sequence parallelism; None if every rank holds all positions.
+        context: this rank's shard of a longer sequence, with context parallelism; its tensor-parallel ranks have the
+            same.
 
     Raises:
         ShardingError: a negative length.
@@ -28,6 +116,7 @@ class SequenceView:
 
     length: int
     group: ProcessGroup | None = None
+    context: ContextShard | None = None
 
     def __post_init__(self) -> None:
         if self.length < 0:

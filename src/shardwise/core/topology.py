@@ -263,7 +263,9 @@ class Groups:
     Attributes:
         tp: tensor parallel: the ranks that split each layer.
         pp: pipeline parallel: the stages.
-        dp: data parallel: the ranks that see different samples.
+        dp: data parallel: the ranks that see different samples or, with ``cp``, other positions of the same samples;
+            gradients are summed over them.
+        cp: context parallel: the ranks of ``dp`` that share the positions of the same samples. They are consecutive.
         embd: the first and the last stage, which hold a tied embedding and output weight.
         experts: the ranks that together hold all experts of a layer, and exchange tokens: expert-tensor-parallel times
             expert-parallel, the former faster.
@@ -277,6 +279,7 @@ class Groups:
     tp: ProcessGroup
     pp: ProcessGroup | None = None
     dp: ProcessGroup | None = None
+    cp: ProcessGroup | None = None
     embd: ProcessGroup | None = None
     experts: ProcessGroup | None = None
     expert_tp: ProcessGroup | None = None
@@ -296,9 +299,9 @@ class Groups:
     @classmethod
     def of(cls, topology: Topology) -> Groups:
         """Create the groups from a topology."""
-        named = {name: topology.group(name) for name in ("tp", "pp", "dp", "embd") if name in topology}
-        of_experts = {"experts": "tp_ep", "expert_tp": "expt_tp", "expert_dp": "expt_dp"}
-        return cls(**named, **{name: topology.group(own) for name, own in of_experts.items() if own in topology})
+        names = {"tp": "tp", "pp": "pp", "dp": "dp_cp", "cp": "cp", "embd": "embd"}
+        names |= {"experts": "tp_ep", "expert_tp": "expt_tp", "expert_dp": "expt_dp"}
+        return cls(**{name: topology.group(own) for name, own in names.items() if own in topology})
 
     @classmethod
     def alone(cls, group: ProcessGroup) -> Groups:
@@ -318,6 +321,14 @@ class Groups:
         if "tp" not in names:
             raise TopologyError(f"the mesh has the dimensions {names}; it needs one that is named 'tp'")
         return cls(**{name: mesh.get_group(name) for name in ("tp", "pp", "dp") if name in names})
+
+    @property
+    def samples(self) -> tuple[int, int]:
+        """This rank's place among the ranks, or groups of ranks, that see different samples, and their number."""
+        if self.dp is None:
+            return 0, 1
+        together = 1 if self.cp is None else self.cp.size()
+        return self.dp.rank() // together, self.dp.size() // together
 
     @property
     def stage(self) -> int:

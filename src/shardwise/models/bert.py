@@ -190,7 +190,7 @@ class Bert(TransformerModel):
             hidden,
             attention_mask=AttentionMask(forbidden, alibi_slopes=self.alibi_slopes),
             sequence=sequence,
-            **self._rotary(position_ids, sequence.length, hidden),
+            **self._rotary(position_ids, sequence, hidden),
         )
         if not self.post_process:
             return hidden

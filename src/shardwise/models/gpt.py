@@ -85,7 +85,9 @@ class GPT(TransformerModel):
             With ``classification`` the loss of each sequence ``[b]`` or token ``[b, s]``, or logits ``[b, n]`` or
             ``[b, s, n]``. Otherwise loss ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without
             ``parallel_output``). Hidden states ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) on a stage
-            that is not the last. Results for padding are finite, but have no meaning.
+            that is not the last. Results for padding are finite, but have no meaning. With context parallelism every
+            rank is given whole sequences, and ``s`` of a result is this rank's number of positions, in the order of
+            ``ContextShard.intervals``.
 
         Raises:
             ShardingError: an input is not a tensor or has no tokens; the sequence is too long; a mask, labels or
@@ -103,7 +105,8 @@ class GPT(TransformerModel):
         )
         own_ids, own_labels = input_ids, labels
         sequence = self._sequence_of(input_ids, position_ids, labels if self.classification is None else None)
-        s = sequence.length
+        context = sequence.context
+        s = sequence.length if context is None else context.length
         forbidden, first, key_positions = attention_mask, None, None
         if attention_mask is not None and attention_mask.dim() == 2:
             b = (self._input_of_a_later_stage() if input_ids is None else input_ids.t()).size(1)
@@ -111,14 +114,20 @@ class GPT(TransformerModel):
             forbidden = forbidden_keys(tokens)
             if position_ids is None and self.positions_skip_padding:
                 position_ids = positions_of(tokens)[:, -s:]
-            if cache is None and document_ids is None and self._sees_all_before:
+            if cache is None and document_ids is None and context is None and self._sees_all_before:
                 forbidden, first = None, TokensFirst(tokens)
                 position_ids = first.order if position_ids is None else first.move(position_ids.expand(b, -1))
                 input_ids = None if input_ids is None else first.move(input_ids)
                 labels = None if labels is None or self.classification is not None else first.move(labels)
             elif self.alibi_slopes is not None:
                 key_positions = positions_of(tokens)
-        hidden: Tensor = self.embedding(input_ids, position_ids) if self.pre_process else self._input_of_a_later_stage()
+        if context is not None and labels is not None:
+            labels = context.own(labels, dim=1)
+        if self.pre_process:
+            hidden: Tensor = self.embedding(input_ids, position_ids, context=context)
+        else:
+            hidden = self._input_of_a_later_stage()
+        of_texts = self._own_lengths(lengths, document_ids, (hidden.size(1), s))
         hidden = self.decoder(
             hidden,
             attention_mask=AttentionMask(
@@ -127,10 +136,11 @@ class GPT(TransformerModel):
                 alibi_slopes=self.alibi_slopes,
                 key_positions=key_positions,
                 query_position=getattr(cache, "query_position", None),
+                context=context,
             ),
             cache=cache,
             sequence=sequence,
-            **self._rotary(position_ids, s, hidden, self._own_lengths(lengths, document_ids, (hidden.size(1), s))),
+            **self._rotary(position_ids, sequence, hidden, of_texts),
         )
         if not self.post_process:
             return hidden

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.layout import I, Layout, hidden_layout
-from shardwise.core.sequence_view import SequenceView
+from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.core.validation import on_host
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.layer import ResidualDropout
@@ -102,7 +102,12 @@ class TokenEmbedding(GroupModule):
         return hidden_layout(sequence_parallel=self.scatters)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, tokentype_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        tokentype_ids: Tensor | None = None,
+        *,
+        context: ContextShard | None = None,
     ) -> Tensor:
         """Map token ids to hidden states.
 
@@ -110,6 +115,7 @@ class TokenEmbedding(GroupModule):
             input_ids: ``[b, s]`` token ids.
             position_ids: ``[s]`` or ``[b, s]``; 0 to ``s - 1`` if None.
             tokentype_ids: ``[b, s]``; all 0 if None and there are token types.
+            context: with context parallelism, the positions of which this rank returns hidden states.
 
         Returns:
             ``[s, b, h]``, or this rank's shard ``[s/t, b, h]``.
@@ -127,6 +133,11 @@ class TokenEmbedding(GroupModule):
             raise ShardingError(
                 "tokentype_ids are given, but the model has no token types; make it with num_tokentypes"
             )
+        if context is not None:
+            input_ids = context.own(input_ids, dim=1)
+            positions = context.positions(input_ids.device)
+            position_ids = positions if position_ids is None else context.own(position_ids, dim=-1)
+            s = context.size
         hidden: Tensor = self.word_embeddings(input_ids)
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier
@@ -143,7 +154,7 @@ class TokenEmbedding(GroupModule):
                 hidden = moves.scatter(hidden, dim=0, group=self.tp_group)
         if self.layernorm is not None:
             hidden = self._norm(self.layernorm, hidden)
-        output: Tensor = self.dropout(hidden, SequenceView(s, self.tp_group if self.scatters else None))
+        output: Tensor = self.dropout(hidden, SequenceView(s, self.tp_group if self.scatters else None, context))
         return viewless(output)
 
 

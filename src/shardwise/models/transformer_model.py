@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.initialization import draw_seed, part_seeded
-from shardwise.core.sequence_view import SequenceView
+from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.core.topology import Groups
 from shardwise.core.typed import computed_locally
 from shardwise.models.classification import Classification, Classifier
@@ -105,6 +105,10 @@ class TransformerModel(FixedTensors, LanguageModel):
         if classification is not None and config.exact_parts is not None:
             raise ConfigError(
                 f"exact_parts is {config.exact_parts}, and classification heads have no exact form; leave it at None"
+            )
+        if self._splits_context and (classification is not None or self.block_name != "decoder"):
+            raise ConfigError(
+                "context parallelism (Groups.cp) is for GPT without a classification head; leave one of the two out"
             )
         self._check(vocab_size, max_sequence_length, position_embedding_type)
         if config.sequence_parallel and groups.tp.size() == 1:
@@ -340,16 +344,20 @@ class TransformerModel(FixedTensors, LanguageModel):
         return self.rotary is not None and self.rotary.depends_on_length
 
     def _rotary(
-        self, position_ids: Tensor | None, s: int, hidden: Tensor, lengths: Tensor | None = None
+        self, position_ids: Tensor | None, sequence: SequenceView, hidden: Tensor, lengths: Tensor | None = None
     ) -> dict[str, tuple[Tensor, Tensor] | None]:
         """Return attention's keyword arguments for cosine and sine (``RotaryEmbedding.tables``; None without RoPE)."""
+        context = sequence.context
+        length = sequence.length if context is None else context.length
+
+        def tables(rotary: RotaryEmbedding) -> tuple[Tensor, Tensor]:
+            cos, sin = rotary.tables(position_ids, length, hidden, lengths)
+            return (cos, sin) if context is None else (context.own(cos, dim=0), context.own(sin, dim=0))
+
         rotaries = {"rotary": self.rotary} | (
             {} if self.window_rotary is None else {"window_rotary": self.window_rotary}
         )
-        return {
-            name: None if rotary is None else rotary.tables(position_ids, s, hidden, lengths)
-            for name, rotary in rotaries.items()
-        }
+        return {name: None if rotary is None else tables(rotary) for name, rotary in rotaries.items()}
 
     def _input_of_a_later_stage(self) -> Tensor:
         if self._input_tensor is None:
@@ -363,8 +371,22 @@ class TransformerModel(FixedTensors, LanguageModel):
         group = self.tp_group if self.sequence_parallel else None
         for tensor in of_tokens:
             if tensor is not None:
-                return SequenceView(tensor.size(-1), group)
+                return self.view_of(tensor.size(-1))
         hidden = self._input_of_a_later_stage()
-        if group is not None:
-            raise ShardingError("with sequence parallelism a stage cannot tell the sequence's length; pass input_ids")
+        if group is not None or self._splits_context:
+            raise ShardingError(
+                "with sequence or context parallelism a stage cannot tell the sequence's length; pass input_ids"
+            )
         return SequenceView(hidden.size(0))
+
+    @property
+    def _splits_context(self) -> bool:
+        return self.groups.cp is not None and self.groups.cp.size() > 1
+
+    def view_of(self, length: int) -> SequenceView:
+        """Return this rank's view of the hidden states of sequences of ``length`` tokens."""
+        group = self.tp_group if self.sequence_parallel else None
+        if self.groups.cp is None or not self._splits_context:
+            return SequenceView(length, group)
+        context = ContextShard(length, self.groups.cp)
+        return SequenceView(context.size, group, context)

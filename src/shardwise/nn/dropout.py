@@ -7,7 +7,7 @@ independent of its layout.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.random import DATA_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM, streams
-from shardwise.core.sharding import checked_dim
+from shardwise.core.sequence_view import ContextShard
+from shardwise.core.sharding import Interval, checked_dim
 
 _BLOCK_ELEMENTS = 1 << 20
 
@@ -30,6 +31,8 @@ def sharded_dropout(
     sizes: Sequence[int] | None = None,
     training: bool = True,
     layer_number: int | None = None,
+    context: ContextShard | None = None,
+    context_dim: int = 0,
 ) -> Tensor:
     """Zero each element with probability ``p`` and scale the others by ``1 / (1 - p)``; no communication.
 
@@ -42,6 +45,9 @@ def sharded_dropout(
         training: if False, return the input itself.
         layer_number: number of the layer, which has a separate stream under the "global" rule; None for the shared
             stream.
+        context: with context parallelism, the positions that this rank holds along ``context_dim``; ``dim`` may be the
+            same dimension, split further.
+        context_dim: as given, not negative.
 
     Returns:
         A tensor with the shape and dtype of ``input_``. A whole tensor gets the same mask on every rank.
@@ -59,7 +65,15 @@ def sharded_dropout(
         with streams().fork(DATA_PARALLEL_STREAM if dim is None else TENSOR_PARALLEL_STREAM):
             return F.dropout(input_, p)
     keep = global_keep_mask(
-        input_.shape, p, dim=dim, group=group, sizes=sizes, device=input_.device, layer_number=layer_number
+        input_.shape,
+        p,
+        dim=dim,
+        group=group,
+        sizes=sizes,
+        device=input_.device,
+        layer_number=layer_number,
+        context=context,
+        context_dim=context_dim,
     )
     scale = 0.0 if p == 1 else 1 / (1 - p)
     return torch.where(keep, input_ * scale, 0.0)
@@ -74,6 +88,8 @@ def global_keep_mask(
     sizes: Sequence[int] | None = None,
     device: torch.device | None = None,
     layer_number: int | None = None,
+    context: ContextShard | None = None,
+    context_dim: int = 0,
 ) -> Tensor:
     """Draw the whole tensor's mask from the stream that all ranks share, and return this rank's slice.
 
@@ -81,7 +97,7 @@ def global_keep_mask(
         shape: shape of this rank's shard.
         p: probability of dropping an element.
         device: device of the random numbers, which differ between types of devices.
-        dim, group, sizes, layer_number: as for ``sharded_dropout``.
+        dim, group, sizes, layer_number, context, context_dim: as for ``sharded_dropout``.
 
     Returns:
         Bools of the given shape, True where the element is kept. Together the ranks' slices are the mask that one rank
@@ -91,9 +107,8 @@ def global_keep_mask(
         ShardingError: there is no such dimension, or ``sizes`` does not fit ``shape``.
         TopologyError: the streams were not seeded with ``rng="global"``.
     """
-    if dim is None:
-        outer, total, first, size, inner = 1, math.prod(shape), 0, math.prod(shape), 1
-    else:
+    whole, held = list(shape), {}
+    if dim is not None:
         assert group is not None
         dim, rank = checked_dim(dim, shape), group.rank()
         size = shape[dim]
@@ -103,17 +118,37 @@ def global_keep_mask(
                 f"dropout on rank {rank} of {group.size()}: sizes {list(sizes)} do not fit a shard of {size} along "
                 f"dimension {dim}; pass one size per rank"
             )
-        total, first = sum(sizes), sum(sizes[:rank])
-        outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
-    # In memory the whole tensor is [outer, total * inner], and this rank's part is the same columns of each row.
-    row, start, width = total * inner, first * inner, size * inner
-    keep = torch.empty(outer, width, dtype=torch.bool, device=device)
+        first = sum(sizes[:rank])
+        whole[dim], held[dim] = sum(sizes), [(first, first + size)]
+    if context is not None:
+        ((start, stop),) = held.get(context_dim, [(0, context.size)])
+        whole[context_dim], held[context_dim] = context.length, context.runs(start, stop)
+    # In memory the whole tensor is [outer, row], and this rank's part is the same columns of each row.
+    split = min(held, default=len(whole))
+    columns, row = _columns(whole[split:], {dim - split: runs for dim, runs in held.items()})
+    outer = math.prod(whole[:split])
+    parts = [torch.empty(outer, stop - start, dtype=torch.bool, device=device) for start, stop in columns]
     with streams().fork(streams().global_stream(layer_number)), torch.no_grad():
         for low in range(0, outer * row, _BLOCK_ELEMENTS):
             block = torch.empty(min(_BLOCK_ELEMENTS, outer * row - low), dtype=torch.bool, device=device)
             block.bernoulli_(1 - p)
-            _copy_columns_(keep, block, low, row, start, width)
-    return keep.view(tuple(shape))
+            for part, (start, stop) in zip(parts, columns, strict=True):
+                _copy_columns_(part, block, low, row, start, stop - start)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).view(tuple(shape))
+
+
+def _columns(whole: Sequence[int], held: Mapping[int, Sequence[Interval]]) -> tuple[list[Interval], int]:
+    """Return the runs of a flat tensor that hold the given positions of its dimensions, and its size."""
+    columns, row = [(0, 1)], 1
+    for dim in reversed(range(len(whole))):
+        runs = held.get(dim, [(0, whole[dim])])
+        if columns == [(0, row)]:
+            columns = [(start * row, stop * row) for start, stop in runs]
+        else:
+            indices = [index for start, stop in runs for index in range(start, stop)]
+            columns = [(index * row + start, index * row + stop) for index in indices for start, stop in columns]
+        row *= whole[dim]
+    return columns, row
 
 
 def _copy_columns_(keep: Tensor, block: Tensor, low: int, row: int, start: int, width: int) -> None:

@@ -51,7 +51,7 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
     if settings.parallel.exact:
         use_deterministic_algorithms(ranks.device)
     loader = DataLoader(data.train, settings.training.global_batch_size, settings.training.seed)
-    axes = {name: getattr(settings.parallel, name) for name in ("tp", "pp", "ep", "etp")}
+    axes = {name: getattr(settings.parallel, name) for name in ("tp", "pp", "cp", "ep", "etp")}
     topology = Topology.create(**axes, validate=settings.validate)
     groups = Groups.of(topology)
     torch.default_generator.manual_seed(settings.training.seed)

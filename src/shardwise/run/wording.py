@@ -17,7 +17,7 @@ from shardwise.training.optimizer.mixed_precision import PRECISIONS
 def banner(session: Session) -> str:
     """Describe the model, data and settings of a run in a few lines."""
     data, settings, topology = session.data, session.settings, session.topology
-    tp, pp, dp = topology.size("tp"), topology.size("pp"), topology.size("dp")
+    tp, pp, cp, dp = (topology.size(axis) for axis in ("tp", "pp", "cp", "dp"))
     schedule = settings.parallel.pipeline_schedule
     chunks = settings.parallel.virtual_stages
     shared = ""
@@ -26,14 +26,15 @@ def banner(session: Session) -> str:
         (settings.parallel.fsdp, "--fsdp", "weights, gradients and optimizer state split"),
     ):
         if asked:
-            shared = f" ({what})" if dp > 1 else f" ({flag} does nothing with one data-parallel rank)"
+            shared = f" ({what})" if dp * cp > 1 else f" ({flag} does nothing with one data-parallel rank)"
     stages = "" if pp == 1 else f"{pp} stages" + (f" of {chunks} chunks" if chunks > 1 else "") + f" ({schedule}), "
     return (
         f"text   {data.name}, sha256 {data.sha256[:12]}\n"
         f"model  {settings.model_name}, {_size(session.num_parameters)} parameters, {settings.training.dtype}, "
         f"vocabulary {data.tokenizer.vocab_size:,}\n"
         f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
-        f"data parallel {dp}"
+        + ("" if cp == 1 else f"context parallel {cp}, ")
+        + f"data parallel {dp}"
         + shared
         + _experts(session)
         + (", sequence parallel" if settings.parallel.sequence_parallel and tp > 1 else "")

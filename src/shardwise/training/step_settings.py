@@ -26,11 +26,13 @@ class ParallelSettings(Checked, prefix="parallel."):
     """Settings of the model's parallelism.
 
     Attributes:
-        tp: number of ranks that split each layer; the number of data-parallel ranks is all ranks divided by tp * pp.
+        tp: number of ranks that split each layer; the number of data-parallel ranks is all ranks divided by tp * pp *
+            cp.
         sequence_parallel: split activations between tensor-parallel regions along the sequence, which saves memory.
         tp_comm_overlap: with sequence_parallel, overlap the gathers and sums of the linear layers with their products,
             shard by shard; on GPUs through symmetric memory if possible. The banner reports the method.
         pp: number of pipeline stages that share the layers; the text sample at the end of a run needs one stage.
+        cp: number of ranks that share the positions of each sample (context parallelism), for long samples.
         pipeline_schedule: order of forward and backward steps. "interleaved" needs virtual_stages over 1.
         virtual_stages: number of parts of the model on each stage.
         fsdp: split weights, gradients and optimizer state over the data-parallel ranks with PyTorch's fully_shard; a
@@ -49,6 +51,7 @@ class ParallelSettings(Checked, prefix="parallel."):
     sequence_parallel: Annotated[bool, tyro.conf.arg(aliases=("--sequence-parallel",))] = False
     tp_comm_overlap: Annotated[bool, tyro.conf.arg(aliases=("--tp-comm-overlap",))] = False
     pp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--pp",))] = 1
+    cp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--cp",))] = 1
     pipeline_schedule: Annotated[
         Literal["gpipe", "1f1b", "interleaved", "zero-bubble"], tyro.conf.arg(aliases=("--pipeline-schedule",))
     ] = "1f1b"
@@ -89,6 +92,10 @@ class ParallelSettings(Checked, prefix="parallel."):
             "parallel.fsdp and --parallel.pipeline-schedule 'zero-bubble' exclude each other: fully_shard sums the "
             "gradients of a layer when its backward ends, and zero-bubble computes those of weights later; use '1f1b', "
             "'gpipe' or 'interleaved'",
+        )
+        require(
+            not (self.exact and self.cp > 1),
+            f"parallel.exact and parallel.cp {self.cp} exclude each other; leave one out",
         )
         parts = self.exact_parts
         require(parts & (parts - 1) == 0, f"parallel.exact-parts is {parts}; it must be a power of two, such as 8")
@@ -161,7 +168,7 @@ class ParallelSettings(Checked, prefix="parallel."):
     @property
     def fewest_ranks(self) -> int:
         """The smallest number of ranks that both the dense layers and the experts can be split over."""
-        return self.pp * math.lcm(self.tp, self.ep * (self.tp if self.etp is None else self.etp))
+        return self.pp * math.lcm(self.tp * self.cp, self.ep * (self.tp if self.etp is None else self.etp))
 
     def shards_fully(self, dp: int) -> bool:
         """Whether weights are fully sharded: ``fsdp`` is on, and there are several data-parallel ranks."""

@@ -45,7 +45,6 @@ from shardwise.training.optimizer.optimizer import (
 )
 from shardwise.training.pipeline import Pipeline, Schedule, forward_only, make_schedule
 from shardwise.training.pipeline.schedules import Action, Kind
-from shardwise.training.pipeline.stage import hidden_shape
 from shardwise.training.step_settings import StepSettings
 
 _BATCHES_PER_STAGE = 8
@@ -121,7 +120,8 @@ class Trainer:
         objective: the loss; None for the cross entropy of each token.
 
     Raises:
-        ConfigError: ``groups`` has no data-parallel group.
+        ConfigError: ``groups`` has no data-parallel group, or ranks share samples (``cp``) whose loss is not a sum
+            over tokens.
         DesyncError: ranks hold different values of a replicated parameter; raised on every rank.
 
     Attributes:
@@ -161,6 +161,7 @@ class Trainer:
                 "this rank alone"
             )
         self.dp_group = groups.dp
+        self._sample_rank, self._num_sample_ranks = groups.samples
         self.pp_group = groups.pp if groups.num_stages > 1 else None
         self._chunks = cast(list[TransformerModel], list(model)) if isinstance(model, ModelChunks) else [model]
         self._pipeline: Pipeline[Tensor] | None = None
@@ -186,6 +187,10 @@ class Trainer:
             for layer in each.block.layers
             if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, MoELayer)
         }
+        if self._num_sample_ranks < self.dp_group.size() and not self.objective.sums_tokens:
+            raise ConfigError(
+                "context parallelism (cp) is for losses that are sums over tokens, and this one is not; leave cp at 1"
+            )
         self._groups = [self.tp_group, self.dp_group, *([] if self.pp_group is None else [self.pp_group])]
         self._reduce = self._reduced if exact_parts(groups.tp) is None else self._reduced_exactly
         self._step = self._num_micro_batches = 0
@@ -234,7 +239,7 @@ class Trainer:
         self._step, self._num_micro_batches = step, len(batches)
         for layer in self._of_experts.values():
             # A rehearsal may have no micro-batches.
-            layer.begin(scale / (max(1, len(batches)) * self.dp_group.size()))
+            layer.begin(scale / (max(1, len(batches)) * self._num_sample_ranks))
         no_sync, inputs = self.gradients.no_sync, self.objective.inputs
 
         def loss_of(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -321,7 +326,7 @@ class Trainer:
 
     def _seed_in_order(self, micro_batch: int) -> None:
         """Seed dropout by the micro-batch's position in the global batch, whichever rank runs it."""
-        training, number = self.settings.training, self.dp_group.rank() * self._num_micro_batches + micro_batch
+        training, number = self.settings.training, self._sample_rank * self._num_micro_batches + micro_batch
         seed_streams(_stream_seed(training.seed, self._step, number, 0), self.tp_group.rank(), rng=training.rng)
 
     def _run_pipeline(
@@ -352,7 +357,7 @@ class Trainer:
             schedule,
             forward,
             loss,
-            shape=hidden_shape(config, s, b, tp_group=self.tp_group),
+            shape=(self._chunks[0].view_of(s).size, b, config.hidden_size),
             dtype=config.params_dtype,
             device=self.device,
             forward_only=not torch.is_grad_enabled(),
@@ -431,7 +436,7 @@ class Trainer:
         if numbers.routing is not None:
             assert self._model_config.experts is not None
             every = numbers.routing.view(self._model_config.num_layers, -1)
-            micro_batches = self._num_micro_batches * self.dp_group.size()
+            micro_batches = self._num_micro_batches * self._num_sample_ranks
             routing = metrics_of(every, self._model_config.experts, micro_batches)
         norm, *read = torch.cat([numbers.norm.view(1), routing, numbers.sums, numbers.largest]).tolist()
         metrics, read = dict(zip(METRICS, read[: len(routing)], strict=False)), read[len(routing) :]
@@ -468,7 +473,7 @@ class Trainer:
         return self.step(step, prepared[2], loader.num_labels(step), meanwhile=meanwhile)
 
     def _prepare(self, step: int, loader: DataLoader) -> _Prepared:
-        rank, num_ranks = self.dp_group.rank(), self.dp_group.size()
+        rank, num_ranks = self._sample_rank, self._num_sample_ranks
         micro = self.settings.micro_batch_size(num_ranks)
         batches = loader.batch(step, rank, num_ranks, micro, with_lengths=self._needs_lengths)
         return step, loader, [self._mover.start(batch) for batch in batches]
@@ -494,7 +499,7 @@ class Trainer:
         """
         self.wait_for_weights()
         inputs = self.objective.of_evaluation.inputs
-        rank, num_ranks = self.dp_group.rank(), self.dp_group.size()
+        rank, num_ranks = self._sample_rank, self._num_sample_ranks
         micro = self.settings.micro_batch_size(num_ranks)
         batches = held_out.batches(micro, rank, num_ranks, with_lengths=self._needs_lengths)
         if self._pipeline is None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
 from shardwise.core.random import streams
@@ -226,6 +227,10 @@ class SelfAttention(GroupModule):
         """Compute ``forward`` between its two linear layers: ``[s, b, rows/t]`` to ``[s, b, heads/t * d]``."""
         s, b, _ = mixed.shape
         query, key, value = self._split_heads(mixed, rotary if self.rotates else None)
+        if (shard := mask.context) is not None:
+            both = torch.cat([key, value], dim=-1)
+            both = moves.gather_for_parts(both, dim=0, group=shard.group, sizes=shard.sizes)
+            key, value = shard.in_order(both, dim=0).split([key.size(-1), value.size(-1)], dim=-1)
         # [s, b, heads, d] -> [b, heads, s, d], as views.
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if cache is not None:

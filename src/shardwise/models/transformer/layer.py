@@ -44,7 +44,13 @@ class ResidualDropout(nn.Module):
         group = sequence.group
         dim = None if group is None else 0
         return sharded_dropout(
-            input_, self.p, dim=dim, group=group, sizes=sequence.sizes, layer_number=self.layer_number
+            input_,
+            self.p,
+            dim=dim,
+            group=group,
+            sizes=sequence.sizes,
+            layer_number=self.layer_number,
+            context=sequence.context,
         )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ShardingError
+from shardwise.core.sequence_view import ContextShard
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.heads import split_heads
 
@@ -48,6 +49,8 @@ class AttentionMask:
         key_positions: ``[b, keys]`` integers, positions for ALiBi's distances; each key's index if None.
         query_position: int64 ``[1]``, position of a single query whose keys are a whole cache; later positions are
             forbidden. ALiBi is the only other restriction that it supports.
+        context: with context parallelism, the positions that this rank's queries have; masks and ids are those of
+            whole sequences.
 
     Raises:
         ShardingError: ``forbidden`` is not bools.
@@ -61,6 +64,7 @@ class AttentionMask:
         alibi_slopes: Tensor | None = None,
         key_positions: Tensor | None = None,
         query_position: Tensor | None = None,
+        context: ContextShard | None = None,
     ) -> None:
         if forbidden is not None and forbidden.dtype != torch.bool:
             raise ShardingError(
@@ -71,6 +75,7 @@ class AttentionMask:
         self.alibi_slopes = alibi_slopes
         self.key_positions = key_positions
         self.query_position = query_position
+        self.context = context
         self._is_plain = forbidden is None and document_ids is None and alibi_slopes is None
         self._made: dict[object, Tensor] = {}
 
@@ -80,7 +85,7 @@ class AttentionMask:
         """Return ``attn_mask`` and ``is_causal`` of ``scaled_dot_product_attention``.
 
         Args:
-            query: ``[b, heads/t, s, d]``, for the last ``s`` of ``num_keys`` positions.
+            query: ``[b, heads/t, s, d]``, for the last ``s`` of ``num_keys`` positions, or those of ``context``.
             num_keys: number of keys.
             causal: whether keys after a token are forbidden.
             window: number of positions that a token sees before and after itself, -1 for no bound.
@@ -105,10 +110,9 @@ class AttentionMask:
         return self._made[key], False
 
     def _make(self, query: Tensor, num_keys: int, causal: bool, before: int, after: int) -> Tensor:
-        new, device = query.size(2), query.device
+        device = query.device
         keys = torch.arange(num_keys, device=device)
-        # Queries are at the last of the keys' positions.
-        queries = keys[num_keys - new :, None]
+        queries = self._of_queries(keys, query.size(2), dim=0)[:, None]
         forbidden = []
         if causal:
             forbidden.append(keys > queries)
@@ -128,7 +132,7 @@ class AttentionMask:
             distances = queries - keys
             if self.key_positions is not None:
                 places = self.key_positions[:, None, None, :]
-                distances = places[..., num_keys - new :].transpose(-1, -2) - places
+                distances = self._of_queries(places, query.size(2), dim=-1).transpose(-1, -2) - places
             bias = (slopes * -distances.abs().to(wide)).to(query.dtype)
         if forbidden:
             bias = bias.masked_fill(functools.reduce(torch.logical_or, forbidden), -torch.inf)
@@ -136,7 +140,8 @@ class AttentionMask:
 
     def _checked(self, query: Tensor, num_keys: int) -> Tensor:
         assert self.forbidden is not None
-        wanted = (*query.shape[:3], num_keys)
+        new = query.size(2) if self.context is None else self.context.length
+        wanted = (*query.shape[:2], new, num_keys)
         sizes = self.forbidden.shape
         missing = len(wanted) - len(sizes)
         if missing < 0 or any(size not in (1, want) for size, want in zip(sizes, wanted[missing:], strict=True)):
@@ -144,17 +149,26 @@ class AttentionMask:
                 f"attention_mask has shape {list(sizes)}; it must broadcast to [batch, query heads of this rank, "
                 f"queries, keys], here {list(wanted)}"
             )
-        return self.forbidden
+        if self.context is None or len(sizes) < 2 or sizes[-2] == 1:
+            return self.forbidden
+        return self.context.own(self.forbidden, dim=-2)
+
+    def _of_queries(self, of_keys: Tensor, new: int, *, dim: int) -> Tensor:
+        """Return the queries' part of what each key has; without a context they are at the last positions."""
+        if self.context is not None:
+            return self.context.own(of_keys, dim=dim)
+        return of_keys.narrow(dim, of_keys.size(dim) - new, new)
 
     def _other_document(self, query: Tensor, num_keys: int) -> Tensor:
         ids = self.document_ids
         assert ids is not None
-        if ids.shape != (query.size(0), num_keys) or query.size(2) != num_keys:
+        has_cache = self.context is None and query.size(2) != num_keys
+        if ids.shape != (query.size(0), num_keys) or has_cache:
             raise ShardingError(
                 f"document_ids have shape {list(ids.shape)}; attention is of {query.size(0)} sequences, with "
                 f"{query.size(2)} queries on {num_keys} keys, and needs a number for each of as many keys as queries"
             )
-        return (ids[:, :, None] != ids[:, None, :]).unsqueeze(1)
+        return (self._of_queries(ids, query.size(2), dim=1)[:, :, None] != ids[:, None, :]).unsqueeze(1)
 
 
 def document_lengths(document_ids: Tensor) -> Tensor:

@@ -198,6 +198,9 @@ class MoELayer(GroupModule):
         elif self._sequence_parallel:
             length = num_tokens // hidden.size(1) * self._tp_group.size() if sequence is None else sequence.length
             num_tokens = length * hidden.size(1)
+        context = None if sequence is None else sequence.context
+        if context is not None:
+            num_tokens = context.length * hidden.size(1)
         routing: Routing = self.router(tokens)
         output = self._through_experts(tokens, routing)
         loss: Tensor | None = None
@@ -205,7 +208,8 @@ class MoELayer(GroupModule):
             # Tokens are [s, b]; those of this rank begin with a whole position, or somewhere if all are split.
             first = sum(sizes[: self._tp_group.rank()]) if sizes is not None else 0
             sequences = (torch.arange(len(tokens), device=tokens.device) + first) % hidden.size(1)
-            loss = self.router.auxiliary_loss(routing, num_tokens, sequences, hidden.size(1))
+            group = None if context is None else context.group
+            loss = self.router.auxiliary_loss(routing, num_tokens, sequences, hidden.size(1), group)
             output = _WithLoss.apply(output, loss, self.loss_scale)
         # Not in a backward, which recomputes.
         if self.training and self.statistics is not None and torch._C._current_graph_task_id() == -1:

@@ -114,7 +114,14 @@ class Router(ShardedModule):
             )
         return entries
 
-    def auxiliary_loss(self, routing: Routing, num_tokens: int, sequences: Tensor, num_sequences: int) -> Tensor:
+    def auxiliary_loss(
+        self,
+        routing: Routing,
+        num_tokens: int,
+        sequences: Tensor,
+        num_sequences: int,
+        context_group: ProcessGroup | None = None,
+    ) -> Tensor:
         """Return this rank's part of the auxiliary losses of a micro-batch, a scalar.
 
         Args:
@@ -122,6 +129,7 @@ class Router(ShardedModule):
             num_tokens: number of tokens on all ranks.
             sequences: ``[n]`` int64, the sequence of each of this rank's tokens.
             num_sequences: number of sequences.
+            context_group: the ranks that share the sequences with context parallelism, or None.
         """
         spec = self.experts
         loss = routing.logits.new_zeros(())
@@ -132,8 +140,9 @@ class Router(ShardedModule):
             chosen = torch.zeros_like(scores).scatter_(1, routing.experts, 1.0)
             nothing = scores.new_zeros(num_sequences, spec.num)
             counts = nothing.index_add(0, sequences, chosen)
-            if self.group.size() > 1:
-                counts = all_reduce(counts, group=self.group)
+            for group in (self.group, context_group):
+                if group is not None and group.size() > 1:
+                    counts = all_reduce(counts, group=group)
             each = num_tokens // num_sequences
             share = counts / (each * spec.per_token)
             balance = (share * nothing.index_add(0, sequences, scores)).sum() / (each * num_sequences)

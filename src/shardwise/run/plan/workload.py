@@ -350,6 +350,8 @@ def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
     """
     settings.check_world(world_size)
     parallel = settings.parallel
+    if parallel.cp > 1:
+        raise ConfigError(f"plans do not cover parallel.cp {parallel.cp} yet; leave it out, or run a few steps instead")
     dp = world_size // (parallel.tp * parallel.pp)
     return Mesh(
         tp=parallel.tp,

@@ -5,6 +5,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
@@ -256,19 +257,21 @@ class RunSettings(StepSettings):
                 ranks, or a setting is without effect.
         """
         self.check_effect()
-        tp, pp = self.parallel.tp, self.parallel.pp
-        split = f"parallel.tp {tp}" if pp == 1 else f"parallel.tp {tp} x parallel.pp {pp}"
+        sizes = {"tp": self.parallel.tp, "pp": self.parallel.pp, "cp": self.parallel.cp}
+        several = {name: size for name, size in sizes.items() if name == "tp" or size > 1}
+        split, pp, together = " x ".join(several), sizes["pp"], math.prod(sizes.values())
         require(
-            world_size % (tp * pp) == 0,
-            f"{split} does not divide the {world_size} ranks; start a multiple of {tp * pp} with --nproc",
+            world_size % together == 0,
+            f"{' x '.join(f'parallel.{name} {size}' for name, size in several.items())} does not divide the "
+            f"{world_size} ranks; start a multiple of {together} with --nproc",
         )
-        dp = world_size // (tp * pp)
+        dp = world_size // together
         self.parallel.check_exact(dp, self.model.sequence_length, self.training)
         batch, micro = self.training.global_batch_size, self.micro_batch_size(dp)
         require(
             batch % dp == 0,
             f"training.global-batch-size {batch} is not a multiple of the {dp} data-parallel ranks "
-            f"({world_size} ranks / {'tp' if pp == 1 else 'tp x pp'} {tp * pp})",
+            f"({world_size} ranks / {split} {together})",
         )
         require(
             batch // dp % micro == 0,
