@@ -28,7 +28,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.random import seed_streams
 from shardwise.models.generation.cache import PreallocatedCache
-from shardwise.models.transformer.attention import check_attention_backend
+from shardwise.models.transformer.core_attention import check_attention_backend
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType, alibi_slopes, document_ids_of
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_

@@ -19,9 +19,10 @@ from shardwise.nn.linear import LinearParallelism
 
 
 class PreallocatedCache:
-    """A key-value cache of fixed capacity for the heads of one rank; a ``models.transformer.attention.KeyValueCache``.
+    """A key-value cache of fixed capacity for the heads of one rank.
 
-    A forward pass appends to each layer once. ``truncate(cache.length)`` undoes a pass that failed part-way.
+    A ``models.transformer.core_attention.KeyValueCache``. A forward pass appends to each layer once.
+    ``truncate(cache.length)`` undoes a pass that failed part-way.
 
     Args:
         num_layers: number of layers, which are numbered from 1.
