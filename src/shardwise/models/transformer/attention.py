@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import Replicas
@@ -51,6 +52,8 @@ class SelfAttention(CoreAttention):
         *,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
     ) -> None:
+        if config.latent is not None:
+            raise ConfigError("SelfAttention has no latents, and config.latent is set; use LatentSelfAttention")
         group = tp_group
         num_heads, num_groups, head_dim = config.heads
         split = split_heads(num_heads, num_groups, group.size())

@@ -281,7 +281,9 @@ def check_attention_backend(config: ModelConfig, device: torch.device, *, masked
     kernels = _KERNELS.get(config.attention_backend)
     if kernels is None or device.type == "meta":
         return
-    heads, groups, head_dim = config.heads
+    heads, groups, _ = config.heads
+    # Kernels get queries, keys and values of one width.
+    head_dim = max(config.heads.width, config.value_width)
     masked = masked or config.window_size is not None
     repeated = why_repeat_keys(
         config.attention_backend, device.type, config.params_dtype, head_dim=head_dim, masked=masked
