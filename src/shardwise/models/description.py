@@ -247,7 +247,8 @@ def _attention_with_biases(
     projection: bool, qkv: bool, config: ModelConfig, *args: Any, **kwargs: Any
 ) -> CoreAttention:
     """Create attention whose biases do not follow the MLP's."""
-    own = dataclasses.replace(config, add_bias_linear=projection, add_qkv_bias=qkv)
+    # Attention reads nothing of experts, which exclude biases of their own.
+    own = dataclasses.replace(config, add_bias_linear=projection, add_qkv_bias=qkv, experts=None)
     return make_attention(own, *args, **kwargs)
 
 
