@@ -140,11 +140,12 @@ def moe_layer(experts: Experts, groups: Groups, **options: Any) -> MoELayer:
 
 
 @pytest.mark.ranks(2)
-def test_ranks_and_experts_without_tokens(group):
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_ranks_and_experts_without_tokens(group, num_groups):
     """One token on two ranks, whose router prefers the experts of one of them."""
     topology = Topology.create(tp=2, ep=2, etp=1)
     groups, one = Groups.of(topology), alone(topology)
-    spec = dataclasses.replace(MIXTRAL, per_token=1, aux_loss=0.0)
+    spec = dataclasses.replace(MIXTRAL, per_token=1, aux_loss=0.0, num_groups=num_groups)
     split, dense = moe_layer(spec, groups, tp=2), moe_layer(spec, one, tp=2)
     hidden = torch.randn(1, 1, WIDTH, dtype=torch.float64)
     inputs = [hidden.clone().requires_grad_() for _ in range(2)]
