@@ -256,6 +256,8 @@ CLASSIFIERS = {
     "gpt_neox": ("GPTNeoXForSequenceClassification", {}),
     "gpt_neox_tokens": ("GPTNeoXForTokenClassification", {}),
     "opt": ("OPTForSequenceClassification", {}),
+    "deepseek_v2": ("DeepseekV2ForSequenceClassification", {}),
+    "deepseek_v3_tokens": ("DeepseekV3ForTokenClassification", {}),
     "bert": ("BertForSequenceClassification", {"problem_type": "single_label_classification"}),
     "bert_tokens": ("BertForTokenClassification", {}),
 }
@@ -327,7 +329,10 @@ def make_classifier(name: str, root: Path) -> Reference:
     output = model(input_ids=input_ids, attention_mask=PADDED, labels=labels)
     output.loss.backward()
     values = {"input_ids": input_ids, "labels": labels, "logits": output.logits, "loss": output.loss, "mask": PADDED}
-    values |= {f"gradient.{key}": param.grad for key, param in model.named_parameters() if param.grad is not None}
+    gradients = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
+    if name.removesuffix("_tokens") in WITH_EXPERTS:
+        gradients = _by_expert(gradients, is_mixtral=False)
+    values |= {f"gradient.{key}": gradient for key, gradient in gradients.items()}
     save_file(
         {key: value.detach().contiguous() for key, value in values.items()},
         reference.folder.parent / "values.safetensors",
