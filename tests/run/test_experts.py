@@ -95,9 +95,10 @@ def test_wrong_settings_are_refused():
     assert ParallelSettings(tp=2, ep=4, etp=1, pp=3).fewest_ranks == 12
 
 
-def test_plans_are_refused_by_name():
-    for more in ((), ("--fit", "8")):
-        command = ("plan", "train", "--data", str(TEXT), "--model.num-experts", "8", *more)
+def test_plans_are_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    train = ("plan", "train", "--data", str(TEXT), "--model.num-experts", "8")
+    for command in (train, (*train, "--fit", "8"), ("plan", "generate", str(tmp_path))):
         with Program("-m", "shardwise", *command) as program:
             program.finish(exit_code=2)
         assert "plans do not cover models with experts yet" in program.stderr

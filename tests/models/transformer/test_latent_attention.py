@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from layer_cases import CASES, B, H, S, config_of
+from layer_cases import CASES, B, H, S, config_of, layer_of
 
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.errors import ConfigError
@@ -14,6 +14,7 @@ from shardwise.core.sequence_view import SequenceView
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.heads import LatentAttention
 from shardwise.models.transformer.latent_attention import LatentSelfAttention
+from shardwise.training.step_settings import OptimizerSettings
 
 LATENT = CASES["latent"]
 WIDTHS = LATENT.options["latent"]
@@ -66,3 +67,6 @@ def test_options_that_exclude_latents(group):
         config_of(dataclasses.replace(LATENT, heads=6, groups=3), group)
     with pytest.raises(ConfigError, match="SelfAttention has no latents"):
         SelfAttention(config_of(LATENT, group), 1, group)
+    _, layer = layer_of(LATENT, group)
+    with pytest.raises(ConfigError, match="muon and latent attention exclude each other"):
+        OptimizerSettings(name="muon").make(layer)

@@ -25,7 +25,7 @@ from shardwise.run.plan.fake_rank import pretended
 from shardwise.run.plan.machine import beyond_tensors, room_for_tensors
 from shardwise.run.plan.rehearsal import kinds_of_layers
 from shardwise.run.plan.timeline import Label, Segment, Timeline
-from shardwise.run.plan.workload import Mesh
+from shardwise.run.plan.workload import Mesh, refuse_experts
 from shardwise.run.quantities import read_bytes, shown_bytes
 from shardwise.storage.adapters import add_lora_, read_adapter_config
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
@@ -74,7 +74,8 @@ def plan_generation(
         The plan; ``generation_as_table`` in ``shardwise.run.plan.report`` formats it.
 
     Raises:
-        ConfigError: the model is not causal or cannot be split so; the text is too long; there is no such rank.
+        ConfigError: the model is not causal, has experts or cannot be split so; the text is too long; there is no such
+            rank.
         CheckpointError: there is no ``config.json``, or it cannot be read.
     """
     text = _text_of(model_dir, prompt_length, max_new_tokens, adapter, device, layers)
@@ -332,6 +333,7 @@ def _text_of(
     if model.kind != "gpt" or model.classification is not None:
         what = config.architecture.model_type if model.classification is None else model.classification.task
         raise ConfigError(f"{path} is a {what} model, which adds no tokens")
+    refuse_experts(model, "generate a few tokens instead")
     if prompt_length is None:
         prompt_length = max(
             1, min(DEFAULT_SEQUENCE, longest - (max_new_tokens or min(USUAL_MAX_NEW_TOKENS, longest // 2)))

@@ -60,6 +60,12 @@ class Adaptation:
     quantization: Quantization | None = None
 
 
+def refuse_experts(model: ModelDescription, remedy: str) -> None:
+    """Raise ConfigError, with a remedy, if a model has experts."""
+    if model.experts is not None:
+        raise ConfigError(f"plans do not cover models with experts yet; {remedy}")
+
+
 @dataclass(frozen=True)
 class Workload:
     """A model, and how it is trained, at any number of ranks.
@@ -73,7 +79,7 @@ class Workload:
         teacher_dtype: dtype of the teacher's weights.
 
     Raises:
-        ConfigError: the model has experts.
+        ConfigError: the model or its teacher has experts.
     """
 
     settings: RunSettings
@@ -84,8 +90,9 @@ class Workload:
     teacher_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        if self.model.experts is not None:
-            raise ConfigError("plans do not cover models with experts yet; run a few steps with the settings instead")
+        for model in (self.model, self.teacher):
+            if model is not None:
+                refuse_experts(model, "run a few steps with the settings instead")
 
     @cached_property
     def global_batch_size(self) -> int:
