@@ -194,6 +194,7 @@ COMPILED = {
     ),
     "across ranks": Case(3, 1, {"layernorm_zero_centered_gamma": True}, activation="quick_gelu"),
     "bloom, packed": dataclasses.replace(CASES["bloom"], documents=DOCUMENTS),
+    "latent": CASES["latent"],
     "bert, written out": dataclasses.replace(CASES["bert"], options=POST_NORM | {"attention_backend": "local"}),
 }  # fmt: skip
 
