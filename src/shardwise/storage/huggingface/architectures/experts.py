@@ -191,7 +191,7 @@ class AfterDenseLayers(WithExperts):
             **self.read_choice(fields),
         )
         if experts.per_token == 1 and experts.normalizes_weights:
-            # ``Router`` does not normalize a single weight, which would be 1 whatever the score.
+            # ``Router`` does not normalize a single weight, because it would be 1 at every score.
             raise fields.error("num_experts_per_tok", 1, "at least 2 with norm_topk_prob")
         return experts
 
