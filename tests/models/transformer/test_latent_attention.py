@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 import torch
+from harness.groups import alone
+from harness.parity import assert_bit_equal
 from layer_cases import CASES, B, H, S, config_of, layer_of
 
 from shardwise.core.communication.accounting import CollectiveCounter
@@ -14,6 +16,7 @@ from shardwise.core.sequence_view import SequenceView
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.heads import LatentAttention
 from shardwise.models.transformer.latent_attention import LatentSelfAttention
+from shardwise.nn import named_param_layouts
 from shardwise.training.step_settings import OptimizerSettings
 
 LATENT = CASES["latent"]
@@ -42,6 +45,17 @@ def test_ranks_exchange_latents_and_not_hidden_states(group, sequence_parallel):
         assert found == [["all_reduce"], ["all_reduce"] * len(widths)]
         num_bytes = sorted(launch.num_bytes for launch in backward.launches)
         assert num_bytes == sorted(8 * S * B * width for width in widths)
+
+
+@pytest.mark.ranks(3)
+def test_initial_values_are_those_of_one_rank(group):
+    own, made = alone(group), []
+    for ranks in (group, own):
+        torch.manual_seed(6)
+        made.append(LatentSelfAttention(config_of(LATENT, ranks), 1, ranks))
+    whole = dict(made[1].named_parameters())
+    for name, param, layout in named_param_layouts(made[0], group.size()):
+        assert_bit_equal(param, layout.take(whole[name], group.rank()), name=name)
 
 
 def test_values_that_cannot_be():
