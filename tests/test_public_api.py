@@ -18,7 +18,7 @@ from shardwise.training.bounds import from_keywords
 
 EXPORTS = {
     "shardwise": "Groups Topology",
-    "shardwise.models": "Bert Classification Experts GPT LayerConfig ModelConfig Recomputation",
+    "shardwise.models": "Bert Classification Experts GPT LatentAttention LayerConfig ModelConfig Recomputation",
     "shardwise.nn": (
         "Arithmetic ColumnLinear GroupModule HeadsRMSNorm LinearParallelism ReplicatedEmbedding ReplicatedLinear "
         "RowLinear ShardedModule VocabEmbedding add_and_norm arithmetic_of named_param_layouts parameter_device "

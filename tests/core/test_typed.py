@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.core.communication import moves
 from shardwise.core.topology import Groups, Topology
-from shardwise.models import GPT, ModelConfig
+from shardwise.models import GPT, LatentAttention, ModelConfig
 from shardwise.models.recomputation import Recomputation
 from shardwise.nn.replicated import annotate_
 
@@ -41,6 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "recomputed": {"recompute": Recomputation(granularity="full")},
     "copied heads": {"num_query_groups": 1},
     "norms of queries and keys": LLAMA | {"qk_layernorm": True},
+    "latent": LLAMA | {"num_query_groups": None, "latent": LatentAttention(12, 6, 4, 5, query_rank=10)},
 }
 
 

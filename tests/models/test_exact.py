@@ -12,7 +12,7 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.models.bert import Bert
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
-from shardwise.models.transformer import attention
+from shardwise.models.transformer import core_attention
 from shardwise.nn import named_param_layouts
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.training.optimizer.gradients import finalize_gradients_
@@ -75,7 +75,7 @@ def one_step(kind, topology, **options):
 @pytest.mark.parametrize(("kind", "options"), [(kind, each) for kind in KINDS for each in [{}, *OPTIONS[kind]]])
 def test_loss_and_gradients(group, kind, options, monkeypatch):
     # Capped scores in several blocks, whose sizes may not depend on how many heads a rank has.
-    monkeypatch.setattr(attention, "_SCORES_OF_BLOCK", 1 << 12)
+    monkeypatch.setattr(core_attention, "_SCORES_OF_BLOCK", 1 << 12)
     alone, split = Topology.create(tp=1), Topology.create(tp=group.size())
     options = {"exact_parts": 8, "fuse_output_layer_and_loss": True, **options}
     expected = one_step(kind, alone, **options)

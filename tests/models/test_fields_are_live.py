@@ -24,6 +24,7 @@ from shardwise.models.config import LayerConfig, ModelConfig
 from shardwise.models.experts import Experts
 from shardwise.models.gpt import GPT
 from shardwise.models.recomputation import Recomputation
+from shardwise.models.transformer.heads import LatentAttention
 
 VOCAB, LENGTH = 31, 6
 BASE = {
@@ -88,6 +89,7 @@ CHANGES = {
     "add_qkv_bias": Change(True, "parameters", {"add_bias_linear": False}),
     "gated_linear_unit": Change(True, "parameters"),
     "experts": Change(Experts(4, 2, 8), "parameters", {"add_bias_linear": False}),
+    "latent": Change(LatentAttention(6, 3, 2, 4), "parameters"),
     "activation_func": Change(F.silu, "loss"),
     "rotary_interleaved": Change(True, "loss"),
     "window_size": Change((1, 0), "loss"),

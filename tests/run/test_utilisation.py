@@ -22,7 +22,7 @@ from shardwise.storage.huggingface import build_model, model_config
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "latent"])
 def test_model_flops_are_those_of_the_products(group, kind):
     s, b = 16, 3
     model = described(kind)

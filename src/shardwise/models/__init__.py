@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from shardwise.models.experts import Experts as Experts
     from shardwise.models.gpt import GPT as GPT
     from shardwise.models.recomputation import Recomputation as Recomputation
+    from shardwise.models.transformer.heads import LatentAttention as LatentAttention
 
 _MODULES = {
     "Bert": "bert",
     "Classification": "classification",
     "Experts": "experts",
     "GPT": "gpt",
+    "LatentAttention": "transformer.heads",
     "LayerConfig": "config",
     "ModelConfig": "config",
     "Recomputation": "recomputation",

@@ -15,9 +15,8 @@ from shardwise.core.topology import Groups
 from shardwise.models.classification import Classification
 from shardwise.models.config import ModelConfig
 from shardwise.models.token_embedding import forbidden_keys, is_token
-from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.block import TransformerBlock
-from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.models.transformer.layer import TransformerLayerSpec, make_attention
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.models.transformer.mlp import layer_arguments, make_norm
 from shardwise.models.transformer_model import TransformerModel
@@ -80,7 +79,7 @@ class Bert(TransformerModel):
         max_sequence_length: longest sequence; the size of a learned position embedding.
         groups: process groups, one for each kind of parallelism.
         num_tokentypes: number of token types; 0 for none.
-        layer_spec: parts of a layer. The default ``SelfAttention`` is not causal; for another mask, give
+        layer_spec: parts of a layer. The default attention is not causal; for another mask, give
             ``functools.partial(SelfAttention, attn_mask_type=...)``.
         add_binary_head: whether there are a pooler and a head for the next sentence; not with ``classification``.
         options: ``pre_process`` and later arguments of ``GPT``.
@@ -120,8 +119,8 @@ class Bert(TransformerModel):
                 f"exact_parts is {config.exact_parts}, and BERT has no exact form; leave exact_parts at None"
             )
         spec = layer_spec or TransformerLayerSpec()
-        if spec.attention is SelfAttention:
-            spec = dataclasses.replace(spec, attention=partial(SelfAttention, attn_mask_type=AttnMaskType.padding))
+        if spec.attention is make_attention:
+            spec = dataclasses.replace(spec, attention=partial(make_attention, attn_mask_type=AttnMaskType.padding))
         # The base class creates all parts, and reads these attributes.
         self.num_tokentypes = num_tokentypes
         self.add_binary_head = add_binary_head and options.get("classification") is None

@@ -16,7 +16,7 @@ from shardwise.core.initialization import CounterNormal, InitMethod, scaled_init
 from shardwise.core.sharding import stage_layers
 from shardwise.models.experts import Experts
 from shardwise.models.recomputation import Recomputation
-from shardwise.models.transformer.heads import Heads
+from shardwise.models.transformer.heads import Heads, LatentAttention
 from shardwise.nn.norm import Normalization
 
 NormPosition = Literal["pre", "post", "sandwich", "branch"]
@@ -65,6 +65,8 @@ class TransformerFields:
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         init_method_std: standard deviation of new weights.
         experts: experts instead of the MLP of some layers; None for none.
+        latent: multi-head latent attention (DeepSeek), whose heads are ``latent.head_width`` wide; None for ordinary
+            attention.
     """
 
     num_layers: int = 0
@@ -98,6 +100,7 @@ class TransformerFields:
     attention_logit_softcap: float | None = None
     init_method_std: float = 0.02
     experts: Experts | None = None
+    latent: LatentAttention | None = None
 
     @property
     def heads(self) -> Heads:
@@ -105,6 +108,16 @@ class TransformerFields:
         assert self.num_query_groups is not None
         assert self.kv_channels is not None
         return Heads(self.num_attention_heads, self.num_query_groups, self.kv_channels)
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's value."""
+        return self.heads.width if self.latent is None else self.latent.value_width
+
+    @property
+    def rotary_width(self) -> int:
+        """Width of the part of a head that is rotated, if ``rotary_percent`` of a model is 1."""
+        return self.heads.width if self.latent is None else self.latent.rotary_width
 
     @property
     def num_experts(self) -> int:
@@ -253,6 +266,7 @@ class ModelConfig(LayerConfig, TransformerFields):
         self._check_attention()
         self._check_layers()
         self._check_experts()
+        self._check_latent()
         self._check_factors()
         self.stage_layers()
         self._derive_sizes()
@@ -335,6 +349,20 @@ class ModelConfig(LayerConfig, TransformerFields):
         ):
             if is_set:
                 raise ConfigError(f"experts and {name} exclude each other; leave one out")
+
+    def _check_latent(self) -> None:
+        if self.latent is None:
+            return
+        for name in ("exact_parts", "qk_layernorm"):
+            if getattr(self, name):
+                raise ConfigError(f"latent and {name} exclude each other; leave one out")
+        for name, derived in (
+            ("kv_channels", self.latent.head_width),
+            ("num_query_groups", self.num_attention_heads),
+        ):
+            if getattr(self, name) not in (None, derived):
+                raise ConfigError(f"{name} is {getattr(self, name)}, and latent makes it {derived}; leave it out")
+            setattr(self, name, derived)
 
     def _check_factors(self) -> None:
         for name in ("residual_multiplier", "embedding_multiplier", "logits_scaling"):

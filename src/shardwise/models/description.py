@@ -25,8 +25,8 @@ from shardwise.models.classification import Classification
 from shardwise.models.config import ModelConfig, TransformerFields
 from shardwise.models.gpt import GPT
 from shardwise.models.language_model import LanguageModel
-from shardwise.models.transformer.attention import SelfAttention
-from shardwise.models.transformer.layer import TransformerLayerSpec
+from shardwise.models.transformer.core_attention import CoreAttention
+from shardwise.models.transformer.layer import TransformerLayerSpec, make_attention
 from shardwise.models.transformer.mlp import ACTIVATIONS
 from shardwise.models.transformer.moe import MoELayer
 from shardwise.models.transformer.rotary import RotaryScaling
@@ -215,7 +215,8 @@ def describe_model(model: nn.Module) -> ModelDescription:
     first: Any = model.block.layers[0]
     # Experts have no biases.
     of_mlp = () if isinstance(first.mlp, MoELayer) else ("linear_fc1",)
-    for name, wanted in (("self_attention", ("linear_qkv", "linear_proj")), ("mlp", of_mlp)):
+    to_keys = "linear_qkv" if config.latent is None else "linear_kv_down_proj"
+    for name, wanted in (("self_attention", (to_keys, "linear_proj")), ("mlp", of_mlp)):
         part = getattr(first, name, None)
         missing = [each for each in wanted if not hasattr(part, each)]
         if missing:
@@ -228,7 +229,7 @@ def describe_model(model: nn.Module) -> ModelDescription:
         kind="bert" if is_bert else "gpt",
         activation=activation,
         attention_bias=attention.linear_proj.bias is not None,
-        qkv_bias=attention.linear_qkv.bias is not None,
+        qkv_bias=getattr(attention, to_keys).bias is not None,
         mlp_bias=bool(of_mlp) and mlp.linear_fc1.bias is not None,
         **{name: getattr(config, name) for name in _CONFIG_FIELDS},
         **{name: getattr(model, name) for name in (_BERT_FIELDS if is_bert else _GPT_FIELDS)},
@@ -244,10 +245,11 @@ def _layer_spec(description: ModelDescription) -> TransformerLayerSpec:
 
 def _attention_with_biases(
     projection: bool, qkv: bool, config: ModelConfig, *args: Any, **kwargs: Any
-) -> SelfAttention:
+) -> CoreAttention:
     """Create attention whose biases do not follow the MLP's."""
-    own = dataclasses.replace(config, add_bias_linear=projection, add_qkv_bias=qkv)
-    return SelfAttention(own, *args, **kwargs)
+    # Attention reads nothing of experts, which exclude biases of their own.
+    own = dataclasses.replace(config, add_bias_linear=projection, add_qkv_bias=qkv, experts=None)
+    return make_attention(own, *args, **kwargs)
 
 
 def chunks_of(config: ModelConfig) -> Sequence[int | None]:

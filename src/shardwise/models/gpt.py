@@ -6,8 +6,8 @@ from shardwise.core.errors import ShardingError
 from shardwise.core.sequence_view import SequenceView
 from shardwise.models.classification import Classification
 from shardwise.models.token_embedding import TokensFirst, check_inputs, forbidden_keys, is_token, positions_of
-from shardwise.models.transformer.attention import KeyValueCache
 from shardwise.models.transformer.block import TransformerBlock
+from shardwise.models.transformer.core_attention import KeyValueCache
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType, document_lengths
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import viewless

@@ -146,9 +146,9 @@ class TransformerModel(FixedTensors, LanguageModel):
         self.window_rotary: RotaryEmbedding | None = None
         if position_embedding_type == "rope":
             with device:
-                self.rotary = RotaryEmbedding(config.heads[2], rotary_percent, rotary_base, self.rope_scaling)
+                self.rotary = RotaryEmbedding(config.rotary_width, rotary_percent, rotary_base, self.rope_scaling)
                 if window_rotary_base is not None:
-                    self.window_rotary = RotaryEmbedding(config.heads[2], rotary_percent, window_rotary_base)
+                    self.window_rotary = RotaryEmbedding(config.rotary_width, rotary_percent, window_rotary_base)
         self.alibi_slopes: Tensor | None = None
         if position_embedding_type == "alibi":
             with device:

@@ -408,7 +408,8 @@ def try_attention(run: TrialRun, kind: tuple[SelfAttention, bool], parts: int) -
         seed_streams(0, rank, rng="global")
         with torch.enable_grad():
             own = of_input(mixed, split, rank).requires_grad_()
-            output = of_rank.attended(own, AttentionMask(document_ids=documents, alibi_slopes=slopes), tables)
+            mask = AttentionMask(document_ids=documents, alibi_slopes=slopes)
+            output = of_rank.attended(*of_rank.take_apart(own, tables), mask)
             (gradient,) = torch.autograd.grad(output, own, of_queries(incoming, split, rank))
         return output.detach(), gradient
 

@@ -136,9 +136,9 @@ def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trai
     """Return the FLOPs per token of forward and backward pass; a multiply-add counts as two.
 
     ``6 N + 12 l a d s``: ``N`` elements of weight matrices that a token is multiplied with (of experts, those that it
-    goes to; without embeddings, except one tied to the output layer),
-    ``l`` layers of ``a`` heads of width ``d``, and ``s`` tokens. Attention counts as if each token attended to all
-    others. Recomputation does not count.
+    goes to; without embeddings, except one tied to the output layer), ``l`` layers of ``a`` heads of width ``d`` (the
+    mean width of keys and values), and ``s`` tokens. Attention counts as if each token attended to all others.
+    Recomputation does not count.
 
     Args:
         model: a ``"gpt"``.
@@ -149,8 +149,14 @@ def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trai
     Source: Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
     """
     h, head = model.hidden_size, model.classification
-    queries, groups = model.num_attention_heads * model.kv_channels, model.num_query_groups * model.kv_channels
-    attention_weights, each = 2 * h * (queries + groups), (3 if model.gated_linear_unit else 2) * h
+    heads, each = model.num_attention_heads, (3 if model.gated_linear_unit else 2) * h
+    if (latent := model.latent) is None:
+        attention_weights = 2 * h * (heads + model.num_query_groups) * model.kv_channels
+    else:
+        attention_weights = h * (latent.key_value_rank + latent.rotary_width + heads * latent.value_width)
+        attention_weights += heads * latent.key_value_rank * (latent.plain_width + latent.value_width)
+        queries, rank = heads * latent.head_width, latent.query_rank
+        attention_weights += h * queries if rank is None else rank * (h + queries)
     inner = model.num_layers * each * model.ffn_hidden_size
     if (experts := model.experts) is not None:
         number = model.num_layers if experts.layers is None else sum(experts.layers)
@@ -160,7 +166,7 @@ def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trai
     multiplied = (
         model.num_layers * attention_weights + inner + h * (model.vocab_size if head is None else head.num_labels)
     )
-    attention = 12 * model.num_layers * model.num_attention_heads * model.kv_channels * sequence_length
+    attention = 6 * model.num_layers * heads * (model.kv_channels + model.value_width) * sequence_length
     return (6 if trains_weights else 4) * multiplied + attention
 
 

@@ -107,7 +107,7 @@ def test_shapes_that_do_not_fit():
         (key[..., :3], value),
         (key[0], value),
     ):
-        with pytest.raises(ShardingError, match=r"holds \[2, 3, tokens, 4\] per layer"):
+        with pytest.raises(ShardingError, match=r"holds \[2, 3, tokens, 4\] per layer, with values 4 wide"):
             make_cache().append(1, wrong_key, wrong_value)
 
 

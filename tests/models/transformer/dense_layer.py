@@ -19,14 +19,15 @@ LOCAL = {
 }
 
 
-def norm(config, weights, name, x):
+def norm(config, weights, name, x, epsilon=None):
     if name + "weight" not in weights:
         return x
+    epsilon = epsilon or config.layernorm_epsilon
     weight = weights[name + "weight"] + (1 if config.layernorm_zero_centered_gamma else 0)
     if config.normalization == "RMSNorm":
-        return x / (x.square().mean(-1, keepdim=True) + config.layernorm_epsilon).sqrt() * weight
+        return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight
     x = x - x.mean(-1, keepdim=True)
-    return x / (x.square().mean(-1, keepdim=True) + config.layernorm_epsilon).sqrt() * weight + weights[name + "bias"]
+    return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight + weights[name + "bias"]
 
 
 def linear(weights, name, x):
@@ -62,22 +63,52 @@ def allowed(config, s, b, causal, forbidden, documents):
     return result
 
 
-def attention(config, weights, x, sees, *, positions, share, slopes):
-    s = x.shape[0]
+def heads_of(config, weights, x, rotated):
+    """Query, key and value of each head."""
     heads, groups, d = config.heads
     mixed = linear(weights, "self_attention.linear_qkv.", x)
     per_group = heads // groups
-    scale = config.softmax_scale or d**-0.5
-    distance = (torch.arange(s)[:, None] - torch.arange(s)).abs().double()
-    contexts = []
     for head in range(heads):
         block = mixed[..., head // per_group * (per_group + 2) * d :][..., : (per_group + 2) * d]
         query = block[..., head % per_group * d :][..., :d]
         key, value = block[..., per_group * d :][..., :d], block[..., (per_group + 1) * d :]
         query = norm(config, weights, "self_attention.q_layernorm.", query)
         key = norm(config, weights, "self_attention.k_layernorm.", key)
-        if share:
-            query, key = (rotate(y, positions, share, config.rotary_interleaved) for y in (query, key))
+        yield rotated(query), rotated(key), value
+
+
+def latent_heads_of(config, weights, x, rotated):
+    """The same of latent attention."""
+    latent, plain = config.latent, config.latent.plain_width
+    of_queries = x
+    if latent.query_rank is not None:
+        of_queries = linear(weights, "self_attention.linear_q_down_proj.", x)
+        of_queries = norm(config, weights, "self_attention.q_layernorm.", of_queries, 1e-6)
+    up = "linear_q_proj." if latent.query_rank is None else "linear_q_up_proj."
+    queries = linear(weights, "self_attention." + up, of_queries)
+    of_keys = linear(weights, "self_attention.linear_kv_down_proj.", x)
+    shared = rotated(of_keys[..., latent.key_value_rank :])
+    of_keys = norm(config, weights, "self_attention.kv_layernorm.", of_keys[..., : latent.key_value_rank], 1e-6)
+    mixed = linear(weights, "self_attention.linear_kv_up_proj.", of_keys)
+    for head in range(config.num_attention_heads):
+        query = queries[..., head * latent.head_width :][..., : latent.head_width]
+        block = mixed[..., head * (plain + latent.value_width) :][..., : plain + latent.value_width]
+        query = torch.cat([query[..., :plain], rotated(query[..., plain:])], -1)
+        yield query, torch.cat([block[..., :plain], shared], -1), block[..., plain:]
+
+
+def attention(config, weights, x, sees, *, positions, share, slopes):
+    s = x.shape[0]
+    d = config.heads.width
+    scale = config.softmax_scale or d**-0.5
+    distance = (torch.arange(s)[:, None] - torch.arange(s)).abs().double()
+
+    def rotated(x):
+        return rotate(x, positions, share, config.rotary_interleaved) if share else x
+
+    contexts = []
+    split = heads_of if config.latent is None else latent_heads_of
+    for head, (query, key, value) in enumerate(split(config, weights, x, rotated)):
         scores = torch.einsum("qbd,kbd->bqk", query, key) * scale
         if slopes:
             scores = scores - slopes[head] * distance

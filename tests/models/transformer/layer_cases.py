@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from shardwise.megatron.config import TransformerConfig
-from shardwise.models.transformer.attention import SelfAttention
-from shardwise.models.transformer.layer import TransformerLayer, TransformerLayerSpec
+from shardwise.models.transformer.heads import LatentAttention
+from shardwise.models.transformer.layer import TransformerLayer, TransformerLayerSpec, make_attention
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType, local_alibi_slopes
 from shardwise.models.transformer.mlp import ACTIVATIONS
 from shardwise.models.transformer.rotary import RotaryEmbedding
@@ -72,6 +72,17 @@ CASES = {
         6, 2, {"attention_backend": "local", "window_size": (4, 0)},
         forbidden=LEFT_PADDING, documents=DOCUMENTS, alibi=True,
     ),
+    "latent": Case(
+        7, 7, LLAMA | {"latent": LatentAttention(5, 3, 4, 6, query_rank=8), "rotary_interleaved": True},
+        activation="silu", share=1.0,
+    ),
+    "latent, with biases and wide values": Case(
+        5, 5, {"latent": LatentAttention(6, 1, 4, 7), "window_size": (3, 0)}, forbidden=LEFT_PADDING, share=1.0,
+    ),
+    "latent, packed and written out": Case(
+        6, 6, {"latent": LatentAttention(6, 5, 4, 3, query_rank=7), "attention_backend": "local"},
+        documents=DOCUMENTS, share=1.0,
+    ),
 }  # fmt: skip
 
 
@@ -81,7 +92,7 @@ def config_of(case, group, *, sequence_parallel=False, **options):
         hidden_size=H,
         num_attention_heads=case.heads,
         num_query_groups=case.groups,
-        kv_channels=4,
+        kv_channels=None if "latent" in case.options else 4,
         ffn_hidden_size=13,
         activation_func=ACTIVATIONS[case.activation],
         tensor_model_parallel_size=group.size(),
@@ -95,7 +106,7 @@ def layer_of(case, group, **options):
     """With parameters that are the same whole ones at every number of ranks, none of them 0 or 1."""
     torch.manual_seed(3)
     config = config_of(case, group, **options)
-    spec = TransformerLayerSpec(attention=functools.partial(SelfAttention, attn_mask_type=case.mask_type))
+    spec = TransformerLayerSpec(attention=functools.partial(make_attention, attn_mask_type=case.mask_type))
     layer = TransformerLayer(config, spec, 1, group)
     with torch.no_grad():
         for _, param, layout in named_param_layouts(layer, group.size()):
@@ -111,4 +122,4 @@ def mask_of(case, config, group):
 
 def rotary_of(case, config, positions=None):
     positions = torch.arange(S) if positions is None else positions
-    return RotaryEmbedding(config.heads[2], case.share)(positions, torch.float64) if case.share else None
+    return RotaryEmbedding(config.rotary_width, case.share)(positions, torch.float64) if case.share else None

@@ -28,7 +28,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.random import seed_streams
 from shardwise.models.generation.cache import PreallocatedCache
-from shardwise.models.transformer.attention import check_attention_backend
+from shardwise.models.transformer.core_attention import check_attention_backend
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType, alibi_slopes, document_ids_of
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_
@@ -37,14 +37,15 @@ from shardwise.training.optimizer.gradients import finalize_gradients_
 @pytest.mark.ranks(1, 2, 4, slow=(4,))
 @pytest.mark.parametrize("backend", ["auto", "local"])
 def test_token_by_token_is_the_whole_at_once(group, backend):
-    for name in ("two key-value heads across ranks", "qwen3", "alibi on shared keys", "mistral", "bloom"):
+    for name in ("two key-value heads across ranks", "qwen3", "alibi on shared keys", "mistral", "bloom", "latent"):
         case = dataclasses.replace(CASES[name], options=CASES[name].options | {"attention_backend": backend})
         if name == "qwen3":
             case = dataclasses.replace(case, mask_type=AttnMaskType.causal_bottom_right)
         config, layer = layer_of(case, group)
         x = torch.randn(S, B, H, dtype=torch.float64)
         groups, head_dim = layer.self_attention.num_local_groups, config.heads[2]
-        cache = PreallocatedCache(1, groups, head_dim, batch_size=B, capacity=S, dtype=torch.float64)
+        sizes = {"batch_size": B, "capacity": S, "value_dim": config.value_width}
+        cache = PreallocatedCache(1, groups, head_dim, **sizes, dtype=torch.float64)
         with torch.no_grad():
             rotary = rotary_of(case, config, torch.arange(S))
             expected = layer(x, attention_mask=mask_of(case, config, group), rotary=rotary)
@@ -58,7 +59,7 @@ def test_token_by_token_is_the_whole_at_once(group, backend):
 @pytest.mark.ranks(2, 4, slow=(4,))
 def test_dropout_by_the_global_rule_is_that_of_one_rank(group):
     own = alone(group)
-    for name in ("two key-value heads across ranks", "qwen3", "bloom", "mistral", "left padding", "packed"):
+    for name in ("two key-value heads across ranks", "qwen3", "bloom", "mistral", "left padding", "packed", "latent"):
         results = []
         for ranks in (group, own):
             config, layer = layer_of(CASES[name], ranks, attention_dropout=0.3, hidden_dropout=0.2)
@@ -193,6 +194,7 @@ COMPILED = {
     ),
     "across ranks": Case(3, 1, {"layernorm_zero_centered_gamma": True}, activation="quick_gelu"),
     "bloom, packed": dataclasses.replace(CASES["bloom"], documents=DOCUMENTS),
+    "latent": CASES["latent"],
     "bert, written out": dataclasses.replace(CASES["bert"], options=POST_NORM | {"attention_backend": "local"}),
 }  # fmt: skip
 

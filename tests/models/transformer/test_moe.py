@@ -18,6 +18,7 @@ from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups, Topology
 from shardwise.models import GPT, ModelConfig
 from shardwise.models.experts import Experts
+from shardwise.models.transformer.heads import LatentAttention
 from shardwise.models.transformer.moe import MoELayer
 from shardwise.nn.replicated import named_param_layouts, replicas_of
 from shardwise.training.optimizer.gradients import finalize_gradients_, global_grad_norm
@@ -99,11 +100,13 @@ def train(model: nn.Module, batches: list[int], scale: float) -> list[Tensor]:
     return [loss.detach() for loss in losses]
 
 
-def check_layout(topology: Topology, experts: Experts, **options: Any) -> None:
+def check_layout(
+    topology: Topology, experts: Experts, *, latent: LatentAttention | None = None, **options: Any
+) -> None:
     groups, tp = Groups.of(topology), topology.size("tp")
     dp = topology.size("dp")
-    dense = build(experts, alone(topology), tp=tp)
-    split = build(experts, groups, tp=tp, **options)
+    dense = build(experts, alone(topology), tp=tp, latent=latent)
+    split = build(experts, groups, tp=tp, latent=latent, **options)
     expected = train(dense, list(range(dp)), 1 / dp)[topology.rank("dp")]
     (actual,) = train(split, [topology.rank("dp")], 1 / dp)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
@@ -132,6 +135,10 @@ def test_any_layout_is_one_rank(layout, group):
         check_layout(topology, KINDS[kind])
         if sizes["tp"] > 1:
             check_layout(topology, KINDS[kind], sequence_parallel=True)
+    latent = LatentAttention(9, plain_width=4, rotary_width=2, value_width=5, query_rank=7)
+    if sizes["tp"] > 1:
+        for sequence_parallel in (False, True):
+            check_layout(topology, KINDS["sigmoid, groups"], latent=latent, sequence_parallel=sequence_parallel)
 
 
 def moe_layer(experts: Experts, groups: Groups, **options: Any) -> MoELayer:
@@ -140,11 +147,12 @@ def moe_layer(experts: Experts, groups: Groups, **options: Any) -> MoELayer:
 
 
 @pytest.mark.ranks(2)
-def test_ranks_and_experts_without_tokens(group):
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_ranks_and_experts_without_tokens(group, num_groups):
     """One token on two ranks, whose router prefers the experts of one of them."""
     topology = Topology.create(tp=2, ep=2, etp=1)
     groups, one = Groups.of(topology), alone(topology)
-    spec = dataclasses.replace(MIXTRAL, per_token=1, aux_loss=0.0)
+    spec = dataclasses.replace(MIXTRAL, per_token=1, aux_loss=0.0, num_groups=num_groups)
     split, dense = moe_layer(spec, groups, tp=2), moe_layer(spec, one, tp=2)
     hidden = torch.randn(1, 1, WIDTH, dtype=torch.float64)
     inputs = [hidden.clone().requires_grad_() for _ in range(2)]

@@ -12,6 +12,7 @@ from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups
 from shardwise.data import Batch
 from shardwise.models.description import ModelChunks, chunks_of
+from shardwise.models.transformer.heads import LatentAttention
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.build import config_fields
 from shardwise.run.plan.plan import RankPlan, make_plan
@@ -60,6 +61,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt_neox": BIASES | {"position_embedding_type": "rope", "parallel_residual": True},
     "opt": BIASES | {"position_offset": 2},
     "one key-value head": {"num_query_groups": 1},
+    "latent": {name: value for name, value in LLAMA.items() if name != "num_query_groups"}
+    | {"latent": LatentAttention(10, 4, 6, 5, query_rank=14), "kv_channels": 10},
 }
 # What 2, 3 and 4 ranks divide, and what none of them does.
 EVEN = {"num_attention_heads": 12, "hidden_size": 36, "ffn_hidden_size": 48, "vocab_size": 312, "kv_channels": 6}

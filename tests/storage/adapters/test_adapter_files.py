@@ -277,6 +277,30 @@ def test_adapters_of_one_stage_only(group, folders, tmp_path):
         save_adapter(load_pretrained(folders / "llama", groups=groups), tmp_path / "none", architecture)
 
 
+@pytest.mark.ranks(2)
+def test_adapters_of_a_model_with_experts_are_those_of_attention(group, tmp_path):
+    """At two stages as at two tensor-parallel ranks; peft takes a name of an MLP's layer for that of experts."""
+    if group.rank() == 0:
+        save_model("deepseek_v3", tmp_path / "model")
+    dist.barrier(group=group)
+    architecture = read_config(tmp_path / "model").architecture
+    for sizes in ({"tp": 2}, {"pp": 2}):
+        groups = Groups.of(Topology.create(**sizes))
+        model = load_pretrained(tmp_path / "model", groups=groups)
+        for name in ("down_proj", "q_a_proj"):
+            with pytest.raises(ConfigError, match=f"no linear layer '{name}' to adapt .*{name} is none"):
+                add_lora_(model, LoraConfig(r=3, target_modules=(name,)), architecture)
+        add_lora_(model, LoraConfig(r=3, target_modules=("all-linear",)), architecture)
+        folder = tmp_path / "".join(sizes)
+        save_adapter(model, folder, architecture)
+        dist.barrier(group=group)
+        load_adapter_(load_pretrained(tmp_path / "model", groups=groups), folder, architecture)
+        stored = load_file(folder / "adapter_model.safetensors").keys()
+        assert {name.partition(".lora_")[0].removeprefix("base_model.model.model.layers.") for name in stored} == {
+            f"{layer}.self_attn.{name}" for layer in (0, 1) for name in ("q_b_proj", "kv_b_proj", "o_proj")
+        }
+
+
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_an_adapter_written_at_two_ranks_gives_its_logits_in_peft(group, folders, tmp_path):
@@ -287,9 +311,14 @@ def test_an_adapter_written_at_two_ranks_gives_its_logits_in_peft(group, folders
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-def test_adapters_of_mistral_and_qwen3_give_their_logits_in_peft(group, tmp_path):
-    """Layers of Llama's names, in models whose attention is another."""
-    for kind, targets in (("mistral", ("k_proj", "v_proj", "o_proj", "up_proj")), ("qwen3", ("all-linear",))):
+def test_adapters_of_other_attention_give_their_logits_in_peft(group, tmp_path):
+    """Layers of Llama's names in Mistral and Qwen 3; latents in DeepSeek."""
+    kinds = {
+        "mistral": ("k_proj", "v_proj", "o_proj", "up_proj"),
+        "qwen3": ("all-linear",),
+        "deepseek_v3": ("all-linear",),
+    }
+    for kind, targets in kinds.items():
         if group.rank() == 0:
             model = save_model(kind, tmp_path / kind)
             ids = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -15,7 +15,7 @@ VOCABULARY = 103
 def config_of(kind: str, **changes: Any) -> Any:
     """A configuration of ``kind``: "llama" (6 query heads on 2 key-value heads), "mistral" (on 3, in a window shorter
     than the tests' texts), "qwen2" (biases of queries, keys and values), "qwen3" (heads wider than their share of the
-    hidden size), "gpt2" or "bloom"."""
+    hidden size), "deepseek_v3" (a dense layer, then experts), "gpt2" or "bloom"."""
     import transformers
 
     if kind in ("llama", "mistral", "qwen2", "qwen3"):
@@ -35,6 +35,13 @@ def config_of(kind: str, **changes: Any) -> Any:
             "max_position_embeddings": 64,
         }
         sizes |= {"mistral": {"num_key_value_heads": 3, "sliding_window": 4}, "qwen3": {"head_dim": 10}}.get(kind, {})
+    elif kind == "deepseek_v3":
+        cls = transformers.DeepseekV3Config
+        sizes = {"hidden_size": 36, "intermediate_size": 22, "num_hidden_layers": 2, "first_k_dense_replace": 1}
+        sizes |= {"num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": 64}
+        sizes |= {"q_lora_rank": 14, "kv_lora_rank": 10, "qk_nope_head_dim": 5, "qk_rope_head_dim": 4, "v_head_dim": 7}
+        sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_group": 2}
+        sizes |= {"topk_group": 1, "num_mtp_layers": 0}
     elif kind == "gpt2":
         cls = transformers.GPT2Config
         sizes = {"n_embd": 30, "n_layer": 2, "n_head": 5, "n_positions": 64, "n_inner": 22}

@@ -166,6 +166,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_shared_experts": 2, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True}
         | {"attention_bias": True, "num_mtp_layers": 0, "experts_implementation": "eager"},
     ),
+    # Heads that nothing divides, and queries without a latent. transformers' rotation of V2 takes even widths only.
+    "deepseek_v2": (
+        "DeepseekV2ForCausalLM",
+        _DECODER
+        | {"vocab_size": 149, "num_hidden_layers": 3, "num_attention_heads": 5, "hidden_size": 30, "q_lora_rank": None}
+        | {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
+        | {"first_k_dense_replace": 1, "n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 13, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}
+        | {"routed_scaling_factor": 1.5, "attention_bias": True, "experts_implementation": "eager"},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        _DECODER
+        | {"vocab_size": 151, "num_hidden_layers": 3, "num_attention_heads": 5, "num_key_value_heads": 5}
+        | {"q_lora_rank": 13, "kv_lora_rank": 11, "qk_nope_head_dim": 5, "qk_rope_head_dim": 8, "v_head_dim": 7}
+        | {"first_k_dense_replace": 1, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 13}
+        | {"n_group": 3, "topk_group": 2, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}
+        | {"num_mtp_layers": 0, "experts_implementation": "eager"},
+    ),
     "bert": (
         "BertForPreTraining",
         {"vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -184,7 +203,7 @@ MODEL_PARAMS = [
 ]
 """The names, for ``parametrize``."""
 
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3")
 GPT_LIKE = tuple(name for name in MODELS if not name.startswith("bert"))
 
 
@@ -237,6 +256,8 @@ CLASSIFIERS = {
     "gpt_neox": ("GPTNeoXForSequenceClassification", {}),
     "gpt_neox_tokens": ("GPTNeoXForTokenClassification", {}),
     "opt": ("OPTForSequenceClassification", {}),
+    "deepseek_v2": ("DeepseekV2ForSequenceClassification", {}),
+    "deepseek_v3_tokens": ("DeepseekV3ForTokenClassification", {}),
     "bert": ("BertForSequenceClassification", {"problem_type": "single_label_classification"}),
     "bert_tokens": ("BertForTokenClassification", {}),
 }
@@ -308,7 +329,10 @@ def make_classifier(name: str, root: Path) -> Reference:
     output = model(input_ids=input_ids, attention_mask=PADDED, labels=labels)
     output.loss.backward()
     values = {"input_ids": input_ids, "labels": labels, "logits": output.logits, "loss": output.loss, "mask": PADDED}
-    values |= {f"gradient.{key}": param.grad for key, param in model.named_parameters() if param.grad is not None}
+    gradients = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
+    if name.removesuffix("_tokens") in WITH_EXPERTS:
+        gradients = _by_expert(gradients, is_mixtral=False)
+    values |= {f"gradient.{key}": gradient for key, gradient in gradients.items()}
     save_file(
         {key: value.detach().contiguous() for key, value in values.items()},
         reference.folder.parent / "values.safetensors",

@@ -142,6 +142,7 @@ def test_virtual_stages(group: Any, reference: Reference, tmp_path: Path) -> Non
         assert_bit_equal(tensor, expected[key], name=key)
 
 
+DEEPSEEK_V2 = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
 SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "default", "rope_theta": 500.0},
     {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
@@ -199,9 +200,11 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
     """A file with nothing but its kind is the model that transformers makes of it."""
     import transformers
 
-    full = json.loads(transformers.AutoConfig.for_model(name).to_json_string(use_diff=False))
+    # A DeepSeek V2 that transformers makes without this field cannot run.
+    given = {"num_experts_per_tok": 6} if name == "deepseek_v2" else {}
+    full = json.loads(transformers.AutoConfig.for_model(name, **given).to_json_string(use_diff=False))
     full = {key: value for key, value in full.items() if key not in ("architectures", "dtype")}
-    assert config_from_json({"model_type": name}).description == config_from_json(full).description
+    assert config_from_json({"model_type": name, **given}).description == config_from_json(full).description
 
 
 GEMMA3_FULL, GEMMA3_LOCAL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e6}, {"rope_theta": 2e4}
@@ -266,6 +269,20 @@ def test_windows(fields: dict[str, Any], window: tuple[int, int] | None) -> None
             'position_embedding_type is "relative_key"',
         ),
         ({"model_type": "bert", "tie_word_embeddings": False}, "tie_word_embeddings is false"),
+        ({"model_type": "deepseek_v2"}, "config.json lacks num_experts_per_tok"),
+        ({**DEEPSEEK_V2, "topk_method": "noaux_tc"}, 'topk_method is "noaux_tc"; it must be greedy or group_limited'),
+        ({**DEEPSEEK_V2, "topk_method": "group_limited_greedy"}, "config.json lacks n_group"),
+        ({**DEEPSEEK_V2, "norm_topk_prob": True}, "norm_topk_prob is true"),
+        ({**DEEPSEEK_V2, "mlp_bias": True}, "mlp_bias is true"),
+        ({**DEEPSEEK_V2, "num_key_value_heads": 4}, "num_key_value_heads is 4; it must be num_attention_heads, 32"),
+        ({**DEEPSEEK_V2, "qk_rope_head_dim": 5}, "config.json: latent: rotary_width is 5; pairs are rotated"),
+        ({"model_type": "deepseek_v3", "num_experts_per_tok": 1}, "num_experts_per_tok is 1; it must be at least 2"),
+        ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, 'scoring_func is "softmax"; it must be "sigmoid"'),
+        ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
+        (
+            {"model_type": "deepseek_v3", "rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
+            "mscale_all_dim is 1.0; it must be null with rotary scaling of type 'linear'",
+        ),
         ({}, "config.json lacks model_type"),
     ],
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.core.topology import Groups
 from shardwise.megatron.schedules import get_forward_backward_func
-from shardwise.models.generation.cache import PreallocatedCache
+from shardwise.models.generation import GREEDY, PreallocatedCache, generate, generate_batch
 from shardwise.storage.huggingface import load_pretrained, read_config
 from shardwise.storage.huggingface.mapping import compose
 from shardwise.training.optimizer.gradients import finalize_gradients_
@@ -170,7 +170,11 @@ def test_padded_batches(group: dist.ProcessGroup, padded: Reference) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("reference", ["qwen2_windows", "smollm3", "olmo2", "gemma2", "gemma3", "opt"], indirect=True)
+@pytest.mark.parametrize(
+    "reference",
+    ["qwen2_windows", "smollm3", "olmo2", "gemma2", "gemma3", "opt", "deepseek_v2", "deepseek_v3"],
+    indirect=True,
+)
 def test_logits_with_a_cache(group: dist.ProcessGroup, reference: Reference) -> None:
     """Five tokens, one, and the rest: each layer sees what its own window and positions let it see."""
     expected = reference.values()
@@ -184,3 +188,19 @@ def test_logits_with_a_cache(group: dist.ProcessGroup, reference: Reference) -> 
             pieces.append(model(ids, torch.arange(start, stop), cache=cache))
     logits = torch.cat(pieces).transpose(0, 1)
     assert_close_to(logits, expected["logits"], rtol_of_norm=RTOL, name="logits")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("reference", ["deepseek_v2", "deepseek_v3"], indirect=True)
+def test_greedy_texts(group: dist.ProcessGroup, reference: Reference) -> None:
+    """Alone and in a batch, with narrower values than keys in the cache, or wider ones."""
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(reference.folder, experts_implementation="eager")
+    model = load_pretrained(reference.folder, groups=groups_of(group.size(), 1))
+    prompts = [tokens[: 4 + 3 * row] for row, tokens in enumerate(reference.values()["input_ids"].tolist())]
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 20}
+    expected = [theirs.generate(torch.tensor([each]), **options)[0, len(each) :].tolist() for each in prompts]
+    assert [generate(model, each, max_new_tokens=20, sampling=GREEDY) for each in prompts] == expected
+    assert generate_batch(model, prompts, max_new_tokens=20, sampling=GREEDY) == expected

@@ -19,14 +19,16 @@ from shardwise.nn.linear import LinearParallelism
 
 
 class PreallocatedCache:
-    """A key-value cache of fixed capacity for the heads of one rank; a ``models.transformer.attention.KeyValueCache``.
+    """A key-value cache of fixed capacity for the heads of one rank.
 
-    A forward pass appends to each layer once. ``truncate(cache.length)`` undoes a pass that failed part-way.
+    A ``models.transformer.core_attention.KeyValueCache``. A forward pass appends to each layer once.
+    ``truncate(cache.length)`` undoes a pass that failed part-way.
 
     Args:
         num_layers: number of layers, which are numbered from 1.
-        num_groups, head_dim: number of key-value heads on this rank, and their width.
+        num_groups, head_dim: number of key-value heads on this rank, and the width of their keys.
         batch_size, capacity: number of sequences, and maximum number of tokens in each.
+        value_dim: width of the values; ``head_dim`` if None.
         dtype, device: dtype and device of keys and values; the default device if None.
 
     Raises:
@@ -41,6 +43,7 @@ class PreallocatedCache:
         *,
         batch_size: int,
         capacity: int,
+        value_dim: int | None = None,
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
@@ -50,20 +53,24 @@ class PreallocatedCache:
             "head_dim": head_dim,
             "batch_size": batch_size,
             "capacity": capacity,
+            "value_dim": head_dim if value_dim is None else value_dim,
         }
         for name, size in sizes.items():
             if size < 1:
                 raise ConfigError(f"{name} of a key-value cache is {size}; it must be at least 1")
         self.capacity = capacity
-        # [layers, key or value, b, groups/t, capacity, d]
-        self._store = torch.empty(num_layers, 2, batch_size, num_groups, capacity, head_dim, dtype=dtype, device=device)
+        # Keys and values, [layers, b, groups/t, capacity, d].
+        self._keys, self._values = (
+            torch.empty(num_layers, batch_size, num_groups, capacity, width, dtype=dtype, device=device)
+            for width in (head_dim, sizes["value_dim"])
+        )
         self._lengths = [0] * num_layers
 
     @classmethod
     def for_model(cls, model: GPT, *, batch_size: int, capacity: int) -> PreallocatedCache:
         """Create an empty cache for this rank's part of ``model``, with its dtype and device.
 
-        The model's attention must be ``SelfAttention``, or hold the same heads on each rank.
+        The model's attention must be that of ``make_attention``, or hold the same heads on each rank.
         """
         num_heads, num_groups, head_dim = model.config.heads
         start, stop = split_heads(num_heads, num_groups, model.tp_group.size()).groups[model.tp_group.rank()]
@@ -74,6 +81,7 @@ class PreallocatedCache:
             head_dim,
             batch_size=batch_size,
             capacity=capacity,
+            value_dim=model.config.value_width,
             # A fully sharded weight may be stored in fp32. It is gathered in the layers' compute dtype.
             dtype=model.config.params_dtype if is_sharded(weight) else weight.dtype,
             device=weight.device,
@@ -87,7 +95,7 @@ class PreallocatedCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of the cache on this rank, full or empty."""
-        return self._store.numel() * self._store.element_size()
+        return self._keys.nbytes + self._values.nbytes
 
     def append(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values of new tokens, ``[b, groups/t, new, d]``, to a layer, numbered from 1.
@@ -100,14 +108,15 @@ class PreallocatedCache:
             ShardingError: there is no such layer, the shape is wrong, there are more tokens than the capacity, or a
                 layer appends twice before all others appended once.
         """
-        num_layers, _, b, groups, _, d = self._store.shape
+        num_layers, b, groups, _, d = self._keys.shape
+        value_d = self._values.size(-1)
         if not 1 <= layer_number <= num_layers:
             raise ShardingError(f"layer {layer_number} is not one of the {num_layers} layers of the key-value cache")
         new = key.size(2) if key.dim() == 4 else 0
-        if key.shape != (b, groups, new, d) or value.shape != key.shape:
+        if key.shape != (b, groups, new, d) or value.shape != (b, groups, new, value_d):
             raise ShardingError(
-                f"the key-value cache holds [{b}, {groups}, tokens, {d}] per layer; layer {layer_number} appends a key "
-                f"of shape {list(key.shape)} and a value of shape {list(value.shape)}"
+                f"the key-value cache holds [{b}, {groups}, tokens, {d}] per layer, with values {value_d} wide; layer "
+                f"{layer_number} appends a key of shape {list(key.shape)} and a value of shape {list(value.shape)}"
             )
         start = self._lengths[layer_number - 1]
         if start != self.length:
@@ -121,7 +130,7 @@ class PreallocatedCache:
                 f"the key-value cache holds {self.capacity} tokens per sequence; layer {layer_number} appends {new} to "
                 f"{start}; make it with a capacity of at least {stop}"
             )
-        keys, values = self._store[layer_number - 1]
+        keys, values = self.whole_layer(layer_number)
         keys[:, :, start:stop] = key.detach()
         values[:, :, start:stop] = value.detach()
         self._lengths[layer_number - 1] = stop
@@ -129,8 +138,7 @@ class PreallocatedCache:
 
     def whole_layer(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Return the full buffers of keys and values of a layer, from 1, as views ``[b, groups/t, capacity, d]``."""
-        keys, values = self._store[layer_number - 1]
-        return keys, values
+        return self._keys[layer_number - 1], self._values[layer_number - 1]
 
     def extend(self, count: int) -> None:
         """Increase the length by ``count`` tokens that were written to ``whole_layer`` of every layer.

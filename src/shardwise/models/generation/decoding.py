@@ -17,7 +17,7 @@ from shardwise.models.transformer.attention import SelfAttention
 class CacheAtPosition:
     """A cache that writes keys and values at a position on the device and returns the whole buffer.
 
-    A ``models.transformer.attention.KeyValueCache`` for ``kernels.decode_attention``.
+    A ``models.transformer.core_attention.KeyValueCache`` for ``kernels.decode_attention``.
 
     Attributes:
         query_position: int64 ``[1]``.

@@ -1,4 +1,4 @@
-"""The split of attention heads over ranks: pure arithmetic."""
+"""The widths of attention heads, and the split of heads over ranks: pure arithmetic."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +13,45 @@ class Heads(NamedTuple):
     queries: int
     groups: int
     width: int
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Ranks and widths of multi-head latent attention.
+
+    Keys and values of all heads are projections of one latent of each token. A head's query and key have a part that is
+    not rotated, and then a rotated part; that of the key is the same for all heads.
+
+    Attributes:
+        key_value_rank: width of the latent of keys and values.
+        plain_width: width of the part of a head's query and key that is not rotated.
+        rotary_width: width of the rotated part, an even number.
+        value_width: width of a head's value.
+        query_rank: width of a latent of queries; None if queries are a projection of the hidden states.
+
+    Raises:
+        ConfigError: a value is out of range.
+
+    Source: DeepSeek-AI 2024 (arXiv:2405.04434), section 2.1.
+    """
+
+    key_value_rank: int
+    plain_width: int
+    rotary_width: int
+    value_width: int
+    query_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (value is None and name == "query_rank") and (type(value) is not int or value < 1):
+                raise ConfigError(f"latent: {name} is {value!r}; it must be an integer of at least 1")
+        if self.rotary_width % 2:
+            raise ConfigError(f"latent: rotary_width is {self.rotary_width}; pairs are rotated, so it must be even")
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head's query and key."""
+        return self.plain_width + self.rotary_width
 
 
 @dataclass(frozen=True)

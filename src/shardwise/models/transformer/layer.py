@@ -13,13 +13,15 @@ from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention import SelfAttention
+from shardwise.models.transformer.core_attention import CoreAttention
+from shardwise.models.transformer.latent_attention import LatentSelfAttention
 from shardwise.models.transformer.mlp import MLP, make_norm
 from shardwise.models.transformer.moe import MoELayer
 from shardwise.nn import GroupModule, arithmetic_of, parameter_device
 from shardwise.nn.dropout import sharded_dropout
 from shardwise.nn.recompute import OutputRecomputation, recomputed
 
-__all__ = ["ResidualDropout", "TransformerLayer", "TransformerLayerSpec", "make_norm"]
+__all__ = ["ResidualDropout", "TransformerLayer", "TransformerLayerSpec", "make_attention", "make_norm"]
 
 
 class ResidualDropout(nn.Module):
@@ -54,6 +56,12 @@ class ResidualDropout(nn.Module):
         )
 
 
+def make_attention(config: ModelConfig, layer_number: int, tp_group: ProcessGroup, **options: Any) -> CoreAttention:
+    """Create the attention of ``config``; the arguments are those of ``SelfAttention``."""
+    kind = SelfAttention if config.latent is None else LatentSelfAttention
+    return kind(config, layer_number, tp_group, **options)
+
+
 @dataclass(frozen=True)
 class TransformerLayerSpec:
     """Parts of a layer; replace one to change the model.
@@ -65,7 +73,7 @@ class TransformerLayerSpec:
     """
 
     norm: Callable[[ModelConfig], nn.Module] = make_norm
-    attention: Callable[[ModelConfig, int, ProcessGroup], nn.Module] = SelfAttention
+    attention: Callable[[ModelConfig, int, ProcessGroup], nn.Module] = make_attention
     mlp: Callable[[ModelConfig, ProcessGroup], nn.Module] = MLP
 
 
@@ -151,7 +159,7 @@ class TransformerLayer(HiddenToHidden):
     def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None, **attention: Any) -> Tensor:
         """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape.
 
-        ``sequence`` and all other keyword arguments are those of ``SelfAttention.forward``.
+        ``sequence`` and all other keyword arguments are those of ``CoreAttention.forward``.
         """
         sequence = sequence or SequenceView.of(hidden, self._tp_group if self._sequence_parallel else None)
         residual, input_, norm = self._before(hidden, self.input_layernorm)

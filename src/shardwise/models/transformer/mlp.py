@@ -45,14 +45,17 @@ def layer_arguments(config: LayerConfig, *, group: ProcessGroup, linear: bool = 
     return arguments
 
 
-def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
+def make_norm(config: ModelConfig, width: int | None = None, eps: float | None = None) -> nn.Module:
     """Create the norm of ``config``, with ``width`` or ``hidden_size`` features, on PyTorch's default device.
+
+    ``eps`` replaces ``layernorm_epsilon`` if it is given.
 
     Every rank holds the whole parameters. With sequence parallelism each rank sees only a part of the tokens, so
     gradients are partial sums.
     """
     kind = NORMS[config.normalization, config.layernorm_zero_centered_gamma]
-    norm = kind(width or config.hidden_size, eps=config.layernorm_epsilon, dtype=config.params_dtype)
+    eps = config.layernorm_epsilon if eps is None else eps
+    norm = kind(width or config.hidden_size, eps=eps, dtype=config.params_dtype)
     # With exact arithmetic the backward already computes the whole gradient.
     is_partial = config.sequence_parallel and config.exact_parts is None
     set_replicas_(norm, Replicas(summed_over=("tp",) if is_partial else ()))

@@ -182,6 +182,11 @@ class RotaryScaling:
         return frequencies * (self.factor * growth - (self.factor - 1)) ** (-index / max(count - 1, 1))
 
     @property
+    def score_factor(self) -> float:
+        """Factor of the attention scores with which DeepSeek uses ``"yarn"``, next to ``cos_sin_factor`` squared."""
+        return self._magnitude(self.mscale_all_dim) ** 2 if self.kind == "yarn" and self.mscale_all_dim else 1.0
+
+    @property
     def cos_sin_factor(self) -> float:
         """Factor of cosine and sine; 1 except for YaRN and LongRoPE."""
         if self.kind not in ("yarn", "longrope"):

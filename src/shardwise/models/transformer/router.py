@@ -167,7 +167,8 @@ class Router(ShardedModule):
     def _of_best_groups(self, scores: Tensor) -> Tensor:
         """Return, for each token and expert, whether its group is one of the best."""
         spec = self.experts
-        groups = scores.view(len(scores), spec.num_groups, -1)
+        # A rank may have no tokens, so no size is left to be derived.
+        groups = scores.view(len(scores), spec.num_groups, spec.num // spec.num_groups)
         best = (
             groups.topk(min(2, groups.size(2)), dim=-1).values.sum(-1) if spec.scores == "sigmoid" else groups.amax(-1)
         )

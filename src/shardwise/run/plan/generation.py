@@ -74,7 +74,8 @@ def plan_generation(
         The plan; ``generation_as_table`` in ``shardwise.run.plan.report`` formats it.
 
     Raises:
-        ConfigError: the model is not causal or cannot be split so; the text is too long; there is no such rank.
+        ConfigError: the model is not causal, has experts or cannot be split so; the text is too long; there is no such
+            rank.
         CheckpointError: there is no ``config.json``, or it cannot be read.
     """
     text = _text_of(model_dir, prompt_length, max_new_tokens, adapter, device, layers)

@@ -121,6 +121,9 @@ def _targets_of_layer(
     for name, linear in layer.named_modules():
         if not isinstance(linear, ColumnLinear | RowLinear):
             continue
+        # In a model with experts, peft takes the names of a dense or shared MLP's layers for those of experts.
+        if model.config.experts is not None and name.startswith("mlp."):
+            continue
         shape = linear.param_layouts["weight"].global_shape
         composition = compose(architecture.table, f"{model.block_name}.layers.{number}.{name}.weight", shape, heads)
         sections = {

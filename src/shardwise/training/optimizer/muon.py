@@ -20,9 +20,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.core.communication.collectives import all_to_all
+from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import Interval, ParamLayout
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.heads import qkv_sections
+from shardwise.models.transformer.latent_attention import LatentSelfAttention
 from shardwise.models.transformer.layer import TransformerLayer
 from shardwise.nn import ColumnLinear
 from shardwise.nn.parallel_linear import ParallelLinear
@@ -137,6 +139,8 @@ def _matrices(model: nn.Module) -> Iterator[tuple[ParallelLinear, tuple[tuple[In
             continue
         fused = {}
         for attention in layer.modules():
+            if isinstance(attention, LatentSelfAttention):
+                raise ConfigError("muon and latent attention exclude each other; use adamw")
             if isinstance(attention, SelfAttention):
                 heads = attention.linear_proj.in_features // attention.head_dim
                 blocks = attention.linear_qkv.out_features // attention.head_dim
@@ -168,6 +172,9 @@ class Muon:
         momentum: decay of the running mean of the gradient.
         matrix_learning_rate_ratio: learning rate of the matrices, divided by AdamW's.
         betas, epsilon, exact_parts: as for ``AdamW``.
+
+    Raises:
+        ConfigError: the model has latent attention.
     """
 
     def __init__(

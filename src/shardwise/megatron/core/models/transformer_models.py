@@ -32,7 +32,8 @@ from shardwise.models.bert import Bert, BertLMHead as BertLMHead, Pooler as Pool
 from shardwise.models.generation.cache import with_block
 from shardwise.models.gpt import GPT
 from shardwise.models.token_embedding import PositionEmbedding
-from shardwise.models.transformer.attention import KeyValueCache, SelfAttention
+from shardwise.models.transformer.attention import SelfAttention
+from shardwise.models.transformer.core_attention import KeyValueCache
 from shardwise.models.transformer.inference_block import InferenceBlock
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.rotary import RotaryScaling

@@ -54,6 +54,15 @@ _SHARED = {
     _MLP + "shared.linear_fc2.weight": whole(_STORED + "shared_expert.down_proj.weight"),
     _MLP + "shared_gate.weight": whole(_STORED + "shared_expert_gate.weight"),
 }
+_SHARED_EXPERTS = _STORED + "shared_experts."
+EXPERTS_AND_SHARED = {
+    **EXPERTS,
+    _MLP + "shared.linear_fc1.weight": stacked(
+        _SHARED_EXPERTS + "gate_proj.weight", _SHARED_EXPERTS + "up_proj.weight"
+    ),
+    _MLP + "shared.linear_fc2.weight": whole(_SHARED_EXPERTS + "down_proj.weight"),
+}
+SELECTION_BIAS = {_MLP + "router.selection_bias": whole(_STORED + "gate.e_score_correction_bias")}
 _BLOCK = "model.layers.{layer}.block_sparse_moe."
 
 
@@ -65,7 +74,7 @@ class WithExperts(Architecture):
         decoder: architecture of all but the experts.
         names: field of ``config.json`` for the number of experts, its synonyms, and the default.
         width: field of an expert's width, and its default.
-        per_token: default of ``num_experts_per_tok``.
+        per_token: default of ``num_experts_per_tok``; None if the field must be given.
         normalizes: default of ``norm_topk_prob``; None if there is no such field, and weights are normalized.
         chooses_layers: whether ``decoder_sparse_step`` and ``mlp_only_layers`` say which layers have experts.
         shared: default of ``shared_expert_intermediate_size``; None if there is no shared expert.
@@ -75,7 +84,7 @@ class WithExperts(Architecture):
     names: tuple[str, ...]
     num: int = 8
     width: tuple[str, int]
-    per_token: int = 2
+    per_token: int | None = 2
     normalizes: bool | None = None
     chooses_layers: bool = False
     shared: int | None = None
@@ -152,32 +161,56 @@ class _Glm(Decoder):
         return read_rope(fields, longest, share=0.5)
 
 
-class _Glm4Moe(WithExperts):
-    """GLM 4.5: scores are sigmoids, whose choice has a bias, and the first layers are dense."""
+@dataclass(frozen=True, kw_only=True)
+class AfterDenseLayers(WithExperts):
+    """Experts after dense layers, chosen in groups by sigmoids with a bias (GLM 4.5, DeepSeek V3).
+
+    Attributes:
+        num_dense: default of ``first_k_dense_replace``.
+        num_shared: default of ``n_shared_experts``.
+        scale: default of ``routed_scaling_factor``.
+        groups: defaults of ``n_group`` and ``topk_group``.
+    """
+
+    num_dense: int = 1
+    num_shared: int = 1
+    scale: float = 1.0
+    groups: tuple[int, int] = (1, 1)
 
     def read_experts(self, fields: Fields, num_layers: int) -> Experts:
-        dense = fields.get(int, "first_k_dense_replace", default=1)
-        width = fields.get(int, "moe_intermediate_size", default=1408)
-        return Experts(
+        dense = fields.get(int, "first_k_dense_replace", default=self.num_dense)
+        width = fields.get(int, self.width[0], default=self.width[1])
+        shared = fields.get(int, "n_shared_experts", default=self.num_shared, within=(1, 1 << 16))
+        experts = Experts(
             num=fields.get(int, *self.names, default=self.num),
             per_token=fields.get(int, "num_experts_per_tok", default=self.per_token),
             ffn_hidden_size=width,
             layers=tuple(at >= dense for at in range(num_layers)) if dense > 0 else None,
-            scores="sigmoid",
-            selection_bias=True,
-            normalizes_weights=fields.get(bool, "norm_topk_prob", default=True),
-            weight_scale=fields.get(float, "routed_scaling_factor", default=1.0),
-            num_groups=fields.get(int, "n_group", default=1),
-            groups_per_token=fields.get(int, "topk_group", default=1),
-            shared_ffn_hidden_size=width * fields.get(int, "n_shared_experts", default=1, within=(1, 1 << 16)),
+            weight_scale=fields.get(float, "routed_scaling_factor", default=self.scale),
+            shared_ffn_hidden_size=width * shared,
+            **self.read_choice(fields),
         )
+        if experts.per_token == 1 and experts.normalizes_weights:
+            # ``Router`` does not normalize a single weight, because it would be 1 at every score.
+            raise fields.error("num_experts_per_tok", 1, "at least 2 with norm_topk_prob")
+        return experts
+
+    def read_choice(self, fields: Fields) -> dict[str, Any]:
+        """Return the fields of ``Experts`` about the choice of experts."""
+        return {
+            "scores": "sigmoid",
+            "selection_bias": True,
+            "normalizes_weights": fields.get(bool, "norm_topk_prob", default=True),
+            "num_groups": fields.get(int, "n_group", default=self.groups[0]),
+            "groups_per_token": fields.get(int, "topk_group", default=self.groups[1]),
+        }
 
     def write_experts(self, experts: Experts, model: ModelDescription) -> dict[str, Any]:
         layers = experts.layers or (True,) * model.num_layers
         return {
             self.names[0]: experts.num,
             "num_experts_per_tok": experts.per_token,
-            "moe_intermediate_size": experts.ffn_hidden_size,
+            self.width[0]: experts.ffn_hidden_size,
             "first_k_dense_replace": layers.index(True) if True in layers else len(layers),
             "norm_topk_prob": experts.normalizes_weights,
             "routed_scaling_factor": experts.weight_scale,
@@ -187,7 +220,7 @@ class _Glm4Moe(WithExperts):
         }
 
 
-def _tied(decoder: Architecture) -> dict[str, Any]:
+def tied_of(decoder: Architecture) -> dict[str, Any]:
     """Return the arguments that an architecture with experts shares with its decoder."""
     names = ("fixed", "prefix", "tied", "ignored")
     return {name: getattr(decoder, name) for name in names}
@@ -195,7 +228,7 @@ def _tied(decoder: Architecture) -> dict[str, Any]:
 
 _MIXTRAL = _Mixtral(model_type="mixtral", classes=(), settings={}, num_key_value_heads=8)
 MIXTRAL = WithExperts(
-    **_tied(_MIXTRAL),
+    **tied_of(_MIXTRAL),
     model_type="mixtral",
     classes=("MixtralForCausalLM", "MixtralModel"),
     classifiers=classifiers("Mixtral"),
@@ -215,7 +248,7 @@ MIXTRAL = WithExperts(
     width=("intermediate_size", 14336),
 )
 QWEN2_MOE = WithExperts(
-    **_tied(QWEN2),
+    **tied_of(QWEN2),
     model_type="qwen2_moe",
     classes=("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
     classifiers=classifiers("Qwen2Moe"),
@@ -239,7 +272,7 @@ QWEN2_MOE = WithExperts(
     shared=5632,
 )
 QWEN3_MOE = WithExperts(
-    **_tied(QWEN3),
+    **tied_of(QWEN3),
     model_type="qwen3_moe",
     classes=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     classifiers=classifiers("Qwen3Moe"),
@@ -257,7 +290,7 @@ QWEN3_MOE = WithExperts(
     chooses_layers=True,
 )
 OLMOE = WithExperts(
-    **_tied(LLAMA) | {"fixed": {**LLAMA.fixed, "qk_layernorm": True, "qk_layernorm_over_heads": True}},
+    **tied_of(LLAMA) | {"fixed": {**LLAMA.fixed, "qk_layernorm": True, "qk_layernorm_over_heads": True}},
     model_type="olmoe",
     classes=("OlmoeForCausalLM", "OlmoeModel"),
     settings=decoder_settings(
@@ -292,21 +325,16 @@ _GLM_SETTINGS = {
     "qk_layernorm": Setting("use_qk_norm", False),
 }
 _GLM = _Glm(model_type="glm4_moe", classes=(), settings=_GLM_SETTINGS, num_key_value_heads=8)
-_SHARED_EXPERTS = _STORED + "shared_experts."
-GLM4_MOE = _Glm4Moe(
-    **_tied(_GLM) | {"ignored": (*LLAMA.ignored, r"model\.layers\.(46|92)\..*")},
+GLM4_MOE = AfterDenseLayers(
+    **tied_of(_GLM) | {"ignored": (*LLAMA.ignored, r"model\.layers\.(46|92)\..*")},
     model_type="glm4_moe",
     classes=("Glm4MoeForCausalLM", "Glm4MoeModel"),
     settings=_GLM_SETTINGS,
     table={
         **TABLE,
-        **EXPERTS,
+        **EXPERTS_AND_SHARED,
         **QK_NORMS,
-        _MLP + "router.selection_bias": whole(_STORED + "gate.e_score_correction_bias"),
-        _MLP + "shared.linear_fc1.weight": stacked(
-            _SHARED_EXPERTS + "gate_proj.weight", _SHARED_EXPERTS + "up_proj.weight"
-        ),
-        _MLP + "shared.linear_fc2.weight": whole(_SHARED_EXPERTS + "down_proj.weight"),
+        **SELECTION_BIAS,
     },
     decoder=_GLM,
     names=("n_routed_experts", "num_local_experts"),

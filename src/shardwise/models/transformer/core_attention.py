@@ -1,0 +1,322 @@
+"""The core of attention: heads that are split over the tensor-parallel group, with a configurable kernel."""
+
+import math
+import warnings
+from contextlib import nullcontext
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from shardwise.core.communication import moves
+from shardwise.core.errors import ConfigError
+from shardwise.core.layout import Layout
+from shardwise.core.random import streams
+from shardwise.core.sequence_view import SequenceView
+from shardwise.kernels.decode_attention import attend_to_cache
+from shardwise.kernels.dispatch import why_repeat_keys
+from shardwise.kernels.planning import device_type_of
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.heads import HeadSplit
+from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
+from shardwise.models.transformer.mlp import softcap
+from shardwise.nn import GroupModule, RowLinear, arithmetic_of
+from shardwise.nn.dropout import sharded_dropout
+from shardwise.nn.recompute import recomputed
+
+_KERNELS = {
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "fused": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION],
+    "unfused": [SDPBackend.MATH],
+}
+"""Kernels that PyTorch may use, by ``config.attention_backend``; all for "auto", none for "local"."""
+
+# cuDNN's kernel builds a plan for each number of keys, which takes longer than the attention of one token.
+_KERNELS_ON_A_CACHE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+# Maximum number of scores in a block, 64 MiB in fp32.
+_SCORES_OF_BLOCK = 1 << 24
+
+
+class KeyValueCache(Protocol):
+    """Interface of a cache that attention uses."""
+
+    def append(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values ``[b, groups/t, new, d]``; return those of all tokens, ``[b, groups/t, all, d]``."""
+        ...
+
+
+class CoreAttention(GroupModule):
+    """Base of attention: everything but the projection of hidden states to this rank's queries, keys and values.
+
+    Args:
+        config: sizes and variant of the attention.
+        layer_number: number of this layer in the model, from 1; identifies its part of a cache.
+        split: heads of each rank.
+        group: tensor-parallel group.
+        attn_mask_type: positions that attention forbids without a mask.
+
+    Attributes:
+        head_dim: width of queries and keys.
+        linear_proj: output projection, which subclasses create.
+        num_local_groups: number of key-value heads on this rank.
+        window_size: window of this layer, or None.
+        rotates: whether this layer rotates queries and keys.
+    """
+
+    linear_proj: RowLinear
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_number: int,
+        split: HeadSplit,
+        group: ProcessGroup,
+        attn_mask_type: AttnMaskType,
+    ) -> None:
+        super().__init__()
+        arithmetic = arithmetic_of(group)
+        self.layer_number = layer_number
+        self.attn_mask_type = attn_mask_type
+        self.head_dim = config.heads.width
+        self.dropout = config.attention_dropout
+        self.softmax_scale = config.softmax_scale or 1 / math.sqrt(self.head_dim)
+        self.logit_softcap = config.attention_logit_softcap
+        self.window_size = config.window_size if config.windows(layer_number) else None
+        self.rotates = config.rotates(layer_number)
+        self._norm, self._activation = arithmetic.norm(group), arithmetic.activation
+        self.rotary_interleaved = config.rotary_interleaved
+        self.recomputes_core = config.recompute.recomputes("core_attn")
+        self._backend = config.attention_backend
+        self._kernels = _KERNELS.get(config.attention_backend)
+        self._hold(split, group)
+
+    @property
+    def output_layout(self) -> Layout:
+        """Layout of hidden states, I or V(dim=0)."""
+        return self.linear_proj.output_layout
+
+    def _hold(self, split: HeadSplit, group: ProcessGroup) -> None:
+        self.group = group
+        self.queries_of_groups = split.queries_of_groups(group.rank())
+        self.num_local_groups = len(self.queries_of_groups)
+        self._is_even = len(set(self.queries_of_groups)) == 1
+        self._head_sizes = split.query_sizes()
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        attention_mask: Tensor | AttentionMask | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        window_rotary: tuple[Tensor, Tensor] | None = None,
+        cache: KeyValueCache | None = None,
+        sequence: SequenceView | None = None,
+    ) -> Tensor:
+        """Apply attention.
+
+        Args:
+            hidden: ``[s, b, h]``, or ``[s/t, b, h]`` with sequence parallelism.
+            attention_mask: bools, True where attention is forbidden in addition to ``attn_mask_type`` and the window,
+                broadcast to ``[b, heads/t, s, keys]``; or an ``AttentionMask``, for documents and ALiBi.
+            rotary: cosine and sine of the positions; no rotation if None.
+            window_rotary: separate cosine and sine for layers with a window, or None.
+            cache: keys and values of earlier tokens, to which new ones are appended.
+            sequence: used with sequence parallelism; None if all ranks hold the same number of positions.
+
+        Returns:
+            A tensor with the shape of ``hidden``.
+
+        Raises:
+            ShardingError: the mask has the wrong shape.
+        """
+        if self.window_size is not None and window_rotary is not None:
+            rotary = window_rotary
+        query, key, value = self._project(hidden, rotary if self.rotates else None, sequence)
+        mask = attention_mask if isinstance(attention_mask, AttentionMask) else AttentionMask(attention_mask)
+        output: Tensor = self.linear_proj(self.attended(query, key, value, mask, cache))
+        return output
+
+    def _project(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, sequence: SequenceView | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this rank's rotated queries and keys ``[s, b, heads/t or groups/t, d]``, and its values."""
+        raise NotImplementedError
+
+    def attended(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """Compute ``[s, b, heads/t * d]``, the input of the output projection.
+
+        Args:
+            query: ``[s, b, heads/t, d]``.
+            key, value: ``[s, b, groups/t, d]``; the values may have another width.
+            mask: mask of the scores.
+            cache: see ``forward``.
+        """
+        s, b, _, _ = query.shape
+        if (shard := mask.context) is not None:
+            both = torch.cat([key, value], dim=-1)
+            both = moves.gather_for_parts(both, dim=0, group=shard.group, sizes=shard.sizes)
+            key, value = shard.in_order(both, dim=0).split([key.size(-1), value.size(-1)], dim=-1)
+        # [s, b, heads, d] -> [b, heads, s, d], as views.
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if cache is not None:
+            key, value = cache.append(self.layer_number, key, value)
+        attend = partial(recomputed, self._attend) if self.recomputes_core and cache is None else self._attend
+        context = attend(query, key, value, mask)
+        return context.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+        if mask.query_position is not None:
+            return attend_to_cache(
+                query,
+                key,
+                value,
+                mask.query_position,
+                scale=self.softmax_scale,
+                before=-1 if self.window_size is None else self.window_size[0],
+                softcap=self.logit_softcap,
+                slopes=mask.alibi_slopes,
+            )
+        bias, is_causal = mask.bias(query, key.size(2), causal=self.attn_mask_type.is_causal, window=self.window_size)
+        dropout = self.dropout if self.training else 0.0
+        if self.logit_softcap is not None:
+            return self._attend_in_blocks(query, key, value, bias, is_causal, dropout)
+        if self._backend == "local" or (dropout > 0 and streams().rule == "global"):
+            return self._attend_written_out(query, key, value, bias, is_causal, dropout)
+        grouped = self.num_local_groups < query.size(1)
+        if grouped and (not self._is_even or self._why_repeat(query, bias) is not None):
+            key, value, grouped = self._for_all_queries(key), self._for_all_queries(value), False
+        value_width = value.size(-1)
+        query, key, value = _of_one_width(query, key, value)
+        kernels = self._kernels
+        if query.is_cuda and query.size(2) != key.size(2):
+            kernels = [each for each in kernels or _KERNELS_ON_A_CACHE if each is not SDPBackend.CUDNN_ATTENTION]
+        with (
+            streams().fork() if dropout > 0 else nullcontext(),
+            sdpa_kernel(kernels) if kernels is not None else nullcontext(),
+        ):
+            context = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=bias,
+                dropout_p=dropout,
+                is_causal=is_causal,
+                scale=self.softmax_scale,
+                enable_gqa=grouped,
+            )
+        return context if context.size(-1) == value_width else context[..., :value_width]
+
+    def _why_repeat(self, query: Tensor, bias: Tensor | None) -> str | None:
+        kind = device_type_of(query), query.dtype
+        return why_repeat_keys(self._backend, *kind, head_dim=self.head_dim, masked=bias is not None)
+
+    def _for_all_queries(self, heads: Tensor) -> Tensor:
+        """Repeat keys or values ``[b, groups/t, keys, d]`` for all of their queries."""
+        if self.num_local_groups == sum(self.queries_of_groups):
+            return heads
+        copies = [heads[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(self.queries_of_groups)]
+        return torch.cat(copies, dim=1)
+
+    def _attend_in_blocks(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, dropout: float
+    ) -> Tensor:
+        """Run ``_attend_written_out`` by blocks of queries, recomputed in the backward, to bound the scores' memory."""
+        b, heads, s, _ = query.shape
+        counted = self._activation.counted_heads(heads, sum(self._head_sizes))
+        rows = max(1, _SCORES_OF_BLOCK // max(1, b * counted * key.size(2)))
+        blocks = []
+        for start in range(0, s, rows):
+            some = query[:, :, start : start + rows]
+            part = bias if bias is None or bias.size(-2) == 1 else bias[..., start : start + rows, :]
+            # Causal attention without a bias has as many keys as queries, and does not see later keys.
+            seen = start + some.size(2) if is_causal else key.size(2)
+            attend = partial(self._attend_written_out, is_causal=is_causal, dropout=dropout)
+            blocks.append(recomputed(attend, some, key[:, :, :seen], value[:, :, :seen], part))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+
+    def _attend_written_out(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, dropout: float
+    ) -> Tensor:
+        # PyTorch's attention draws its own dropout mask, but the "global" rule needs a slice of the mask of all heads.
+        key, value = self._for_all_queries(key), self._for_all_queries(value)
+        forbidden = blind = None
+        if is_causal:
+            new, seen = query.size(2), key.size(2)
+            forbidden = torch.ones(new, seen, dtype=torch.bool, device=query.device).triu(seen - new + 1)
+        scores = (query @ key.transpose(-1, -2)) * self.softmax_scale
+        if self.logit_softcap is not None:
+            capped = partial(softcap, cap=self.logit_softcap)
+            scores = self._activation(capped, scores)
+        if bias is not None:
+            scores = scores + bias
+            forbidden = bias == -torch.inf
+            blind = forbidden.all(dim=-1, keepdim=True)
+        if forbidden is not None:
+            # Not -inf, because the softmax of a token that sees nothing would be NaN.
+            scores = scores.masked_fill(forbidden, torch.finfo(scores.dtype).min)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
+        if blind is not None:
+            weights = weights.masked_fill(blind, 0.0)
+        weights = sharded_dropout(
+            weights, dropout, dim=1, group=self.group, sizes=self._head_sizes, layer_number=self.layer_number
+        )
+        return weights @ value
+
+
+def _of_one_width(*tensors: Tensor) -> list[Tensor]:
+    """Append zeros to the last dimension, because flash attention takes queries, keys and values of one width."""
+    width = max(tensor.size(-1) for tensor in tensors)
+    return [F.pad(each, (0, width - each.size(-1))) if each.size(-1) < width else each for each in tensors]
+
+
+def check_attention_backend(config: ModelConfig, device: torch.device, *, masked: bool = False) -> None:
+    """Try ``config.attention_backend`` on a device; raise ConfigError with PyTorch's reasons if it does not work.
+
+    No-op on the meta device. ``masked`` means that attention has a mask or bias (padding, documents, ALiBi), which some
+    kernels do not support.
+    """
+    kernels = _KERNELS.get(config.attention_backend)
+    if kernels is None or device.type == "meta":
+        return
+    heads, groups, _ = config.heads
+    # Kernels get queries, keys and values of one width.
+    head_dim = max(config.heads.width, config.value_width)
+    masked = masked or config.window_size is not None
+    repeated = why_repeat_keys(
+        config.attention_backend, device.type, config.params_dtype, head_dim=head_dim, masked=masked
+    )
+    query = torch.zeros(1, min(heads, 2), 16, head_dim, dtype=config.params_dtype, device=device, requires_grad=True)
+    key = query if repeated is not None or groups == heads else query[:, :1]
+    mask = query.new_zeros(16, 16) if masked else None
+    devices = [device] if device.type != "cpu" else []
+    with (
+        warnings.catch_warnings(record=True) as reasons,
+        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+        sdpa_kernel(kernels),
+    ):
+        warnings.simplefilter("always")
+        try:
+            F.scaled_dot_product_attention(
+                query,
+                key,
+                key,
+                attn_mask=mask,
+                dropout_p=config.attention_dropout,
+                is_causal=not masked,
+                enable_gqa=key is not query,
+            ).sum().backward()
+        except RuntimeError as error:
+            said = "; ".join(dict.fromkeys(str(reason.message).splitlines()[0] for reason in reasons))
+            raise ConfigError(
+                f"attention_backend {config.attention_backend!r} does not work on {device} in {config.params_dtype} "
+                f"with heads of width {head_dim}, attention_dropout {config.attention_dropout} and "
+                f"{'a' if masked else 'no'} mask: {said or error}; use 'auto'"
+            ) from error
