@@ -328,6 +328,8 @@ class ModelConfig(LayerConfig, TransformerFields):
         if self.experts is None:
             return
         self.experts.check_layers(self.num_layers)
+        if self.experts.gate is not None and not self.gated_linear_unit:
+            raise ConfigError("experts.gate is about gated_linear_unit, which is False; set both")
         for name, is_set in (
             ("exact_parts", self.exact_parts is not None),
             ("add_bias_linear", self.add_bias_linear),
