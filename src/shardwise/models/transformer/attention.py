@@ -24,7 +24,7 @@ from shardwise.kernels.elementwise import rotate, split, split_and_rotate
 from shardwise.kernels.planning import device_type_of
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.heads import HeadSplit, split_heads
-from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
+from shardwise.models.transformer.masks import AttentionMask, AttentionSinks, AttnMaskType
 from shardwise.models.transformer.mlp import layer_arguments, make_norm, softcap
 from shardwise.nn import ColumnLinear, GroupModule, HeadsRMSNorm, RowLinear, arithmetic_of, parameter_device
 from shardwise.nn.dropout import sharded_dropout
@@ -72,6 +72,7 @@ class SelfAttention(GroupModule):
         q_layernorm, k_layernorm: with ``config.qk_layernorm``, norms of each head, or of all heads together. Every rank
             holds the whole norms and applies them to its heads, so their gradients are partial sums, with and without
             sequence parallelism, except with ``config.exact_parts``.
+        sinks: ``AttentionSinks`` with ``config.attention_sinks``, or None.
         window_size: window of this layer, or None.
         rotates: whether this layer rotates queries and keys.
 
@@ -131,6 +132,7 @@ class SelfAttention(GroupModule):
                 # With exact arithmetic the backward already computes the whole gradient.
                 is_partial = group.size() > 1 and self._norm.partial_gradients
                 set_replicas_(norm, Replicas(summed_over=("tp",) if is_partial else ()))
+        self.sinks = AttentionSinks(config, split, group) if config.attention_sinks else None
         self.linear_proj = RowLinear(
             num_heads * head_dim,
             config.hidden_size,
@@ -274,10 +276,11 @@ class SelfAttention(GroupModule):
                 before=-1 if self.window_size is None else self.window_size[0],
                 softcap=self.logit_softcap,
                 slopes=mask.alibi_slopes,
+                sinks=None if self.sinks is None else self.sinks.logits,
             )
         bias, is_causal = mask.bias(query, key.size(2), causal=self.attn_mask_type.is_causal, window=self.window_size)
         dropout = self.dropout if self.training else 0.0
-        if self.logit_softcap is not None:
+        if self.logit_softcap is not None or self.sinks is not None:
             return self._attend_in_blocks(query, key, value, bias, is_causal, dropout)
         if self._backend == "local" or (dropout > 0 and streams().rule == "global"):
             return self._attend_written_out(query, key, value, bias, is_causal, dropout)
@@ -352,7 +355,8 @@ class SelfAttention(GroupModule):
             # Not -inf, because the softmax of a token that sees nothing would be NaN.
             scores = scores.masked_fill(forbidden, torch.finfo(scores.dtype).min)
         wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
+        weights = scores.softmax(dim=-1, dtype=wide) if self.sinks is None else self.sinks(scores, wide)
+        weights = weights.to(value.dtype)
         if blind is not None:
             weights = weights.masked_fill(blind, 0.0)
         weights = sharded_dropout(
