@@ -213,7 +213,7 @@ def describe_model(model: nn.Module) -> ModelDescription:
             f"activation_func {config.activation_func!r} has no name; use one of {', '.join(ACTIVATIONS)}"
         )
     first: Any = model.block.layers[0]
-    # Experts have no biases.
+    # Biases of experts are a field of ``Experts``.
     of_mlp = () if isinstance(first.mlp, MoELayer) else ("linear_fc1",)
     for name, wanted in (("self_attention", ("linear_qkv", "linear_proj")), ("mlp", of_mlp)):
         part = getattr(first, name, None)
@@ -246,7 +246,8 @@ def _attention_with_biases(
     projection: bool, qkv: bool, config: ModelConfig, *args: Any, **kwargs: Any
 ) -> SelfAttention:
     """Create attention whose biases do not follow the MLP's."""
-    own = dataclasses.replace(config, add_bias_linear=projection, add_qkv_bias=qkv)
+    # Experts exclude the biases of an MLP, and attention does not read them.
+    own = dataclasses.replace(config, add_bias_linear=projection, add_qkv_bias=qkv, experts=None)
     return SelfAttention(own, *args, **kwargs)
 
 

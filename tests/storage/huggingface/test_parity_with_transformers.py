@@ -170,7 +170,9 @@ def test_padded_batches(group: dist.ProcessGroup, padded: Reference) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("reference", ["qwen2_windows", "smollm3", "olmo2", "gemma2", "gemma3", "opt"], indirect=True)
+@pytest.mark.parametrize(
+    "reference", ["qwen2_windows", "smollm3", "olmo2", "gemma2", "gemma3", "opt", "gpt_oss"], indirect=True
+)
 def test_logits_with_a_cache(group: dist.ProcessGroup, reference: Reference) -> None:
     """Five tokens, one, and the rest: each layer sees what its own window and positions let it see."""
     expected = reference.values()
