@@ -49,7 +49,7 @@ def grouped_linear(input_: Tensor, weights: Tensor, counts: Tensor, biases: Tens
     if biases is None:
         return output
     numbers = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=len(output))
-    # In fp32 at least, because the gradient of a bias is a sum over its run.
+    # In fp32 at least, because a GPU sums the rows of a gradient in the dtype of the rows.
     wide = biases.to(torch.promote_types(biases.dtype, torch.float32))
     return output + wide.index_select(0, numbers).to(output.dtype)
 
