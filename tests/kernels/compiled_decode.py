@@ -15,6 +15,7 @@ CONSTANTS = {
     "CAP": 30.0,
     "BEFORE": 4096,
     "HAS_SLOPES": True,
+    "HAS_SINKS": True,
     "PER_GROUP": 4,
     "WIDTH": 128,
     "BLOCK_QUERIES": 16,
@@ -27,7 +28,7 @@ def compile_kernel(kernel, capability, dtype):
     constants = CONSTANTS | {"BLOCK_KEYS": decode_attention_triton._BLOCK_KEYS[4 if dtype == "fp32" else 2]}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     kinds = {name: "i32" for name in kernel.arg_names if name not in constants}
-    kinds |= {name: f"*{dtype}" for name in ("query", "keys", "values", "output") if name in kinds}
+    kinds |= {name: f"*{dtype}" for name in ("query", "keys", "values", "output", "sinks") if name in kinds}
     kinds |= {name: "*fp32" for name in ("sums", "maxima", "totals", "slopes") if name in kinds}
     kinds |= {"position": "*i64"} if "position" in kinds else {}
     # Strides of a cache, and what PyTorch allocates; not the number of groups.

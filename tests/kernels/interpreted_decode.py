@@ -51,12 +51,19 @@ def check_definition():
     filled = keys[:, :, :8], values[:, :, :8]
     expected = F.scaled_dot_product_attention(query, *filled, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+    sinks = torch.randn(6, dtype=torch.float64)
+    actual = attend_to_cache(query, keys, values, torch.tensor([7]), scale=0.3, sinks=sinks)
+    scores = (query @ filled[0].repeat_interleave(2, 1).transpose(-1, -2)) * 0.3
+    weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + sinks.exp().view(6, 1, 1))
+    expected = weights @ filled[1].repeat_interleave(2, 1)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
 
 
 def cases():
     for dtype in RTOL:
         yield f"{dtype}", lambda d=dtype: check(d, (2, 2, 3, 100, 20), (0, 31, 32, 99), scale=0.3)
-    for options in ({"before": 0}, {"before": 40}, {"softcap": 2.0}, {"slopes": torch.tensor([0.5, 0.1, 0.02, 0.3])}):
+    others = {"slopes": torch.tensor([0.5, 0.1, 0.02, 0.3])}, {"sinks": torch.tensor([-3.0, 0.0, 2.0, 100.0])}
+    for options in ({"before": 0}, {"before": 40}, {"softcap": 2.0}, *others):
         yield f"{options}", lambda o=options: check(torch.float32, (1, 2, 2, 130, 16), (5, 129), scale=1.0, **o)
     yield "definition", check_definition
 

@@ -19,7 +19,7 @@ def test_interpreted_kernels_equal_their_definition():
     outcomes = run_program("interpreted_decode.py", TRITON_INTERPRET="1")
     failures = [f"{case}:\n{failure}" for case, failure in outcomes.items() if failure is not None]
     assert not failures, "\n".join(failures)
-    assert len(outcomes) == 3 + 4 + 1
+    assert len(outcomes) == 3 + 5 + 1
 
 
 @pytest.mark.slow

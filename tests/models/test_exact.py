@@ -102,6 +102,7 @@ def test_loss_and_gradients(group, kind, options, monkeypatch):
             {"exact_parts": 8, "num_query_groups": 1},
             "num_query_groups is 1, fewer than the 2 tensor-parallel ranks, .*; use tp 1 at most, or no exact mode$",
         ),
+        ({"exact_parts": 8, "attention_sinks": True}, "attention_sinks and exact_parts exclude each other"),
         ({"exact_parts": 8, "defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute has no exact form"),
     ],
 )

@@ -108,6 +108,7 @@ CHANGES = {
     "logits_scaling": Change(2.0, "loss"),
     "final_logit_softcap": Change(0.5, "loss"),
     "attention_logit_softcap": Change(0.1, "loss"),
+    "attention_sinks": Change(True, "parameters"),
     "qk_layernorm_over_heads": Change(True, "collectives", {"qk_layernorm": True, "normalization": "RMSNorm"}),
     "windowed_layers": Change((True, False, True, False), "loss", {"window_size": (1, 0)}),
     "rotary_layers": Change((True, False, True, False), "loss"),

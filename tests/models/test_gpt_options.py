@@ -200,6 +200,8 @@ def test_models_that_cannot_be_are_refused(group):
             Options(rope.config, rope.model | {"position_embedding_type": kind}).make(group)
     with pytest.raises(ConfigError, match="position_embedding_type is 'rotary'; it must be one of learned_absolute, "):
         Options({}, {"position_embedding_type": "rotary"}).make(group)
+    with pytest.raises(ConfigError, match=r"attention_sinks is True, which .* attention_backend 'unfused' asks"):
+        OPTIONS["bloom"].make(group, attention_backend="unfused", attention_sinks=True)
     with pytest.raises(ConfigError, match="attention_backend 'flash' does not work on cpu"):
         OPTIONS["bloom"].make(group, attention_backend="flash", attention_dropout=0.1)
     model = Options({}, {}).make(group)

@@ -20,6 +20,7 @@ def attend_to_cache(
     before: int = -1,
     softcap: float | None = None,
     slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute ``softmax(query keys^T) values`` over the positions up to the query's own; there is no gradient.
 
@@ -35,6 +36,7 @@ def attend_to_cache(
         before: number of earlier positions that a query sees; -1 means all.
         softcap: scores ``x`` become ``softcap · tanh(x / softcap)``; None means no cap.
         slopes: ``[groups * n]``, decrease of the scores per position of distance; None means 0.
+        sinks: ``[groups * n]``, a further logit in the softmax of each query, for no key; None for none.
 
     Returns:
         ``[b, groups * n, 1, d]``.
@@ -46,7 +48,8 @@ def attend_to_cache(
         return keys.stride(3) == values.stride(3) == 1 and keys.size(3) <= dispatch.WIDEST_HEAD
 
     if (kernels := dispatch.DECODE_TRITON.kernels(query, keys, values, fits=fits)) is not None:
-        attended: Tensor = kernels.attend_to_cache(query, keys, values, position, scale, before, softcap, slopes)
+        options = (scale, before, softcap, slopes, sinks)
+        attended: Tensor = kernels.attend_to_cache(query, keys, values, position, *options)
         return attended
     b, groups, capacity, d = keys.shape
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -60,7 +63,11 @@ def attend_to_cache(
     hidden = place > position
     if before >= 0:
         hidden = hidden | (place < position - before)
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        own = sinks.to(wide).view(groups, -1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, own], dim=-1)
+    weights = scores.softmax(dim=-1)[..., :capacity]
     # Unwritten values may be NaN, and 0 times NaN is NaN.
     seen = values.to(wide).masked_fill(hidden.unsqueeze(-1), 0.0)
     return (weights @ seen).to(query.dtype).view(query.shape)

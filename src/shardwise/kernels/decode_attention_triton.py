@@ -97,7 +97,17 @@ def decode_kernel(
 
 @triton.jit
 def combine_kernel(
-    sums, maxima, totals, output, num_rows, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, SPLITS: tl.constexpr
+    sums,
+    maxima,
+    totals,
+    sinks,
+    output,
+    num_rows,
+    num_heads,
+    HAS_SINKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Combine the results of all programs that had some of the keys of one query."""
     row = tl.program_id(0)
@@ -105,9 +115,16 @@ def combine_kernel(
     column = tl.arange(0, BLOCK_WIDTH)[None, :]
     maximum = tl.load(maxima + rows)
     # The factor of a program without keys is 0, since the maximum of the others is finite.
-    factor = tl.exp(maximum - tl.max(maximum, 0))
+    largest = tl.max(maximum, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + row % num_heads).to(tl.float32)
+        largest = tl.maximum(largest, sink)
+    factor = tl.exp(maximum - largest)
     part = tl.load(sums + rows[:, None].to(tl.int64) * WIDTH + column, mask=column < WIDTH, other=0.0)
-    result = tl.sum(part * factor[:, None], 0) / tl.sum(tl.load(totals + rows) * factor, 0)
+    total = tl.sum(tl.load(totals + rows) * factor, 0)
+    if HAS_SINKS:
+        total += tl.exp(sink - largest)
+    result = tl.sum(part * factor[:, None], 0) / total
     column = tl.arange(0, BLOCK_WIDTH)
     tl.store(output + row.to(tl.int64) * WIDTH + column, result.to(output.dtype.element_ty), mask=column < WIDTH)
 
@@ -121,6 +138,7 @@ def attend_to_cache(
     before: int,
     softcap: float | None,
     slopes: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Compute ``decode_attention.attend_to_cache``."""
     b, num_groups, _, width = keys.shape
@@ -157,7 +175,19 @@ def attend_to_cache(
             num_warps=4,
         )
         combine_kernel[(num_rows,)](
-            sums, maxima, totals, output, num_rows, WIDTH=width, BLOCK_WIDTH=block_width, SPLITS=splits, num_warps=4
+            sums,
+            maxima,
+            totals,
+            # The kernel ignores this if there are no sinks.
+            maxima if sinks is None else sinks.contiguous(),
+            output,
+            num_rows,
+            query.size(1),
+            HAS_SINKS=sinks is not None,
+            WIDTH=width,
+            BLOCK_WIDTH=block_width,
+            SPLITS=splits,
+            num_warps=4,
         )
     return output
 

@@ -28,13 +28,14 @@ def why_not_grouped(device_type: str, dtype: torch.dtype, widths: Sequence[int])
     return f"rows of {wrong[0]} elements are no multiple of {_ALIGNMENT} bytes" if wrong else None
 
 
-def grouped_linear(input_: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each run of rows by the transpose of its matrix.
+def grouped_linear(input_: Tensor, weights: Tensor, counts: Tensor, biases: Tensor | None = None) -> Tensor:
+    """Multiply each run of rows by the transpose of its matrix, and add its bias.
 
     Args:
         input_: ``[n, i]``, the runs one after the other.
         weights: ``[e, o, i]``, a matrix for each run.
         counts: ``[e]`` int64, number of rows of each run; together ``n``. Without ``grouped_mm`` the host reads it.
+        biases: ``[e, o]``, a bias for each run, or None.
 
     Returns:
         ``[n, o]``.
@@ -45,7 +46,13 @@ def grouped_linear(input_: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         if output.requires_grad:
             # The gradient may be expanded, which grouped_mm's backward does not take.
             output.register_hook(Tensor.contiguous)
+    else:
+        runs = input_.split(counts_on_host(counts, len(input_)))
+        # ``unbind`` has one gradient for all matrices; that of each index would be as large as all of them.
+        output = torch.cat([F.linear(run, weight) for run, weight in zip(runs, weights.unbind(), strict=True)])
+    if biases is None:
         return output
-    runs = input_.split(counts_on_host(counts, len(input_)))
-    # ``unbind`` has one gradient for all matrices; that of each index would be as large as all of them.
-    return torch.cat([F.linear(run, weight) for run, weight in zip(runs, weights.unbind(), strict=True)])
+    numbers = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=len(output))
+    # In fp32 at least, because a GPU sums the rows of a gradient in the dtype of the rows.
+    wide = biases.to(torch.promote_types(biases.dtype, torch.float32))
+    return output + wide.index_select(0, numbers).to(output.dtype)

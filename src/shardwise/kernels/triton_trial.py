@@ -131,7 +131,7 @@ def _try_decode_attention(dtype: torch.dtype, device: torch.device) -> Iterator[
     values, position = keys.flip(2), torch.tensor([5], device="cpu")
     expected = decode_attention.attend_to_cache(query, keys, values, position, scale=0.25)
     query, keys, values, position = (each.to(device) for each in (query, keys, values, position))
-    yield decode_attention_triton.attend_to_cache(query, keys, values, position, 0.25, -1, None, None), expected
+    yield decode_attention_triton.attend_to_cache(query, keys, values, position, 0.25, -1, None, None, None), expected
 
 
 def _try_reduce_norm(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:

@@ -47,6 +47,8 @@ class TransformerFields:
         logits_scaling: divisor of the logits, after the softcap (Granite).
         attention_logit_softcap: softcap of the attention scores, which are then computed in blocks of queries, and
             recomputed in the backward.
+        attention_sinks: whether each query head has a learned logit in the denominator of its softmax (GPT-OSS), for no
+            key; attention is computed as with a softcap.
         apply_residual_connection_post_layernorm: with pre-norm, whether a layer is ``norm(x) + f(norm(x))`` instead of
             ``x + f(norm(x))`` (an option of BLOOM).
         embedding_layernorm: whether there is a norm after the embedding (BLOOM, BERT).
@@ -98,6 +100,7 @@ class TransformerFields:
     logits_scaling: float = 1.0
     final_logit_softcap: float | None = None
     attention_logit_softcap: float | None = None
+    attention_sinks: bool = False
     init_method_std: float = 0.02
     experts: Experts | None = None
     latent: LatentAttention | None = None
@@ -342,6 +345,8 @@ class ModelConfig(LayerConfig, TransformerFields):
         if self.experts is None:
             return
         self.experts.check_layers(self.num_layers)
+        if self.experts.gate is not None and not self.gated_linear_unit:
+            raise ConfigError("experts.gate is about gated_linear_unit, which is False; set both")
         for name, is_set in (
             ("exact_parts", self.exact_parts is not None),
             ("add_bias_linear", self.add_bias_linear),
@@ -372,11 +377,14 @@ class ModelConfig(LayerConfig, TransformerFields):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} is {value}; it must be over 0, or None for none")
-        if self.attention_logit_softcap is not None and self.attention_backend not in ("auto", "local"):
-            raise ConfigError(
-                f"attention_logit_softcap is {self.attention_logit_softcap}, which PyTorch's kernels do not have, and "
-                f"attention_backend {self.attention_backend!r} asks for one; use 'auto'"
-            )
+        for name in ("attention_logit_softcap", "attention_sinks"):
+            if getattr(self, name) and self.attention_backend not in ("auto", "local"):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, which PyTorch's kernels do not have, and attention_backend "
+                    f"{self.attention_backend!r} asks for one; use 'auto'"
+                )
+        if self.attention_sinks and self.exact_parts is not None:
+            raise ConfigError("attention_sinks and exact_parts exclude each other; leave one out")
 
     def _derive_sizes(self) -> None:
         if self.kv_channels is None:

@@ -213,7 +213,7 @@ def describe_model(model: nn.Module) -> ModelDescription:
             f"activation_func {config.activation_func!r} has no name; use one of {', '.join(ACTIVATIONS)}"
         )
     first: Any = model.block.layers[0]
-    # Experts have no biases.
+    # Biases of experts are a field of ``Experts``.
     of_mlp = () if isinstance(first.mlp, MoELayer) else ("linear_fc1",)
     to_keys = "linear_qkv" if config.latent is None else "linear_kv_down_proj"
     for name, wanted in (("self_attention", (to_keys, "linear_proj")), ("mlp", of_mlp)):
@@ -247,7 +247,7 @@ def _attention_with_biases(
     projection: bool, qkv: bool, config: ModelConfig, *args: Any, **kwargs: Any
 ) -> CoreAttention:
     """Create attention whose biases do not follow the MLP's."""
-    # Attention reads nothing of experts, which exclude biases of their own.
+    # Experts exclude the biases of an MLP, and attention does not read them.
     own = dataclasses.replace(config, add_bias_linear=projection, add_qkv_bias=qkv, experts=None)
     return make_attention(own, *args, **kwargs)
 

@@ -7,10 +7,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from torch import Tensor
+
 from shardwise.core.errors import ConfigError
 
 RouterScores = Literal["softmax", "sigmoid"]
 Balanced = Literal["sequence", "micro_batch"]
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """Activation of experts with a gate, ``(up + 1) * gate * sigmoid(alpha * gate)`` of clamped values.
+
+    Attributes:
+        limit: largest gate, and largest magnitude of the up projection.
+        alpha: factor of the gate in the sigmoid.
+
+    Raises:
+        ConfigError: a value is not a finite number over 0.
+
+    Source: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card" (arXiv:2508.10925).
+    """
+
+    limit: float = 7.0
+    alpha: float = 1.702
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "alpha"):
+            value = getattr(self, name)
+            _require(0 < value < math.inf, f"{name} of the gate is {value}; it must be a finite number over 0")
+
+    def __call__(self, inner: Tensor) -> Tensor:
+        """Map ``[..., 2 f]``, the gate's half of the features first, to ``[..., f]``."""
+        gate, up = inner.chunk(2, dim=-1)
+        gate = gate.clamp(max=self.limit)
+        return (up.clamp(-self.limit, self.limit) + 1) * (gate * (self.alpha * gate).sigmoid())
 
 
 @dataclass(frozen=True)
@@ -36,6 +67,8 @@ class Experts:
         groups_per_token: number of groups that are considered, those with the highest scores: with ``"sigmoid"`` the
             sum of a group's two highest scores, else its highest.
         weighs_input: whether the weight multiplies an expert's input instead of its output.
+        biases: whether the router's logits and both projections of each expert have biases.
+        gate: activation of the experts; None for that of the model.
         shared_ffn_hidden_size: width of an additional MLP that sees all tokens; None for none.
         shared_gate: whether the sigmoid of a projection of each token multiplies that MLP's output.
         aux_loss: coefficient of the loss that balances the experts; 0 for none. For each layer it is ``num * sum(f *
@@ -68,6 +101,8 @@ class Experts:
     num_groups: int = 1
     groups_per_token: int = 1
     weighs_input: bool = False
+    biases: bool = False
+    gate: ClampedGate | None = None
     shared_ffn_hidden_size: int | None = None
     shared_gate: bool = False
     aux_loss: float = field(default=0.0, compare=False)

@@ -41,10 +41,11 @@ def test_the_text_is_that_of_ordinary_passes(group, monkeypatch, name):
 
 
 @pytest.mark.ranks(1)
-def test_logits_with_a_window_a_soft_cap_and_alibi(group):
+def test_logits_with_a_window_a_soft_cap_sinks_and_alibi(group):
     for options, positions in (
         ({"window_size": (3, 0)}, "rope"),
         ({"attention_logit_softcap": 2.0}, "none"),
+        ({"attention_sinks": True, "window_size": (3, 0)}, "rope"),
         ({}, "alibi"),
     ):
         config = ModelConfig(

@@ -114,7 +114,11 @@ def attention(config, weights, x, sees, *, positions, share, slopes):
             scores = scores - slopes[head] * distance
         # Not the whole row, which would be NaN where a token sees nothing.
         exponentials = torch.where(sees, scores - scores.detach().amax(-1, keepdim=True), -torch.inf).exp()
-        weighting = exponentials / exponentials.sum(-1, keepdim=True).clamp(min=1e-300)
+        total = exponentials.sum(-1, keepdim=True)
+        if config.attention_sinks:
+            largest = scores.detach().amax(-1, keepdim=True)
+            total = total + (weights["self_attention.sinks.logits"][head] - largest).exp()
+        weighting = exponentials / total.clamp(min=1e-300)
         contexts.append(torch.einsum("bqk,kbd->qbd", weighting, value))
     return linear(weights, "self_attention.linear_proj.", torch.cat(contexts, -1))
 

@@ -66,6 +66,9 @@ CASES = {
     "interleaved": Case(6, 3, {"rotary_interleaved": True}, share=0.5),
     "left padding": Case(forbidden=LEFT_PADDING),
     "packed": Case(6, 2, LLAMA, activation="silu", documents=DOCUMENTS, share=1.0),
+    "sinks": Case(12, 4, {"attention_sinks": True}, share=1.0),
+    "sinks across ranks": Case(6, 2, LLAMA | {"attention_sinks": True, "window_size": (2, 0)}, activation="silu"),
+    "sinks, left padding": Case(7, 7, {"attention_sinks": True}, forbidden=LEFT_PADDING),
     "unfused": Case(6, 2, {"attention_backend": "unfused", "window_size": (3, 0)}),
     "written out": Case(6, 2, {"attention_backend": "local", "softmax_scale": 0.7}),
     "written out, all at once": Case(

@@ -193,6 +193,7 @@ COMPILED = {
         share=0.5,
     ),
     "across ranks": Case(3, 1, {"layernorm_zero_centered_gamma": True}, activation="quick_gelu"),
+    "sinks": CASES["sinks across ranks"],
     "bloom, packed": dataclasses.replace(CASES["bloom"], documents=DOCUMENTS),
     "latent": CASES["latent"],
     "bert, written out": dataclasses.replace(CASES["bert"], options=POST_NORM | {"attention_backend": "local"}),

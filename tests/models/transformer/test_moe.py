@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.errors import ConfigError
 from shardwise.core.random import seed_streams
+from shardwise.core.sequence_view import SequenceView
+from shardwise.core.sharding import ParamShard, balanced_range
 from shardwise.core.topology import Groups, Topology
 from shardwise.models import GPT, ModelConfig
-from shardwise.models.experts import Experts
+from shardwise.models.experts import ClampedGate, Experts
 from shardwise.models.transformer.heads import LatentAttention
 from shardwise.models.transformer.moe import MoELayer
 from shardwise.nn.replicated import named_param_layouts, replicas_of
@@ -35,6 +37,9 @@ KINDS = {
     ),
     "groups, no normalization": dataclasses.replace(
         MIXTRAL, num_groups=2, groups_per_token=1, normalizes_weights=False, balances="micro_batch"
+    ),
+    "biases, clamped": dataclasses.replace(
+        MIXTRAL, biases=True, gate=ClampedGate(limit=0.3), softmax_after_choice=True, normalizes_weights=False
     ),
     "shared, with a gate": dataclasses.replace(
         MIXTRAL, shared_ffn_hidden_size=26, shared_gate=True, layers=(False, True)
@@ -58,24 +63,34 @@ def config(experts: Experts, **options: Any) -> ModelConfig:
     if options.get("tp", 1) in (2, 4):
         sizes |= {"num_attention_heads": 4, "kv_channels": 6}
     options.pop("tp", None)
+    sizes |= {"gated_linear_unit": True} | options
     return ModelConfig(
         **sizes,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         normalization="RMSNorm",
-        gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
         params_dtype=torch.float64,
         experts=experts,
-        **options,
     )
 
 
 def build(experts: Experts, groups: Groups, **options: Any) -> GPT:
     torch.manual_seed(3)
     own = config(experts, **options)
-    return GPT(own, VOCABULARY, LENGTH, groups=groups, position_embedding_type="rope")
+    model = GPT(own, VOCABULARY, LENGTH, groups=groups, position_embedding_type="rope")
+    with torch.no_grad():
+        for name, shard in model.sharded_state_dict().items():
+            if name.endswith("bias"):
+                draw_bias_(shard)
+    return model
+
+
+def draw_bias_(shard: ParamShard) -> None:
+    """Give a bias values other than 0, the same ones at every layout."""
+    whole = torch.randn(shard.layout.global_shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    shard.data.copy_(shard.layout.take(whole, shard.rank))
 
 
 def alone(topology: Topology) -> Groups:
@@ -143,7 +158,13 @@ def test_any_layout_is_one_rank(layout, group):
 
 def moe_layer(experts: Experts, groups: Groups, **options: Any) -> MoELayer:
     torch.manual_seed(5)
-    return MoELayer(config(experts, **options), groups)
+    layer = MoELayer(config(experts, **options), groups)
+    with torch.no_grad():
+        for module in (layer.router, layer.experts):
+            for name, shard in module.sharded_state_dict().items():
+                if name.endswith("bias"):
+                    draw_bias_(shard)
+    return layer
 
 
 @pytest.mark.ranks(2)
@@ -188,6 +209,57 @@ def test_collectives(layout, group):
     assert sorted(launch.name for launch in backward.launches) == sorted(["all_to_all"] * 2 + gathers)
 
 
+def dense_experts(layer: MoELayer, hidden: Tensor) -> Tensor:
+    """GPT-OSS's experts, token by token and expert by expert."""
+    spec, router, experts = layer.spec, layer.router, layer.experts
+    assert spec.gate is not None
+    f = spec.ffn_hidden_size
+    up, down = experts.up.view(spec.num, 2 * f, WIDTH), experts.down.view(spec.num, f, WIDTH)
+    up_bias, down_bias = experts.up_bias.view(spec.num, 2 * f), experts.down_bias.view(spec.num, WIDTH)
+    outputs = []
+    for token in hidden.view(-1, WIDTH):
+        logits = router.weight @ token + router.bias
+        chosen = logits.argsort(descending=True)[: spec.per_token]
+        total = logits[chosen].exp().sum()
+        output = torch.zeros(WIDTH, dtype=torch.float64)
+        for expert in chosen.tolist():
+            inner = up[expert] @ token + up_bias[expert]
+            gate, linear = inner[:f].clamp(max=spec.gate.limit), inner[f:].clamp(-spec.gate.limit, spec.gate.limit)
+            inner = (linear + 1) * gate / (1 + (-spec.gate.alpha * gate).exp())
+            output = output + logits[expert].exp() / total * (inner @ down[expert] + down_bias[expert])
+        outputs.append(output)
+    return torch.stack(outputs).view(hidden.shape)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_biases_and_the_clamped_gate_equal_a_definition(sequence_parallel, group):
+    """On ranks that split each expert, and add its bias once."""
+    topology = Topology.create(tp=group.size())
+    groups, spec = Groups.of(topology), dataclasses.replace(KINDS["biases, clamped"], aux_loss=0.0)
+    dense = moe_layer(spec, alone(topology), num_attention_heads=6, kv_channels=6)
+    split = moe_layer(spec, groups, num_attention_heads=6, kv_channels=6, sequence_parallel=sequence_parallel)
+    whole = torch.randn(LENGTH, 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    weighting = torch.randn(whole.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    whole.requires_grad_()
+    expected = dense_experts(dense, whole)
+    (expected * weighting).sum().backward()
+    mine = slice(*balanced_range(LENGTH, group.size(), group.rank())) if sequence_parallel else slice(None)
+    x = whole.detach()[mine].clone().requires_grad_()
+    view = SequenceView(LENGTH, groups.tp if sequence_parallel else None)
+    output = split(x, sequence=view)
+    (output * weighting[mine]).sum().backward()
+    finalize_gradients_(split, tp_group=groups.tp, dp_group=groups.dp, expert_dp_group=groups.expert_dp)
+    torch.testing.assert_close(output, expected[mine], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(x.grad, whole.grad[mine], rtol=1e-10, atol=1e-12)
+    wanted = dict(dense.named_parameters())
+    for name, param, layout in named_param_layouts(split, group.size()):
+        own = layout.take(wanted[name].grad, group.rank())
+        torch.testing.assert_close(
+            param.grad, own, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
 def test_wrong_experts():
     for values, message in (
         ({"per_token": 9}, "per_token is 9, and there are 8 experts"),
@@ -199,6 +271,10 @@ def test_wrong_experts():
     ):
         with pytest.raises(ConfigError, match=message):
             dataclasses.replace(MIXTRAL, **values)
+    with pytest.raises(ConfigError, match=r"limit of the gate is 0\.0; it must be a finite number over 0"):
+        ClampedGate(limit=0.0)
+    with pytest.raises(ConfigError, match=r"experts\.gate is about gated_linear_unit, which is False; set both"):
+        config(KINDS["biases, clamped"], gated_linear_unit=False)
     with pytest.raises(ConfigError, match="layers is \\(True,\\); it must be a bool for each of the 2 layers"):
         config(dataclasses.replace(MIXTRAL, layers=(True,)))
     with pytest.raises(ConfigError, match="experts and exact_parts exclude each other"):

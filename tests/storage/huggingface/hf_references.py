@@ -185,6 +185,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_group": 3, "topk_group": 2, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}
         | {"num_mtp_layers": 0, "experts_implementation": "eager"},
     ),
+    # Windows in the first and the last layer, another rotary scaling, and a gate that is clamped.
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        _DECODER
+        | {"vocab_size": 149, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
+        | {"head_dim": 10, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 13}
+        | {"sliding_window": 4, "swiglu_limit": 0.4, "swiglu_alpha": 1.3, "rope_parameters": YARN | {"truncate": False}}
+        | {"experts_implementation": "eager"},
+    ),
     "bert": (
         "BertForPreTraining",
         {"vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -203,7 +212,7 @@ MODEL_PARAMS = [
 ]
 """The names, for ``parametrize``."""
 
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3")
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 GPT_LIKE = tuple(name for name in MODELS if not name.startswith("bert"))
 
 
@@ -258,6 +267,8 @@ CLASSIFIERS = {
     "opt": ("OPTForSequenceClassification", {}),
     "deepseek_v2": ("DeepseekV2ForSequenceClassification", {}),
     "deepseek_v3_tokens": ("DeepseekV3ForTokenClassification", {}),
+    "gpt_oss": ("GptOssForSequenceClassification", {}),
+    "gpt_oss_tokens": ("GptOssForTokenClassification", {}),
     "bert": ("BertForSequenceClassification", {"problem_type": "single_label_classification"}),
     "bert_tokens": ("BertForTokenClassification", {}),
 }
@@ -365,7 +376,7 @@ def _save_values(reference: Reference, model: Any, file: str, mask: Tensor | Non
     values |= {"logits": logits, "loss": loss}
     names = STORED_NAMES.get(name, {})
     gradients = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
-    if name in WITH_EXPERTS:
+    if name in WITH_EXPERTS and name != "gpt_oss":
         gradients = _by_expert(gradients, is_mixtral=name == "mixtral")
     values |= {f"gradient.{names.get(key, key)}": gradient for key, gradient in gradients.items()}
     save_file(

@@ -15,9 +15,10 @@ from hf_references import MODELS, Reference, groups_of, layouts
 from safetensors.torch import load_file, save_file
 
 from shardwise.core.sharding import ParamLayout, ParamShard
+from shardwise.models.transformer.heads import Heads
 from shardwise.storage.huggingface import build_model, config_from_json, load_pretrained, model_config, save_pretrained
 from shardwise.storage.huggingface.loading import fill_shard_
-from shardwise.storage.huggingface.mapping import Composition, Piece
+from shardwise.storage.huggingface.mapping import Composition, Piece, joint_experts
 from shardwise.storage.huggingface.pretrained import PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import TensorFolder
 
@@ -106,6 +107,27 @@ def test_any_layout_is_read(tmp_path: Path, transposed: bool, dim: int) -> None:
         fill_shard_(shard, composition, folder, {"top": "top", "bottom": "bottom"})
         assert_bit_equal(shard.data, expected)
     assert folder.bytes_read == 4 * 10 * (7 + 4)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gate_and_up_in_turns_are_read_at_once(tmp_path: Path, transposed: bool) -> None:
+    """Two experts of five inner features, in one tensor; ranks that split each expert read their parts alone."""
+    stored = torch.arange(2 * 10 * 3.0).view(2, 10, 3)
+    # The rows of the gate, then those of the up projection, of each expert.
+    whole = torch.cat([each[first::2] for each in stored for first in (0, 1)])
+    source = joint_experts("{layer}.gate_up", sections=2, transposed=transposed)
+    composition = source(tuple(whole.shape), Heads(1, 1, 1), {"layer": "7", "experts": "2"})
+    taken = composition.take_apart(whole)
+    assert taken.keys() == {"7.gate_up"}
+    assert_bit_equal(taken["7.gate_up"], stored.transpose(1, 2) if transposed else stored)
+    save_file(taken, tmp_path / "model.safetensors")
+    folder = TensorFolder(tmp_path)
+    layout = ParamLayout.split(whole.shape, 0, 2, stride=4)
+    for rank in range(2):
+        shard = ParamShard("up", torch.empty(layout.local_shape(rank)), layout, rank)
+        fill_shard_(shard, composition, folder, {"7.gate_up": "7.gate_up"})
+        assert_bit_equal(shard.data, layout.take(whole, rank))
+    assert folder.bytes_read == stored.nbytes
 
 
 @pytest.mark.slow

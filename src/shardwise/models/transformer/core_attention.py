@@ -22,7 +22,7 @@ from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.kernels.planning import device_type_of
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.heads import HeadSplit
-from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
+from shardwise.models.transformer.masks import AttentionMask, AttentionSinks, AttnMaskType
 from shardwise.models.transformer.mlp import softcap
 from shardwise.nn import GroupModule, RowLinear, arithmetic_of
 from shardwise.nn.dropout import sharded_dropout
@@ -66,6 +66,7 @@ class CoreAttention(GroupModule):
         num_local_groups: number of key-value heads on this rank.
         window_size: window of this layer, or None.
         rotates: whether this layer rotates queries and keys.
+        sinks: ``AttentionSinks`` with ``config.attention_sinks``, or None.
     """
 
     linear_proj: RowLinear
@@ -94,6 +95,7 @@ class CoreAttention(GroupModule):
         self._backend = config.attention_backend
         self._kernels = _KERNELS.get(config.attention_backend)
         self._hold(split, group)
+        self.sinks = AttentionSinks(config, split, group) if config.attention_sinks else None
 
     @property
     def output_layout(self) -> Layout:
@@ -182,10 +184,11 @@ class CoreAttention(GroupModule):
                 before=-1 if self.window_size is None else self.window_size[0],
                 softcap=self.logit_softcap,
                 slopes=mask.alibi_slopes,
+                sinks=None if self.sinks is None else self.sinks.logits,
             )
         bias, is_causal = mask.bias(query, key.size(2), causal=self.attn_mask_type.is_causal, window=self.window_size)
         dropout = self.dropout if self.training else 0.0
-        if self.logit_softcap is not None:
+        if self.logit_softcap is not None or self.sinks is not None:
             return self._attend_in_blocks(query, key, value, bias, is_causal, dropout)
         if self._backend == "local" or (dropout > 0 and streams().rule == "global"):
             return self._attend_written_out(query, key, value, bias, is_causal, dropout)
@@ -262,7 +265,8 @@ class CoreAttention(GroupModule):
             # Not -inf, because the softmax of a token that sees nothing would be NaN.
             scores = scores.masked_fill(forbidden, torch.finfo(scores.dtype).min)
         wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
+        weights = scores.softmax(dim=-1, dtype=wide) if self.sinks is None else self.sinks(scores, wide)
+        weights = weights.to(value.dtype)
         if blind is not None:
             weights = weights.masked_fill(blind, 0.0)
         weights = sharded_dropout(

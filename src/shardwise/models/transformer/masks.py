@@ -1,4 +1,4 @@
-"""Attention masks and ALiBi's slopes."""
+"""Attention masks, ALiBi's slopes, and sinks."""
 
 import functools
 from enum import Enum
@@ -8,9 +8,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ShardingError
+from shardwise.core.initialization import CounterNormal
 from shardwise.core.sequence_view import ContextShard
+from shardwise.core.sharding import ParamLayout
 from shardwise.models.config import ModelConfig
-from shardwise.models.transformer.heads import split_heads
+from shardwise.models.transformer.heads import HeadSplit, split_heads
+from shardwise.models.transformer.mlp import layer_arguments
+from shardwise.nn.module import ShardedModule
 
 
 class AttnMaskType(Enum):
@@ -220,3 +224,31 @@ def local_alibi_slopes(config: ModelConfig, tp_group: ProcessGroup) -> Tensor:
     num_heads, num_groups, _ = config.heads
     start, stop = split_heads(num_heads, num_groups, tp_group.size()).queries[tp_group.rank()]
     return alibi_slopes(num_heads)[start:stop]
+
+
+class AttentionSinks(ShardedModule):
+    """A learned logit of each query head that takes a share of the attention weights, and has no value.
+
+    Args:
+        config: config of the model.
+        split: the heads of each rank.
+        group: tensor-parallel group.
+
+    Attributes:
+        logits: ``[heads/t]``, normally distributed at first.
+
+    Source: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card" (arXiv:2508.10925).
+    """
+
+    logits: Tensor
+
+    def __init__(self, config: ModelConfig, split: HeadSplit, group: ProcessGroup) -> None:
+        super().__init__(**layer_arguments(config, group=group, linear=False))
+        layout = ParamLayout.of_intervals((config.num_attention_heads,), 0, [[own] for own in split.queries])
+        # Other methods of a config may need matrices.
+        self._make_parameter("logits", layout, CounterNormal(config.init_method_std))
+
+    def forward(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weights of the keys in ``dtype``, from scores ``[b, heads/t, s, keys]``."""
+        sinks = self.logits.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sinks], dim=-1).softmax(dim=-1, dtype=dtype)[..., :-1]

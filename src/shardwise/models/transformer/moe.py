@@ -13,6 +13,7 @@ them; the sum is over ``expert_dp``, the ranks that hold the same part.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ class ExpertWeights(ShardedModule):
         up: ``[e * p * f, h]`` with ``e`` experts of this rank, ``p`` 2 with a gate (gate first) and else 1, and ``f``
             of each expert's inner features.
         down: ``[e * f, h]``, transposed.
+        up_bias: ``[e * p * f]``, or None.
+        down_bias: ``[e * h/t]``, or None: the ``t`` ranks that split an expert add the bias to different features.
         num_own: number of experts of this rank, ``e``.
 
     Raises:
@@ -62,6 +65,8 @@ class ExpertWeights(ShardedModule):
 
     up: Tensor
     down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
 
     def __init__(self, config: ModelConfig, experts: Experts, group: ProcessGroup, expert_tp: int) -> None:
         super().__init__(**layer_arguments(config, group=group, linear=False))
@@ -79,13 +84,23 @@ class ExpertWeights(ShardedModule):
         sections = 2 if config.gated_linear_unit else 1
         assert config.init_method is not None
         assert config.output_layer_init_method is not None
-        for name, parts, init in (("up", sections, config.init_method), ("down", 1, config.output_layer_init_method)):
-            self._make_parameter(name, self._layout(experts, parts, config.hidden_size), init)
+        h, f = config.hidden_size, experts.ffn_hidden_size
+        up, down = partial(self._layout, experts.num, sections, f), partial(self._layout, experts.num, 1)
+        zeros = torch.nn.init.zeros_
+        for name, layout, init in (
+            ("up", up(h), config.init_method),
+            ("down", down(f, h), config.output_layer_init_method),
+            ("up_bias", up() if experts.biases else None, zeros),
+            ("down_bias", down(h) if experts.biases else None, zeros),
+        ):
+            self._make_parameter(name, layout, init)
             self.param_replicas[name] = Replicas(same_over=("expert_dp",))
-        self._activate = activated(config, group)
+        # Features of the output to which this rank adds its part of the biases.
+        self._features = intervals_of_sizes(balanced_sizes(h, expert_tp))[group.rank() % expert_tp]
+        self._activate = experts.gate or activated(config, group)
 
-    def _layout(self, experts: Experts, parts: int, width: int) -> ParamLayout:
-        inner = experts.ffn_hidden_size
+    def _layout(self, num: int, parts: int, inner: int, *row: int) -> ParamLayout:
+        """Return the layout of rows of ``num`` experts, ``parts`` times ``inner`` for each."""
         places = intervals_of_sizes(balanced_sizes(inner, self._expert_tp))
         intervals = []
         for rank in range(self.group.size()):
@@ -95,7 +110,7 @@ class ExpertWeights(ShardedModule):
                 ((first + part) * inner + low, (first + part) * inner + high) for part in range(self.num_own * parts)
             ]
             intervals.append(((own[0][0], own[-1][1]),) if self._expert_tp == 1 else tuple(own))
-        return ParamLayout((experts.num * parts * inner, width), 0, tuple(intervals), self.group.size())
+        return ParamLayout((num * parts * inner, *row), 0, tuple(intervals), self.group.size())
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Compute this rank's part of the experts' outputs.
@@ -108,8 +123,13 @@ class ExpertWeights(ShardedModule):
             ``[n, h]``, to be summed over the ranks that split an expert.
         """
         up, down = (weight.view(self.num_own, -1, weight.size(-1)) for weight in (self.up, self.down))
-        inner = self._activate(grouped_linear(tokens, up, counts))
-        return grouped_linear(inner, down.transpose(1, 2), counts)
+        up_bias = down_bias = None
+        if self.up_bias is not None and self.down_bias is not None:
+            start, stop = self._features
+            up_bias = self.up_bias.view(self.num_own, -1)
+            down_bias = F.pad(self.down_bias.view(self.num_own, stop - start), (start, tokens.size(-1) - stop))
+        inner = self._activate(grouped_linear(tokens, up, counts, up_bias))
+        return grouped_linear(inner, down.transpose(1, 2), counts, down_bias)
 
 
 class _WithLoss(Function):

@@ -44,10 +44,12 @@ class Router(ShardedModule):
 
     Attributes:
         weight: ``[num, h]``.
+        bias: ``[num]``, or None.
         selection_bias: ``[num]`` in fp32, a buffer, or None.
     """
 
     weight: Tensor
+    bias: Tensor | None
     selection_bias: Tensor | None
 
     def __init__(self, config: ModelConfig, experts: Experts, group: ProcessGroup) -> None:
@@ -58,12 +60,15 @@ class Router(ShardedModule):
         layout = ParamLayout.replicated((experts.num, config.hidden_size), group.size())
         assert config.init_method is not None
         self._make_parameter("weight", layout, config.init_method, partial_gradient=group.size() > 1)
+        layout_of_bias = ParamLayout.replicated((experts.num,), group.size()) if experts.biases else None
+        self._make_parameter("bias", layout_of_bias, torch.nn.init.zeros_, partial_gradient=group.size() > 1)
 
     def forward(self, tokens: Tensor) -> Routing:
         """Choose the experts of tokens ``[n, h]``."""
         spec = self.experts
         wide = torch.promote_types(tokens.dtype, torch.float32)
-        logits = F.linear(tokens.to(wide), self.weight.to(wide))
+        bias = None if self.bias is None else self.bias.to(wide)
+        logits = F.linear(tokens.to(wide), self.weight.to(wide), bias)
         scores = logits.sigmoid() if spec.scores == "sigmoid" else logits.softmax(dim=-1)
         considered = logits if spec.softmax_after_choice else scores
         if self.selection_bias is not None:
@@ -93,7 +98,7 @@ class Router(ShardedModule):
             self.selection_bias += self.experts.bias_rate * (loads.mean() - loads).sign().float()
 
     def reset_parameters(self) -> None:
-        """Set the weight to its initial values, and the bias to 0."""
+        """Set the parameters to their initial values, and the bias of the choice to 0."""
         super().reset_parameters()
         if self.selection_bias is not None:
             self.selection_bias = torch.zeros_like(self.selection_bias, device=self.weight.device)
@@ -104,7 +109,7 @@ class Router(ShardedModule):
         sharded_offsets: Sequence[ShardedOffset] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, ParamShard]:
-        """Like ``ShardedModule.sharded_state_dict``, with the bias."""
+        """Like ``ShardedModule.sharded_state_dict``, with the bias of the choice."""
         entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if self.selection_bias is not None:
             key, offsets = f"{prefix}selection_bias", tuple(sharded_offsets)

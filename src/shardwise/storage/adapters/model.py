@@ -277,8 +277,7 @@ class BaseParameter:
         values = values.to(next(iter(tensors.values())).dtype)
         for start, piece in zip(self.composition.starts, self.composition.pieces, strict=True):
             if piece.tensor in tensors:
-                stored = tensors[piece.tensor].t() if self.composition.turns else tensors[piece.tensor]
-                values[start : start + piece.rows] = stored[piece.start : piece.start + piece.rows]
+                values[start : start + piece.rows] = self.composition.rows_of(piece, tensors[piece.tensor])
                 given[start : start + piece.rows] = True
         param = self.param
         given, values = (self.layout.take(each, rank).to(param.device) for each in (given, values))

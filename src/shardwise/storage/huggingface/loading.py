@@ -25,7 +25,7 @@ from shardwise.models.description import Model, ModelChunks, build_model, chunks
 from shardwise.nn import ReplicatedLinear, arithmetic_of
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.nn.quantization import Quantization, QuantizedTensor, check_available, quantize_shard
-from shardwise.storage.huggingface.mapping import Composition, Piece, compose
+from shardwise.storage.huggingface.mapping import Composition, compose
 from shardwise.storage.huggingface.pretrained import PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import TensorFolder, weight_dtype
 
@@ -211,16 +211,17 @@ def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolde
     columns: Sequence[Interval] = [(0, size) for size in composition.shape[1:]]
     if layout.dim == 1:
         columns = layout.intervals[shard.rank]
-    for name, intervals in _intervals_by_tensor(composition, rows).items():
+    for (name, block), intervals in _intervals_by_tensor(composition, rows).items():
         for together in _neighbours(intervals):
-            first, count = together[0].start, sum(stored.rows for stored in together)
+            first, count = together[0].start, max(stored.stop for stored in together) - together[0].start
             # A vector has no columns; use one empty interval.
             place = 0
             for start, stop in columns or [(0, 0)]:
-                values = _read(folder, names[name], composition, (first, start), (count, stop - start))
+                values = _read(folder, names[name], composition, (first, start), (count, stop - start), block)
                 part = target.narrow(1, place, stop - start) if columns else target
                 for stored in together:
-                    part[stored.place : stored.place + stored.rows].copy_(values[stored.start - first :][: stored.rows])
+                    taken = values[stored.start - first :: stored.step][: stored.rows]
+                    part[stored.place : stored.place + stored.rows].copy_(taken)
                 place += stop - start
 
 
@@ -231,44 +232,64 @@ def _own_rows(shard: ParamShard) -> Sequence[Interval]:
 
 
 def _read(
-    folder: TensorFolder, name: str, composition: Composition, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    folder: TensorFolder,
+    name: str,
+    composition: Composition,
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    block: int | None,
 ) -> Tensor:
-    """Read rows and columns (of a vector, rows) of a stored tensor, in the parameter's orientation."""
+    """Read rows and columns (of a vector, rows) of a stored tensor, or of a block, in the parameter's orientation."""
     dims = len(composition.shape)
-    if composition.turns:
-        return folder.read(name, offsets[::-1], sizes[::-1]).t()
-    return folder.read(name, offsets[:dims], sizes[:dims])
+    order = slice(None, None, -1) if composition.turns else slice(dims)
+    offsets, sizes = offsets[order], sizes[order]
+    if block is None:
+        values = folder.read(name, offsets, sizes)
+    else:
+        values = folder.read(name, (block, *offsets), (1, *sizes)).squeeze(0)
+    return values.t() if composition.turns else values
 
 
 class _StoredInterval(NamedTuple):
-    """Consecutive rows of a stored tensor, and the first row's position in this rank's part."""
+    """Rows of a stored tensor, each ``step`` after the one before, and the first row's position in this rank's part."""
 
     start: int
     rows: int
     place: int
+    step: int
+
+    @property
+    def stop(self) -> int:
+        """The row after the last."""
+        return self.start + (self.rows - 1) * self.step + 1
 
 
-def _intervals_by_tensor(composition: Composition, rows: Sequence[Interval]) -> dict[str, list[_StoredInterval]]:
-    result: dict[str, list[_StoredInterval]] = {}
+def _intervals_by_tensor(
+    composition: Composition, rows: Sequence[Interval]
+) -> dict[tuple[str, int | None], list[_StoredInterval]]:
+    result: dict[tuple[str, int | None], list[_StoredInterval]] = {}
     place = 0
     for first, last in rows:
         for start, piece in zip(composition.starts, composition.pieces, strict=True):
             low, high = max(first, start), min(last, start + piece.rows)
             if low < high:
-                stored = _StoredInterval(piece.start + low - start, high - low, place + low - first)
-                result.setdefault(piece.tensor, []).append(stored)
+                begin = piece.start + (low - start) * piece.step
+                stored = _StoredInterval(begin, high - low, place + low - first, piece.step)
+                result.setdefault((piece.tensor, piece.block), []).append(stored)
         place += last - first
     return result
 
 
 def _neighbours(intervals: Sequence[_StoredInterval]) -> list[list[_StoredInterval]]:
-    """Group intervals that follow each other in the file, to read each group at once."""
+    """Group intervals that follow each other or alternate in the file, to read each group at once."""
     result: list[list[_StoredInterval]] = []
+    stop = -1
     for stored in sorted(intervals):
-        if result and result[-1][-1].start + result[-1][-1].rows == stored.start:
+        if stored.start <= stop:
             result[-1].append(stored)
         else:
             result.append([stored])
+        stop = max(stop, stored.stop)
     return result
 
 
@@ -283,7 +304,7 @@ def check_copies(
     for copy, original in source.copies().items():
         if names.get(copy) in (None, names.get(original)) or original not in composition.stored_shapes:
             continue
-        pieces = tuple(Piece(copy, piece.start, piece.rows) for piece in composition.pieces)
+        pieces = tuple(piece._replace(tensor=copy) for piece in composition.pieces)
         repeated = Composition(composition.shape, pieces, composition.transposed)
         check_shapes(source.tensors, repeated, names)
         # A weight with split columns is never tied.
@@ -298,9 +319,10 @@ def _same_rows(shard: ParamShard, repeated: Composition, folder: TensorFolder, n
     data, local = shard.data.detach(), 0
     for first, last in _own_rows(shard):
         for start, stop in ((first, min(last, first + _ROWS)), (max(first + _ROWS, last - _ROWS), last)):
-            for name, intervals in _intervals_by_tensor(repeated, [(start, max(start, stop))]).items():
+            for (name, block), intervals in _intervals_by_tensor(repeated, [(start, max(start, stop))]).items():
                 for stored in intervals:
-                    values = _read(folder, names[name], repeated, (stored.start, 0), (stored.rows, *repeated.shape[1:]))
+                    sizes = (stored.rows, *repeated.shape[1:])
+                    values = _read(folder, names[name], repeated, (stored.start, 0), sizes, block)
                     place = local + start - first + stored.place
                     if not torch.equal(values.to(data.dtype), data[place : place + stored.rows].cpu()):
                         return False

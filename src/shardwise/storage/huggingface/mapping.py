@@ -29,11 +29,16 @@ class Piece(NamedTuple):
         tensor: name of the tensor.
         start: first row in the tensor, in the parameter's orientation.
         rows: number of rows.
+        step: distance of one row from the next in the tensor.
+        block: index of the expert in the first dimension of a tensor of all experts; rows are those of the expert. None
+            for a tensor without such a dimension.
     """
 
     tensor: str
     start: int
     rows: int
+    step: int = 1
+    block: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,14 @@ class Composition:
     @property
     def stored_shapes(self) -> dict[str, Shape]:
         """Shape of each tensor in a file."""
-        rows: dict[str, int] = {}
+        rows: dict[str, dict[int | None, int]] = {}
         for piece in self.pieces:
-            rows[piece.tensor] = rows.get(piece.tensor, 0) + piece.rows
-        return {name: self._oriented((count, *self.shape[1:])) for name, count in rows.items()}
+            blocks = rows.setdefault(piece.tensor, {})
+            blocks[piece.block] = blocks.get(piece.block, 0) + piece.rows
+        return {
+            name: (() if None in blocks else (len(blocks),)) + self._oriented((max(blocks.values()), *self.shape[1:]))
+            for name, blocks in rows.items()
+        }
 
     @property
     def starts(self) -> list[int]:
@@ -66,12 +75,16 @@ class Composition:
     def take_apart(self, whole: Tensor) -> dict[str, Tensor]:
         """Split the whole parameter, which is not modified, into contiguous tensors as stored."""
         if len(self.pieces) == 1 and not self.turns:
-            return {self.pieces[0].tensor: whole.contiguous()}
+            return {name: whole.contiguous().view(shape) for name, shape in self.stored_shapes.items()}
         result = {name: whole.new_empty(shape) for name, shape in self.stored_shapes.items()}
         for start, piece in zip(self.starts, self.pieces, strict=True):
-            target = result[piece.tensor].t() if self.turns else result[piece.tensor]
-            target[piece.start : piece.start + piece.rows].copy_(whole[start : start + piece.rows])
+            self.rows_of(piece, result[piece.tensor]).copy_(whole[start : start + piece.rows])
         return result
+
+    def rows_of(self, piece: Piece, stored: Tensor) -> Tensor:
+        """Return the rows of a piece, in the parameter's orientation, as a view of the piece's whole tensor."""
+        rows = stored if piece.block is None else stored[piece.block]
+        return (rows.t() if self.turns else rows)[piece.start :: piece.step][: piece.rows]
 
     @property
     def turns(self) -> bool:
@@ -116,6 +129,18 @@ def of_experts(*names: str, transposed: bool = False) -> Source:
         rows = shape[0] // (number * len(names))
         filled = (_filled(name, values).replace("{expert}", str(expert)) for expert in range(number) for name in names)
         return Composition(shape, tuple(Piece(name, 0, rows) for name in filled), transposed)
+
+    return compose
+
+
+def joint_experts(name: str, *, sections: int = 1, transposed: bool = False) -> Source:
+    """Stack the rows of all experts of one tensor ``[experts, rows, ...]``; rows of ``sections`` sections alternate."""
+
+    def compose(shape: Shape, heads: Heads, values: Mapping[str, str]) -> Composition:
+        number, filled = int(values["experts"]), _filled(name, values)
+        rows = shape[0] // (number * sections)
+        pieces = (Piece(filled, at, rows, sections, expert) for expert in range(number) for at in range(sections))
+        return Composition(shape, tuple(pieces), transposed)
 
     return compose
 

@@ -19,6 +19,7 @@ from shardwise.storage.huggingface.architectures import ARCHITECTURES, Architect
 from shardwise.storage.huggingface.architectures.architecture import with_label_fields
 from shardwise.storage.huggingface.architectures.experts import WithExperts
 from shardwise.storage.huggingface.fields import Fields
+from shardwise.storage.huggingface.mxfp4 import Mxfp4Folder
 from shardwise.storage.huggingface.tensor_folder import TensorFolder, is_weight_dtype, read_json, weight_dtype
 
 CONFIG_NAME = "config.json"
@@ -77,8 +78,10 @@ def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> 
     known = (*architecture.classes, *(format.class_name for format in architecture.classifiers))
     if not isinstance(classes, list) or len(classes) != 1 or classes[0] not in known:
         raise fields.error("architectures", classes, f"one of {', '.join(known)}")
-    if values.get("quantization_config") is not None:
-        raise fields.error("quantization_config", values["quantization_config"], "null: weights must not be quantized")
+    quantized, readable = values.get("quantization_config"), architecture.quantizations
+    if quantized is not None and not (isinstance(quantized, dict) and quantized.get("quant_method") in readable):
+        ways = "".join(f", or of quant_method {each}" for each in readable)
+        raise fields.error("quantization_config", quantized, f"null: weights must not be quantized{ways}")
     name = next((name for name in ("dtype", "torch_dtype") if values.get(name) not in (None, "auto")), None)
     dtype = None
     if name is not None:
@@ -143,7 +146,9 @@ def _written_as(
         # All readers know this name; transformers 5 writes "dtype" instead.
         values["torch_dtype"] = str(dtype).removeprefix("torch.")
     if base is not None and base.get("model_type") == architecture.model_type:
-        kept = {name: value for name, value in base.items() if name not in ("dtype", "torch_dtype", "architectures")}
+        # Weights are written in the stated dtype, whether or not those of the folder were quantised.
+        left_out = ("dtype", "torch_dtype", "architectures", "quantization_config")
+        kept = {name: value for name, value in base.items() if name not in left_out}
         kept = kept if head is None else with_label_fields(kept, head.num_labels)
         with contextlib.suppress(ConfigError):
             if not description.differences(architecture.read(Fields(kept | values))):
@@ -179,7 +184,8 @@ class PretrainedFolder:
         check_model_folder(self.path)
         self.config = read_config(self.path)
         self.architecture = self.config.architecture
-        self.tensors = TensorFolder(self.path)
+        is_quantized = self.config.values.get("quantization_config") is not None
+        self.tensors = Mxfp4Folder(self.path) if is_quantized else TensorFolder(self.path)
         self.description = self.architecture.adapt(self.config.description, self.tensors.tensors.keys())
         self.changes_head = False
         self._stored_vocab_size = self.description.vocab_size

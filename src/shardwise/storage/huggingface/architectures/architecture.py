@@ -192,6 +192,7 @@ class Architecture:
         copies: tensors that are copies even in an untied model, with their originals; either may be missing.
         renamed: pairs of an old ending of names and the current ending.
         classifiers: classes with a classification head.
+        quantizations: values of ``quant_method`` in ``quantization_config`` that are read, dequantised.
     """
 
     model_type: str
@@ -206,6 +207,7 @@ class Architecture:
     copies: Mapping[str, str] = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
     classifiers: tuple[ClassifierFormat, ...] = ()
+    quantizations: tuple[str, ...] = ()
 
     def read(self, fields: Fields) -> ModelDescription:
         """Read the description of a model from a ``config.json``.
