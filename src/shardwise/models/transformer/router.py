@@ -63,7 +63,7 @@ class Router(ShardedModule):
         """Choose the experts of tokens ``[n, h]``."""
         spec = self.experts
         wide = torch.promote_types(tokens.dtype, torch.float32)
-        logits = F.linear(tokens.to(wide), self.weight.to(wide))
+        logits = F.linear(tokens.to(wide), self._matrix(wide))
         scores = logits.sigmoid() if spec.scores == "sigmoid" else logits.softmax(dim=-1)
         considered = logits if spec.softmax_after_choice else scores
         if self.selection_bias is not None:
@@ -85,6 +85,9 @@ class Router(ShardedModule):
         if spec.weight_scale != 1.0:
             weights = weights * spec.weight_scale
         return Routing(chosen, weights, scores, logits)
+
+    def _matrix(self, dtype: torch.dtype) -> Tensor:
+        return self.weight.to(dtype)
 
     @torch.no_grad()
     def balance_(self, loads: Tensor) -> None:
