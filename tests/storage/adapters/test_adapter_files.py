@@ -25,7 +25,7 @@ from shardwise.storage.adapters import (
     save_adapter,
     unmerge_lora_,
 )
-from shardwise.storage.adapters.model import adapter_targets
+from shardwise.storage.adapters.targets import adapter_targets
 from shardwise.storage.huggingface import load_pretrained, read_config
 from shardwise.training.optimizer.gradients import finalize_gradients_
 

@@ -23,7 +23,8 @@ from shardwise.storage.adapters import (
     unmerge_lora_,
 )
 from shardwise.storage.adapters.adapter_files import _key_of, _key_of_base
-from shardwise.storage.adapters.model import adapter_targets, trained_of
+from shardwise.storage.adapters.model import trained_of
+from shardwise.storage.adapters.targets import adapter_targets
 from shardwise.storage.huggingface import load_pretrained, read_config, save_pretrained
 from shardwise.training.optimizer.gradients import finalize_gradients_
 

@@ -192,6 +192,11 @@ class Architecture:
         copies: tensors that are copies even in an untied model, with their originals; either may be missing.
         renamed: pairs of an old ending of names and the current ending.
         classifiers: classes with a classification head.
+        parameters: names in the modules of ``transformers`` 5 of the parameters of routers and experts, which ``peft``
+            adapts as parameters; with the placeholder ``{layer}``.
+        module_targets: names that linear layers of routers and experts had in ``transformers`` 4, and for each the
+            parameter of version 5 that ``peft`` adapts if it is a target. Layers of dense MLPs with these names can
+            have no adapters in ``peft``'s files.
     """
 
     model_type: str
@@ -206,6 +211,8 @@ class Architecture:
     copies: Mapping[str, str] = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
     classifiers: tuple[ClassifierFormat, ...] = ()
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    module_targets: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, fields: Fields) -> ModelDescription:
         """Read the description of a model from a ``config.json``.

@@ -7,7 +7,7 @@ the MLP of some or all layers. Qwen 2 MoE has a shared expert with a gate.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.core.errors import ConfigError
@@ -55,6 +55,13 @@ _SHARED = {
     _MLP + "shared_gate.weight": whole(_STORED + "shared_expert_gate.weight"),
 }
 _BLOCK = "model.layers.{layer}.block_sparse_moe."
+# What peft does with the names of linear layers that transformers 4 had.
+_MODULE_TARGETS = {
+    "gate": "gate.weight",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "down_proj": "down_proj",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +86,13 @@ class WithExperts(Architecture):
     normalizes: bool | None = None
     chooses_layers: bool = False
     shared: int | None = None
+    parameters: Mapping[str, str] = field(
+        default_factory=lambda: {
+            _MLP + "router.weight": _STORED + "gate.weight",
+            _MLP + "experts.up": _STORED + "experts.gate_up_proj",
+            _MLP + "experts.down": _STORED + "experts.down_proj",
+        }
+    )
 
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         """Read the experts, and the fields of the decoder."""
@@ -213,6 +227,7 @@ MIXTRAL = WithExperts(
     decoder=_MIXTRAL,
     names=("num_local_experts", "num_experts"),
     width=("intermediate_size", 14336),
+    module_targets={"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
 )
 QWEN2_MOE = WithExperts(
     **_tied(QWEN2),
@@ -252,6 +267,7 @@ QWEN3_MOE = WithExperts(
     names=("num_experts", "num_local_experts"),
     num=128,
     width=("moe_intermediate_size", 768),
+    module_targets=_MODULE_TARGETS,
     per_token=8,
     normalizes=False,
     chooses_layers=True,
@@ -276,6 +292,7 @@ OLMOE = WithExperts(
     names=("num_experts", "num_local_experts"),
     num=64,
     width=("intermediate_size", 2048),
+    module_targets=_MODULE_TARGETS,
     per_token=8,
     normalizes=False,
 )
@@ -312,5 +329,6 @@ GLM4_MOE = _Glm4Moe(
     names=("n_routed_experts", "num_local_experts"),
     num=128,
     width=("moe_intermediate_size", 1408),
+    module_targets=_MODULE_TARGETS,
     per_token=8,
 )
