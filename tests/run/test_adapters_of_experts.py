@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     text = Path(argparse.__file__).read_text()[:20_000]
     (folder / "text.txt").write_text(text)
-    for kind in ("mixtral", "qwen2_moe"):
+    for kind in ("mixtral", "qwen2_moe", "glm4_moe"):
         save_model(kind, folder / kind, vocab_size=301)
         Tokenizer.train([text], 290).save(folder / kind)
     return folder
@@ -60,6 +60,16 @@ def one(folder):
 def test_any_layout_trains_as_one_rank(folder, one, tmp_path, layout):
     comparison = compare(one, finetune(folder, "mixtral", tmp_path / "run", *LAYOUTS[layout]))
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)
+
+
+@pytest.mark.slow
+def test_a_stage_without_experts(folder, tmp_path):
+    """GLM's first layer is dense; the stages still agree on adapters, the norm and the metrics of experts."""
+    runs = [finetune(folder, "glm4_moe", tmp_path / f"{pp}", pp, "--pp", f"{pp}") for pp in (1, 2)]
+    comparison = compare(*runs)
+    assert comparison.verdict == "rounding", "\n".join(comparison.lines)
+    files = [load_file(run / "adapter_model.safetensors") for run in runs]
+    assert files[0].keys() == files[1].keys()
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ class LoraConfig:
             if is_set:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}, which adapters of experts and routers do not have in peft; "
-                    "leave it out, or adapt other layers only (target_modules)"
+                    "leave it out, or name other layers in target_modules (all-linear means experts too)"
                 )
 
     def layer_of(self, path: str) -> int | None:
