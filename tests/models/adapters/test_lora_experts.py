@@ -10,8 +10,10 @@ from models.transformer.test_moe import LAYOUTS, LENGTH, MIXTRAL, WIDTH, alone, 
 from torch import Tensor
 from torch.func import functional_call
 
+from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.errors import ConfigError
 from shardwise.core.sequence_view import SequenceView
+from shardwise.core.sharding.balanced import balanced_sizes
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.adapters import LoraConfig, LoraExperts, LoraRouter
 from shardwise.models.transformer.moe import MoELayer
@@ -24,6 +26,7 @@ CONFIGS = {
     "experts.down": LoraConfig(r=6, lora_alpha=9, use_rslora=True),
     "router": LoraConfig(r=3, lora_alpha=2),
 }
+OF_EXPERTS = {"up": CONFIGS["experts.up"], "down": CONFIGS["experts.down"]}
 SIZES = {"experts.up": (8, 44, WIDTH), "experts.down": (8, WIDTH, 22), "router": (1, 8, WIDTH)}
 
 
@@ -50,7 +53,7 @@ def merged(layer: MoELayer, factors: dict[str, dict[str, Tensor]]) -> dict[str, 
 
 def add_adapters(layer: MoELayer) -> None:
     """Adapters everywhere, with values of ``factors_of``."""
-    LoraExperts.add(layer.experts, {"up": CONFIGS["experts.up"], "down": CONFIGS["experts.down"]})
+    LoraExperts.add(layer.experts, OF_EXPERTS)
     LoraRouter.add(layer.router, CONFIGS["router"])
     with torch.no_grad():
         for place, adapter in adapters_of(layer).items():
@@ -130,6 +133,28 @@ def test_any_layout_is_the_merged_dense_layer(layout, group):
 @pytest.mark.ranks(1)
 def test_one_rank_is_the_merged_dense_layer(group):
     check(Topology.create(), sequence_parallel=False)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("etp", [1, 2])
+def test_collectives(etp, group):
+    """Ranks that split experts gather one factor of each weight, and scatter its gradient; others add nothing."""
+    groups = Groups.of(Topology.create(tp=2, ep=2 // etp, etp=etp))
+    launches = []
+    for has_adapters in (False, True):
+        layer = moe_layer(MIXTRAL, groups)
+        if has_adapters:
+            LoraExperts.add(layer.experts, OF_EXPERTS)
+        hidden = hidden_of(0).requires_grad_()
+        with CollectiveCounter() as forward:
+            output = layer(hidden)
+        with CollectiveCounter() as backward:
+            output.sum().backward()
+        launches.append([[(each.name, each.num_bytes) for each in counter.launches] for counter in (forward, backward)])
+    whole = [each.r for each in OF_EXPERTS.values()] if etp == 2 else []
+    own = [balanced_sizes(rank, 2)[group.rank()] for rank in whole]
+    for plain, adapted, name, ranks in zip(*launches, ("all_gather", "reduce_scatter"), (own, whole), strict=True):
+        assert sorted(adapted) == sorted(plain + [(name, MIXTRAL.num * rank * WIDTH * 8) for rank in ranks])
 
 
 @pytest.mark.ranks(2)

@@ -32,8 +32,8 @@ from shardwise.models.transformer.router import Router
 class ExpertAdapter(Adapter):
     """The two factors of each expert for one of the weights ``up`` and ``down``.
 
-    Those of ``down`` are stored transposed, like the weight. ``e`` is the number of this rank's experts, ``i/t`` the
-    number of rows that it holds of each in the weight, and ``r/t`` its share of the rank.
+    The factors for ``down`` are stored transposed, like the weight. ``e`` is the number of this rank's experts, ``i/t``
+    the number of rows that it holds of each in the weight, and ``r/t`` its share of the rank.
 
     Attributes:
         r, scaling: rank, and factor of the product.

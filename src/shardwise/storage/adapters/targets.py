@@ -1,4 +1,4 @@
-"""What of a model can have adapters, by its names in Hugging Face's model."""
+"""The parts of a model that can have adapters, by their names in Hugging Face's model."""
 
 import contextlib
 from collections.abc import Collection, Iterable
