@@ -153,6 +153,17 @@ def test_stages_train_beside_adapters_what_they_hold(group, folders, tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_patterns_are_written_without_adapters_in_layers(group, folders, tmp_path):
+    architecture = read_config(folders / "outer").architecture
+    model = load(folders / "outer", group)
+    config = LoraConfig(r=5, target_modules=("embed_tokens", "lm_head"), rank_pattern={"embed_tokens": 3})
+    add_lora_(model, config, architecture)
+    save_adapter(model, tmp_path / "adapter", architecture)
+    dist.barrier(group=group)
+    assert load_adapter_(load(folders / "outer", group), tmp_path / "adapter", architecture) == config
+
+
+@pytest.mark.ranks(2)
 def test_taking_away_what_is_not_merged_gives_the_model_back(group, folders):
     expected = load_file(folders / "tied" / "expected")
     architecture = read_config(folders / "tied").architecture

@@ -105,6 +105,9 @@ def add_adapters_(
             else:
                 sections = {target.name: target.section for target in targets}
                 LoraLinear.add(first.layer, config, sections, {target.name: target.path for target in targets})
+    for layer in lora_layers(model):
+        # Files have the patterns too.
+        layer.lora_config = config
     # Layers with adapters get their number in the model, so that stages draw the same random numbers.
     parts: list[tuple[Any, int]] = [(part, part.layer_number) for part in cast(Iterable[Any], model.block.layers)]
     if model.post_process and model.classification is None:
