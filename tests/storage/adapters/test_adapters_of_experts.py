@@ -46,6 +46,7 @@ CASES = {
     ),
     "down": ("qwen2_moe", {"targets": ["o_proj", "up_proj"], "target_parameters": [BOTH[1], "gate.weight"]}),
     "only": ("qwen2_moe", {"targets": [], "target_parameters": BOTH, "rank_pattern": {"gate_up_proj": 5}}),
+    "granite": ("granitemoe", {"targets": ["k_proj"], "target_parameters": [*BOTH, "router.weight"]}),
 }
 LAYOUTS = {1: ({},), 2: ({"ep": 2}, {"tp": 2}, {"tp": 2, "ep": 2, "etp": 1}), 4: ({"tp": 2, "ep": 2},)}
 

@@ -5,7 +5,7 @@ Weights are quantised while they are read, so that a rank never holds more than 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -235,9 +235,24 @@ def _read(
 ) -> Tensor:
     """Read rows and columns (of a vector, rows) of a stored tensor, in the parameter's orientation."""
     dims = len(composition.shape)
+    if composition.stacked is not None:
+        return torch.cat(list(_read_experts(folder, name, composition, offsets, sizes)))
     if composition.turns:
         return folder.read(name, offsets[::-1], sizes[::-1]).t()
     return folder.read(name, offsets[:dims], sizes[:dims])
+
+
+def _read_experts(
+    folder: TensorFolder, name: str, composition: Composition, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> Iterator[Tensor]:
+    """Read rows that may be of several experts from a tensor with a matrix for each."""
+    first, last, rows = offsets[0], offsets[0] + sizes[0], composition.matrix[0]
+    for expert in range(first // rows, (last - 1) // rows + 1):
+        low, high = max(first, expert * rows), min(last, (expert + 1) * rows)
+        box = (low - expert * rows, offsets[1]), (high - low, sizes[1])
+        place, size = (each[::-1] if composition.turns else each for each in box)
+        (matrix,) = folder.read(name, (expert, *place), (1, *size))
+        yield matrix.t() if composition.turns else matrix
 
 
 class _StoredInterval(NamedTuple):

@@ -44,11 +44,14 @@ class Composition:
         shape: shape of the parameter.
         pieces: stored rows in the order of the parameter's rows; every row of every tensor occurs once.
         transposed: whether stored matrices are ``[in, out]``.
+        stacked: of a parameter of experts that is stored as one tensor ``[num, rows, columns]``, the number of experts,
+            whose rows follow each other; else None.
     """
 
     shape: Shape
     pieces: tuple[Piece, ...]
     transposed: bool = False
+    stacked: int | None = None
 
     @property
     def stored_shapes(self) -> dict[str, Shape]:
@@ -56,7 +59,14 @@ class Composition:
         rows: dict[str, int] = {}
         for piece in self.pieces:
             rows[piece.tensor] = rows.get(piece.tensor, 0) + piece.rows
+        if self.stacked is not None:
+            return {name: (self.stacked, *self._oriented(self.matrix)) for name in rows}
         return {name: self._oriented((count, *self.shape[1:])) for name, count in rows.items()}
+
+    @property
+    def matrix(self) -> Shape:
+        """Shape of each expert's matrix, with ``stacked``."""
+        return (self.shape[0] // (self.stacked or 1), *self.shape[1:])
 
     @property
     def starts(self) -> list[int]:
@@ -65,6 +75,9 @@ class Composition:
 
     def take_apart(self, whole: Tensor) -> dict[str, Tensor]:
         """Split the whole parameter, which is not modified, into contiguous tensors as stored."""
+        if self.stacked is not None:
+            matrices = whole.unflatten(0, (self.stacked, -1))
+            return {self.pieces[0].tensor: (matrices.transpose(1, 2) if self.turns else matrices).contiguous()}
         if len(self.pieces) == 1 and not self.turns:
             return {self.pieces[0].tensor: whole.contiguous()}
         result = {name: whole.new_empty(shape) for name, shape in self.stored_shapes.items()}
@@ -116,6 +129,16 @@ def of_experts(*names: str, transposed: bool = False) -> Source:
         rows = shape[0] // (number * len(names))
         filled = (_filled(name, values).replace("{expert}", str(expert)) for expert in range(number) for name in names)
         return Composition(shape, tuple(Piece(name, 0, rows) for name in filled), transposed)
+
+    return compose
+
+
+def stacked_experts(name: str, *, transposed: bool = False) -> Source:
+    """Make the rows of all experts of one tensor with a matrix for each."""
+
+    def compose(shape: Shape, heads: Heads, values: Mapping[str, str]) -> Composition:
+        pieces = (Piece(_filled(name, values), 0, shape[0]),)
+        return Composition(shape, pieces, transposed, stacked=int(values["experts"]))
 
     return compose
 

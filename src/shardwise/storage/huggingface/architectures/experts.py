@@ -1,7 +1,7 @@
-"""Decoders with experts: Mixtral, Qwen 2 and 3 MoE, OLMoE, GLM 4.5.
+"""Decoders with experts: Mixtral, Qwen 2 and 3 MoE, OLMoE, GLM 4.5, Granite MoE.
 
-They are Mistral, Qwen 2 and 3, and Llama with a norm over all queries and one over all keys, with experts instead of
-the MLP of some or all layers. Qwen 2 MoE has a shared expert with a gate.
+They are Mistral, Qwen 2 and 3, Granite, and Llama with a norm over all queries and one over all keys, with experts
+instead of the MLP of some or all layers. Qwen 2 MoE has a shared expert with a gate.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from shardwise.models.description import ModelDescription
 from shardwise.models.experts import Experts
 from shardwise.storage.huggingface.architectures.architecture import Architecture, Setting, classifiers
 from shardwise.storage.huggingface.architectures.llama import (
+    GRANITE,
     LLAMA,
     QK_NORMS,
     QWEN2,
@@ -25,7 +26,7 @@ from shardwise.storage.huggingface.architectures.llama import (
     decoder_settings,
 )
 from shardwise.storage.huggingface.fields import Fields, read_rope
-from shardwise.storage.huggingface.mapping import Table, of_experts, stacked, whole
+from shardwise.storage.huggingface.mapping import Table, of_experts, stacked, stacked_experts, whole
 
 _MLP = "decoder.layers.{layer}.mlp."
 _STORED = "model.layers.{layer}.mlp."
@@ -201,6 +202,14 @@ class _Glm4Moe(WithExperts):
         }
 
 
+class _GraniteMoe(WithExperts):
+    """Granite MoE: the softmax is over the logits of the chosen experts."""
+
+    def read_experts(self, fields: Fields, num_layers: int) -> Experts:
+        experts = super().read_experts(fields, num_layers)
+        return replace(experts, softmax_after_choice=True, normalizes_weights=False)
+
+
 def _tied(decoder: Architecture) -> dict[str, Any]:
     """Return the arguments that an architecture with experts shares with its decoder."""
     names = ("fixed", "prefix", "tied", "ignored")
@@ -331,4 +340,24 @@ GLM4_MOE = _Glm4Moe(
     width=("moe_intermediate_size", 1408),
     module_targets=_MODULE_TARGETS,
     per_token=8,
+)
+GRANITEMOE = _GraniteMoe(
+    **_tied(GRANITE),
+    model_type="granitemoe",
+    classes=("GraniteMoeForCausalLM", "GraniteMoeModel"),
+    settings={name: setting for name, setting in GRANITE.settings.items() if name != "mlp_bias"},
+    table={
+        **TABLE,
+        _MLP + "router.weight": whole(_BLOCK + "router.layer.weight"),
+        _MLP + "experts.up": stacked_experts(_BLOCK + "input_linear.weight"),
+        _MLP + "experts.down": stacked_experts(_BLOCK + "output_linear.weight", transposed=True),
+    },
+    decoder=GRANITE,
+    names=("num_local_experts",),
+    width=("intermediate_size", 11008),
+    parameters={
+        _MLP + "router.weight": _BLOCK + "router.weight",
+        _MLP + "experts.up": _BLOCK + "experts.gate_up_proj",
+        _MLP + "experts.down": _BLOCK + "experts.down_proj",
+    },
 )
