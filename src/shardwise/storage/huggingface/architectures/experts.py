@@ -56,7 +56,7 @@ _SHARED = {
     _MLP + "shared_gate.weight": whole(_STORED + "shared_expert_gate.weight"),
 }
 _BLOCK = "model.layers.{layer}.block_sparse_moe."
-# What peft does with the names of linear layers that transformers 4 had.
+# Parameters that peft adapts for targets by the names of transformers 4.
 _MODULE_TARGETS = {
     "gate": "gate.weight",
     "gate_proj": "gate_up_proj",
