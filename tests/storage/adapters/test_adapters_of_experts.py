@@ -235,6 +235,10 @@ def test_what_is_wrong_is_said_on_every_rank(group, folders, tmp_path):
         with pytest.raises(ConfigError, match=message):
             add_lora_(model, LoraConfig(**options), architecture)
     assert not list(lora_layers(model))
+    wide = load_pretrained(folders / "all", groups=Groups.of(Topology.create(tp=2)))
+    with pytest.raises(ConfigError, match="the LoRA rank 1 of experts is less than the 2 ranks that split each"):
+        add_lora_(wide, LoraConfig(r=1), read_config(folders / "all").architecture)
+    assert not list(lora_layers(wide))
     folder = folders / "all"
     tensors, values = load_file(folder / "adapter" / "adapter_model.safetensors"), json.loads((folder / "adapter" / "adapter_config.json").read_text())  # fmt: skip # noqa: E501
     old = "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1.lora_A.weight"

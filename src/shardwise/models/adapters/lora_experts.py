@@ -101,6 +101,17 @@ class ExpertAdapter(Adapter):
         return factors[0], factors[1]
 
 
+def check_experts(layer: ExpertWeights, config: LoraConfig) -> None:
+    """Raise ConfigError if experts cannot have such adapters."""
+    config.check_parameters()
+    splits = layer.expert_tp.size()
+    if config.r < splits:
+        raise ConfigError(
+            f"the LoRA rank {config.r} of experts is less than the {splits} ranks that split each expert (etp); raise "
+            "the rank, or lower etp"
+        )
+
+
 class LoraExperts(LoraLayer, ExpertWeights):
     """ExpertWeights with adapters; see ``LoraLayer``. There is neither dropout nor DoRA, as in ``peft``."""
 
@@ -119,14 +130,8 @@ class LoraExperts(LoraLayer, ExpertWeights):
             raise ConfigError(f"the experts have adapters already: {', '.join(layer.lora)}; remove them first")
         if not isinstance(layer, ExpertWeights):
             raise ConfigError(f"a {type(layer).__name__} is no ExpertWeights, whose experts could have adapters")
-        splits = layer.expert_tp.size()
         for config in configs.values():
-            config.check_parameters()
-            if config.r < splits:
-                raise ConfigError(
-                    f"the LoRA rank {config.r} of experts is less than the {splits} ranks that split each expert "
-                    "(etp); raise the rank, or lower etp"
-                )
+            check_experts(layer, config)
         adapters = {name: ExpertAdapter(layer, name, config) for name, config in configs.items()}
         result: LoraExperts = LoraExperts._turn(layer, adapters, next(iter(configs.values())))
         return result

@@ -17,7 +17,7 @@ from shardwise.core.sharding.balanced import first_row, is_sharded, local_rows
 from shardwise.core.topology import gather_from_stages, model_groups
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_embedding import LoraEmbedding
-from shardwise.models.adapters.lora_experts import LoraExperts, LoraRouter
+from shardwise.models.adapters.lora_experts import LoraExperts, LoraRouter, check_experts
 from shardwise.models.adapters.lora_layers import LoraColumn, LoraLayer, LoraLinear
 from shardwise.models.transformer.heads import Heads
 from shardwise.models.transformer.moe import ExpertWeights
@@ -79,10 +79,14 @@ def add_adapters_(
 ) -> None:
     """Add adapters at the paths ``chosen`` and train the base tensors ``trained``, both of all stages."""
     check_without_adapters(model)
-    agree(
-        lambda: check_trainable(base_parameters(model, architecture), trained, chosen, architecture),
-        group=model_groups(model.groups),
-    )
+
+    def check() -> None:
+        check_trainable(base_parameters(model, architecture), trained, chosen, architecture)
+        for target in adapter_targets(model, architecture):
+            if target.path in chosen and isinstance(target.layer, ExpertWeights):
+                check_experts(target.layer, config.at(target.path))
+
+    agree(check, group=model_groups(model.groups))
     outer = outer_paths(model, architecture)
     if model.ties_weights and any(path in chosen or f"{path}.weight" in trained for path in outer):
         model.untie_()
