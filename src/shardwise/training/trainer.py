@@ -374,7 +374,7 @@ class Trainer:
             own_squares(self.model, model_groups=self._model_groups, **self._of_norm()) if has_norm else [(zero, [])]
         )
         sums = [(total.tensor, self._groups[1:]), *((each.view(1), over) for each, over in squares)]
-        if self._of_experts and has_norm:
+        if self._model_config.experts is not None and has_norm:
             sums.append((self._own_routing(), self._groups))
         (summed, *others), largest = reduce_numbers(sums, largest, groups=self._groups)
         of_norm, routing = others[: len(squares)], others[len(squares) :]

@@ -25,7 +25,7 @@ from shardwise.storage.adapters import (
     save_adapter,
     unmerge_lora_,
 )
-from shardwise.storage.adapters.model import adapter_targets
+from shardwise.storage.adapters.targets import adapter_targets
 from shardwise.storage.huggingface import load_pretrained, read_config
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
@@ -278,7 +278,7 @@ def test_adapters_of_one_stage_only(group, folders, tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_adapters_of_a_model_with_experts_are_those_of_attention(group, tmp_path):
+def test_stages_choose_the_same_layers_of_a_model_with_experts(group, tmp_path):
     """At two stages as at two tensor-parallel ranks; peft takes a name of an MLP's layer for that of experts."""
     if group.rank() == 0:
         save_model("deepseek_v3", tmp_path / "model")
@@ -287,9 +287,8 @@ def test_adapters_of_a_model_with_experts_are_those_of_attention(group, tmp_path
     for sizes in ({"tp": 2}, {"pp": 2}):
         groups = Groups.of(Topology.create(**sizes))
         model = load_pretrained(tmp_path / "model", groups=groups)
-        for name in ("down_proj", "q_a_proj"):
-            with pytest.raises(ConfigError, match=f"no linear layer '{name}' to adapt .*{name} is none"):
-                add_lora_(model, LoraConfig(r=3, target_modules=(name,)), architecture)
+        with pytest.raises(ConfigError, match="no linear layer 'q_a_proj' to adapt .*q_a_proj is none"):
+            add_lora_(model, LoraConfig(r=3, target_modules=("q_a_proj",)), architecture)
         add_lora_(model, LoraConfig(r=3, target_modules=("all-linear",)), architecture)
         folder = tmp_path / "".join(sizes)
         save_adapter(model, folder, architecture)
@@ -297,7 +296,8 @@ def test_adapters_of_a_model_with_experts_are_those_of_attention(group, tmp_path
         load_adapter_(load_pretrained(tmp_path / "model", groups=groups), folder, architecture)
         stored = load_file(folder / "adapter_model.safetensors").keys()
         assert {name.partition(".lora_")[0].removeprefix("base_model.model.model.layers.") for name in stored} == {
-            f"{layer}.self_attn.{name}" for layer in (0, 1) for name in ("q_b_proj", "kv_b_proj", "o_proj")
+            *(f"{layer}.self_attn.{name}" for layer in (0, 1) for name in ("q_b_proj", "kv_b_proj", "o_proj")),
+            *("1.mlp.gate", "1.mlp.experts", "1.mlp.experts.base_layer"),
         }
 
 

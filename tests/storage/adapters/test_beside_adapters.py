@@ -23,7 +23,8 @@ from shardwise.storage.adapters import (
     unmerge_lora_,
 )
 from shardwise.storage.adapters.adapter_files import _key_of, _key_of_base
-from shardwise.storage.adapters.model import adapter_targets, trained_of
+from shardwise.storage.adapters.model import trained_of
+from shardwise.storage.adapters.targets import adapter_targets
 from shardwise.storage.huggingface import load_pretrained, read_config, save_pretrained
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
@@ -149,6 +150,17 @@ def test_stages_train_beside_adapters_what_they_hold(group, folders, tmp_path):
         save_adapter(model, tmp_path / case, architecture)
         dist.barrier(group=group)
         check_files(tmp_path / case, folders / case / "adapter")
+
+
+@pytest.mark.ranks(2)
+def test_patterns_are_written_without_adapters_in_layers(group, folders, tmp_path):
+    architecture = read_config(folders / "outer").architecture
+    model = load(folders / "outer", group)
+    config = LoraConfig(r=5, target_modules=("embed_tokens", "lm_head"), rank_pattern={"embed_tokens": 3})
+    add_lora_(model, config, architecture)
+    save_adapter(model, tmp_path / "adapter", architecture)
+    dist.barrier(group=group)
+    assert load_adapter_(load(folders / "outer", group), tmp_path / "adapter", architecture) == config
 
 
 @pytest.mark.ranks(2)

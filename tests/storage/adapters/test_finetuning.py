@@ -37,7 +37,7 @@ from shardwise.run.settings import (
 )
 from shardwise.run.tasks import results
 from shardwise.run.tasks.texts import encode_texts, read_data
-from shardwise.storage.adapters.model import adapter_targets
+from shardwise.storage.adapters.targets import adapter_targets
 from shardwise.tensor_parallel.layers import named_param_layouts
 
 BATCH, LENGTH = 4, 20

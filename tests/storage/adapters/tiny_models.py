@@ -10,15 +10,40 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 VOCABULARY = 103
+# Six experts, whose widths nothing divides; some models have a layer without experts, or shared ones.
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", {"num_local_experts": 6, "intermediate_size": 13, "sliding_window": None}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {"num_experts": 6, "moe_intermediate_size": 13, "shared_expert_intermediate_size": 11, "norm_topk_prob": True},
+    ),
+    "granitemoe": ("GraniteMoeConfig", {"num_local_experts": 6, "intermediate_size": 13, "residual_multiplier": 0.5}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 6, "moe_intermediate_size": 13, "mlp_only_layers": [0]}),
+    "glm4_moe": ("Glm4MoeConfig", {"n_routed_experts": 6, "moe_intermediate_size": 13, "norm_topk_prob": True}),
+}
 
 
 def config_of(kind: str, **changes: Any) -> Any:
     """A configuration of ``kind``: "llama" (6 query heads on 2 key-value heads), "mistral" (on 3, in a window shorter
     than the tests' texts), "qwen2" (biases of queries, keys and values), "qwen3" (heads wider than their share of the
-    hidden size), "deepseek_v3" (a dense layer, then experts), "gpt2" or "bloom"."""
+    hidden size), "deepseek_v3" (a dense layer, then experts), "gpt2", "bloom", or one of ``EXPERTS``."""
     import transformers
 
-    if kind in ("llama", "mistral", "qwen2", "qwen3"):
+    if kind in EXPERTS:
+        cls = getattr(transformers, EXPERTS[kind][0])
+        sizes = {
+            "hidden_size": 24,
+            "intermediate_size": 10,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 64,
+            "num_experts_per_tok": 2,
+            "experts_implementation": "eager",
+            **EXPERTS[kind][1],
+        }
+    elif kind in ("llama", "mistral", "qwen2", "qwen3"):
         cls = {
             "llama": transformers.LlamaConfig,
             "mistral": transformers.MistralConfig,

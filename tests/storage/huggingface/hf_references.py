@@ -194,6 +194,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": 4, "swiglu_limit": 0.4, "swiglu_alpha": 1.3, "rope_parameters": YARN | {"truncate": False}}
         | {"experts_implementation": "eager"},
     ),
+    "granitemoe": (
+        "GraniteMoeForCausalLM",
+        _DECODER
+        | {"vocab_size": 149, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 6}
+        | {"num_experts_per_tok": 3, "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}
+        | {"attention_multiplier": 0.3, "tie_word_embeddings": True, "experts_implementation": "eager"},
+    ),
     "bert": (
         "BertForPreTraining",
         {"vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -212,7 +219,17 @@ MODEL_PARAMS = [
 ]
 """The names, for ``parametrize``."""
 
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+WITH_EXPERTS = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "granitemoe",
+)
 GPT_LIKE = tuple(name for name in MODELS if not name.startswith("bert"))
 
 
@@ -376,7 +393,12 @@ def _save_values(reference: Reference, model: Any, file: str, mask: Tensor | Non
     values |= {"logits": logits, "loss": loss}
     names = STORED_NAMES.get(name, {})
     gradients = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
-    if name in WITH_EXPERTS and name != "gpt_oss":
+    if name == "granitemoe":
+        stored = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
+        stored["router.weight"] = "router.layer.weight"
+        for theirs, own in stored.items():
+            gradients = {key.replace(theirs, own): each for key, each in gradients.items()}
+    elif name in WITH_EXPERTS and name != "gpt_oss":
         gradients = _by_expert(gradients, is_mixtral=name == "mixtral")
     values |= {f"gradient.{names.get(key, key)}": gradient for key, gradient in gradients.items()}
     save_file(

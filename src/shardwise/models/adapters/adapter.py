@@ -74,7 +74,7 @@ def _intervals(rows: Tensor) -> tuple[Interval, ...]:
 
 
 # PEFT initialises A like the weight of nn.Linear: uniformly within 1 / sqrt(fan in).
-_INIT_A = functools.partial(init.kaiming_uniform_, a=math.sqrt(5))
+INIT_A = functools.partial(init.kaiming_uniform_, a=math.sqrt(5))
 _REDUCED_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -95,6 +95,14 @@ class Adapter(ShardedModule):
             init_on_cpu=layer.init_on_cpu,
         )
         self.r, self.scaling = config.r, config.scaling
+
+    def to_file(self, name: str, whole: Tensor) -> Tensor:
+        """Return the whole factor ``name`` as ``peft`` stores it."""
+        return whole
+
+    def from_file(self, name: str, stored: Tensor) -> Tensor:
+        """Return the whole factor ``name`` from the tensor that ``peft`` stores."""
+        return stored
 
 
 class LoraAdapter(Adapter):
@@ -134,7 +142,7 @@ class LoraAdapter(Adapter):
             layout_a = ParamLayout((config.r, input_size), 1, weight_layout.intervals, t, weight_layout.stride)
             layout_b = ParamLayout.replicated((output_size, config.r), t)
             partial_a, partial_b = False, t > 1 and is_partial
-        self._make_parameter("lora_A", layout_a, _INIT_A, partial_gradient=partial_a)
+        self._make_parameter("lora_A", layout_a, INIT_A, partial_gradient=partial_a)
         self._make_parameter("lora_B", layout_b, init.zeros_, partial_gradient=partial_b)
         self.lora_A: nn.Parameter
         self.lora_B: nn.Parameter

@@ -45,6 +45,8 @@ class LoraConfig:
         layers_pattern: names of the list of layers that the numbers refer to, such as ``("layers",)``, each a regular
             expression; empty means any list.
         exclude_modules: layers that get no adapter, in the form of ``target_modules``.
+        target_parameters: parameters of experts and routers that get adapters, by the ends of their names in
+            ``transformers``, such as ``("experts.gate_up_proj", "experts.down_proj", "gate.weight")``, in all layers.
 
     Raises:
         ConfigError: a value is out of range, a regular expression is invalid, or fields that select layers conflict.
@@ -66,6 +68,7 @@ class LoraConfig:
     layers_to_transform: tuple[int, ...] | None = None
     layers_pattern: tuple[str, ...] = ()
     exclude_modules: tuple[str, ...] | str = ()
+    target_parameters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for rank in (self.r, *self.rank_pattern.values()):
@@ -89,10 +92,14 @@ class LoraConfig:
             )
         if self.target_modules == ALL_LINEAR:
             object.__setattr__(self, "target_modules", (ALL_LINEAR,))
-        if not self.target_modules or not all(self.target_modules):
+        if not (self.target_modules or self.target_parameters) or not all(self.target_modules):
             raise ConfigError(
                 f"the LoRA targets are {self.target_modules!r}; name at least one linear layer, such as ('q_proj',)"
             )
+        if isinstance(self.target_parameters, str) or not all(self.target_parameters):
+            raise ConfigError(f"target_parameters is {self.target_parameters!r}; it must be a tuple of names")
+        if self.target_parameters:
+            self.check_parameters()
         if self.bias not in get_args(Biases):
             raise ConfigError(f"the biases to train are {self.bias!r}; use one of {', '.join(get_args(Biases))}")
         if isinstance(self.modules_to_save, str) or not all(self.modules_to_save):
@@ -118,6 +125,19 @@ class LoraConfig:
         is_target = (in_layers and ALL_LINEAR in self.target_modules) or _names(self.target_modules, path)
         return is_target and (not self.layers_to_transform or self.layer_of(path) in self.layers_to_transform)
 
+    def chooses_parameter(self, name: str) -> bool:
+        """Return whether the parameter of a router or of experts gets an adapter."""
+        return _names(self.target_parameters, name)
+
+    def check_parameters(self) -> None:
+        """Raise ConfigError if experts and routers cannot have such adapters."""
+        for name, is_set in (("lora_dropout", self.lora_dropout > 0), ("use_dora", self.use_dora)):
+            if is_set:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, which adapters of experts and routers do not have in peft; "
+                    "leave it out, or name other layers in target_modules (all-linear means experts too)"
+                )
+
     def layer_of(self, path: str) -> int | None:
         """Return the number of the transformer layer of a path, by ``layers_pattern``; None if it is not in one."""
         lists = [rf"(?:^|.*?\.){pattern}" for pattern in self.layers_pattern] or [r".*?\.[^.]*"]
@@ -127,7 +147,8 @@ class LoraConfig:
     @property
     def choice(self) -> str:
         """The fields that select the layers with adapters, and their values, for messages."""
-        names = ("target_modules", "layers_to_transform", "layers_pattern", "exclude_modules", "modules_to_save")
+        of_layers = ("layers_to_transform", "layers_pattern", "exclude_modules", "modules_to_save")
+        names = ("target_modules", "target_parameters", *of_layers)
         return ", ".join(f"{name} {value!r:.200}" for name in names if (value := getattr(self, name)))
 
     def saves(self, path: str) -> bool:

@@ -49,9 +49,10 @@ class ExpertWeights(ShardedModule):
         config: config of the model.
         experts: the experts.
         group: the ranks that hold all experts.
-        expert_tp: number of ranks that split an expert.
+        expert_tp: the ranks that split an expert.
 
     Attributes:
+        num: number of experts of all ranks.
         up: ``[e * p * f, h]`` with ``e`` experts of this rank, ``p`` 2 with a gate (gate first) and else 1, and ``f``
             of each expert's inner features.
         down: ``[e * f, h]``, transposed.
@@ -68,24 +69,25 @@ class ExpertWeights(ShardedModule):
     up_bias: Tensor | None
     down_bias: Tensor | None
 
-    def __init__(self, config: ModelConfig, experts: Experts, group: ProcessGroup, expert_tp: int) -> None:
+    def __init__(self, config: ModelConfig, experts: Experts, group: ProcessGroup, expert_tp: ProcessGroup) -> None:
         super().__init__(**layer_arguments(config, group=group, linear=False))
-        parallel = group.size() // expert_tp
+        self.expert_tp, splits = expert_tp, expert_tp.size()
+        parallel = group.size() // splits
         if experts.num % parallel:
             raise ConfigError(
                 f"experts: num {experts.num} is not a multiple of the {parallel} ranks that divide them (ep)"
             )
-        if experts.ffn_hidden_size < expert_tp:
+        if experts.ffn_hidden_size < splits:
             raise ConfigError(
-                f"experts: ffn_hidden_size {experts.ffn_hidden_size} is less than the {expert_tp} ranks that split each"
+                f"experts: ffn_hidden_size {experts.ffn_hidden_size} is less than the {splits} ranks that split each"
             )
-        self.num_own, self._expert_tp = experts.num // parallel, expert_tp
-        self.first_own = group.rank() // expert_tp * self.num_own
+        self.num, self.num_own = experts.num, experts.num // parallel
+        self.first_own = group.rank() // splits * self.num_own
         sections = 2 if config.gated_linear_unit else 1
         assert config.init_method is not None
         assert config.output_layer_init_method is not None
         h, f = config.hidden_size, experts.ffn_hidden_size
-        up, down = partial(self._layout, experts.num, sections, f), partial(self._layout, experts.num, 1)
+        up, down = partial(self.layout_of, sections, f), partial(self.layout_of, 1)
         zeros = torch.nn.init.zeros_
         for name, layout, init in (
             ("up", up(h), config.init_method),
@@ -96,21 +98,22 @@ class ExpertWeights(ShardedModule):
             self._make_parameter(name, layout, init)
             self.param_replicas[name] = Replicas(same_over=("expert_dp",))
         # Features of the output to which this rank adds its part of the biases.
-        self._features = intervals_of_sizes(balanced_sizes(h, expert_tp))[group.rank() % expert_tp]
+        self._features = intervals_of_sizes(balanced_sizes(h, splits))[group.rank() % splits]
         self._activate = experts.gate or activated(config, group)
 
-    def _layout(self, num: int, parts: int, inner: int, *row: int) -> ParamLayout:
-        """Return the layout of rows of ``num`` experts, ``parts`` times ``inner`` for each."""
-        places = intervals_of_sizes(balanced_sizes(inner, self._expert_tp))
+    def layout_of(self, parts: int, inner: int, *row: int) -> ParamLayout:
+        """Return the layout of ``[num * parts * inner, *row]``; each part of an expert is split."""
+        splits = self.expert_tp.size()
+        places = intervals_of_sizes(balanced_sizes(inner, splits))
         intervals = []
         for rank in range(self.group.size()):
-            low, high = places[rank % self._expert_tp]
-            first = rank // self._expert_tp * self.num_own * parts
+            low, high = places[rank % splits]
+            first = rank // splits * self.num_own * parts
             own = [
                 ((first + part) * inner + low, (first + part) * inner + high) for part in range(self.num_own * parts)
             ]
-            intervals.append(((own[0][0], own[-1][1]),) if self._expert_tp == 1 else tuple(own))
-        return ParamLayout((num * parts * inner, *row), 0, tuple(intervals), self.group.size())
+            intervals.append(((own[0][0], own[-1][1]),) if splits == 1 else tuple(own))
+        return ParamLayout((self.num * parts * inner, *row), 0, tuple(intervals), self.group.size())
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Compute this rank's part of the experts' outputs.
@@ -122,14 +125,18 @@ class ExpertWeights(ShardedModule):
         Returns:
             ``[n, h]``, to be summed over the ranks that split an expert.
         """
-        up, down = (weight.view(self.num_own, -1, weight.size(-1)) for weight in (self.up, self.down))
-        up_bias = down_bias = None
-        if self.up_bias is not None and self.down_bias is not None:
+        return self._lower(self._activate(self._raise(tokens, counts)), counts)
+
+    def _raise(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        bias = None if self.up_bias is None else self.up_bias.unflatten(0, (self.num_own, -1))
+        return grouped_linear(tokens, self.up.unflatten(0, (self.num_own, -1)), counts, bias)
+
+    def _lower(self, inner: Tensor, counts: Tensor) -> Tensor:
+        down, bias = self.down.unflatten(0, (self.num_own, -1)), None
+        if self.down_bias is not None:
             start, stop = self._features
-            up_bias = self.up_bias.view(self.num_own, -1)
-            down_bias = F.pad(self.down_bias.view(self.num_own, stop - start), (start, tokens.size(-1) - stop))
-        inner = self._activate(grouped_linear(tokens, up, counts, up_bias))
-        return grouped_linear(inner, down.transpose(1, 2), counts, down_bias)
+            bias = F.pad(self.down_bias.view(self.num_own, stop - start), (start, down.size(-1) - stop))
+        return grouped_linear(inner, down.transpose(1, 2), counts, bias)
 
 
 class _WithLoss(Function):
@@ -173,9 +180,8 @@ class MoELayer(GroupModule):
         self._tp_group, self._sequence_parallel = groups.tp, config.sequence_parallel
         self._group = groups.tp if groups.experts is None else groups.experts
         expert_tp = groups.expert_tp or groups.tp
-        self._expert_tp = expert_tp.size()
         self.router = Router(config, self.spec, groups.tp)
-        self.experts = ExpertWeights(config, self.spec, self._group, self._expert_tp)
+        self.experts = ExpertWeights(config, self.spec, self._group, expert_tp)
         self.loss_scale = 1.0
         self.statistics: Tensor | None = None
         self.shared: MLP | None = None
@@ -263,7 +269,7 @@ class MoELayer(GroupModule):
 
     def _exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Send rows, ordered by expert, to the ranks of their experts, and return the experts' outputs."""
-        group, splits, own = self._group, self._expert_tp, self.experts.num_own
+        group, splits, own = self._group, self.experts.expert_tp.size(), self.experts.num_own
         # Each rank that holds a part of an expert gets all of its tokens.
         sent = counts.view(-1, own).repeat_interleave(splits, dim=0)
         received = all_to_all(sent, group=group)

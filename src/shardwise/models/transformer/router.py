@@ -68,7 +68,7 @@ class Router(ShardedModule):
         spec = self.experts
         wide = torch.promote_types(tokens.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
-        logits = F.linear(tokens.to(wide), self.weight.to(wide), bias)
+        logits = F.linear(tokens.to(wide), self._matrix(wide), bias)
         scores = logits.sigmoid() if spec.scores == "sigmoid" else logits.softmax(dim=-1)
         considered = logits if spec.softmax_after_choice else scores
         if self.selection_bias is not None:
@@ -90,6 +90,9 @@ class Router(ShardedModule):
         if spec.weight_scale != 1.0:
             weights = weights * spec.weight_scale
         return Routing(chosen, weights, scores, logits)
+
+    def _matrix(self, dtype: torch.dtype) -> Tensor:
+        return self.weight.to(dtype)
 
     @torch.no_grad()
     def balance_(self, loads: Tensor) -> None:

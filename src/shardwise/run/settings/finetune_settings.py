@@ -42,9 +42,12 @@ class LoraSettings(Checked, prefix="--"):
             lora_rank.
         lora_dropout: probability of dropping an element of an adapter's input.
         lora_targets: layers with adapters, by their names in the folder (q_proj, v_proj, embed_tokens, lm_head, ...);
-            "all-linear" means all linear layers of the transformer layers.
+            "all-linear" means all linear layers of the transformer layers, as in peft with experts and routers of
+            models that had them as linear layers in transformers 4.
         lora_target_pattern: instead of lora_targets, a regular expression that matches the whole paths of the layers
             that get adapters, such as ".*layers\\.(2|3)\\..*proj".
+        lora_target_parameters: parameters of experts and routers that get adapters too, by the ends of their names in
+            transformers (experts.gate_up_proj, experts.down_proj, gate.weight).
         lora_rank_pattern: other ranks for some layers, as NAME=RANK, where NAME may be a regular expression for the end
             of a path; the first match counts.
         lora_alpha_pattern: other strengths for some layers, as NAME=ALPHA.
@@ -64,6 +67,7 @@ class LoraSettings(Checked, prefix="--"):
     lora_dropout: Annotated[float, PROBABILITY] = 0.0
     lora_targets: tuple[str, ...] = ("all-linear",)
     lora_target_pattern: str | None = None
+    lora_target_parameters: tuple[str, ...] = ()
     lora_rank_pattern: tuple[str, ...] = ()
     lora_alpha_pattern: tuple[str, ...] = ()
     lora_bias: Literal["none", "all", "lora_only"] = "none"
@@ -98,7 +102,10 @@ class LoraSettings(Checked, prefix="--"):
             flags = ", ".join([*changed, "--lora-merge"] if self.lora_merge else changed)
             require(not flags, f"{flags} without --lora-rank: without a rank there are no adapters")
         else:
-            require(bool(self.lora_targets), "--lora-targets names no layer; name at least one, such as q_proj")
+            require(
+                bool(self.lora_targets or self.lora_target_parameters),
+                "--lora-targets names no layer; name at least one, such as q_proj",
+            )
             require(
                 self.lora_target_pattern is None or not self.changed("lora_targets"),
                 "--lora-targets and --lora-target-pattern both say which layers get adapters; leave one out",
@@ -131,6 +138,7 @@ class LoraSettings(Checked, prefix="--"):
             alpha_pattern=_numbers("--lora-alpha-pattern", self.lora_alpha_pattern, float),
             bias=self.lora_bias,
             modules_to_save=self.lora_modules_to_save,
+            target_parameters=self.lora_target_parameters,
         )
 
     def describe(self) -> str:
@@ -139,7 +147,8 @@ class LoraSettings(Checked, prefix="--"):
             return f"the adapters of {self.lora_from}"
         if self.lora_rank is None:
             return "all weights"
-        targets = self.lora_target_pattern or ", ".join(self.lora_targets)
+        layers = self.lora_targets if self.lora_target_pattern is None else (self.lora_target_pattern,)
+        targets = ", ".join((*layers, *self.lora_target_parameters))
         biases = {"none": (), "all": ("all biases",), "lora_only": ("their biases",)}[self.lora_bias]
         beside = ", ".join((*biases, *self.lora_modules_to_save))
         kind = "DoRA adapters" if self.lora_dora else "adapters"

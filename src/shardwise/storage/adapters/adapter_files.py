@@ -32,21 +32,25 @@ from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import VocabEmbedding
 from shardwise.storage.adapters.config_file import (
     CONFIG_NAME,
-    chosen_paths,
+    Paths,
     config_json,
     read_adapter_config,
     trained_tensors,
+    with_parameters,
 )
 from shardwise.storage.adapters.model import (
-    AdapterTarget,
-    adapter_targets,
     add_adapters_,
-    all_paths,
     all_tensors,
     base_parameters,
     check_without_adapters,
-    outer_paths,
     trained_of,
+)
+from shardwise.storage.adapters.targets import (
+    AdapterTarget,
+    adapter_targets,
+    all_paths,
+    outer_paths,
+    paths_in_files,
 )
 from shardwise.storage.huggingface.architectures import Architecture
 from shardwise.storage.huggingface.tensor_folder import weight_dtype
@@ -76,8 +80,8 @@ def load_adapter_(model: TransformerModel, folder: str | os.PathLike[str], archi
         ConfigError: the variant of LoRA or an adapted layer is not supported, or the model already has adapters.
     """
     check_without_adapters(model)
-    known = all_tensors(model, architecture)
-    found = agree(lambda: _read(Path(folder), model, architecture, known), group=model_groups(model.groups))
+    known, paths = all_tensors(model, architecture), all_paths(model, architecture)
+    found = agree(lambda: _read(Path(folder), model, architecture, known, paths), group=model_groups(model.groups))
     for name in found.replaced:
         _replace_(model, outer_paths(model, architecture)[name.rpartition(".")[0]][0], found.tensors[name])
     add_adapters_(model, found.config, architecture, found.paths, found.trained)
@@ -85,7 +89,7 @@ def load_adapter_(model: TransformerModel, folder: str | os.PathLike[str], archi
         for target in adapter_targets(model, architecture):
             if (adapter := target.adapter) is not None:
                 for name, layout in adapter.param_layouts.items():
-                    whole = found.factors[target.path, name]
+                    whole = adapter.from_file(name, found.factors[target.path, name])
                     adapter.get_parameter(name).copy_(layout.take(whole, adapter.group.rank()))
     for each in trained_of(model).parameters:
         each.base.fill_({name: found.tensors[name] for name in each.tensors}, model.tp_group.rank())
@@ -101,7 +105,8 @@ def save_adapter(
 ) -> None:
     """Save the adapters of a model for ``peft`` and ``load_adapter_``. Collective over the model's ranks.
 
-    Trained biases and fully trained modules are saved too.
+    With adapters of experts it is collective over the data-parallel ranks too. Trained biases and fully trained modules
+    are saved as well.
 
     Args:
         model: a model with adapters.
@@ -116,8 +121,12 @@ def save_adapter(
         (target, adapter) for target in adapter_targets(model, architecture) if (adapter := target.adapter) is not None
     ]
     adapted = {target.path for target, _ in pairs}
+    all_targets = all_paths(model, architecture)
+    files = paths_in_files(adapted, all_targets.parameters)
     tensors = {
-        _key_of(target.path, name): gather_parameter(adapter.get_parameter(name), layout, group=model.tp_group).cpu()
+        _key_of(files[target.path], name): adapter.to_file(
+            name, gather_parameter(adapter.get_parameter(name), layout, group=adapter.group)
+        ).cpu()
         for target, adapter in pairs
         for name, layout in adapter.param_layouts.items()
     }
@@ -127,19 +136,23 @@ def save_adapter(
         # Tensors that share memory cannot be stored.
         tensors |= {_key_of_base(name, adapted): parts[name].clone() for name in each.tensors}
     facts = [
-        (target.layer.lora_config, target.transposed) for target, _ in pairs if isinstance(target.layer, LoraLayer)
+        (target.path, target.layer.lora_config, target.transposed)
+        for target, _ in pairs
+        if isinstance(target.layer, LoraLayer)
     ]
     of_stages = gather_from_stages((tensors, facts), "the adapters of each pipeline stage", model.groups)
     tensors = {key: tensor for of_stage, _ in of_stages for key, tensor in of_stage.items()}
     facts = [fact for _, of_stage in of_stages for fact in of_stage]
     if not facts:
         raise ConfigError("the model has no adapters to save")
-    paths = sorted({match[1] for key in tensors if (match := _KEY.fullmatch(key))})
-    lora, transposed = facts[0][0], any(transposed for _, transposed in facts)
-    named = chosen_paths(lora, all_paths(model, architecture), outer_paths(model, architecture))
-    # Write full paths if names are ambiguous: BERT's heads have layers of the same names.
-    exact = isinstance(model, GPT) and named == set(paths)
-    config = config_json(lora, transposed, paths, names_will_do=exact, base_model=base_model)
+    paths = sorted({path for path, _, _ in facts})
+    lora, transposed = facts[0][1], any(transposed for _, _, transposed in facts)
+    # Write full paths if names are ambiguous: BERT's heads have layers of the same names. For models with experts peft
+    # reduces a pattern to the last parts of the paths that it matches.
+    exact = isinstance(model, GPT) and all_targets.chosen(lora) == set(paths)
+    exact &= not (isinstance(lora.target_modules, str) and architecture.module_targets)
+    modules, parameters = ([path for path in paths if (path in all_targets.parameters) == is_one] for is_one in (0, 1))
+    config = config_json(lora, transposed, modules, parameters, names_will_do=exact, base_model=base_model)
     task_type = "CAUSAL_LM" if isinstance(model, GPT) else None
     if model.classification is not None:
         task_type = "TOKEN_CLS" if model.classification.is_of_tokens else "SEQ_CLS"
@@ -187,13 +200,16 @@ class _Found:
     tensors: dict[str, Tensor]
 
 
-def _read(folder: Path, model: TransformerModel, architecture: Architecture, known: set[str]) -> _Found:
-    """Read and check a folder for a model; ``known`` are the names of its tensors on all stages."""
-    config = read_adapter_config(folder)
+def _read(folder: Path, model: TransformerModel, architecture: Architecture, known: set[str], every: Paths) -> _Found:
+    """Read and check a folder for a model; ``known`` and ``every`` are its tensors and paths on all stages."""
+    config = with_parameters(read_adapter_config(folder), every, architecture.module_targets)
     path = folder / WEIGHTS_NAME
     if not path.exists():
         raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS_NAME}")
-    in_layers, outer = all_paths(model, architecture), outer_paths(model, architecture)
+    outer, all_named = outer_paths(model, architecture), every.chosen(config)
+    files = paths_in_files(all_named, every.parameters)
+    # A path in a file, and what has its adapter: all but parameters can have one in the file without being named.
+    by_file = {path: path for path in every.in_layers | every.outer} | {files[path]: path for path in files}
     needed: dict[str | tuple[str, str], tuple[int, ...]] = {
         name: shape
         for base in base_parameters(model, architecture)
@@ -207,14 +223,20 @@ def _read(folder: Path, model: TransformerModel, architecture: Architecture, kno
     chosen: dict[str | tuple[str, str], StoredTensor] = {}
     for key, stored in read_header(path).items():
         place: str | tuple[str, str]
-        if (match := _KEY.fullmatch(key)) is not None and match[1] in in_layers | outer.keys():
-            place, is_here = (match[1], match[2] or match[3]), match[1] in own
+        if (match := _KEY.fullmatch(key)) is not None and match[1] in by_file:
+            path_here = by_file[match[1]]
+            place, is_here = (path_here, match[2] or match[3]), path_here in own
         elif (match := _WRAPPED.fullmatch(key)) is not None and f"{match[1]}.{match[3]}" in known:
             place = f"{match[1]}.{match[3]}"
             is_here = place in needed
             # A fully trained module may have its original weights too, and the same values under two names.
             if match[2] == "original_module" or place in chosen:
                 continue
+        elif every.parameters and re.search(r"\.experts\.\d+\.", key):
+            raise CheckpointError(
+                f"{str(path)!r} has {key!r}, an adapter of one expert as peft stored it with transformers 4; open it "
+                "in peft with transformers 5 and save it again"
+            )
         else:
             raise CheckpointError(
                 f"{str(path)!r} is of another model: it has {key!r}, for which this model has no place"
@@ -228,7 +250,7 @@ def _read(folder: Path, model: TransformerModel, architecture: Architecture, kno
         chosen[place] = stored
     paths = {place[0] for place in chosen if isinstance(place, tuple)}
     tensors = {place for place in chosen if isinstance(place, str)}
-    named = {each for each in chosen_paths(config, in_layers, outer) if not config.saves(each)}
+    named = {each for each in all_named if not config.saves(each)}
     if unnamed := sorted(paths - named):
         raise CheckpointError(
             f"{str(path)!r} has adapters of {_some(unnamed)}; by {config.choice} in {CONFIG_NAME} there are none; "
@@ -236,7 +258,7 @@ def _read(folder: Path, model: TransformerModel, architecture: Architecture, kno
         )
     trained = trained_tensors(config, known, paths)
     lacking = [_key_of_base(name, paths) for name in trained - tensors] + [
-        _key_of(each, name)
+        _key_of(files[each], name)
         for each in named
         for name in _factors(outer.get(each, ("", ""))[0] not in ("", "output_layer"), config)
         if (each, name) not in chosen
@@ -284,14 +306,9 @@ def _factors(is_embedding: bool, config: LoraConfig) -> tuple[str, ...]:
 
 
 def _shapes(target: AdapterTarget, config: LoraConfig) -> dict[str, tuple[int, ...]]:
-    is_embedding, r = isinstance(target.layer, VocabEmbedding), config.at(target.path).r
-    if isinstance(target.layer, VocabEmbedding):
-        input_size, output_size = target.layer.num_embeddings, target.layer.embedding_dim
-    else:
-        output_size, input_size = target.layer.out_features, target.layer.in_features
-    if target.section is not None:
-        output_size = len(target.section)
-    shapes: list[tuple[int, ...]] = [(r, input_size), (output_size, r), (output_size,)]
+    is_embedding, (number, output_size, input_size) = isinstance(target.layer, VocabEmbedding), target.sizes
+    ranks = number * config.at(target.path).r
+    shapes: list[tuple[int, ...]] = [(ranks, input_size), (output_size, ranks), (output_size,)]
     return dict(zip(_factors(is_embedding, config), shapes, strict=False))
 
 

@@ -4,7 +4,8 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ _VARIANTS = (
     "lora_bias",
     "megatron_config",
     "monteclora_config",
-    "target_parameters",
     "trainable_token_indices",
     "use_bdlora",
     "use_qalora",
@@ -85,14 +85,12 @@ def _lora_arguments(fields: Fields) -> dict[str, Any]:
     ):
         raise fields.error("layers_to_transform", layers, "a list of layers' numbers")
     pattern = _modules(fields, "layers_pattern", or_none=True)
-    saved = fields.values.get("modules_to_save") or []
-    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
-        raise fields.error("modules_to_save", saved, "a list of names")
+    saved, parameters = _list_of_names(fields, "modules_to_save"), _list_of_names(fields, "target_parameters")
     return {
         "r": fields.get(int, "r"),
         "lora_alpha": fields.get(float, "lora_alpha"),
         "lora_dropout": fields.get(float, "lora_dropout", default=0.0),
-        "target_modules": _modules(fields, "target_modules"),
+        "target_modules": _modules(fields, "target_modules", or_none=bool(parameters)),
         "use_rslora": fields.get(bool, "use_rslora", default=False),
         "use_dora": fields.get(bool, "use_dora", default=False),
         "rank_pattern": _pattern(fields, "rank_pattern", int),
@@ -102,7 +100,15 @@ def _lora_arguments(fields: Fields) -> dict[str, Any]:
         "layers_to_transform": None if layers is None else tuple(layers),
         "layers_pattern": ((pattern,) if pattern else ()) if isinstance(pattern, str) else pattern,
         "exclude_modules": _modules(fields, "exclude_modules", or_none=True),
+        "target_parameters": tuple(parameters),
     }
+
+
+def _list_of_names(fields: Fields, name: str) -> list[str]:
+    value = fields.values.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise fields.error(name, value, "a list of names")
+    return value
 
 
 def _modules(fields: Fields, name: str, *, or_none: bool = False) -> tuple[str, ...] | str:
@@ -125,14 +131,20 @@ def _pattern(fields: Fields, name: str, kind: type[Any]) -> dict[str, Any]:
 
 
 def config_json(
-    config: LoraConfig, transposed: bool, paths: list[str], *, names_will_do: bool, base_model: str | None
+    config: LoraConfig,
+    transposed: bool,
+    modules: list[str],
+    parameters: list[str],
+    *,
+    names_will_do: bool,
+    base_model: str | None,
 ) -> dict[str, Any]:
-    """Return the content of ``adapter_config.json`` for a model with adapters at ``paths``."""
+    """Return the content of ``adapter_config.json`` for adapters of ``modules`` and ``parameters``, by their paths."""
     alpha = int(config.lora_alpha) if config.lora_alpha == int(config.lora_alpha) else config.lora_alpha
-    targets: Collection[str] = paths
+    targets: Collection[str] = modules
     if names_will_do:
         is_all = not isinstance(config.target_modules, str) and ALL_LINEAR in config.target_modules
-        targets = {path.rpartition(".")[2] for path in paths} if is_all else config.target_modules
+        targets = {path.rpartition(".")[2] for path in modules} if is_all else config.target_modules
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": base_model,
@@ -150,6 +162,7 @@ def config_json(
         "layers_to_transform": None if config.layers_to_transform is None else list(config.layers_to_transform),
         "layers_pattern": list(config.layers_pattern) or None,
         "exclude_modules": _as_json(config.exclude_modules) or None,
+        "target_parameters": _as_json(config.target_parameters if names_will_do else parameters) or None,
         "fan_in_fan_out": transposed,
         "init_lora_weights": True,
     }
@@ -159,9 +172,71 @@ def _as_json(modules: Collection[str]) -> list[str] | str:
     return modules if isinstance(modules, str) else sorted(modules)
 
 
-def chosen_paths(config: LoraConfig, in_layers: Iterable[str], outer: Iterable[str]) -> set[str]:
-    """Return the paths that get an adapter, of those in transformer layers and of ``outer`` ones."""
-    return set(filter(config.chooses, in_layers)) | {path for path in outer if config.chooses(path, in_layers=False)}
+@dataclass(frozen=True)
+class Paths:
+    """Paths of everything in a model that can have an adapter, on all pipeline stages.
+
+    Attributes:
+        in_layers: linear layers in transformer layers.
+        outer: the embedding and the output layer.
+        parameters: parameters of routers and experts.
+    """
+
+    in_layers: Set[str]
+    outer: Set[str]
+    parameters: Set[str]
+
+    def chosen(self, config: LoraConfig) -> set[str]:
+        """Return the paths that get an adapter."""
+        outer = {path for path in self.outer if config.chooses(path, in_layers=False)}
+        return {*filter(config.chooses, self.in_layers), *outer, *filter(config.chooses_parameter, self.parameters)}
+
+
+def with_parameters(config: LoraConfig, paths: Paths, module_targets: Mapping[str, str]) -> LoraConfig:
+    """Return the configuration that ``peft`` makes of one for a model with experts.
+
+    Targets by the names of linear layers that routers and experts had in ``transformers`` 4 become targets by the names
+    of parameters; "all-linear" means these too. A parameter of two such layers gets the ranks of both.
+
+    Args:
+        config: configuration.
+        paths: what can have an adapter.
+        module_targets: see ``Architecture.module_targets``.
+
+    Raises:
+        ConfigError: a name stands for a part of a parameter, or a path for the experts of all layers.
+    """
+    if not paths.parameters or isinstance(config.target_modules, str):
+        return config
+    is_all = ALL_LINEAR in config.target_modules
+    named = [target for target in config.target_modules if target.rpartition(".")[2] in module_targets]
+    for target in named:
+        if "." in target:
+            raise ConfigError(
+                f"target_modules has {target!r}, which peft takes for the experts and routers of all layers; name "
+                f"{module_targets[target.rpartition('.')[2]]!r} in target_parameters instead, or leave it out"
+            )
+    parameters, patterns = dict.fromkeys(config.target_parameters), {}
+    for parameter in dict.fromkeys(module_targets.values()):
+        together = [old for old, new in module_targets.items() if new == parameter]
+        given = together if is_all else [old for old in together if old in named]
+        if given and len(given) < len(together):
+            missing = next(old for old in together if old not in given)
+            raise ConfigError(
+                f"target_modules has {given[0]!r} and not {missing!r}, and both are one parameter of experts; name "
+                f"both, or {parameter!r} in target_parameters"
+            )
+        if given:
+            parameters[parameter] = None
+        if len(given) > 1:
+            patterns[rf".*\.{re.escape(parameter)}"] = len(given)
+    return dataclasses.replace(
+        config,
+        target_modules=tuple(target for target in config.target_modules if target not in named),
+        target_parameters=tuple(parameters),
+        rank_pattern={**config.rank_pattern, **{name: config.r * count for name, count in patterns.items()}},
+        alpha_pattern={**config.alpha_pattern, **{name: config.lora_alpha * count for name, count in patterns.items()}},
+    )
 
 
 def trained_tensors(config: LoraConfig, tensors: Iterable[str], chosen: Collection[str]) -> set[str]:
@@ -174,54 +249,59 @@ def trained_tensors(config: LoraConfig, tensors: Iterable[str], chosen: Collecti
     return {tensor for tensor in tensors if is_trained(*tensor.rpartition(".")[::2])}
 
 
-def check_targets(
-    in_layers: Collection[str], outer: Collection[str], tensors: Iterable[str], config: LoraConfig
-) -> None:
+def check_targets(paths: Paths, tensors: Iterable[str], config: LoraConfig) -> None:
     """Raise ConfigError, with the nearest names, if a target, pattern or entry of ``modules_to_save`` matches nothing.
 
     Args:
-        in_layers: paths of the linear layers in transformer layers, of all stages.
-        outer: paths of the embedding and the output layer, if they can have adapters.
+        paths: paths of everything that can have adapters.
         tensors: names of all weights and biases.
         config: settings with the targets.
     """
     modules = _adapted_modules(tensors)
-    paths = sorted({*in_layers, *outer})
-    names = sorted({path.rpartition(".")[2] for path in paths})
+    adaptable = {*paths.in_layers, *paths.outer}
+    names = sorted({path.rpartition(".")[2] for path in adaptable})
     known = ", ".join(names)
+    ends = sorted({".".join(path.split(".")[-2:]) for path in paths.parameters})
+    for target in config.target_parameters:
+        if not any(f".{path}".endswith(f".{target}") for path in paths.parameters):
+            has = f"it has {', '.join(ends)}" if ends else "it has no experts; name layers in target_modules"
+            raise ConfigError(f"the model has no parameter {target!r} of experts or routers to adapt; {has}")
     targets = config.target_modules
     every = dataclasses.replace(config, layers_to_transform=None, layers_pattern=(), exclude_modules=())
     for target in [targets] if isinstance(targets, str) else targets:
         if target == ALL_LINEAR:
             continue
-        alone = dataclasses.replace(every, target_modules=targets if isinstance(targets, str) else (target,))
-        if not chosen_paths(alone, in_layers, outer):
+        one = targets if isinstance(targets, str) else (target,)
+        alone = dataclasses.replace(every, target_modules=one, target_parameters=())
+        if not paths.chosen(alone):
             near = difflib.get_close_matches(target, names, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             if isinstance(targets, str):
                 hint = f"; a string is a regular expression of whole paths; ({target!r},) is a name" if near else ""
+            elif any(f".{path}".endswith(f".{target}") for path in paths.parameters):
+                hint = "; it is a parameter, which target_parameters names"
             elif (other := next((path for path in modules if alone.chooses(path)), None)) is not None:
                 hint = f" ({other} is none)"
             raise ConfigError(f"the model has no linear layer {target!r} to adapt{hint}; it has {known}")
-        other = next((path for path in modules if path not in paths and config.chooses(path)), None)
+        other = next((path for path in modules if path not in adaptable and config.chooses(path)), None)
         if other is not None and isinstance(targets, str):
             raise ConfigError(
                 f"the pattern {target!r} names {other} too, which cannot have an adapter; write one that names only "
                 f"layers that can ({known}), such as '.*{names[0]}'"
             )
     for number in config.layers_to_transform or ():
-        if all(config.layer_of(path) != number for path in in_layers):
-            layers = sorted({place for path in in_layers if (place := config.layer_of(path)) is not None})
+        if all(config.layer_of(path) != number for path in paths.in_layers):
+            layers = sorted({place for path in paths.in_layers if (place := config.layer_of(path)) is not None})
             has = f"layers {layers[0]} to {layers[-1]}" if layers else f"none by {config.layers_pattern}"
             raise ConfigError(f"layers_to_transform has {number}, and the model has no such layer; it has {has}")
-    if not chosen_paths(config, in_layers, outer):
+    if not paths.chosen(config):
         raise ConfigError(f"the model has no layer to adapt by {config.choice}; leave out what excludes them all")
     for name in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, name):
-            one = dataclasses.replace(config, r=1, lora_alpha=0.0, rank_pattern={pattern: 2}, alpha_pattern={})
-            if not any(one.at(path).r == 2 for path in chosen_paths(one, in_layers, outer)):
+            marked = dataclasses.replace(config, r=1, lora_alpha=0.0, rank_pattern={pattern: 2}, alpha_pattern={})
+            if not any(marked.at(path).r == 2 for path in paths.chosen(marked)):
                 raise ConfigError(f"{name} has {pattern!r}, which names no layer with an adapter; it has {known}")
-    chosen = chosen_paths(config, in_layers, outer)
+    chosen = paths.chosen(config)
     for name in config.modules_to_save:
         alone = dataclasses.replace(config, modules_to_save=(name,))
         if not any(map(alone.saves, modules)):

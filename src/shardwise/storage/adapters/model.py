@@ -1,6 +1,7 @@
 """Adapters of a whole model, by Hugging Face's names of layers, and base parameters that are trained with them."""
 
 import contextlib
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -14,92 +15,20 @@ from shardwise.core.initialization import draw_seed, part_seeded
 from shardwise.core.sharding import ParamLayout
 from shardwise.core.sharding.balanced import first_row, is_sharded, local_rows
 from shardwise.core.topology import gather_from_stages, model_groups
-from shardwise.core.validation import on_host
-from shardwise.models.adapters.adapter import Adapter
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_embedding import LoraEmbedding
+from shardwise.models.adapters.lora_experts import LoraExperts, LoraRouter, check_experts
 from shardwise.models.adapters.lora_layers import LoraColumn, LoraLayer, LoraLinear
-from shardwise.models.gpt import GPT
 from shardwise.models.transformer.heads import Heads
+from shardwise.models.transformer.moe import ExpertWeights
+from shardwise.models.transformer.router import Router
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.nn import ColumnLinear, RowLinear, VocabEmbedding
+from shardwise.nn import VocabEmbedding
 from shardwise.nn.quantization import QuantizedTensor
-from shardwise.storage.adapters.config_file import check_targets, chosen_paths, trained_tensors
+from shardwise.storage.adapters.config_file import check_targets, trained_tensors, with_parameters
+from shardwise.storage.adapters.targets import AdapterTarget, adapter_targets, all_paths, outer_paths
 from shardwise.storage.huggingface.architectures import Architecture
 from shardwise.storage.huggingface.mapping import Composition, compose
-
-
-@dataclass(frozen=True)
-class AdapterTarget:
-    """A linear layer or embedding of Hugging Face's model, and the layer of ours that contains it.
-
-    Attributes:
-        path: path of the module in Hugging Face's model, such as ``model.layers.0.self_attn.q_proj``.
-        layer: layer of our model that contains it.
-        section: for each output row, its row in ``layer``'s output; None if all rows are the same.
-        transposed: whether Hugging Face stores the weight as ``[in, out]``.
-        in_layers: whether it is in a transformer layer; otherwise it is the embedding or the output layer.
-    """
-
-    path: str
-    layer: ColumnLinear | RowLinear | VocabEmbedding
-    section: Tensor | None
-    transposed: bool
-    in_layers: bool = True
-
-    @property
-    def name(self) -> str:
-        """Last part of the path, which names the adapter in ``layer``."""
-        return self.path.rpartition(".")[2]
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """The target's adapter, or None."""
-        if not isinstance(self.layer, LoraLayer) or self.name not in self.layer.lora:
-            return None
-        adapter = self.layer.lora[self.name]
-        assert isinstance(adapter, Adapter)
-        return adapter
-
-
-def adapter_targets(model: TransformerModel, architecture: Architecture) -> list[AdapterTarget]:
-    """Return every layer of this pipeline stage that can have an adapter, in order.
-
-    These are the linear layers in transformer layers and, in a GPT, the embedding and the output layer.
-
-    Raises:
-        ConfigError: the architecture has no such layers.
-    """
-    layers: Iterable[Any] = model.block.layers
-    targets = [
-        target for layer in layers for target in _targets_of_layer(model, layer, layer.layer_number - 1, architecture)
-    ]
-    for path, (name, _) in outer_paths(model, architecture).items():
-        with contextlib.suppress(AttributeError):
-            found: Any = model.get_submodule(name)
-            targets.append(AdapterTarget(path, found, None, transposed=False, in_layers=False))
-    return targets
-
-
-def all_paths(model: TransformerModel, architecture: Architecture) -> set[str]:
-    """Return the paths of the linear layers in transformer layers of all pipeline stages."""
-    first, numbers = model.block.layers[0], range(model.config.num_layers)
-    return {target.path for number in numbers for target in _targets_of_layer(model, first, number, architecture)}
-
-
-def outer_paths(model: TransformerModel, architecture: Architecture) -> dict[str, tuple[str, str]]:
-    """Map the paths of the embedding and the output layer to their names in our model and in messages."""
-    if not isinstance(model, GPT):
-        return {}
-    parts = {"embedding.word_embeddings": "the embedding"}
-    if model.classification is None:
-        parts["output_layer"] = "the output layer"
-    found = {}
-    for name, what in parts.items():
-        with contextlib.suppress(ConfigError):
-            (path,) = compose(architecture.table, f"{name}.weight", (1, 1), Heads(*model.config.heads)).stored_shapes
-            found[path.removesuffix(".weight")] = name, what
-    return found
 
 
 def all_tensors(model: TransformerModel, architecture: Architecture) -> set[str]:
@@ -110,33 +39,6 @@ def all_tensors(model: TransformerModel, architecture: Architecture) -> set[str]
     own = {name for base in base_parameters(model, architecture) for name in base.composition.stored_shapes}
     own |= {f"{path}.weight" for path in outer_paths(model, architecture)}
     return {name for names in gather_from_stages(own, "the names of tensors", model.groups) for name in names}
-
-
-@on_host
-def _targets_of_layer(
-    model: TransformerModel, layer: nn.Module, number: int, architecture: Architecture
-) -> list[AdapterTarget]:
-    """Return the targets of a layer, with the paths that they have in layer ``number``, from 0."""
-    heads, targets = Heads(*model.config.heads), list[AdapterTarget]()
-    for name, linear in layer.named_modules():
-        if not isinstance(linear, ColumnLinear | RowLinear):
-            continue
-        # In a model with experts, peft takes the names of a dense or shared MLP's layers for those of experts.
-        if model.config.experts is not None and name.startswith("mlp."):
-            continue
-        shape = linear.param_layouts["weight"].global_shape
-        composition = compose(architecture.table, f"{model.block_name}.layers.{number}.{name}.weight", shape, heads)
-        sections = {
-            tensor: torch.empty(sum(piece.rows for piece in composition.pieces if piece.tensor == tensor)).long()
-            for tensor in composition.stored_shapes
-        }
-        for start, piece in zip(composition.starts, composition.pieces, strict=True):
-            sections[piece.tensor][piece.start : piece.start + piece.rows] = torch.arange(start, start + piece.rows)
-        for tensor, section in sections.items():
-            whole = torch.equal(section, torch.arange(shape[0]))
-            path = tensor.removesuffix(".weight")
-            targets.append(AdapterTarget(path, linear, None if whole else section, composition.transposed))
-    return targets
 
 
 def add_lora_(model: TransformerModel, config: LoraConfig, architecture: Architecture) -> None:
@@ -155,10 +57,10 @@ def add_lora_(model: TransformerModel, config: LoraConfig, architecture: Archite
         ConfigError: the model lacks a target, or already has adapters.
     """
     check_without_adapters(model)
-    in_layers, outer = all_paths(model, architecture), outer_paths(model, architecture)
-    tensors = all_tensors(model, architecture)
-    check_targets(in_layers, outer, tensors, config)
-    chosen = chosen_paths(config, in_layers, outer)
+    paths, tensors = all_paths(model, architecture), all_tensors(model, architecture)
+    config = with_parameters(config, paths, architecture.module_targets)
+    check_targets(paths, tensors, config)
+    chosen = paths.chosen(config)
     add_adapters_(model, config, architecture, chosen, trained_tensors(config, tensors, chosen))
 
 
@@ -177,9 +79,14 @@ def add_adapters_(
 ) -> None:
     """Add adapters at the paths ``chosen`` and train the base tensors ``trained``, both of all stages."""
     check_without_adapters(model)
-    agree(
-        lambda: check_trainable(base_parameters(model, architecture), trained, chosen), group=model_groups(model.groups)
-    )
+
+    def check() -> None:
+        check_trainable(base_parameters(model, architecture), trained, chosen, architecture)
+        for target in adapter_targets(model, architecture):
+            if target.path in chosen and isinstance(target.layer, ExpertWeights):
+                check_experts(target.layer, config.at(target.path))
+
+    agree(check, group=model_groups(model.groups))
     outer = outer_paths(model, architecture)
     if model.ties_weights and any(path in chosen or f"{path}.weight" in trained for path in outer):
         model.untie_()
@@ -195,9 +102,16 @@ def add_adapters_(
         with part_seeded(seed, first.path):
             if isinstance(first.layer, VocabEmbedding):
                 LoraEmbedding.add(first.layer, config.at(first.path), first.name)
+            elif isinstance(first.layer, Router):
+                LoraRouter.add(first.layer, config.at(first.path))
+            elif isinstance(first.layer, ExpertWeights):
+                LoraExperts.add(first.layer, {target.name: config.at(target.path) for target in targets})
             else:
                 sections = {target.name: target.section for target in targets}
                 LoraLinear.add(first.layer, config, sections, {target.name: target.path for target in targets})
+    for layer in lora_layers(model):
+        # Files have the patterns too.
+        layer.lora_config = config
     # Layers with adapters get their number in the model, so that stages draw the same random numbers.
     parts: list[tuple[Any, int]] = [(part, part.layer_number) for part in cast(Iterable[Any], model.block.layers)]
     if model.post_process and model.classification is None:
@@ -339,8 +253,13 @@ def base_parameters(model: TransformerModel, architecture: Architecture) -> list
     ]
 
 
-def check_trainable(parameters: list[BaseParameter], tensors: Set[str], modules: Collection[str]) -> None:
-    """Raise ConfigError if only a part of a parameter is trained, unless it is a bias of an adapted module."""
+def check_trainable(
+    parameters: list[BaseParameter], tensors: Set[str], modules: Collection[str], architecture: Architecture
+) -> None:
+    """Raise ConfigError if only a part of a parameter is trained, unless it is a bias of an adapted module.
+
+    Also if experts or routers are trained whose tensors have another name in ``peft``'s files.
+    """
     for base in parameters:
         within = list(base.composition.stored_shapes)
         if isinstance(base.param, QuantizedTensor) and not tensors.isdisjoint(within):
@@ -348,6 +267,14 @@ def check_trainable(parameters: list[BaseParameter], tensors: Set[str], modules:
                 f"{within[0]} is in {base.param.kind}, which cannot be trained; leave it out, or load the model "
                 "with it as it is"
             )
+        if isinstance(base.owner, Router | ExpertWeights):
+            known = architecture.parameters.values()
+            other = next((name for name in within if name in tensors and _of_any_layer(name) not in known), None)
+            if other is not None:
+                raise ConfigError(
+                    f"modules_to_save names {other.rpartition('.')[0]}, which peft's files cannot hold; leave it out, "
+                    "or give experts and routers adapters (target_parameters)"
+                )
         others = [name for name in within if name not in tensors]
         if not others or len(others) == len(within):
             continue
@@ -358,6 +285,10 @@ def check_trainable(parameters: list[BaseParameter], tensors: Set[str], modules:
             f"modules_to_save names {one.rpartition('.')[0]}, which is one parameter with "
             f"{', '.join(name.rpartition('.')[0] for name in others)} here; name these too"
         )
+
+
+def _of_any_layer(name: str) -> str:
+    return re.sub(r"(?<=\.layers\.)\d+(?=\.)", "{layer}", name)
 
 
 def train_(model: TransformerModel, parameters: list[BaseParameter], tensors: Collection[str]) -> None:

@@ -195,7 +195,8 @@ def own_squares(
         sharing = next((shares[param].group for param in dense if param in shares), None)
     groups = [group for group in (tp_group, sharing, pp_group) if group is not None]
     sums = [(_sum_of_squares(counted, first.device), groups)]
-    if any(each.is_of_expert for each in replicas.values()):
+    # A stage without experts takes part in the sum of the other stages.
+    if _has_experts(model) or any(each.is_of_expert for each in replicas.values()):
         if model_groups is None or model_groups.expert_dp is None or model_groups.dp is None:
             raise ConfigError("the model has experts; the norm needs its groups, with dp and expert_dp")
         # The ranks of a stage hold all experts, each as often as ``expert_dp`` has ranks unless these split it.
@@ -204,6 +205,10 @@ def own_squares(
         groups = [group for group in (tp_group, model_groups.dp, pp_group) if group is not None]
         sums.append((_sum_of_squares(own, first.device), groups))
     return sums
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "experts", None) is not None
 
 
 def exact_grad_norm(

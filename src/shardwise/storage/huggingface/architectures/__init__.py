@@ -2,7 +2,14 @@
 
 from shardwise.storage.huggingface.architectures.architecture import Architecture
 from shardwise.storage.huggingface.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from shardwise.storage.huggingface.architectures.experts import GLM4_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from shardwise.storage.huggingface.architectures.experts import (
+    GLM4_MOE,
+    GRANITEMOE,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 from shardwise.storage.huggingface.architectures.gemma import GEMMA2, GEMMA3
 from shardwise.storage.huggingface.architectures.gpt_and_bert import BERT, BLOOM, GPT2, GPT_NEOX, OPT
 from shardwise.storage.huggingface.architectures.gpt_oss import GPT_OSS
@@ -19,7 +26,7 @@ from shardwise.storage.huggingface.architectures.llama import (
 
 _ALL = (
     *(GPT2, BLOOM, LLAMA, MISTRAL, QWEN2, QWEN3, BERT, PHI3, SMOLLM3, GRANITE, OLMO2, GEMMA2, GEMMA3, GPT_NEOX, OPT),
-    *(MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GLM4_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
+    *(MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GLM4_MOE, GRANITEMOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
 )
 ARCHITECTURES = {each.model_type: each for each in _ALL}
 """Architectures by ``model_type``, in the order in which they are tried if none is given."""

@@ -193,6 +193,11 @@ class Architecture:
         renamed: pairs of an old ending of names and the current ending.
         classifiers: classes with a classification head.
         quantizations: values of ``quant_method`` in ``quantization_config`` that are read, dequantised.
+        parameters: names in the modules of ``transformers`` 5 of the parameters of routers and experts, which ``peft``
+            adapts as parameters; with the placeholder ``{layer}``.
+        module_targets: names that linear layers of routers and experts had in ``transformers`` 4, and for each the
+            parameter of version 5 that ``peft`` adapts if it is a target. Layers of dense MLPs with these names can
+            have no adapters in ``peft``'s files.
     """
 
     model_type: str
@@ -208,6 +213,8 @@ class Architecture:
     renamed: tuple[tuple[str, str], ...] = ()
     classifiers: tuple[ClassifierFormat, ...] = ()
     quantizations: tuple[str, ...] = ()
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    module_targets: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, fields: Fields) -> ModelDescription:
         """Read the description of a model from a ``config.json``.

@@ -17,6 +17,7 @@ from shardwise.models.transformer.heads import LatentAttention
 from shardwise.storage.huggingface.architectures.architecture import Setting, classifiers
 from shardwise.storage.huggingface.architectures.experts import (
     EXPERTS_AND_SHARED,
+    MODULE_TARGETS,
     SELECTION_BIAS,
     AfterDenseLayers,
     tied_of,
@@ -139,6 +140,7 @@ DEEPSEEK_V2 = _DeepseekV2(
     names=("n_routed_experts", "num_experts"),
     num=64,
     width=("moe_intermediate_size", 1407),
+    module_targets=MODULE_TARGETS,
     per_token=None,
     num_dense=0,
     num_shared=2,
@@ -168,6 +170,7 @@ DEEPSEEK_V3 = AfterDenseLayers(
     names=("n_routed_experts", "num_local_experts"),
     num=256,
     width=("moe_intermediate_size", 2048),
+    module_targets=MODULE_TARGETS,
     per_token=8,
     num_dense=3,
     scale=2.5,

@@ -1,13 +1,13 @@
-"""Decoders with experts: Mixtral, Qwen 2 and 3 MoE, OLMoE, GLM 4.5.
+"""Decoders with experts: Mixtral, Qwen 2 and 3 MoE, OLMoE, GLM 4.5, Granite MoE.
 
-They are Mistral, Qwen 2 and 3, and Llama with a norm over all queries and one over all keys, with experts instead of
-the MLP of some or all layers. Qwen 2 MoE has a shared expert with a gate.
+They are Mistral, Qwen 2 and 3, Granite, and Llama with a norm over all queries and one over all keys, with experts
+instead of the MLP of some or all layers. Qwen 2 MoE has a shared expert with a gate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.core.errors import ConfigError
@@ -15,6 +15,7 @@ from shardwise.models.description import ModelDescription
 from shardwise.models.experts import Experts
 from shardwise.storage.huggingface.architectures.architecture import Architecture, Setting, classifiers
 from shardwise.storage.huggingface.architectures.llama import (
+    GRANITE,
     LLAMA,
     QK_NORMS,
     QWEN2,
@@ -25,7 +26,7 @@ from shardwise.storage.huggingface.architectures.llama import (
     decoder_settings,
 )
 from shardwise.storage.huggingface.fields import Fields, read_rope
-from shardwise.storage.huggingface.mapping import Table, of_experts, stacked, whole
+from shardwise.storage.huggingface.mapping import Table, joint_experts, of_experts, stacked, whole
 
 _MLP = "decoder.layers.{layer}.mlp."
 _STORED = "model.layers.{layer}.mlp."
@@ -64,6 +65,13 @@ EXPERTS_AND_SHARED = {
 }
 SELECTION_BIAS = {_MLP + "router.selection_bias": whole(_STORED + "gate.e_score_correction_bias")}
 _BLOCK = "model.layers.{layer}.block_sparse_moe."
+MODULE_TARGETS = {
+    "gate": "gate.weight",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "down_proj": "down_proj",
+}
+"""Parameters that ``peft`` adapts for targets by the names of transformers 4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +96,13 @@ class WithExperts(Architecture):
     normalizes: bool | None = None
     chooses_layers: bool = False
     shared: int | None = None
+    parameters: Mapping[str, str] = field(
+        default_factory=lambda: {
+            _MLP + "router.weight": _STORED + "gate.weight",
+            _MLP + "experts.up": _STORED + "experts.gate_up_proj",
+            _MLP + "experts.down": _STORED + "experts.down_proj",
+        }
+    )
 
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         """Read the experts, and the fields of the decoder."""
@@ -220,6 +235,14 @@ class AfterDenseLayers(WithExperts):
         }
 
 
+class _GraniteMoe(WithExperts):
+    """Granite MoE: the softmax is over the logits of the chosen experts."""
+
+    def read_experts(self, fields: Fields, num_layers: int) -> Experts:
+        experts = super().read_experts(fields, num_layers)
+        return replace(experts, softmax_after_choice=True, normalizes_weights=False)
+
+
 def tied_of(decoder: Architecture) -> dict[str, Any]:
     """Return the arguments that an architecture with experts shares with its decoder."""
     names = ("fixed", "prefix", "tied", "ignored")
@@ -246,6 +269,7 @@ MIXTRAL = WithExperts(
     decoder=_MIXTRAL,
     names=("num_local_experts", "num_experts"),
     width=("intermediate_size", 14336),
+    module_targets={"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
 )
 QWEN2_MOE = WithExperts(
     **tied_of(QWEN2),
@@ -285,6 +309,7 @@ QWEN3_MOE = WithExperts(
     names=("num_experts", "num_local_experts"),
     num=128,
     width=("moe_intermediate_size", 768),
+    module_targets=MODULE_TARGETS,
     per_token=8,
     normalizes=False,
     chooses_layers=True,
@@ -309,6 +334,7 @@ OLMOE = WithExperts(
     names=("num_experts", "num_local_experts"),
     num=64,
     width=("intermediate_size", 2048),
+    module_targets=MODULE_TARGETS,
     per_token=8,
     normalizes=False,
 )
@@ -340,5 +366,26 @@ GLM4_MOE = AfterDenseLayers(
     names=("n_routed_experts", "num_local_experts"),
     num=128,
     width=("moe_intermediate_size", 1408),
+    module_targets=MODULE_TARGETS,
     per_token=8,
+)
+GRANITEMOE = _GraniteMoe(
+    **tied_of(GRANITE),
+    model_type="granitemoe",
+    classes=("GraniteMoeForCausalLM", "GraniteMoeModel"),
+    settings={name: setting for name, setting in GRANITE.settings.items() if name != "mlp_bias"},
+    table={
+        **TABLE,
+        _MLP + "router.weight": whole(_BLOCK + "router.layer.weight"),
+        _MLP + "experts.up": joint_experts(_BLOCK + "input_linear.weight"),
+        _MLP + "experts.down": joint_experts(_BLOCK + "output_linear.weight", transposed=True),
+    },
+    decoder=GRANITE,
+    names=("num_local_experts",),
+    width=("intermediate_size", 11008),
+    parameters={
+        _MLP + "router.weight": _BLOCK + "router.weight",
+        _MLP + "experts.up": _BLOCK + "experts.gate_up_proj",
+        _MLP + "experts.down": _BLOCK + "experts.down_proj",
+    },
 )

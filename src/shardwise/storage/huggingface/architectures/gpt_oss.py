@@ -105,4 +105,6 @@ GPT_OSS = _GptOss(
     width=("intermediate_size", 2880),
     per_token=4,
     quantizations=("mxfp4",),
+    # Gate and up alternate in peft's parameter, and not in ours.
+    parameters={},
 )

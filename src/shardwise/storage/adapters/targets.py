@@ -1,0 +1,173 @@
+"""The parts of a model that can have adapters, by their names in Hugging Face's model."""
+
+import contextlib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.topology import gather_from_stages
+from shardwise.core.validation import on_host
+from shardwise.models.adapters.adapter import Adapter
+from shardwise.models.adapters.lora_layers import LoraLayer
+from shardwise.models.gpt import GPT
+from shardwise.models.transformer.heads import Heads
+from shardwise.models.transformer.moe import ExpertWeights
+from shardwise.models.transformer.router import Router
+from shardwise.models.transformer_model import TransformerModel
+from shardwise.nn import ColumnLinear, RowLinear, VocabEmbedding
+from shardwise.storage.adapters.config_file import Paths
+from shardwise.storage.huggingface.architectures import Architecture
+from shardwise.storage.huggingface.mapping import compose
+
+
+@dataclass(frozen=True)
+class AdapterTarget:
+    """A linear layer or embedding of Hugging Face's model, or a parameter, and the layer of ours that contains it.
+
+    Attributes:
+        path: path of the module in Hugging Face's model, such as ``model.layers.0.self_attn.q_proj``, or name of the
+            parameter.
+        layer: layer of our model that contains it.
+        section: for each output row, its row in ``layer``'s output; None if all rows are the same.
+        transposed: whether Hugging Face stores the weight as ``[in, out]``.
+        in_layers: whether it is in a transformer layer; otherwise it is the embedding or the output layer.
+        parameter: of a parameter of a router or of experts, its name in ``layer``; else None.
+    """
+
+    path: str
+    layer: ColumnLinear | RowLinear | VocabEmbedding | Router | ExpertWeights
+    section: Tensor | None
+    transposed: bool
+    in_layers: bool = True
+    parameter: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the adapter in ``layer``: that of the parameter, or the last part of the path."""
+        return self.parameter or self.path.rpartition(".")[2]
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The target's adapter, or None."""
+        if not isinstance(self.layer, LoraLayer) or self.name not in self.layer.lora:
+            return None
+        adapter = self.layer.lora[self.name]
+        assert isinstance(adapter, Adapter)
+        return adapter
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Number of matrices, and the output and input features of each."""
+        layer = self.layer
+        if isinstance(layer, VocabEmbedding):
+            return 1, layer.embedding_dim, layer.num_embeddings
+        if isinstance(layer, ExpertWeights):
+            assert self.parameter is not None
+            rows, hidden = layer.param_layouts[self.parameter].global_shape
+            rows //= layer.num
+            return (layer.num, rows, hidden) if self.parameter == "up" else (layer.num, hidden, rows)
+        if isinstance(layer, Router):
+            return 1, *layer.param_layouts["weight"].global_shape  # type: ignore[return-value]
+        return 1, layer.out_features if self.section is None else len(self.section), layer.in_features
+
+
+def adapter_targets(model: TransformerModel, architecture: Architecture) -> list[AdapterTarget]:
+    """Return everything on this pipeline stage that can have an adapter, in order.
+
+    These are the linear layers, routers and experts in transformer layers and, in a GPT, the embedding and the output
+    layer.
+
+    Raises:
+        ConfigError: the architecture has no such layers.
+    """
+    layers: Iterable[Any] = model.block.layers
+    targets = [
+        target for layer in layers for target in _targets_of_layer(model, layer, layer.layer_number - 1, architecture)
+    ]
+    for path, (name, _) in outer_paths(model, architecture).items():
+        with contextlib.suppress(AttributeError):
+            found: Any = model.get_submodule(name)
+            targets.append(AdapterTarget(path, found, None, transposed=False, in_layers=False))
+    return targets
+
+
+def all_paths(model: TransformerModel, architecture: Architecture) -> Paths:
+    """Return the paths of everything that can have an adapter, on all pipeline stages. Collective over the stages."""
+    first, numbers = model.block.layers[0], range(model.config.num_layers)
+    if model.config.experts is None:
+        # All layers have the same parts.
+        targets = [target for number in numbers for target in _targets_of_layer(model, first, number, architecture)]
+    else:
+        targets = [target for target in adapter_targets(model, architecture) if target.in_layers]
+    own = [(target.path, target.parameter is not None) for target in targets]
+    every = {each for stage in gather_from_stages(own, "the paths of layers", model.groups) for each in stage}
+    return Paths(
+        in_layers={path for path, is_parameter in every if not is_parameter},
+        outer=outer_paths(model, architecture).keys(),
+        parameters={path for path, is_parameter in every if is_parameter},
+    )
+
+
+def outer_paths(model: TransformerModel, architecture: Architecture) -> dict[str, tuple[str, str]]:
+    """Map the paths of the embedding and the output layer to their names in our model and in messages."""
+    if not isinstance(model, GPT):
+        return {}
+    parts = {"embedding.word_embeddings": "the embedding"}
+    if model.classification is None:
+        parts["output_layer"] = "the output layer"
+    found = {}
+    for name, what in parts.items():
+        with contextlib.suppress(ConfigError):
+            (path,) = compose(architecture.table, f"{name}.weight", (1, 1), Heads(*model.config.heads)).stored_shapes
+            found[path.removesuffix(".weight")] = name, what
+    return found
+
+
+def paths_in_files(chosen: Collection[str], parameters: Collection[str]) -> dict[str, str]:
+    """Map the paths that have adapters to the paths of the adapters in ``peft``'s files.
+
+    That of a parameter is its module's, whose wrapper holds the factors. If both weights of experts are adapted, the
+    wrapper of the first is inside that of the second.
+    """
+    found = {}
+    for path in chosen:
+        module, _, name = path.rpartition(".")
+        inside = ".base_layer" if name == "gate_up_proj" and f"{module}.down_proj" in chosen else ""
+        found[path] = f"{module}{inside}" if path in parameters else path
+    return found
+
+
+@on_host
+def _targets_of_layer(
+    model: TransformerModel, layer: nn.Module, number: int, architecture: Architecture
+) -> list[AdapterTarget]:
+    """Return the targets of a layer, with the paths that they have in layer ``number``, from 0."""
+    heads, targets = Heads(*model.config.heads), list[AdapterTarget]()
+    for name, module in layer.named_modules():
+        if isinstance(module, Router | ExpertWeights):
+            for parameter in module.param_layouts:
+                path = architecture.parameters.get(f"{model.block_name}.layers.{{layer}}.{name}.{parameter}")
+                if path is not None:
+                    path = path.replace("{layer}", str(number))
+                    targets.append(AdapterTarget(path, module, None, transposed=False, parameter=parameter))
+        if not isinstance(module, ColumnLinear | RowLinear):
+            continue
+        shape = module.param_layouts["weight"].global_shape
+        composition = compose(architecture.table, f"{model.block_name}.layers.{number}.{name}.weight", shape, heads)
+        sections = {
+            tensor: torch.empty(sum(piece.rows for piece in composition.pieces if piece.tensor == tensor)).long()
+            for tensor in composition.stored_shapes
+        }
+        for start, piece in zip(composition.starts, composition.pieces, strict=True):
+            sections[piece.tensor][piece.start : piece.start + piece.rows] = torch.arange(start, start + piece.rows)
+        for tensor, section in sections.items():
+            whole = torch.equal(section, torch.arange(shape[0]))
+            path = tensor.removesuffix(".weight")
+            # A name that peft takes for experts.
+            if path.rpartition(".")[2] not in architecture.module_targets:
+                targets.append(AdapterTarget(path, module, None if whole else section, composition.transposed))
+    return targets

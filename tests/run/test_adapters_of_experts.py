@@ -1,0 +1,123 @@
+"""Runs that train adapters of experts and routers: any layout gives the results of one rank, in files of peft."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from run.run_processes import run_command
+from safetensors.torch import load_file
+from storage.adapters.tiny_models import read_adapters, save_model
+
+from shardwise.cli.main import main
+from shardwise.core.errors import ConfigError
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.models.adapters import LoraConfig
+from shardwise.run.comparison import compare
+from shardwise.run.settings import LoraSettings
+
+LAYOUTS = {
+    "ep 2, zero": (2, "--ep", "2", "--zero", "1"),
+    "tp 2, ep 2, sp": (2, "--tp", "2", "--ep", "2", "--etp", "1", "--sequence-parallel"),
+    "tp 2, etp 2, ep 2": (4, "--tp", "2", "--ep", "2"),
+    "ep 2, pp 2": (4, "--pp", "2", "--ep", "2"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    text = Path(argparse.__file__).read_text()[:20_000]
+    (folder / "text.txt").write_text(text)
+    for kind in ("mixtral", "qwen2_moe", "glm4_moe"):
+        save_model(kind, folder / kind, vocab_size=301)
+        Tokenizer.train([text], 290).save(folder / kind)
+    return folder
+
+
+def finetune(folder, kind, out, num_ranks, *more):
+    run_command(
+        folder, num_ranks, "finetune", folder / kind, "--out", out, "--data", folder / "text.txt", "--device", "cpu",
+        *("--model.sequence-length", "16", "--training.steps", "4", "--training.global-batch-size", "4"),
+        *("--training.save-every", "2", "--training.keep-checkpoints", "9", "--lora-rank", "4"),
+        *("--optimizer.learning-rate", "0.01", *more),
+    )  # fmt: skip
+    return out
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    return finetune(folder, "mixtral", folder / "one", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_trains_as_one_rank(folder, one, tmp_path, layout):
+    comparison = compare(one, finetune(folder, "mixtral", tmp_path / "run", *LAYOUTS[layout]))
+    assert comparison.verdict == "rounding", "\n".join(comparison.lines)
+
+
+@pytest.mark.slow
+def test_a_stage_without_experts(folder, tmp_path):
+    """GLM's first layer is dense; the stages still agree on adapters, the norm and the metrics of experts."""
+    runs = [finetune(folder, "glm4_moe", tmp_path / f"{pp}", pp, "--pp", f"{pp}") for pp in (1, 2)]
+    comparison = compare(*runs)
+    assert comparison.verdict == "rounding", "\n".join(comparison.lines)
+    files = [load_file(run / "adapter_model.safetensors") for run in runs]
+    assert files[0].keys() == files[1].keys()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_at_another_layout(folder, one, tmp_path):
+    out = tmp_path / "run"
+    first = (4, "--tp", "2", "--ep", "2", "--training.steps", "2")
+    finetune(folder, "mixtral", out, *first)
+    names = {name for file in out.glob("checkpoints/step-00000002/*.safetensors") for name in load_file(file)}
+    assert all("lora" in name for name in names)
+    assert any(".experts.lora.down.lora_A" in name for name in names)
+    finetune(folder, "mixtral", out, 4, "--pp", "2", "--ep", "2", "--resume", "auto")
+    comparison = compare(one, out)
+    assert comparison.verdict == "rounding", "\n".join(comparison.lines)
+
+
+@pytest.mark.slow
+def test_peft_opens_what_a_run_leaves(folder, one):
+    """The default targets of Mixtral, and named parameters of Qwen 2 MoE, are the merged models."""
+    import transformers
+
+    chosen = ("--lora-targets", "q_proj", "--lora-target-parameters", "experts.down_proj", "gate.weight")
+    named = finetune(folder, "qwen2_moe", folder / "named", 2, "--ep", "2", *chosen)
+    ids = torch.arange(24).view(2, 12)
+    for kind, out, parameters in (
+        ("mixtral", one, ["down_proj", "gate.weight", "gate_up_proj"]),
+        ("qwen2_moe", named, ["experts.down_proj", "gate.weight"]),
+    ):
+        assert json.loads((out / "adapter_config.json").read_text())["target_parameters"] == parameters
+        merged = folder / f"{kind}-merged"
+        assert main(["export-hf", str(out), "--out", str(merged), "--merge"]) == 0
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            base, whole = (
+                transformers.AutoModelForCausalLM.from_pretrained(path, experts_implementation="eager")
+                for path in (folder / kind, merged)
+            )
+            plain = base(ids).logits
+            adapted, expected = read_adapters(base, out)(ids).logits, whole.eval()(ids).logits
+        assert (adapted - expected).norm() < 1e-5 * plain.norm(), kind
+        assert (adapted - plain).norm() > 1e-3 * plain.norm(), kind
+        assert main(["generate", str(out), "--prompt", "import", "--max-new-tokens", "3", "--device", "cpu"]) == 0
+
+
+def test_flags_of_parameters():
+    settings = LoraSettings(lora_rank=2, lora_targets=(), lora_target_parameters=("gate.weight",))
+    assert settings.config() == LoraConfig(r=2, lora_alpha=4, target_modules=(), target_parameters=("gate.weight",))
+    assert settings.describe() == "adapters of rank 2 (gate.weight)"
+    with pytest.raises(ConfigError, match="--lora-target-parameters without --lora-rank"):
+        LoraSettings(lora_target_parameters=("gate.weight",))
+    with pytest.raises(ConfigError, match=r"lora_dropout is 0\.1, which adapters of experts and routers do not have"):
+        LoraSettings(lora_rank=2, lora_dropout=0.1, lora_target_parameters=("gate.weight",))
