@@ -287,7 +287,7 @@ def test_stages_choose_the_same_layers_of_a_model_with_experts(group, tmp_path):
     for sizes in ({"tp": 2}, {"pp": 2}):
         groups = Groups.of(Topology.create(**sizes))
         model = load_pretrained(tmp_path / "model", groups=groups)
-        with pytest.raises(ConfigError, match="no linear layer 'q_a_proj' to adapt .*q_a_proj is none"):
+        with pytest.raises(ConfigError, match=r"no linear layer 'q_a_proj' to adapt .*q_a_proj is none"):
             add_lora_(model, LoraConfig(r=3, target_modules=("q_a_proj",)), architecture)
         add_lora_(model, LoraConfig(r=3, target_modules=("all-linear",)), architecture)
         folder = tmp_path / "".join(sizes)
