@@ -45,7 +45,8 @@ class ContextShard:
         """Each rank's runs of positions as ``(start, stop)``, in order."""
         ranks = self.group.size()
         runs = intervals_of_sizes(balanced_sizes(self.length, 2 * ranks))
-        return tuple((runs[rank], runs[2 * ranks - 1 - rank]) for rank in range(ranks))
+        pairs = ((runs[rank], runs[2 * ranks - 1 - rank]) for rank in range(ranks))
+        return tuple(tuple(run for run in pair if run[0] < run[1]) for pair in pairs)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ independent of its layout.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.random import DATA_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM, streams
 from shardwise.core.sequence_view import ContextShard
-from shardwise.core.sharding import Interval, checked_dim
+from shardwise.core.sharding import checked_dim
 
 _BLOCK_ELEMENTS = 1 << 20
 
@@ -107,48 +108,41 @@ def global_keep_mask(
         ShardingError: there is no such dimension, or ``sizes`` does not fit ``shape``.
         TopologyError: the streams were not seeded with ``rng="global"``.
     """
-    whole, held = list(shape), {}
-    if dim is not None:
-        assert group is not None
-        dim, rank = checked_dim(dim, shape), group.rank()
-        size = shape[dim]
-        sizes = (size,) * group.size() if sizes is None else sizes
-        if len(sizes) != group.size() or sizes[rank] != size:
-            raise ShardingError(
-                f"dropout on rank {rank} of {group.size()}: sizes {list(sizes)} do not fit a shard of {size} along "
-                f"dimension {dim}; pass one size per rank"
-            )
-        first = sum(sizes[:rank])
-        whole[dim], held[dim] = sum(sizes), [(first, first + size)]
-    if context is not None:
-        ((start, stop),) = held.get(context_dim, [(0, context.size)])
-        whole[context_dim], held[context_dim] = context.length, context.runs(start, stop)
-    # In memory the whole tensor is [outer, row], and this rank's part is the same columns of each row.
-    split = min(held, default=len(whole))
-    columns, row = _columns(whole[split:], {dim - split: runs for dim, runs in held.items()})
-    outer = math.prod(whole[:split])
-    parts = [torch.empty(outer, stop - start, dtype=torch.bool, device=device) for start, stop in columns]
+    if context is not None and dim not in (None, context_dim):
+        whole = [*shape[:context_dim], context.length, *shape[context_dim + 1 :]]
+        options: dict[str, Any] = {"sizes": sizes, "device": device, "layer_number": layer_number}
+        return context.own(global_keep_mask(whole, p, dim=dim, group=group, **options), dim=context_dim)
+    is_split = dim is not None
+    if not is_split and context is None:
+        outer, total, runs, inner = 1, math.prod(shape), [(0, math.prod(shape))], 1
+    else:
+        dim = checked_dim(context_dim if dim is None else dim, shape)
+        first, size, total = 0, shape[dim], shape[dim]
+        if is_split:
+            assert group is not None
+            rank = group.rank()
+            sizes = (size,) * group.size() if sizes is None else sizes
+            if len(sizes) != group.size() or sizes[rank] != size:
+                raise ShardingError(
+                    f"dropout on rank {rank} of {group.size()}: sizes {list(sizes)} do not fit a shard of {size} along "
+                    f"dimension {dim}; pass one size per rank"
+                )
+            first, total = sum(sizes[:rank]), sum(sizes)
+        runs = [(first, first + size)]
+        if context is not None:
+            runs, total = context.runs(first, first + size), context.length
+        outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+    # In memory the whole tensor is [outer, total * inner], and this rank's part is the same columns of each row.
+    row = total * inner
+    columns = [(start * inner, (stop - start) * inner) for start, stop in runs]
+    parts = [torch.empty(outer, width, dtype=torch.bool, device=device) for _, width in columns]
     with streams().fork(streams().global_stream(layer_number)), torch.no_grad():
         for low in range(0, outer * row, _BLOCK_ELEMENTS):
             block = torch.empty(min(_BLOCK_ELEMENTS, outer * row - low), dtype=torch.bool, device=device)
             block.bernoulli_(1 - p)
-            for part, (start, stop) in zip(parts, columns, strict=True):
-                _copy_columns_(part, block, low, row, start, stop - start)
+            for part, (start, width) in zip(parts, columns, strict=True):
+                _copy_columns_(part, block, low, row, start, width)
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).view(tuple(shape))
-
-
-def _columns(whole: Sequence[int], held: Mapping[int, Sequence[Interval]]) -> tuple[list[Interval], int]:
-    """Return the runs of a flat tensor that hold the given positions of its dimensions, and its size."""
-    columns, row = [(0, 1)], 1
-    for dim in reversed(range(len(whole))):
-        runs = held.get(dim, [(0, whole[dim])])
-        if columns == [(0, row)]:
-            columns = [(start * row, stop * row) for start, stop in runs]
-        else:
-            indices = [index for start, stop in runs for index in range(start, stop)]
-            columns = [(index * row + start, index * row + stop) for index in indices for start, stop in columns]
-        row *= whole[dim]
-    return columns, row
 
 
 def _copy_columns_(keep: Tensor, block: Tensor, low: int, row: int, start: int, width: int) -> None:

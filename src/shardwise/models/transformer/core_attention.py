@@ -186,7 +186,28 @@ class CoreAttention(GroupModule):
                 slopes=mask.alibi_slopes,
                 sinks=None if self.sinks is None else self.sinks.logits,
             )
-        bias, is_causal = mask.bias(query, key.size(2), causal=self.attn_mask_type.is_causal, window=self.window_size)
+        if mask.context is None:
+            return self._attend_to(query, key, value, mask)
+        if self.training and self.dropout > 0 and streams().rule == "global":
+            raise ConfigError(
+                f"attention_dropout {self.dropout} with training.rng global draws the mask of whole sequences, which "
+                "context-parallel ranks (cp) do not hold; use training.rng per_rank, or attention_dropout 0"
+            )
+        # Each run of positions, and the keys that its mask lets it see.
+        causal, (before, _) = self.attn_mask_type.is_causal, self.window_size or (-1, -1)
+        runs, results = mask.context.intervals, []
+        for queries, (start, stop) in zip(query.split([stop - start for start, stop in runs], 2), runs, strict=True):
+            keys = slice(max(0, start - before) if before >= 0 else 0, stop if causal else key.size(2))
+            starts = start, keys.start
+            results.append(self._attend_to(queries, key[:, :, keys], value[:, :, keys], mask, starts))
+        return torch.cat(results, dim=2)
+
+    def _attend_to(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, starts: tuple[int, int] | None = None
+    ) -> Tensor:
+        """Attend to keys and values; ``starts`` as for ``AttentionMask.bias``."""
+        window, causal = self.window_size, self.attn_mask_type.is_causal
+        bias, is_causal = mask.bias(query, key.size(2), causal=causal, window=window, starts=starts)
         dropout = self.dropout if self.training else 0.0
         if self.logit_softcap is not None or self.sinks is not None:
             return self._attend_in_blocks(query, key, value, bias, is_causal, dropout)

@@ -53,8 +53,8 @@ class AttentionMask:
         key_positions: ``[b, keys]`` integers, positions for ALiBi's distances; each key's index if None.
         query_position: int64 ``[1]``, position of a single query whose keys are a whole cache; later positions are
             forbidden. ALiBi is the only other restriction that it supports.
-        context: with context parallelism, the positions that this rank's queries have; masks and ids are those of
-            whole sequences.
+        context: with context parallelism, the positions that this rank's queries have; masks and ids are of whole
+            sequences.
 
     Raises:
         ShardingError: ``forbidden`` is not bools.
@@ -84,15 +84,23 @@ class AttentionMask:
         self._made: dict[object, Tensor] = {}
 
     def bias(
-        self, query: Tensor, num_keys: int, *, causal: bool, window: tuple[int, int] | None
+        self,
+        query: Tensor,
+        num_keys: int,
+        *,
+        causal: bool,
+        window: tuple[int, int] | None,
+        starts: tuple[int, int] | None = None,
     ) -> tuple[Tensor | None, bool]:
         """Return ``attn_mask`` and ``is_causal`` of ``scaled_dot_product_attention``.
 
         Args:
-            query: ``[b, heads/t, s, d]``, for the last ``s`` of ``num_keys`` positions, or those of ``context``.
+            query: ``[b, heads/t, s, d]``.
             num_keys: number of keys.
             causal: whether keys after a token are forbidden.
             window: number of positions that a token sees before and after itself, -1 for no bound.
+            starts: positions of the first query and of the first key; None if keys start at 0, and queries are at the
+                last ``s`` of their positions.
 
         Returns:
             A bias of the query's dtype, -inf where attention is forbidden, broadcast to ``[b, heads/t, s, num_keys]``;
@@ -102,50 +110,54 @@ class AttentionMask:
             ShardingError: the mask or ``document_ids`` have the wrong shape, or ``document_ids`` come with a cache.
         """
         new = query.size(2)
+        first, first_key = starts or (num_keys - new, 0)
+        last, last_key = first + new - 1, first_key + num_keys - 1
         before, after = (-1, -1) if window is None else window
         # A window that contains all positions restricts nothing.
-        before = before if before < num_keys - 1 else -1
-        after = after if after < num_keys - 1 and not causal else -1
-        if self._is_plain and before < 0 and after < 0 and (not causal or new in (1, num_keys)):
-            return None, causal and new == num_keys
-        key = (new, num_keys, causal, before, after, query.dtype)
+        before = before if before < last - first_key else -1
+        after = after if after < last_key - first and not causal else -1
+        is_causal = causal and (first, last) == (first_key, last_key)
+        if self._is_plain and before < 0 and after < 0 and (not causal or is_causal or first == last_key):
+            return None, is_causal
+        key = (first, new, first_key, num_keys, causal, before, after, query.dtype)
         if key not in self._made:
-            self._made[key] = self._make(query, num_keys, causal, before, after)
+            queries, keys = slice(first, last + 1), slice(first_key, last_key + 1)
+            self._made[key] = self._make(query, queries, keys, causal, before, after)
         return self._made[key], False
 
-    def _make(self, query: Tensor, num_keys: int, causal: bool, before: int, after: int) -> Tensor:
-        device = query.device
-        keys = torch.arange(num_keys, device=device)
-        queries = self._of_queries(keys, query.size(2), dim=0)[:, None]
+    def _make(self, query: Tensor, queries: slice, keys: slice, causal: bool, before: int, after: int) -> Tensor:
+        of_keys = torch.arange(keys.start, keys.stop, device=query.device)
+        of_queries = torch.arange(queries.start, queries.stop, device=query.device)[:, None]
         forbidden = []
         if causal:
-            forbidden.append(keys > queries)
+            forbidden.append(of_keys > of_queries)
         if before >= 0:
-            forbidden.append(keys < queries - before)
+            forbidden.append(of_keys < of_queries - before)
         if after >= 0:
-            forbidden.append(keys > queries + after)
+            forbidden.append(of_keys > of_queries + after)
         if self.document_ids is not None:
-            forbidden.append(self._other_document(query, num_keys))
+            ids = self._ids(query, keys)
+            forbidden.append((ids[:, queries, None] != ids[:, None, keys]).unsqueeze(1))
         if self.forbidden is not None:
-            forbidden.append(self._checked(query, num_keys))
+            forbidden.append(self._checked(query, queries, keys))
         # In the query's dtype. From bools, each layer would create such a tensor, and save it.
-        bias = torch.zeros((), dtype=query.dtype, device=device)
+        bias = torch.zeros((), dtype=query.dtype, device=query.device)
         if self.alibi_slopes is not None:
             wide = torch.promote_types(query.dtype, torch.float32)
-            slopes = self.alibi_slopes.to(device, wide)[:, None, None]
-            distances = queries - keys
+            slopes = self.alibi_slopes.to(query.device, wide)[:, None, None]
+            distances = of_queries - of_keys
             if self.key_positions is not None:
-                places = self.key_positions[:, None, None, :]
-                distances = self._of_queries(places, query.size(2), dim=-1).transpose(-1, -2) - places
+                places = self.key_positions[:, None, :]
+                distances = (places[..., queries].transpose(-1, -2) - places[..., keys]).unsqueeze(1)
             bias = (slopes * -distances.abs().to(wide)).to(query.dtype)
         if forbidden:
             bias = bias.masked_fill(functools.reduce(torch.logical_or, forbidden), -torch.inf)
         return bias
 
-    def _checked(self, query: Tensor, num_keys: int) -> Tensor:
+    def _checked(self, query: Tensor, queries: slice, keys: slice) -> Tensor:
         assert self.forbidden is not None
-        new = query.size(2) if self.context is None else self.context.length
-        wanted = (*query.shape[:2], new, num_keys)
+        of_all = (query.size(2), keys.stop) if self.context is None else (self.context.length,) * 2
+        wanted = (*query.shape[:2], *of_all)
         sizes = self.forbidden.shape
         missing = len(wanted) - len(sizes)
         if missing < 0 or any(size not in (1, want) for size, want in zip(sizes, wanted[missing:], strict=True)):
@@ -153,26 +165,21 @@ class AttentionMask:
                 f"attention_mask has shape {list(sizes)}; it must broadcast to [batch, query heads of this rank, "
                 f"queries, keys], here {list(wanted)}"
             )
-        if self.context is None or len(sizes) < 2 or sizes[-2] == 1:
+        if self.context is None:
             return self.forbidden
-        return self.context.own(self.forbidden, dim=-2)
+        own = self.forbidden if sizes[-1] == 1 else self.forbidden[..., keys]
+        return own if len(sizes) < 2 or sizes[-2] == 1 else own[..., queries, :]
 
-    def _of_queries(self, of_keys: Tensor, new: int, *, dim: int) -> Tensor:
-        """Return the queries' part of what each key has; without a context they are at the last positions."""
-        if self.context is not None:
-            return self.context.own(of_keys, dim=dim)
-        return of_keys.narrow(dim, of_keys.size(dim) - new, new)
-
-    def _other_document(self, query: Tensor, num_keys: int) -> Tensor:
+    def _ids(self, query: Tensor, keys: slice) -> Tensor:
         ids = self.document_ids
         assert ids is not None
-        has_cache = self.context is None and query.size(2) != num_keys
-        if ids.shape != (query.size(0), num_keys) or has_cache:
+        length = keys.stop if self.context is None else self.context.length
+        if ids.shape != (query.size(0), length) or (self.context is None and query.size(2) != length):
             raise ShardingError(
                 f"document_ids have shape {list(ids.shape)}; attention is of {query.size(0)} sequences, with "
-                f"{query.size(2)} queries on {num_keys} keys, and needs a number for each of as many keys as queries"
+                f"{query.size(2)} queries on {length} keys, and needs a number for each of as many keys as queries"
             )
-        return (self._of_queries(ids, query.size(2), dim=1)[:, :, None] != ids[:, None, :]).unsqueeze(1)
+        return ids
 
 
 def document_lengths(document_ids: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ CONFIG_NAME = ADAPTER_CONFIG_NAME
 _MERGE_FIRST = "merge them into the model with peft (merge_and_unload, then save_pretrained) and use that folder"
 # Initialisations that do not change the base weights.
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-# Fields with which an adapter computes something other than B A.
+# Fields that make an adapter compute something other than B A.
 _VARIANTS = (
     "alora_invocation_tokens",
     "arrow_config",

@@ -81,6 +81,10 @@ def add_adapters_(
     check_without_adapters(model)
 
     def check() -> None:
+        if config.lora_dropout > 0 and model.groups.cp is not None and model.groups.cp.size() > 1:
+            raise ConfigError(
+                f"lora_dropout is {config.lora_dropout}, and ranks share samples (cp); set it to 0, or cp to 1"
+            )
         check_trainable(base_parameters(model, architecture), trained, chosen, architecture)
         for target in adapter_targets(model, architecture):
             if target.path in chosen and isinstance(target.layer, ExpertWeights):
