@@ -8,18 +8,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness.live_bytes import LiveBytes
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.random import seed_streams
 from shardwise.core.sequence_view import ContextShard
 from shardwise.core.topology import Groups, Topology
+from shardwise.kernels.planning import planning_for
 from shardwise.models import GPT, Classification, Experts, ModelConfig, Recomputation
 from shardwise.models.bert import Bert
 from shardwise.models.transformer.heads import LatentAttention
+from shardwise.models.transformer.masks import AttentionMask
 from shardwise.models.transformer.moe import MoELayer
 from shardwise.models.transformer.rotary import RotaryScaling
+from shardwise.nn.recompute import MadeAgain
 from shardwise.nn.replicated import named_param_layouts, replicas_of
 from shardwise.training.optimizer.gradients import finalize_gradients_, global_grad_norm
 
@@ -159,17 +164,38 @@ def test_losses_and_gradients_are_those_of_one_rank(group, kind):
 
 
 @pytest.mark.ranks(2)
-def test_a_layer_gathers_keys_and_values_once_each_way(group):
-    groups = Groups.of(Topology.create(cp=2))
-    model, batch = build("one key-value head", groups), batch_of(0, 29)
-    with CollectiveCounter() as counter:
-        model(**batch).sum().backward()
-    own = model.view_of(29).size * BATCH * 2 * 6 * 8
-    whole = 29 * BATCH * 2 * 6 * 8
+def test_keys_and_values_are_gathered_again_and_not_kept(group):
+    own, whole = (length * BATCH * 2 * 6 * 8 for length in (ContextShard(29, group).size, 29))
+    model, batch = build("one key-value head", Groups.of(Topology.create(cp=2))), batch_of(0, 29)
+    # Tables of angles are kept from forward to forward.
+    model(**batch)
+    with CollectiveCounter() as counter, LiveBytes() as made:
+        loss = model(**batch).sum()
+        kept = made.count()
+        loss.backward()
     assert [(each.name, each.num_bytes) for each in counter.launches] == [
         *[("all_gather", own)] * 2,
-        *[("reduce_scatter", whole)] * 2,
+        *[("all_gather", own), ("reduce_scatter", whole)] * 2,
     ]
+    with pytest.MonkeyPatch.context() as patch, LiveBytes() as made:
+        patch.setattr(MadeAgain, "_pack", lambda self, tensor: tensor)
+        loss = model(**batch).sum()
+        assert made.count() - kept == 2 * whole
+
+
+@pytest.mark.ranks(2)
+def test_flash_attention_needs_no_mask_of_a_run(group):
+    """On CUDA a value that stands for "causal" replaces the mask of a run."""
+    mask, query = AttentionMask(context=ContextShard(29, group)), torch.zeros(1, 1, 7, 6)
+    options: dict[str, Any] = {"causal": True, "window": None, "starts": (9, 0)}
+    dense, _ = mask.bias(query, 16, **options, for_kernels=True)
+    with planning_for("cuda"):
+        bias, is_causal = mask.bias(query, 16, **options, for_kernels=True)
+        written, _ = mask.bias(query, 16, **options)
+    assert isinstance(bias, CausalBias)
+    assert not is_causal
+    assert torch.equal(bias._materialize(query.device), dense == 0)
+    assert written is dense
 
 
 def test_a_rank_holds_two_runs_as_far_from_the_ends(monkeypatch):

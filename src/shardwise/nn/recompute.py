@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -72,6 +72,47 @@ class _Recomputation(AbstractContextManager[None]):
     def __exit__(self, *exception: object) -> None:
         _PHASES.recomputing.pop()
         self._streams.restore(self._outside.pop())
+
+
+class _View(NamedTuple):
+    """A view of a tensor that is made again."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class MadeAgain(torch.autograd.graph.saved_tensors_hooks):
+    """Context in which a contiguous tensor is not saved for the backward; the backward makes it again, once.
+
+    Unlike ``recomputed``, what is computed from the tensor is not computed again.
+
+    Args:
+        tensor: the tensor, of which operations inside the context save itself or views.
+        again: makes it again, without gradient.
+    """
+
+    def __init__(self, tensor: Tensor, again: Callable[[], Tensor]) -> None:
+        self._storage, self._again = tensor.untyped_storage()._cdata, again
+        self._saved = self._left = 0
+        self._made: Tensor | None = None
+        super().__init__(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _View:
+        if tensor.untyped_storage()._cdata != self._storage:
+            return tensor
+        self._saved += 1
+        return _View(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _unpack(self, saved: Tensor | _View) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if self._made is None:
+            self._made, self._left = self._again(), self._saved
+        made, self._left = self._made, self._left - 1
+        if self._left == 0:
+            self._made = None
+        return made.as_strided(saved.size, saved.stride, saved.offset)
 
 
 class _FirstForward(AbstractContextManager[None]):

@@ -2,21 +2,24 @@
 
 import math
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias
 
 from shardwise.core.communication import moves
+from shardwise.core.communication.collectives import all_gather
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
 from shardwise.core.random import streams
-from shardwise.core.sequence_view import SequenceView
+from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.kernels.planning import device_type_of
@@ -26,7 +29,7 @@ from shardwise.models.transformer.masks import AttentionMask, AttentionSinks, At
 from shardwise.models.transformer.mlp import softcap
 from shardwise.nn import GroupModule, RowLinear, arithmetic_of
 from shardwise.nn.dropout import sharded_dropout
-from shardwise.nn.recompute import recomputed
+from shardwise.nn.recompute import MadeAgain, is_kept_briefly, recomputed
 
 _KERNELS = {
     "flash": [SDPBackend.FLASH_ATTENTION],
@@ -161,17 +164,34 @@ class CoreAttention(GroupModule):
             cache: see ``forward``.
         """
         s, b, _, _ = query.shape
-        if (shard := mask.context) is not None:
-            both = torch.cat([key, value], dim=-1)
-            both = moves.gather_for_parts(both, dim=0, group=shard.group, sizes=shard.sizes)
-            key, value = shard.in_order(both, dim=0).split([key.size(-1), value.size(-1)], dim=-1)
         # [s, b, heads, d] -> [b, heads, s, d], as views.
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if cache is not None:
             key, value = cache.append(self.layer_number, key, value)
-        attend = partial(recomputed, self._attend) if self.recomputes_core and cache is None else self._attend
+        attend: Callable[..., Tensor] = self._attend
+        if mask.context is not None:
+            attend = partial(self._attend_to_all, shard=mask.context)
+        if self.recomputes_core and cache is None:
+            attend = partial(recomputed, attend)
         context = attend(query, key, value, mask)
         return context.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+    def _attend_to_all(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, *, shard: ContextShard
+    ) -> Tensor:
+        """Attend to the keys and values of all context-parallel ranks, which the backward gathers again."""
+        # [s/c, b, groups, d], whose ranks follow each other in memory.
+        own = torch.cat([key, value], dim=-1).permute(2, 0, 1, 3).contiguous()
+        along: dict[str, Any] = {"dim": 0, "group": shard.group, "sizes": shard.sizes}
+        whole = shard.in_order(moves.gather_for_parts(own, **along), dim=0)
+
+        def again() -> Tensor:
+            return shard.in_order(all_gather(own.detach(), **along), dim=0)
+
+        widths = key.size(-1), value.size(-1)
+        with nullcontext() if is_kept_briefly() else MadeAgain(whole, again):
+            keys, values = whole.permute(1, 2, 0, 3).split(widths, dim=-1)
+            return self._attend(query, keys, values, mask)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         if mask.query_position is not None:
@@ -207,11 +227,14 @@ class CoreAttention(GroupModule):
     ) -> Tensor:
         """Attend to keys and values; ``starts`` as for ``AttentionMask.bias``."""
         window, causal = self.window_size, self.attn_mask_type.is_causal
-        bias, is_causal = mask.bias(query, key.size(2), causal=causal, window=window, starts=starts)
         dropout = self.dropout if self.training else 0.0
-        if self.logit_softcap is not None or self.sinks is not None:
+        in_blocks = self.logit_softcap is not None or self.sinks is not None
+        writes_out = in_blocks or self._backend == "local" or (dropout > 0 and streams().rule == "global")
+        options: dict[str, Any] = {"causal": causal, "window": window, "starts": starts, "for_kernels": not writes_out}
+        bias, is_causal = mask.bias(query, key.size(2), **options)
+        if in_blocks:
             return self._attend_in_blocks(query, key, value, bias, is_causal, dropout)
-        if self._backend == "local" or (dropout > 0 and streams().rule == "global"):
+        if writes_out:
             return self._attend_written_out(query, key, value, bias, is_causal, dropout)
         grouped = self.num_local_groups < query.size(1)
         if grouped and (not self._is_even or self._why_repeat(query, bias) is not None):
@@ -239,7 +262,8 @@ class CoreAttention(GroupModule):
 
     def _why_repeat(self, query: Tensor, bias: Tensor | None) -> str | None:
         kind = device_type_of(query), query.dtype
-        return why_repeat_keys(self._backend, *kind, head_dim=self.head_dim, masked=bias is not None)
+        masked = bias is not None and not isinstance(bias, CausalBias)
+        return why_repeat_keys(self._backend, *kind, head_dim=self.head_dim, masked=masked)
 
     def _for_all_queries(self, heads: Tensor) -> Tensor:
         """Repeat keys or values ``[b, groups/t, keys, d]`` for all of their queries."""

@@ -6,11 +6,13 @@ from enum import Enum
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.attention.bias import causal_lower_right
 
 from shardwise.core.errors import ShardingError
 from shardwise.core.initialization import CounterNormal
 from shardwise.core.sequence_view import ContextShard
 from shardwise.core.sharding import ParamLayout
+from shardwise.kernels.planning import device_type_of
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.heads import HeadSplit, split_heads
 from shardwise.models.transformer.mlp import layer_arguments
@@ -91,6 +93,7 @@ class AttentionMask:
         causal: bool,
         window: tuple[int, int] | None,
         starts: tuple[int, int] | None = None,
+        for_kernels: bool = False,
     ) -> tuple[Tensor | None, bool]:
         """Return ``attn_mask`` and ``is_causal`` of ``scaled_dot_product_attention``.
 
@@ -101,6 +104,7 @@ class AttentionMask:
             window: number of positions that a token sees before and after itself, -1 for no bound.
             starts: positions of the first query and of the first key; None if keys start at 0, and queries are at the
                 last ``s`` of their positions.
+            for_kernels: whether only PyTorch's kernels read the bias; on CUDA it may then be a ``CausalBias``.
 
         Returns:
             A bias of the query's dtype, -inf where attention is forbidden, broadcast to ``[b, heads/t, s, num_keys]``;
@@ -117,8 +121,12 @@ class AttentionMask:
         before = before if before < last - first_key else -1
         after = after if after < last_key - first and not causal else -1
         is_causal = causal and (first, last) == (first_key, last_key)
-        if self._is_plain and before < 0 and after < 0 and (not causal or is_causal or first == last_key):
+        is_plain = self._is_plain and before < 0 and after < 0
+        if is_plain and (not causal or is_causal or first == last_key):
             return None, is_causal
+        if is_plain and for_kernels and starts is not None and device_type_of(query) == "cuda":
+            # Flash attention aligns the last query with the last key.
+            return causal_lower_right(new, num_keys), False
         key = (first, new, first_key, num_keys, causal, before, after, query.dtype)
         if key not in self._made:
             queries, keys = slice(first, last + 1), slice(first_key, last_key + 1)
