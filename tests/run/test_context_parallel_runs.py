@@ -98,8 +98,8 @@ def test_wrong_settings_are_refused():
     with pytest.raises(ConfigError, match=r"parallel\.tp 2 x parallel\.cp 4 does not divide the 4 ranks; start a mult"):
         settings.check_world(4)
     assert ParallelSettings(tp=2, cp=4, pp=3).fewest_ranks == 24
-    with pytest.raises(ConfigError, match=r"plans do not cover parallel\.cp 2 yet"):
-        plan_run(ranks=2, parallel={"cp": 2}, device="cpu")
+    with pytest.raises(ConfigError, match=r"parallel\.cp 2 does not divide the 3 ranks"):
+        plan_run(ranks=3, parallel={"cp": 2}, device="cpu")
 
 
 @pytest.mark.slow

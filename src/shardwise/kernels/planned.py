@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.attention.bias import CausalBias
 
 from shardwise.kernels.loss_reference import compute_dtype
 
@@ -111,7 +112,8 @@ def functions_on_cuda(count_flops: Callable[[int], None]) -> dict[str, Callable[
         # In fp64 CUDA has explicit products only.
         if query.dtype == torch.float64:
             return attention(query, key, value, attn_mask, **options)
-        output: Tensor = _Attention.apply(query, key, value, attn_mask, count_flops)
+        mask = None if isinstance(attn_mask, CausalBias) else attn_mask
+        output: Tensor = _Attention.apply(query, key, value, mask, count_flops)
         return output
 
     def norm(input_: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +36,16 @@ def planning_for(device_type: str) -> Iterator[None]:
 def planned_device() -> str | None:
     """The type of device of the plan; None outside of ``planning_for``."""
     return _planned_device
+
+
+def outside_of_plans() -> AbstractContextManager[Any]:
+    """Return a context in which new tensors are not fake, also in a plan."""
+    if _planned_device is None:
+        return contextlib.nullcontext()
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    context: AbstractContextManager[Any] = _disable_current_modes()
+    return context
 
 
 def plain_tensors() -> tuple[type[Tensor], ...]:

@@ -82,29 +82,19 @@ class _View(NamedTuple):
     offset: int
 
 
-class MadeAgain(torch.autograd.graph.saved_tensors_hooks):
-    """Context in which a contiguous tensor is not saved for the backward; the backward makes it again, once.
-
-    Unlike ``recomputed``, what is computed from the tensor is not computed again.
-
-    Args:
-        tensor: the tensor, of which operations inside the context save itself or views.
-        again: makes it again, without gradient.
-    """
-
-    def __init__(self, tensor: Tensor, again: Callable[[], Tensor]) -> None:
-        self._storage, self._again = tensor.untyped_storage()._cdata, again
+class _MadeAgain:
+    def __init__(self, storage: int, again: Callable[[], Tensor]) -> None:
+        self._storage, self._again = storage, again
         self._saved = self._left = 0
         self._made: Tensor | None = None
-        super().__init__(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> Tensor | _View:
+    def pack(self, tensor: Tensor) -> Tensor | _View:
         if tensor.untyped_storage()._cdata != self._storage:
             return tensor
         self._saved += 1
         return _View(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def _unpack(self, saved: Tensor | _View) -> Tensor:
+    def unpack(self, saved: Tensor | _View) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         if self._made is None:
@@ -113,6 +103,20 @@ class MadeAgain(torch.autograd.graph.saved_tensors_hooks):
         if self._left == 0:
             self._made = None
         return made.as_strided(saved.size, saved.stride, saved.offset)
+
+
+def made_again(tensor: Tensor, again: Callable[[], Tensor]) -> AbstractContextManager[Any]:
+    """Return a context in which a contiguous tensor is not saved for the backward, which makes it again, once.
+
+    Unlike ``recomputed``, what is computed from the tensor is not computed again.
+
+    Args:
+        tensor: the tensor; operations inside the context may save itself or views.
+        again: makes it again, without gradient.
+    """
+    # No object here refers to itself, so that nothing waits for Python's garbage collector.
+    made = _MadeAgain(tensor.untyped_storage()._cdata, again)
+    return torch.autograd.graph.saved_tensors_hooks(made.pack, made.unpack)
 
 
 class _FirstForward(AbstractContextManager[None]):

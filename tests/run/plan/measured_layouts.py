@@ -185,7 +185,7 @@ def _initialize_(model: nn.Module) -> None:
 def groups_of(case: Case) -> Groups:
     """The process groups of a case, on all ranks of the default group."""
     mesh = case.mesh
-    return Groups.of(Topology.create(tp=mesh.tp, pp=mesh.pp, ep=mesh.ep, etp=mesh.expert_tp))
+    return Groups.of(Topology.create(tp=mesh.tp, pp=mesh.pp, cp=mesh.cp, ep=mesh.ep, etp=mesh.expert_tp))
 
 
 CASES: dict[str, Case] = {
@@ -236,6 +236,12 @@ CASES: dict[str, Case] = {
     "labels": Case(2, parallel={"tp": 2}, make="finetune",
                    head=LABELS,
                    more={"labels": LabelSettings(task="sequence-classification")}),
+    "cp 2": Case(2, parallel={"cp": 2}),
+    "cp 2, window, zero 1": Case(2, kind=LLAMA | {"window_size": (31, 0)}, parallel={"cp": 2, "zero": 1}),
+    "cp 2, fsdp": Case(2, parallel={"cp": 2, "fsdp": True}),
+    "cp 3": Case(3, parallel={"cp": 3}),
+    "cp 2, tp 2, sp": Case(4, parallel={"cp": 2, "tp": 2, "sequence_parallel": True}),
+    "cp 2, pp 2": Case(4, parallel={"cp": 2, "pp": 2}, training={"micro_batch_size": 1}),
     "experts": Case(kind=EXPERTS),
     "experts, ep 2": Case(2, kind=EXPERTS, parallel={"ep": 2}),
     "experts, ep 2, bf16, zero 1": Case(

@@ -39,14 +39,18 @@ def planned(layout: str, rank: int | None = None, device: str = "cpu") -> Plan:
     return plan_run(ranks=ranks, rank=rank, device=device, model=SIZES, training=training, parallel=parallel)
 
 
-@pytest.mark.parametrize("sizes", [(2, 4, 3, 1, 2), (1, 1, 5, 1, 1), (3, 2, 1, 1, 1), (4, 1, 2, 4, 1), (2, 2, 6, 3, 2)])
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 4, 3, 1, 2, 1), (1, 1, 5, 1, 1, 5), (3, 2, 1, 1, 1, 1), (4, 1, 2, 4, 1, 1), (2, 2, 6, 3, 2, 3)],
+)
 def test_groups_are_those_of_the_topology(sizes):
-    tp, pp, dp, ep, etp = sizes
-    mesh = Mesh(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp)
-    lists = ParallelSizes(tp=tp, pp=pp, ep=ep, etp=etp).rank_lists(
+    tp, pp, dp, ep, etp, cp = sizes
+    mesh = Mesh(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp, cp=cp)
+    lists = ParallelSizes(tp=tp, pp=pp, ep=ep, etp=etp, cp=cp).rank_lists(
         mesh.world_size, default_embedding_ranks, default_position_embedding_ranks
     )
-    for axis, name in (*((each, each) for each in ("tp", "pp", "dp")), ("ep", "tp_ep"), ("expert_dp", "expt_dp")):
+    names = {"tp": "tp", "pp": "pp", "cp": "cp", "dp": "dp_cp", "ep": "tp_ep", "expert_dp": "expt_dp"}
+    for axis, name in names.items():
         for ranks in lists[name]:
             assert all(mesh.group(rank, axis) == tuple(ranks) for rank in ranks)
     for ranks in lists["embd"] if pp > 1 else ():

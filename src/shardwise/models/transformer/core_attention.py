@@ -29,7 +29,7 @@ from shardwise.models.transformer.masks import AttentionMask, AttentionSinks, At
 from shardwise.models.transformer.mlp import softcap
 from shardwise.nn import GroupModule, RowLinear, arithmetic_of
 from shardwise.nn.dropout import sharded_dropout
-from shardwise.nn.recompute import MadeAgain, is_kept_briefly, recomputed
+from shardwise.nn.recompute import is_kept_briefly, made_again, recomputed
 
 _KERNELS = {
     "flash": [SDPBackend.FLASH_ATTENTION],
@@ -189,7 +189,7 @@ class CoreAttention(GroupModule):
             return shard.in_order(all_gather(own.detach(), **along), dim=0)
 
         widths = key.size(-1), value.size(-1)
-        with nullcontext() if is_kept_briefly() else MadeAgain(whole, again):
+        with nullcontext() if is_kept_briefly() else made_again(whole, again):
             keys, values = whole.permute(1, 2, 0, 3).split(widths, dim=-1)
             return self._attend(query, keys, values, mask)
 

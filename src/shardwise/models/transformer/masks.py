@@ -12,7 +12,7 @@ from shardwise.core.errors import ShardingError
 from shardwise.core.initialization import CounterNormal
 from shardwise.core.sequence_view import ContextShard
 from shardwise.core.sharding import ParamLayout
-from shardwise.kernels.planning import device_type_of
+from shardwise.kernels.planning import device_type_of, outside_of_plans
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.heads import HeadSplit, split_heads
 from shardwise.models.transformer.mlp import layer_arguments
@@ -126,7 +126,8 @@ class AttentionMask:
             return None, is_causal
         if is_plain and for_kernels and starts is not None and device_type_of(query) == "cuda":
             # Flash attention aligns the last query with the last key.
-            return causal_lower_right(new, num_keys), False
+            with outside_of_plans():
+                return causal_lower_right(new, num_keys), False
         key = (first, new, first_key, num_keys, causal, before, after, query.dtype)
         if key not in self._made:
             queries, keys = slice(first, last + 1), slice(first_key, last_key + 1)

@@ -120,13 +120,19 @@ def pretended(device_type: str, mesh: Mesh, rank: int) -> Iterator[tuple[Groups,
     try:
         # A model of before must not be freed while a part of a step is measured.
         gc.disable()
-        topology = Topology.create(tp=mesh.tp, pp=mesh.pp, ep=mesh.ep, etp=mesh.expert_tp)
+        topology = Topology.create(tp=mesh.tp, pp=mesh.pp, cp=mesh.cp, ep=mesh.ep, etp=mesh.expert_tp)
+        groups = Groups.of(topology)
         # With two stages ``embd`` and ``pp`` are one group.
+        names = {"expt_dp": "expert_dp", "embd": "embd", "dp_cp": "dp", "pp": "pp", "tp": "tp"}
         axes = {
             str(topology.group(name).group_name): axis
-            for name, axis in (("expt_dp", "expert_dp"), *((axis, axis) for axis in ("embd", "dp", "pp", "tp")))
+            for name, axis in names.items()
             if name in topology and topology.size(name) > 1
         }
+        if mesh.cp > 1:
+            # A group of its own, which a run may share with ``dp``, tells gathers of keys from sums of gradients.
+            groups = dataclasses.replace(groups, cp=dist.new_group(mesh.group(rank, "cp")))
+            axes[str(groups.cp.group_name)] = "cp"  # type: ignore[union-attr]
         timeline = Timeline(axes)
 
         def resized(storage: Any, size: int) -> Any:
@@ -152,7 +158,7 @@ def pretended(device_type: str, mesh: Mesh, rank: int) -> Iterator[tuple[Groups,
             stack.enter_context(planning_for(device_type))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(timeline)
-            yield Groups.of(topology), timeline
+            yield groups, timeline
     finally:
         dist.destroy_process_group()
         # PyTorch's own names a rank before each line, one more for each group.

@@ -83,6 +83,8 @@ def choices_of(workload: Workload, limit: str, world_sizes: Sequence[int], *, ra
             schedule=parallel.pipeline_schedule,
             virtual_stages=parallel.virtual_stages,
             recomputation=settings.recompute,
+            cp=parallel.cp,
+            dp=parallel.cp,
         ),
     )
     if not choices:
@@ -137,7 +139,7 @@ def fitting(
         micro_batch_size: as given; if None the largest of those that halve a data-parallel rank's samples (with
             pipeline stages: 1) that fits.
         ranks_per_host: the largest tp, whose ranks exchange the most.
-        like: whose pipeline schedule and virtual stages are taken, and its recomputation where there is one.
+        like: whose pipeline schedule, virtual stages and ``cp`` are taken, and its recomputation where there is one.
 
     Returns:
         In the order of ``Choice.order``.
@@ -190,6 +192,8 @@ def layouts(workload: Workload, world_sizes: Sequence[int], ranks_per_host: int,
         for tp in _divisors(world_size, min(ranks_per_host, model.num_attention_heads)):
             for pp in _divisors(world_size // tp, model.num_layers):
                 dp = world_size // (tp * pp)
+                if dp % like.cp:
+                    continue
                 for sequence_parallel in (False, True)[: 1 + (tp > 1)]:
                     for (zero, fsdp), recomputation, (ep, etp) in product(
                         _sharded(workload, like, dp, pp), again, _of_experts(model.num_experts, tp, dp, ranks_per_host)
@@ -237,7 +241,7 @@ def micro_batch_sizes(workload: Workload, mesh: Mesh, given: int | None) -> Iter
     if given is not None or mesh.pp > 1:
         yield given or 1
         return
-    samples = max(1, workload.global_batch_size // mesh.dp)
+    samples = max(1, workload.global_batch_size // mesh.num_sample_ranks)
     while samples:
         yield samples
         samples = samples // 2 if samples % 2 == 0 else int(samples > 1)
@@ -245,11 +249,15 @@ def micro_batch_sizes(workload: Workload, mesh: Mesh, given: int | None) -> Iter
 
 def fitting_as_table(choices: Sequence[Choice]) -> str:
     has_experts = any(choice.plan.workload.model.num_experts for choice in choices)
-    header = ["ranks", "tp", "pp", "dp", *["ep", "etp"] * has_experts, "sp", "sharded", "recompute", "micro-batch"]
+    shares = any(choice.plan.mesh.cp > 1 for choice in choices)
+    axes = ["tp", "pp", *["cp"] * shares, "dp", *["ep", "etp"] * has_experts]
+    header = ["ranks", *axes, "sp", "sharded", "recompute", "micro-batch"]
     rows = [[*header, "a rank", "extra work", "sent"]]
     for choice in choices:
         plan, mesh = choice.plan, choice.plan.mesh
-        numbers = (mesh.world_size, mesh.tp, mesh.pp, mesh.dp, *(mesh.ep, mesh.expert_tp)[: 2 * has_experts])
+        sizes = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "dp": mesh.num_sample_ranks, "ep": mesh.ep}
+        sizes["etp"] = mesh.expert_tp
+        numbers = (mesh.world_size, *(sizes[axis] for axis in axes))
         sharded = "zero 1" if mesh.zero else "fsdp" if mesh.fsdp else "-"
         recompute = mesh.recomputation
         again = {"selective": str(recompute), "full": "full", "none": "-"}[recompute.granularity]

@@ -118,7 +118,7 @@ def _channels(rank: RankPlan, host: range) -> Iterable[Channels]:
     """The groups that exchange more than messages, if all of their ranks are on the host."""
     axes = {call.axis for call in rank.calls if call.axis and call.name != "send"}
     known: list[set[tuple[int, ...]]] = []
-    for axis in ("tp", "dp", "pp", "embd", "ep", "expert_dp"):
+    for axis in ("tp", "dp", "cp", "pp", "embd", "ep", "expert_dp"):
         groups = {group for number in host if set(group := rank.mesh.group(number, axis)) <= set(host)}
         ranks = len(rank.mesh.group(rank.rank, axis))
         # Groups of the same ranks are one.

@@ -174,7 +174,7 @@ class RankPlan:
         """Bytes that the rank sends in a step if collectives are rings.
 
         Args:
-            axis: ``"tp"``, ``"pp"``, ``"dp"`` or ``"ep"``; all of them if None.
+            axis: ``"tp"``, ``"pp"``, ``"cp"``, ``"dp"`` or ``"ep"``; all of them if None.
             between_hosts: ranks on a host; count only what leaves this rank's host. All bytes if None.
         """
         total = 0

@@ -27,7 +27,6 @@ from shardwise.run.plan.fake_rank import StateBytes, Whole, chunks_of_model, pre
 from shardwise.run.plan.steps import BACKWARD, FORWARD, WEIGHTS, as_stage, few_micro_batches, profiles_of, walk
 from shardwise.run.plan.timeline import Label, Segment, Timeline
 from shardwise.run.plan.workload import Mesh, Workload
-from shardwise.training.pipeline.stage import hidden_shape
 
 # Spans of layers that may alternate, as local and global attention do.
 _LONGEST_PERIOD = 8
@@ -112,13 +111,19 @@ class Rehearsals:
 
     def shapes(self, mesh: Mesh, tp_rank: int) -> tuple[tuple[int, ...], Hashable]:
         """Shapes that may differ between tensor-parallel ranks: of the weights of a layer and of the hidden states."""
-        key = mesh.tp, tp_rank, mesh.splits_sequence
+        key = mesh.tp, tp_rank, mesh.splits_sequence, mesh.cp
         if key not in self._shapes:
-            alone = Mesh(tp=mesh.tp, sequence_parallel=mesh.sequence_parallel, micro_batch_size=mesh.micro_batch_size)
+            alone = Mesh(
+                tp=mesh.tp,
+                dp=mesh.cp,
+                cp=mesh.cp,
+                sequence_parallel=mesh.sequence_parallel,
+                micro_batch_size=mesh.micro_batch_size,
+            )
             workload = self.workload.at(alone)
             with pretended(workload.device_type, alone, tp_rank) as (groups, _), only_layers((0,)):
                 (model,) = chunks_of_model(workload.build(groups))
-                rows = hidden_shape(model.config, workload.settings.sequence_length, 1, tp_group=groups.tp)
+                rows = model.view_of(workload.settings.sequence_length).size, 1, model.config.hidden_size
             self._shapes[key] = rows, tuple(tuple(param.shape) for param in model.parameters())
         return self._shapes[key]
 
@@ -139,7 +144,7 @@ class Rehearsals:
         of_experts = mesh.ep, mesh.expert_tp, rank % mesh.expert_tp
         whole_key = *place, mesh.dp, dp_rank, mesh.zero, mesh.fsdp, of_parts, of_experts
         # The ranks that hold all experts stay together.
-        fewest = max(2, math.lcm(mesh.tp, mesh.ep * mesh.expert_tp) // mesh.tp)
+        fewest = max(2, math.lcm(mesh.tp * mesh.cp, mesh.ep * mesh.expert_tp) // mesh.tp)
         dp = min(mesh.dp, fewest) if self.estimates or not mesh.fsdp else mesh.dp
         alike = tuple(each.kinds for each in short)
         # A stage of an estimate is a part of the whole model.
@@ -148,6 +153,7 @@ class Rehearsals:
         step_key = (
             *(place[:3] if is_part or mesh.pp == 1 else place),
             *(dp, mesh.fsdp, mesh.micro_batch_size, mesh.recomputation, step_mesh.schedule, few, alike, of_experts),
+            *(mesh.cp, dp_rank % mesh.cp),
         )
         if whole_key not in self._wholes:
             with pretended(workload.device_type, mesh, rank) as (groups, timeline):

@@ -10,7 +10,7 @@ from shardwise.run.plan.workload import Mesh
 from shardwise.run.quantities import shown_bytes
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
-_AXES = ("tp", "pp", "dp", "ep")
+_AXES = ("tp", "pp", "cp", "dp", "ep")
 
 
 def plan_as_json(plan: Plan, rates: Rates = Rates()) -> dict[str, Any]:  # noqa: B008  # Frozen.
@@ -109,7 +109,8 @@ def layout_as_json(mesh: Mesh) -> dict[str, Any]:
         "ranks": mesh.world_size,
         "tp": mesh.tp,
         "pp": mesh.pp,
-        "dp": mesh.dp,
+        "cp": mesh.cp,
+        "dp": mesh.num_sample_ranks,
         "ep": mesh.ep,
         "etp": mesh.expert_tp,
         "sequence_parallel": mesh.splits_sequence,

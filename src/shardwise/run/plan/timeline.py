@@ -25,8 +25,8 @@ class Sent(NamedTuple):
     """A collective or a message of a rank.
 
     Attributes:
-        axis: name of the group: ``"tp"``, ``"pp"``, ``"dp"``, ``"embd"``, the stages of a tied weight, ``"ep"`` or
-            ``"expert_dp"``.
+        axis: name of the group: ``"tp"``, ``"pp"``, ``"dp"``, ``"embd"``, the stages of a tied weight, ``"cp"``,
+            ``"ep"`` or ``"expert_dp"``.
         name: name of the collective, or ``"send"``.
         num_bytes: bytes that the rank contributes.
     """

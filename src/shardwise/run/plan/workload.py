@@ -97,6 +97,7 @@ class Workload:
             settings.parallel,
             tp=mesh.tp,
             pp=mesh.pp,
+            cp=mesh.cp,
             sequence_parallel=mesh.sequence_parallel,
             tp_comm_overlap=settings.parallel.tp_comm_overlap and mesh.splits_sequence,
             pipeline_schedule=mesh.schedule,
@@ -195,6 +196,7 @@ class Mesh:
         recomputation: in the backward.
         ep: ranks that divide the experts of a layer.
         etp: ranks that split each expert; ``tp`` if None.
+        cp: ranks of ``dp`` that share the positions of the same samples.
 
     Raises:
         ConfigError: zero and fsdp together.
@@ -212,6 +214,7 @@ class Mesh:
     recomputation: Recomputation = field(default_factory=Recomputation)
     ep: int = 1
     etp: int | None = None
+    cp: int = 1
 
     def __post_init__(self) -> None:
         if self.zero and self.fsdp:
@@ -221,6 +224,11 @@ class Mesh:
     def world_size(self) -> int:
         """All ranks."""
         return self.tp * self.pp * self.dp
+
+    @cached_property
+    def num_sample_ranks(self) -> int:
+        """Ranks, or groups of ranks, that see different samples."""
+        return self.dp // self.cp
 
     @cached_property
     def splits_sequence(self) -> bool:
@@ -253,13 +261,16 @@ class Mesh:
         Args:
             rank: number of the rank.
             axis: ``"tp"``, ``"dp"``, ``"pp"``, ``"embd"``, the stages of a tied weight, ``"ep"``, the ranks that hold
-                all experts of a layer, or ``"expert_dp"``, those with the same parts of them.
+                all experts of a layer, ``"expert_dp"``, those with the same parts of them, or ``"cp"``.
         """
         width = self.tp * self.dp
         inner = self.tp if axis in ("tp", "dp") else self.ep * self.expert_tp
         if axis in ("tp", "ep"):
             first = rank - rank % inner
             return tuple(range(first, first + inner))
+        if axis == "cp":
+            first = rank - rank // self.tp % self.cp * self.tp
+            return tuple(range(first, first + self.tp * self.cp, self.tp))
         if axis in ("dp", "expert_dp"):
             first = rank - rank % width + rank % inner
             return tuple(range(first, first - rank % inner + width, inner))
@@ -268,7 +279,7 @@ class Mesh:
 
     def num_micro_batches(self, workload: Workload) -> int:
         """Micro-batches of a step, on each data-parallel rank."""
-        return workload.global_batch_size // (self.dp * self.micro_batch_size)
+        return workload.global_batch_size // (self.num_sample_ranks * self.micro_batch_size)
 
     def check(self, workload: Workload) -> None:
         """Raise ConfigError if the model or the batch cannot be split so."""
@@ -285,10 +296,10 @@ class Mesh:
                 f"the model's {model.num_layers} layers are fewer than the {self.pp * self.virtual_stages} parts of pp "
                 f"{self.pp} x virtual stages {self.virtual_stages}; each needs a layer"
             )
-        if batch % (self.dp * self.micro_batch_size) != 0:
+        if batch % (self.num_sample_ranks * self.micro_batch_size) != 0:
             raise ConfigError(
-                f"the global batch of {batch} samples is not a multiple of dp {self.dp} x micro-batches of "
-                f"{self.micro_batch_size}"
+                f"the global batch of {batch} samples is not a multiple of dp {self.num_sample_ranks} x micro-batches "
+                f"of {self.micro_batch_size}"
             )
         if self.virtual_stages > 1 and self.num_micro_batches(workload) % self.pp != 0:
             raise ConfigError(
@@ -298,7 +309,8 @@ class Mesh:
 
     def __str__(self) -> str:
         parts = [f"tp {self.tp}"]
-        parts += [f"pp {self.pp}"] * (self.pp > 1) + [f"dp {self.dp}"] * (self.dp > 1)
+        sizes = {"pp": self.pp, "cp": self.cp, "dp": self.num_sample_ranks}
+        parts += [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
         parts += [f"ep {self.ep}"] * (self.ep > 1) + [f"etp {self.etp}"] * (self.etp not in (None, self.tp))
         parts += ["sequence parallel"] * self.splits_sequence
         parts += ["zero 1"] * bool(self.zero) + ["fsdp"] * self.fsdp
@@ -350,8 +362,6 @@ def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
     """
     settings.check_world(world_size)
     parallel = settings.parallel
-    if parallel.cp > 1:
-        raise ConfigError(f"plans do not cover parallel.cp {parallel.cp} yet; leave it out, or run a few steps instead")
     dp = world_size // (parallel.tp * parallel.pp)
     return Mesh(
         tp=parallel.tp,
@@ -360,7 +370,8 @@ def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
         sequence_parallel=parallel.sequence_parallel,
         schedule=parallel.pipeline_schedule,
         virtual_stages=parallel.virtual_stages,
-        micro_batch_size=settings.micro_batch_size(dp),
+        cp=parallel.cp,
+        micro_batch_size=settings.micro_batch_size(dp // parallel.cp),
         zero=parallel.zero if dp > 1 else 0,
         fsdp=parallel.shards_fully(dp),
         recomputation=settings.recompute,
