@@ -284,7 +284,6 @@ class Mesh:
     def check(self, workload: Workload) -> None:
         """Raise ConfigError if the model or the batch cannot be split so."""
         model, batch = workload.model, workload.global_batch_size
-        workload.at(self).settings.parallel.check_experts(self.world_size, model.num_experts or None)
         if self.shards_fully and workload.adaptation is not None and workload.adaptation.quantization is not None:
             raise ConfigError(f"fsdp cannot split a base in {workload.adaptation.quantization}; choose one of the two")
         if model.num_attention_heads < self.tp:
@@ -306,6 +305,7 @@ class Mesh:
                 f"{self.num_micro_batches(workload)} micro-batches are not a multiple of pp {self.pp}, as interleaved "
                 "stages need"
             )
+        workload.at(self).settings.parallel.check_experts(self.world_size, model.num_experts or None)
 
     def __str__(self) -> str:
         parts = [f"tp {self.tp}"]
