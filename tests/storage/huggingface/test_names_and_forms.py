@@ -200,11 +200,16 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
     """A file with nothing but its kind is the model that transformers makes of it."""
     import transformers
 
-    # A DeepSeek V2 that transformers makes without this field cannot run.
-    given = {"num_experts_per_tok": 6} if name == "deepseek_v2" else {}
+    # Without these fields, a DeepSeek V2 of transformers cannot run, and a GLM 4.5 rotates an odd number of features.
+    given = {"deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}}.get(name, {})
     full = json.loads(transformers.AutoConfig.for_model(name, **given).to_json_string(use_diff=False))
     full = {key: value for key, value in full.items() if key not in ("architectures", "dtype")}
     assert config_from_json({"model_type": name, **given}).description == config_from_json(full).description
+
+
+def test_an_odd_number_of_rotated_features_is_refused() -> None:
+    with pytest.raises(ConfigError, match="3 of the 6 features of a head are rotated; it must be an even number"):
+        config_from_json({"model_type": "glm4_moe", "num_attention_heads": 8, "head_dim": 6})
 
 
 GEMMA3_FULL, GEMMA3_LOCAL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e6}, {"rope_theta": 2e4}

@@ -65,6 +65,8 @@ class DecodeStep:
             return f"there is no kernel for heads wider than {dispatch.WIDEST_HEAD}"
         if model.depends_on_length:
             return "the rotary frequencies depend on the number of tokens"
+        if model.config.experts is not None:
+            return "experts read numbers of tokens on the host"
         attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
         if len(attentions) != model.config.num_layers or not all(each.attends_at_position for each in attentions):
             return "its layers attend otherwise than by a softmax over even groups of queries"

@@ -226,6 +226,13 @@ class Architecture:
             fields.require(name, value)
         values = {name: setting.read(fields) for name, setting in self.settings.items()}
         description = ModelDescription(**{**self.fixed, **values, **self.read_others(fields, values)})
+        width = description.kv_channels or description.hidden_size // description.num_attention_heads
+        rotated = int(width * description.rotary_percent)
+        if description.position_embedding_type == "rope" and description.latent is None and rotated % 2:
+            raise ConfigError(
+                f"{fields.where}: {rotated} of the {width} features of a head are rotated; it must be an even number, "
+                "since they are rotated in pairs"
+            )
         for format in self.classifiers:
             if fields.values.get("architectures") == [format.class_name]:
                 return self.with_head(description, format.read(fields))
