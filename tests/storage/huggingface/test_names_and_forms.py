@@ -282,6 +282,7 @@ def test_windows(fields: dict[str, Any], window: tuple[int, int] | None) -> None
         ({**DEEPSEEK_V2, "num_key_value_heads": 4}, "num_key_value_heads is 4; it must be num_attention_heads, 32"),
         ({**DEEPSEEK_V2, "qk_rope_head_dim": 5}, "config.json: latent: rotary_width is 5; pairs are rotated"),
         ({"model_type": "deepseek_v3", "num_experts_per_tok": 1}, "num_experts_per_tok is 1; it must be at least 2"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 1}, "num_experts_per_tok is 1; it must be at least 2"),
         ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, 'scoring_func is "softmax"; it must be "sigmoid"'),
         ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
         (

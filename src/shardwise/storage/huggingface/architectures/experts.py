@@ -108,7 +108,11 @@ class WithExperts(Architecture):
         """Read the experts, and the fields of the decoder."""
         # Their loss is pooled over all layers; a run of ours balances each layer (router_aux_loss).
         fields.require("output_router_logits", False)
-        return {**self.decoder.read_others(fields, values), "experts": self.read_experts(fields, values["num_layers"])}
+        experts = self.read_experts(fields, values["num_layers"])
+        if experts.per_token == 1 and experts.normalizes_weights:
+            # ``Router`` does not normalize a single weight, because it would be 1 at every score.
+            raise fields.error("num_experts_per_tok", 1, "at least 2, as weights are divided by their sum")
+        return {**self.decoder.read_others(fields, values), "experts": experts}
 
     def read_experts(self, fields: Fields, num_layers: int) -> Experts:
         """Read the experts."""
@@ -130,6 +134,11 @@ class WithExperts(Architecture):
         experts = model.experts
         if experts is None:
             raise ConfigError(f"{self.model_type} models have experts, and this one has none")
+        if experts.per_token == 1 and experts.normalizes_weights:
+            raise ConfigError(
+                "the weight of a token's only expert is its score here, and 1 in transformers; set "
+                "Experts.normalizes_weights to False, or use more experts per token"
+            )
         return {**self.decoder.write_others(model), **self.write_experts(experts, model)}
 
     def write_experts(self, experts: Experts, model: ModelDescription) -> dict[str, Any]:
@@ -196,7 +205,7 @@ class AfterDenseLayers(WithExperts):
         dense = fields.get(int, "first_k_dense_replace", default=self.num_dense)
         width = fields.get(int, self.width[0], default=self.width[1])
         shared = fields.get(int, "n_shared_experts", default=self.num_shared, within=(1, 1 << 16))
-        experts = Experts(
+        return Experts(
             num=fields.get(int, *self.names, default=self.num),
             per_token=fields.get(int, "num_experts_per_tok", default=self.per_token),
             ffn_hidden_size=width,
@@ -205,10 +214,6 @@ class AfterDenseLayers(WithExperts):
             shared_ffn_hidden_size=width * shared,
             **self.read_choice(fields),
         )
-        if experts.per_token == 1 and experts.normalizes_weights:
-            # ``Router`` does not normalize a single weight, because it would be 1 at every score.
-            raise fields.error("num_experts_per_tok", 1, "at least 2 with norm_topk_prob")
-        return experts
 
     def read_choice(self, fields: Fields) -> dict[str, Any]:
         """Return the fields of ``Experts`` about the choice of experts."""
