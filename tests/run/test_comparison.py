@@ -192,7 +192,7 @@ def test_what_is_kept_beside_tensors(group, tmp_path):
     same, lines = shown(one.write(tmp_path / "a", group), changed.write(tmp_path / "b", group, ranks=2))
     assert not same
     assert lines[1:] == [
-        "checkpoints of step 2: what is kept beside tensors differs",
+        "checkpoints of step 2: contents other than tensors differ",
         "  skipped_steps is 0 and 1",
         '  loss_scale is {"scale": 2.0} and {"scale": 1.0}',
         '  sha is "a" and missing',

@@ -127,7 +127,7 @@ class SplitArguments(LaunchArguments):
     def check_world(self, world_size: int) -> None:
         if self.tp not in (None, world_size):
             raise ConfigError(
-                f"--tp {self.tp} is not the number of ranks, {world_size}, all of which split the layers here; leave "
+                f"--tp {self.tp} is not the number of ranks, {world_size}, and all of them split the layers; leave "
                 "--tp or --nproc out"
             )
 

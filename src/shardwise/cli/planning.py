@@ -257,7 +257,7 @@ class GeneratePlanArguments(Arguments):
         for number in self.world_sizes():
             if self.tp not in (None, number):
                 raise ConfigError(
-                    f"--tp {self.tp} is not the number of ranks, {number}, all of which split the layers here; leave "
+                    f"--tp {self.tp} is not the number of ranks, {number}, and all of them split the layers; leave "
                     "--tp or --ranks out"
                 )
         for flag, value in self.changed("rank", "batch_size") if self.fit is not None else ():

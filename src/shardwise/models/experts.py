@@ -76,7 +76,7 @@ class Experts:
             divided by their sum).
         balances: whether ``f`` and ``p`` are those of each ``"sequence"``, and the loss is the mean over sequences,
             which does not depend on the micro-batches; or of all tokens of a ``"micro_batch"``.
-        forces_balance: whether the experts of each token follow those of the token before, whatever the scores; to
+        forces_balance: whether the experts of each token follow those of the token before and scores are ignored; to
             measure and to debug.
         z_loss: coefficient of the mean square of the log of the sum of the logits' exponentials; 0 for none.
 

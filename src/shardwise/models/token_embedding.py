@@ -115,7 +115,7 @@ class TokenEmbedding(GroupModule):
             input_ids: ``[b, s]`` token ids.
             position_ids: ``[s]`` or ``[b, s]``; 0 to ``s - 1`` if None.
             tokentype_ids: ``[b, s]``; all 0 if None and there are token types.
-            context: with context parallelism, the positions of which this rank returns hidden states.
+            context: with context parallelism, the positions of this rank, whose hidden states are returned.
 
         Returns:
             ``[s, b, h]``, or this rank's shard ``[s/t, b, h]``.

@@ -159,7 +159,7 @@ def load_state_(
         hint: remedy for a checkpoint with values that are not finite.
 
     Returns:
-        What the checkpoint keeps beside tensors.
+        The contents of the checkpoint other than tensors.
 
     Raises:
         CheckpointError: the checkpoint is damaged, does not fit, or has values that are not finite.

@@ -201,7 +201,7 @@ def _judged(runs: tuple[OneRun, OneRun], found: _Differences, on_repeat: Callabl
     if lacking:
         raise ConfigError(f"one run lacks {', '.join(dict.fromkeys(lacking))} in some steps")
     if found.facts:
-        raise ConfigError("what the checkpoints keep beside tensors differs")
+        raise ConfigError("contents of the checkpoints other than tensors differ")
     if any(not isinstance(value, float) for _, _, pair in found.metrics for value in pair):
         raise ConfigError("a metric is not a number")
     equal = [step for step in found.checkpoints if found.has_same_checkpoints or step != found.checkpoints[-1]]
@@ -279,7 +279,7 @@ def _facts(step: int, stored: tuple[StoredCheckpoint, StoredCheckpoint]) -> list
     metas = [{name: value for name, value in each.manifest.meta.items() if name != "settings"} for each in stored]
     texts = [{name: json.dumps(value, sort_keys=True) for name, value in meta.items()} for meta in metas]
     names = [name for name in dict.fromkeys([*texts[0], *texts[1]]) if texts[0].get(name) != texts[1].get(name)]
-    lines = [f"checkpoints of step {step}: what is kept beside tensors differs"] if names else []
+    lines = [f"checkpoints of step {step}: contents other than tensors differ"] if names else []
     for name in names:
         values = " and ".join(shown(meta[name]) if name in meta else "missing" for meta in metas)
         lines.append(f"  {name} is {values}")

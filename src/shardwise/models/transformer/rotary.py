@@ -183,7 +183,7 @@ class RotaryScaling:
 
     @property
     def score_factor(self) -> float:
-        """Factor of the attention scores with which DeepSeek uses ``"yarn"``, next to ``cos_sin_factor`` squared."""
+        """DeepSeek's factor of the attention scores with ``"yarn"``, in addition to ``cos_sin_factor`` squared."""
         return self._magnitude(self.mscale_all_dim) ** 2 if self.kind == "yarn" and self.mscale_all_dim else 1.0
 
     @property

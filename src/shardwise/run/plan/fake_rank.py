@@ -130,7 +130,7 @@ def pretended(device_type: str, mesh: Mesh, rank: int) -> Iterator[tuple[Groups,
             if name in topology and topology.size(name) > 1
         }
         if mesh.cp > 1:
-            # A group of its own, which a run may share with ``dp``, tells gathers of keys from sums of gradients.
+            # A separate group tells gathers of keys from sums of gradients; in a run it may be the group of ``dp``.
             groups = dataclasses.replace(groups, cp=dist.new_group(mesh.group(rank, "cp")))
             axes[str(groups.cp.group_name)] = "cp"  # type: ignore[union-attr]
         timeline = Timeline(axes)
