@@ -22,7 +22,7 @@ from shardwise.megatron.surface import offer
 from shardwise.models.experts import Experts
 from shardwise.models.transformer import moe, router
 
-__getattr__ = absent_names("transformer.moe")
+__getattr__ = absent_names("transformer.moe.moe_layer")
 
 
 class TopKRouter(router.Router, MegatronModule):
