@@ -69,9 +69,9 @@ def config_of(**settings: Any) -> TransformerConfig:
     return TransformerConfig(**sizes | others | dropout | {"params_dtype": torch.float64} | settings)
 
 
-def initialize(tp: int, ep: int, etp: int) -> Groups:
+def initialize(tp: int, ep: int, etp: int, pp: int = 1) -> Groups:
     """Make the ambient topology; return the groups of a model that is whole on this rank."""
-    parallel_state.initialize_model_parallel(tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
     return Groups.alone(parallel_state.get_context_parallel_group())
 
 
@@ -129,11 +129,12 @@ def test_a_layer_on_any_ranks_is_the_engine_s_on_one(group, layout, sequence_par
         assert_gradients(split, dense, groups)
 
 
-def build(config: TransformerConfig, alone: Groups | None = None) -> Any:
+def build(config: TransformerConfig, alone: Groups | None = None, **ends: bool) -> Any:
     """Megatron's GPT on the ambient topology, or the engine's on one rank."""
     torch.manual_seed(3)
     if alone is None:
-        return GPTModel(config, get_gpt_decoder_block_spec(config, False), V, S, position_embedding_type="rope")
+        spec = get_gpt_decoder_block_spec(config, False)
+        return GPTModel(config, spec, V, S, position_embedding_type="rope", **ends)
     return GPT(config, V, S, groups=alone, position_embedding_type="rope")
 
 
@@ -148,16 +149,16 @@ def wrap(model: Any, **options: Any) -> DistributedDataParallel:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_step_of_a_model_is_that_of_one_rank(group, layout):
-    """Micro-batches, a wrapper, the loss of a mean and of tokens, the norm, and the biases that balance experts."""
+    """Micro-batches with a scaled loss, the wrapper, the norm, and the biases that balance experts."""
     alone = initialize(*layout)
     groups, kind = own_groups(), KINDS["sigmoid, groups, bias"] | {"moe_layer_freq": [0, 1]}
     num_ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     dense = build(config_of(**kind), alone)
     experts = dense.decoder.layers[1].mlp
-    experts.begin(1 / (2 * num_ranks))
+    experts.begin(4 / (2 * num_ranks))
     for number in range(2 * num_ranks):
         ids = ids_of(number)
-        (dense(ids, labels=ids.roll(1, 1)).mean() / (2 * num_ranks)).backward()
+        (4 * dense(ids, labels=ids.roll(1, 1)).mean() / (2 * num_ranks)).backward()
     loads = experts.statistics[:E]
     model = build(config_of(sequence_parallel=layout[0] > 1, **kind))
     assert isinstance(model.decoder.layers[0].mlp, mlp.MLP)
@@ -165,7 +166,7 @@ def test_a_step_of_a_model_is_that_of_one_rank(group, layout):
     assert isinstance(model.decoder.layers[1].mlp.experts, GroupedMLP)
     wrapped = wrap(model, check_for_nan_in_grad=True, overlap_grad_reduce=True, bucket_size=300)
     model.config.finalize_model_grads_func = finalize_model_grads
-    model.config.no_sync_func = wrapped.no_sync
+    model.config.no_sync_func, model.config.grad_scale_func = wrapped.no_sync, lambda loss: 4 * loss
 
     def forward_step(numbers: Any, chunk: Any) -> Any:
         ids = ids_of(next(numbers))
@@ -218,28 +219,6 @@ def test_the_marks_of_experts_and_routers(group):
     model.decoder.layers[1].mlp.experts.up.allreduce = False
     with pytest.raises(ConfigError, match=r"allreduce of parameter 'decoder\.layers\.1\.mlp\.experts\.up' was changed"):
         wrapped(ids_of(0), labels=ids_of(0))
-
-
-@pytest.mark.ranks(4)
-def test_an_expert_of_the_program_s_own_is_averaged_over_its_copies(group):
-    """With ``allreduce=False``, as a program marks it: ranks 0 and 2 hold one expert, and 1 and 3 the other."""
-    initialize(1, 2, 1)
-    torch.manual_seed(group.rank() % 2)
-    model = torch.nn.Linear(H, 1, bias=False, dtype=torch.float64)
-    model.weight.allreduce = False
-    config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=1)
-    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
-    wrapped(torch.full((1, H), 1.0 + group.rank(), dtype=torch.float64)).sum().backward()
-    finalize_model_grads([wrapped])
-    # Sums of both copies, divided by all ranks, whose tokens they saw.
-    mean = (2 + 4) / 4 if group.rank() % 2 else (1 + 3) / 4
-    assert_bit_equal(model.weight.grad, torch.full((1, H), mean, dtype=torch.float64))
-    torch.manual_seed(7)
-    expected = torch.nn.Linear(H, 1, bias=False, dtype=torch.float64).weight
-    if group.rank() < 2:
-        model.weight.data.copy_(expected * (1 + group.rank()))
-    wrapped.broadcast_params()
-    assert_bit_equal(model.weight, expected * (1 + group.rank() % 2))
 
 
 def megatrons_routing(logits: Tensor, config: TransformerConfig, bias: Tensor | None) -> Tensor:
@@ -340,20 +319,30 @@ def test_a_checkpoint_opens_at_another_layout(group, tmp_path):
     kind = KINDS["sigmoid, groups, bias"] | {"moe_shared_expert_intermediate_size": 10}
     initialize(1, 4, 1)
     model = build(config_of(**kind))
-    model.decoder.layers[0].mlp.router.expert_bias.fill_(0.5)
-    expected = model(ids_of(1), labels=ids_of(1))
+    for layer in model.decoder.layers:
+        layer.mlp.router.expert_bias.fill_(0.5)
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     dist_checkpointing.save(model.sharded_state_dict(metadata=metadata), tmp_path)
-    parallel_state.destroy_model_parallel()
-    initialize(2, 2, 2)
-    other = build(config_of(**kind))
-    with torch.no_grad():
-        for tensor in (*other.parameters(), *other.buffers()):
-            tensor.zero_()
-    state = dist_checkpointing.load(other.sharded_state_dict(), tmp_path)
-    other.load_state_dict({name: tensor.clone() for name, tensor in state.items()})
-    assert_bit_equal(other.decoder.layers[0].mlp.router.expert_bias, torch.full((E,), 0.5))
-    assert_near(other(ids_of(1), labels=ids_of(1)), expected)
+    for layout, num_stages in (((2, 2, 2), 1), ((1, 2, 1), 2)):
+        parallel_state.destroy_model_parallel()
+        initialize(*layout, num_stages)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        ends = {"pre_process": stage == 0, "post_process": stage == num_stages - 1}
+        model = build(config_of(pipeline_model_parallel_size=num_stages, **kind), **ends)
+        # Initial values are the same at every layout.
+        expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        state = dist_checkpointing.load(model.sharded_state_dict(), tmp_path)
+        state = {name: tensor.clone() for name, tensor in state.items()}
+        for param in model.parameters():
+            param.data.zero_()
+        # Its names number the layers of the whole model.
+        model.load_state_dict(state)
+        for name, param in model.named_parameters():
+            assert_bit_equal(param, expected[name])
+        assert_bit_equal(model.decoder.layers[0].mlp.router.expert_bias, torch.full((E,), 0.5))
 
 
 @pytest.mark.ranks(1)

@@ -281,12 +281,12 @@ def _experts_in(module: nn.Module) -> set[Parameter]:
 def _balance_(model: nn.Module, groups: Sequence[ProcessGroup]) -> None:
     """Move the routers' biases by the numbers of tokens that each expert got on all ranks, and forget the numbers."""
     layers = [each for each in model.modules() if isinstance(each, MoELayer) and each.spec.bias_rate]
-    counts = [layer.statistics[: layer.spec.num] for layer in layers if layer.statistics is not None]
+    counts = {layer: layer.statistics[: layer.spec.num] for layer in layers if layer.statistics is not None}
     if not counts:
         return
-    loads = torch.stack(counts)
+    loads = torch.stack([*counts.values()])
     for group in groups:
         loads = all_reduce(loads, group=group)
-    for layer, each in zip(layers, loads, strict=True):
+    for layer, each in zip(counts, loads, strict=True):
         layer.router.balance_(each)
         layer.statistics = None
