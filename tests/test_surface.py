@@ -188,6 +188,7 @@ def test_defaults_are_the_references(module, name, expected):
         "shardwise.megatron.layer_parts",
         "shardwise.megatron.layer_specs",
         "shardwise.megatron.module",
+        "shardwise.megatron.moe",
         "shardwise.megatron.mpu",
         "shardwise.megatron.mpu.initialize",
         "shardwise.megatron.mpu.layers",

@@ -14,6 +14,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import CounterNormal
 from shardwise.megatron.absent import say_once
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
+from shardwise.models.experts import Experts
 
 SMALL = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 4}
 
@@ -243,8 +244,93 @@ def test_a_field_that_would_change_numbers_is_refused(spec):
 
 def test_a_refusal_comes_before_any_word():
     say_once.cache_clear()
-    with pytest.raises(ConfigError, match="num_moe_experts is 8"):
-        TransformerConfig(**SMALL, num_moe_experts=8, moe_router_topk=1, persist_layer_norm=True)
+    with pytest.raises(ConfigError, match="mtp_num_layers is 8"):
+        TransformerConfig(**SMALL, mtp_num_layers=8, persist_layer_norm=True)
+
+
+EXPERTS = {**SMALL, "num_moe_experts": 8, "add_bias_linear": False}
+
+
+def test_experts_by_megatron_s_fields():
+    plain = Experts(
+        num=8,
+        per_token=2,
+        ffn_hidden_size=96,
+        softmax_after_choice=True,
+        normalizes_weights=False,
+        balances="micro_batch",
+    )
+    sigmoid = {"moe_router_score_function": "sigmoid", "moe_router_topk": 4, "moe_router_enable_expert_bias": True}
+    of_sigmoid = {"scores": "sigmoid", "per_token": 4, "softmax_after_choice": False, "normalizes_weights": True}
+    for given, expected in (
+        ({}, {}),
+        ({"moe_router_pre_softmax": True, "moe_router_topk": 1}, {"softmax_after_choice": False, "per_token": 1}),
+        ({"moe_ffn_hidden_size": 7, "moe_layer_freq": 2}, {"ffn_hidden_size": 7, "layers": (True, False, True)}),
+        ({"ffn_hidden_size": 5, "moe_layer_freq": [0, 1, 1]}, {"ffn_hidden_size": 5, "layers": (False, True, True)}),
+        (
+            {**sigmoid, "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5},
+            {**of_sigmoid, "selection_bias": True, "num_groups": 4, "groups_per_token": 2, "weight_scale": 2.5},
+        ),
+        ({"moe_router_num_groups": 4}, {}),
+        (
+            {"moe_shared_expert_intermediate_size": 5, "moe_shared_expert_gate": True},
+            {"shared_ffn_hidden_size": 5, "shared_gate": True},
+        ),
+        ({"moe_apply_probs_on_input": True, "moe_token_dispatcher_type": "alltoall"}, {"weighs_input": True}),
+        ({"moe_router_dtype": "fp32", "moe_grouped_gemm": True}, {}),
+    ):
+        config = TransformerConfig(**EXPERTS | given)
+        assert config.experts == dataclasses.replace(plain, **expected)
+        assert dataclasses.replace(config, hidden_dropout=0.0).experts == config.experts
+    # What two experts do not differ in outside of training.
+    trained = TransformerConfig(**EXPERTS | sigmoid, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.2).experts
+    assert (trained.aux_loss, trained.balances, trained.z_loss, trained.bias_rate) == (0.1, "micro_batch", 0.2, 1e-3)
+    kind = {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "seq_aux_loss"}
+    assert TransformerConfig(**EXPERTS | kind).experts.balances == "sequence"
+    kind["moe_router_load_balancing_type"] = "none"
+    assert TransformerConfig(**EXPERTS | kind).experts.aux_loss == 0.0
+    # A dense model ignores the fields.
+    assert TransformerConfig(**SMALL, moe_router_topk=1, moe_aux_loss_coeff=0.1).experts is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"moe_router_load_balancing_type": "sinkhorn"},
+            "moe_router_load_balancing_type is 'sinkhorn'; it must be",
+        ),
+        ({"moe_router_load_balancing_type": ["aux_loss"]}, r"moe_router_load_balancing_type is \['aux_loss'\]"),
+        (
+            {"moe_router_score_function": "relu"},
+            "moe_router_score_function is 'relu'; it must be one of 'softmax'",
+        ),
+        ({"moe_router_dtype": "fp64"}, "moe_router_dtype is 'fp64'; it must be one of None, 'fp32' here"),
+        ({"moe_token_dispatcher_type": "ring"}, "moe_token_dispatcher_type is 'ring'"),
+        (
+            {"add_bias_linear": True},
+            "num_moe_experts is set, and experts have no biases here; set add_bias",
+        ),
+        ({"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias needs moe_router_score_function='sig"),
+        (
+            {"moe_router_topk": 1},
+            "moe_router_topk is 1, and a softmax over one expert is 1; set moe_router_pre",
+        ),
+        ({"moe_router_group_topk": 2}, "moe_router_group_topk is about moe_router_num_groups, which is None; set both"),
+        (
+            {"moe_router_group_topk": 1, "moe_router_num_groups": 4},
+            "moe_router_topk 2 with moe_router_group_topk 1 compares groups by the sum of their 2 highest scores, and "
+            "a router with softmax scores sums 1 here",
+        ),
+        ({"num_moe_experts": 0}, "experts: num is 0; it must be at least 1"),
+        ({"num_moe_experts": 8.0}, r"num_moe_experts is 8\.0; it must be an integer"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq is 0; it must be at least 1"),
+        ({"moe_layer_freq": [1, 0]}, r"moe_layer_freq is \[1, 0\]; it must be 0 or 1 for each of the 3 layers"),
+    ],
+)
+def test_experts_that_cannot_be(options, message):
+    with pytest.raises(ConfigError, match=message):
+        TransformerConfig(**EXPERTS | options)
 
 
 def test_a_training_dtype_that_layers_do_not_have():

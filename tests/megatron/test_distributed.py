@@ -191,5 +191,5 @@ def test_settings_that_are_not_offered():
     assert "average_in_collective changes nothing here" in str(caught[0].message)
     with pytest.raises(ConfigError, match="was given a Linear, which has no finish_grad_sync; wrap each"):
         finalize_model_grads([nn.Linear(2, 2)])
-    with pytest.raises(ConfigError, match="num_experts is 8, which is not offered here: every MLP is dense"):
-        get_gpt_layer_local_spec(num_experts=8)
+    with pytest.raises(ConfigError, match="fp8 is 'hybrid', which is not offered here: matrices are multiplied in"):
+        get_gpt_layer_local_spec(fp8="hybrid")

@@ -6,7 +6,7 @@ from harness.parity import assert_bit_equal, assert_close_to
 from torch import nn
 
 from shardwise import parallel_state
-from shardwise.core.errors import DesyncError
+from shardwise.core.errors import DesyncError, DivergenceError
 from shardwise.core.sharding import Replicas, balanced_range
 from shardwise.megatron.config import ModelParallelConfig, TransformerConfig
 from shardwise.megatron.distributed import (
@@ -47,9 +47,9 @@ class Program(nn.Module):
         return sum(losses) + (self.other @ self.rows.T).square().sum()
 
 
-def wrap(model):
+def wrap(model, **options):
     config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=1)
-    return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    return DistributedDataParallel(config, DistributedDataParallelConfig(**options), model)
 
 
 @pytest.mark.ranks(2)
@@ -84,6 +84,30 @@ def test_gradients_of_parameters_that_are_marked_late_are_those_of_the_dense_mod
             assert_close_to(param.grad, expected.grad, rtol_of_norm=1e-14)
         else:
             assert (param.grad - expected.grad).norm() > 0.1 * expected.grad.norm()
+
+
+@pytest.mark.ranks(4)
+def test_an_expert_of_the_program_s_own_is_averaged_over_its_copies(group):
+    """With ``allreduce=False``, as a program marks it: ranks 0 and 2 hold one expert, and 1 and 3 the other."""
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    torch.manual_seed(group.rank() % 2)
+    model = torch.nn.Linear(H, 1, bias=False, dtype=torch.float64)
+    model.weight.allreduce = False
+    wrapped = wrap(model, check_for_nan_in_grad=True)
+    wrapped(torch.full((1, H), 1.0 + group.rank(), dtype=torch.float64)).sum().backward()
+    finalize_model_grads([wrapped])
+    # Sums of both copies, divided by all ranks, whose tokens they saw.
+    mean = (2 + 4) / 4 if group.rank() % 2 else (1 + 3) / 4
+    assert_bit_equal(model.weight.grad, torch.full((1, H), mean, dtype=torch.float64))
+    torch.manual_seed(7)
+    expected = torch.nn.Linear(H, 1, bias=False, dtype=torch.float64).weight
+    if group.rank() < 2:
+        model.weight.data.copy_(expected * (1 + group.rank()))
+    wrapped.broadcast_params()
+    assert_bit_equal(model.weight, expected * (1 + group.rank() % 2))
+    model.weight.grad.fill_(torch.nan if group.rank() % 2 else 0.0)
+    with pytest.raises(DivergenceError, match="a gradient is NaN or infinite"):
+        finalize_model_grads([wrapped])
 
 
 @pytest.mark.ranks(2)

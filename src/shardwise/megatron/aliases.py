@@ -48,6 +48,7 @@ tensor_parallel.utils - =
 tokenizers megatron.tokenizers .megatron_tokenizer .text.libraries.null_tokenizer
 transformer.layer_parts megatron.layer_parts transformer.attention transformer.dot_product_attention transformer.mlp
 transformer.layer_parts - transformer.torch_norm fusions.fused_bias_dropout fusions.fused_layer_norm
+transformer.moe megatron.moe .moe_layer .router .experts
 transformer.module megatron.module,megatron.spec_utils = transformer.spec_utils transformer.identity_op
 transformer.transformer_config megatron.config = model_parallel_config
 transformer.transformer_layer megatron.transformer_layer,megatron.layer_specs = models.gpt.gpt_layer_specs

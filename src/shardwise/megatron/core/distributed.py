@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
 from shardwise.core.communication import accounting
 from shardwise.core.communication.collectives import all_gather, all_reduce, broadcast_
@@ -22,6 +24,8 @@ from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.core.tensor_parallel.module import adopt_marks_
 from shardwise.megatron.core.transformer.module import _Wrapper
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
+from shardwise.models.transformer.moe import MoELayer
+from shardwise.nn.replicated import replicas_of
 from shardwise.training.gradients import GradientBuffers, default_bucket_size
 from shardwise.training.gradients.replicas import check_replicas, fingerprints
 from shardwise.training.optimizer.gradients import finalize_gradients_
@@ -68,13 +72,15 @@ class DistributedDataParallel(_Wrapper):
         ddp_config: settings of the reduction of gradients.
         module: the model, or a stage's chunk of it, on its device.
         disable_bucketing: whether to use one bucket per dtype.
-        pg_collection: groups ``dp_cp``, ``tp`` and ``pp``; None means those of the ambient topology.
+        pg_collection: groups ``dp_cp``, ``tp`` and ``pp``, and ``expt_dp``, over which gradients of parameters with
+            ``allreduce=False`` are summed; None means those of the ambient topology.
 
     Attributes:
         module: the model.
         gradients: the gradient buffers.
 
     Raises:
+        ConfigError: a program changed a parameter's ``allreduce`` after construction.
         TopologyError: no groups are given and none are initialised.
         DesyncError: the ranks have different parameters.
     """
@@ -89,8 +95,13 @@ class DistributedDataParallel(_Wrapper):
     ) -> None:
         super().__init__()
         self.config, self.ddp_config, self.module = config, ddp_config, module
-        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["dp_cp", "tp", "pp"])
+        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
+            ["dp_cp", "tp", "pp", "expt_dp"]
+        )
         self.dp_cp_group = _group_of(self.pg_collection, "dp_cp")
+        adopt_marks_(module)
+        self._of_experts = _experts_in(module)
+        self.expert_dp_group = _group_of(self.pg_collection, "expt_dp") if self._of_experts else None
         bucket_size = None
         if ddp_config.overlap_grad_reduce and not disable_bucketing:
             bucket_size = ddp_config.bucket_size or default_bucket_size("cuda", self.dp_cp_group.size())
@@ -102,8 +113,8 @@ class DistributedDataParallel(_Wrapper):
             average=True,
             overlap=ddp_config.overlap_grad_reduce,
             late=[] if deferred_buffers(module) is None else [_output_weight_of(module)],
+            other_groups={param: self._group_of(param) for param in self._of_experts},
         )
-        adopt_marks_(module)
         self._has_checked_replicas = False
         self._models = [each for each in module.modules() if isinstance(each, LanguageModule)]
         if self.dp_cp_group.size() > 1:
@@ -120,9 +131,27 @@ class DistributedDataParallel(_Wrapper):
             self._has_checked_replicas = True
             for model in self._models:
                 model.has_checked_replicas = True
-            adopt_marks_(self.module)
-            check_replicas(self.module, tp_group=_group_of(self.pg_collection, "tp"), dp_group=self.dp_cp_group)
+            self._adopt_marks_()
+            tp_group = _group_of(self.pg_collection, "tp")
+            check_replicas(
+                self.module, tp_group=tp_group, dp_group=self.dp_cp_group, expert_dp_group=self.expert_dp_group
+            )
         return self.module(*inputs, **kwargs)
+
+    def _group_of(self, param: Parameter) -> ProcessGroup:
+        """Return the ranks that hold the same values."""
+        is_of_expert = self.expert_dp_group is not None and param in self._of_experts
+        return self.expert_dp_group if is_of_expert else self.dp_cp_group  # type: ignore[return-value]
+
+    def _adopt_marks_(self) -> None:
+        adopt_marks_(self.module)
+        changed = _experts_in(self.module) ^ self._of_experts
+        if changed and self.dp_cp_group.size() > 1:
+            name = next(name for name, param in self.module.named_parameters() if param in changed)
+            raise ConfigError(
+                f"allreduce of parameter {name!r} was changed after DistributedDataParallel put its gradient into a "
+                "buffer; set it before"
+            )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -140,6 +169,7 @@ class DistributedDataParallel(_Wrapper):
         Raises:
             DivergenceError: with ``check_for_nan_in_grad``, on every rank of the model if a gradient is not finite.
         """
+        self._adopt_marks_()
         self.gradients.finish()
         self._compare_first_targets()
         if self.ddp_config.check_for_nan_in_grad:
@@ -171,7 +201,8 @@ class DistributedDataParallel(_Wrapper):
     def _check_finite(self) -> None:
         wrong = [bool(~torch.isfinite(buffer).all()) for buffer in self.gradients.buffers]
         flag = torch.tensor(float(any(wrong)), device=next(self.module.parameters()).device)
-        for name in ("tp", "pp"):
+        # Data-parallel ranks have the same gradients, except those of experts.
+        for name in ("dp_cp", "tp", "pp") if self._of_experts else ("tp", "pp"):
             flag = all_reduce(flag, group=_group_of(self.pg_collection, name), op=dist.ReduceOp.MAX)
         if flag:
             raise DivergenceError(
@@ -191,7 +222,7 @@ class DistributedDataParallel(_Wrapper):
         """Broadcast the first data-parallel rank's parameters to the others, in-place."""
         with torch.no_grad():
             for param in self.module.parameters():
-                broadcast_(param, group=self.dp_cp_group)
+                broadcast_(param, group=self._group_of(param))
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the model's ``state_dict_for_save_checkpoint``."""
@@ -206,6 +237,8 @@ def finalize_model_grads(
     force_all_reduce: bool | None = False,
 ) -> None:
     """Complete the gradients of a step over data-parallel ranks, over ranks that share a sequence, and of tied weights.
+
+    Biases that balance experts (``moe_router_enable_expert_bias``) are moved by the loads of the step.
 
     Args:
         model: this stage's chunks, each a ``DistributedDataParallel``.
@@ -238,3 +271,22 @@ def finalize_model_grads(
         num_tokens.copy_(all_reduce(num_tokens, group=_group_of(pg_collection, "dp_cp")))
         for chunk in chunks:
             chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
+    _balance_(whole, [_group_of(pg_collection, name) for name in ("tp", "dp_cp")])
+
+
+def _experts_in(module: nn.Module) -> set[Parameter]:
+    return {param for param, replicas in replicas_of(module).items() if replicas.is_of_expert}
+
+
+def _balance_(model: nn.Module, groups: Sequence[ProcessGroup]) -> None:
+    """Move the routers' biases by the numbers of tokens that each expert got on all ranks, and forget the numbers."""
+    layers = [each for each in model.modules() if isinstance(each, MoELayer) and each.spec.bias_rate]
+    counts = {layer: layer.statistics[: layer.spec.num] for layer in layers if layer.statistics is not None}
+    if not counts:
+        return
+    loads = torch.stack([*counts.values()])
+    for group in groups:
+        loads = all_reduce(loads, group=group)
+    for layer, each in zip(counts, loads, strict=True):
+        layer.router.balance_(each)
+        layer.statistics = None

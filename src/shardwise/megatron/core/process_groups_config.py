@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.topology import Topology
+from shardwise.core.topology import Groups, Topology
 from shardwise.megatron.core import parallel_state
 from shardwise.megatron.core.parallel_state.ambient import _AMBIENT
 
@@ -154,6 +154,13 @@ def _group_of(collection: ProcessGroupCollection | None, name: str) -> ProcessGr
     """Return the collection's group, or the ambient topology's if the collection has none."""
     group: ProcessGroup | None = getattr(collection, name, None)
     return _AMBIENT.group(name) if group is None else group
+
+
+def _groups_of(collection: ProcessGroupCollection | None) -> Groups:
+    """Return the collection, by default the ambient topology's, as the engine's groups; None for what it lacks."""
+    given = collection or ProcessGroupCollection.use_mpu_process_groups()
+    names = {"pp": "pp", "dp": "dp", "embd": "embd", "experts": "tp_ep", "expert_tp": "expt_tp", "expert_dp": "expt_dp"}
+    return Groups(_group_of(given, "tp"), **{name: getattr(given, own, None) for name, own in names.items()})
 
 
 def _requested(required_pgs: Iterable[str] | None) -> list[str]:

@@ -69,12 +69,14 @@ class TransformerLayerSpec:
     Attributes:
         norm: function that creates a norm from the config.
         attention: function that creates the attention from config, layer number (from 1) and group.
-        mlp: function that creates the MLP from config and group. Both have the ``forward`` of the defaults.
+        mlp: function that creates the MLP from config and group.
+        moe: function that creates the experts from config and groups. All three have the ``forward`` of the defaults.
     """
 
     norm: Callable[[ModelConfig], nn.Module] = make_norm
     attention: Callable[[ModelConfig, int, ProcessGroup], nn.Module] = make_attention
     mlp: Callable[[ModelConfig, ProcessGroup], nn.Module] = MLP
+    moe: Callable[[ModelConfig, Groups], nn.Module] = MoELayer
 
 
 class _Input(NamedTuple):
@@ -150,7 +152,7 @@ class TransformerLayer(HiddenToHidden):
             self.post_self_attn_layernorm = spec.norm(config) if is_after else None
             self.pre_mlp_layernorm = spec.norm(config) if is_before else None
             if config.experts is not None and config.experts.in_layer(layer_number):
-                self.mlp: nn.Module = MoELayer(config, groups or Groups(tp_group))
+                self.mlp: nn.Module = spec.moe(config, groups or Groups(tp_group))
             else:
                 self.mlp = spec.mlp(config, tp_group)
             self.post_mlp_layernorm = spec.norm(config) if is_after else None

@@ -13,6 +13,7 @@ them; the sum is over ``expert_dp``, the ranks that hold the same part.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -160,6 +161,8 @@ class MoELayer(GroupModule):
     Args:
         config: config of the model, with ``experts``.
         groups: process groups; without ``experts`` the tensor-parallel group holds and splits all experts.
+        router: function that creates the router, with the arguments of ``Router``.
+        experts: function that creates this rank's experts, with the arguments of ``ExpertWeights``.
 
     Attributes:
         router: ``Router``.
@@ -173,15 +176,22 @@ class MoELayer(GroupModule):
     Source: Lepikhin et al. 2020 (arXiv:2006.16668); Megatron-LM's all-to-all dispatcher.
     """
 
-    def __init__(self, config: ModelConfig, groups: Groups) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        groups: Groups,
+        *,
+        router: Callable[..., Router] = Router,
+        experts: Callable[..., ExpertWeights] = ExpertWeights,
+    ) -> None:
         super().__init__()
         assert config.experts is not None
         self.spec = config.experts
         self._tp_group, self._sequence_parallel = groups.tp, config.sequence_parallel
         self._group = groups.tp if groups.experts is None else groups.experts
         expert_tp = groups.expert_tp or groups.tp
-        self.router = Router(config, self.spec, groups.tp)
-        self.experts = ExpertWeights(config, self.spec, self._group, expert_tp)
+        self.router = router(config, self.spec, groups.tp)
+        self.experts = experts(config, self.spec, self._group, expert_tp)
         self.loss_scale = 1.0
         self.statistics: Tensor | None = None
         self.shared: MLP | None = None
@@ -227,7 +237,7 @@ class MoELayer(GroupModule):
         context = None if sequence is None else sequence.context
         if context is not None:
             num_tokens = context.length * hidden.size(1)
-        routing: Routing = self.router(tokens)
+        routing = self._route(tokens)
         output = self._through_experts(tokens, routing)
         loss: Tensor | None = None
         if self.training and (self.spec.aux_loss or self.spec.z_loss):
@@ -250,6 +260,10 @@ class MoELayer(GroupModule):
             shared = self.shared_gate(hidden) * shared
         total: Tensor = output + shared
         return total
+
+    def _route(self, tokens: Tensor) -> Routing:
+        routing: Routing = self.router(tokens)
+        return routing
 
     def _through_experts(self, tokens: Tensor, routing: Routing) -> Tensor:
         """Return the weighted sum of the experts' outputs for each token, ``[n, h]``."""

@@ -145,7 +145,7 @@ class Router(ShardedModule):
             if spec.balances == "micro_batch":
                 sequences, num_sequences = torch.zeros_like(sequences), 1
             scores = self._distributions(routing)
-            chosen = torch.zeros_like(scores).scatter_(1, routing.experts, 1.0)
+            chosen = torch.zeros_like(scores).scatter_(1, self._balanced(routing, scores), 1.0)
             nothing = scores.new_zeros(num_sequences, spec.num)
             counts = nothing.index_add(0, sequences, chosen)
             for group in (self.group, context_group):
@@ -166,6 +166,10 @@ class Router(ShardedModule):
         statistics[-2] += torch.special.entr(self._distributions(routing)).sum()
         if loss is not None:
             statistics[-1] += loss
+
+    def _balanced(self, routing: Routing, scores: Tensor) -> Tensor:
+        """Return the experts ``[n, k]`` whose shares the balance loss counts."""
+        return routing.experts
 
     def _distributions(self, routing: Routing) -> Tensor:
         """Return each token's scores divided by their sum."""

@@ -12,7 +12,7 @@ from shardwise.core.sharding import ParamShard
 from shardwise.core.topology import Groups
 from shardwise.core.validation import validation_applies
 from shardwise.megatron.core.parallel_state import resolve_tensor_model_parallel_group
-from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _group_of
+from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _groups_of
 from shardwise.megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from shardwise.megatron.core.tensor_parallel.module import adopt_marks_, mark_replicas
 from shardwise.megatron.core.transformer.module import MegatronModule
@@ -62,8 +62,7 @@ class LanguageModule(LanguageModel, MegatronModule):
     def _enter(self, pg_collection: ProcessGroupCollection | None) -> Groups:
         """Store the collection, by default the ambient topology's, and return it as the engine's ``Groups``."""
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        optional = {name: getattr(self.pg_collection, name, None) for name in ("pp", "dp", "embd")}
-        return Groups(tp=_group_of(self.pg_collection, "tp"), **optional)
+        return _groups_of(self.pg_collection)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; before the first one, the tensor-parallel ranks compare the parameters that all hold whole.

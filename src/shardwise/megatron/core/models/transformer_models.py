@@ -105,7 +105,9 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
         ``dist_checkpointing.load``, it continues the numbers of earlier stages.
         """
         tensors = self.state_dict(keep_vars=True)
-        own = {id(tensor): name for name, tensor in tensors.items()}
+        # The keys of experts are not the names of their parameters.
+        named = [*tensors.items(), *self.named_parameters(), *self.named_buffers()]
+        own = {id(tensor): name for name, tensor in named}
         names = {name: own.get(id(shard.data), name) for name, shard in self.sharded_state_dict().items()}
         if state_dict.keys() != tensors.keys() and state_dict.keys() == names.keys():
             state_dict = {names[name]: value for name, value in state_dict.items()}
@@ -156,7 +158,8 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
                     param: Any = getattr(module, name)
                     if param is not None:
                         mark_parameter(param, layout)
-                        param.allreduce = True
+                        if not hasattr(param, "allreduce"):
+                            param.allreduce = not module.param_replicas[name].is_of_expert
         mark_replicas(self)
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()

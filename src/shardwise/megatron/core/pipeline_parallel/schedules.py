@@ -21,6 +21,7 @@ from shardwise.megatron.core.tensor_parallel.layers import drain_embedding_wgrad
 from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig
 from shardwise.megatron.errors import IndivisibleError, asserting
 from shardwise.megatron.surface import offer
+from shardwise.models.transformer.moe import MoELayer
 from shardwise.training.pipeline import stage as engine
 from shardwise.training.pipeline.schedules import forward_only as forward_only_schedule, make_schedule
 
@@ -145,6 +146,11 @@ def _forward_backward_func(
         scalar = scalar / num_microbatches
         return scalar if hooks.grad_scale_func is None else hooks.grad_scale_func(scalar), data
 
+    for layer in [] if only_forward else [each for chunk in chunks for each in chunk.modules()]:
+        if isinstance(layer, MoELayer):
+            # Losses that balance experts are scaled as the loss of a micro-batch.
+            scale = 1.0 if hooks.grad_scale_func is None else float(hooks.grad_scale_func(torch.ones(())))
+            layer.loss_scale = scale / num_microbatches
     # A stage may have no parameters.
     first = next((param for chunk in chunks for param in chunk.parameters()), None)
     pipeline: engine.Pipeline[Any] = engine.Pipeline(chunks, group=groups.pp)

@@ -56,8 +56,8 @@ def adopt_marks_(module: nn.Module) -> None:
             is_tied = getattr(param, "shared_embedding", "embd" in old.summed_over)
             same = {"tp": not differs_over_tp, "dp": True, "embd": is_tied}
             summed = {"tp": getattr(param, "sequence_parallel", "tp" in old.summed_over), "embd": is_tied}
-            if not getattr(param, "allreduce", bool(old.same_over)):
-                same = {}
+            if not getattr(param, "allreduce", not old.is_of_expert):
+                same = {"expert_dp": True}
             is_copy = bool(getattr(param, "shared", old.is_copy))
             new = Replicas(tuple(filter(same.get, same)), tuple(filter(summed.get, summed)), is_copy)
             if new != old:
@@ -131,7 +131,7 @@ class MegatronLayer(ShardedModule):
         own_groups = self.expert_parallel or expert_tp not in (None, config.tensor_model_parallel_size)
         param.allreduce = not (self.is_expert and own_groups)
         if not param.allreduce:
-            self.param_replicas[name] = dataclasses.replace(self.param_replicas[name], same_over=())
+            self.param_replicas[name] = dataclasses.replace(self.param_replicas[name], same_over=("expert_dp",))
 
     def _initialize(self, name: str) -> None:
         param = getattr(self, name)

@@ -15,6 +15,7 @@ import torch
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.absent import absent_names, check_inert, inert_settings_of, say_once
 from shardwise.models.config import LayerConfig, ModelConfig
+from shardwise.models.experts import Experts
 from shardwise.models.recomputation import Recomputation, RecomputedModule
 
 __all__ = ["MLATransformerConfig", "ModelParallelConfig", "TransformerConfig"]
@@ -109,6 +110,27 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
         recompute_granularity, recompute_method, recompute_num_layers, recompute_modules: as ``Recomputation``'s fields,
             with None for "none" and for fields that the granularity does not use.
         no_rope_freq: layers without rotary positions: every n-th for an integer ``n``; for a list, those with a 1.
+        num_moe_experts: number of experts; None for a dense model, which ignores the fields ``moe_*``. ``experts`` is
+            made of these fields.
+        moe_layer_freq: layers with experts, for ``get_gpt_decoder_block_spec``: the first and then every n-th for an
+            integer ``n``; for a list, those with a 1.
+        moe_ffn_hidden_size: width of an expert; ``ffn_hidden_size`` if None.
+        moe_router_topk: number of experts of a token.
+        moe_router_score_function: ``"softmax"``, or ``"sigmoid"`` with weights divided by their sum.
+        moe_router_pre_softmax: whether the softmax is over all experts instead of the chosen ones.
+        moe_router_topk_scaling_factor: factor of the weights; 1 if None.
+        moe_router_num_groups, moe_router_group_topk: number of groups of experts, and of those that a token considers.
+        moe_router_enable_expert_bias, moe_router_bias_update_rate: whether a bias, with sigmoid scores, takes part in
+            the choice of experts; ``finalize_model_grads`` moves it by the rate.
+        moe_router_dtype: None or ``"fp32"``; routers compute in fp32 at least.
+        moe_router_load_balancing_type: ``"aux_loss"`` over a micro-batch, ``"seq_aux_loss"`` over each sequence, or
+            ``"none"``.
+        moe_aux_loss_coeff, moe_z_loss_coeff: coefficients of the balance loss and of the loss of the logits.
+        moe_shared_expert_intermediate_size, moe_shared_expert_gate: width of an MLP for all tokens, and whether it
+            has a gate.
+        moe_apply_probs_on_input: whether the weight multiplies an expert's input.
+        moe_grouped_gemm: whether the experts are ``GroupedMLP``, not ``SequentialMLP``; both compute the same.
+        moe_token_dispatcher_type: no effect, because there is one exchange of tokens.
 
     Other fields are accepted as in ``ModelParallelConfig``.
 
@@ -128,6 +150,29 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
     window_attn_skip_freq: int | list[int] | None = field(default=None, kw_only=True)
     no_rope_freq: int | list[int] | None = field(default=None, kw_only=True)
 
+    num_moe_experts: int | None = field(default=None, kw_only=True)
+    moe_layer_freq: int | list[int] = field(default=1, kw_only=True)
+    moe_ffn_hidden_size: int | None = field(default=None, kw_only=True)
+    moe_router_topk: int = field(default=2, kw_only=True)
+    moe_router_score_function: Literal["softmax", "sigmoid"] = field(default="softmax", kw_only=True)
+    moe_router_pre_softmax: bool = field(default=False, kw_only=True)
+    moe_router_topk_scaling_factor: float | None = field(default=None, kw_only=True)
+    moe_router_num_groups: int | None = field(default=None, kw_only=True)
+    moe_router_group_topk: int | None = field(default=None, kw_only=True)
+    moe_router_enable_expert_bias: bool = field(default=False, kw_only=True)
+    moe_router_bias_update_rate: float = field(default=1e-3, kw_only=True)
+    moe_router_dtype: Literal["fp32"] | None = field(default=None, kw_only=True)
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = field(
+        default="aux_loss", kw_only=True
+    )
+    moe_aux_loss_coeff: float = field(default=0.0, kw_only=True)
+    moe_z_loss_coeff: float | None = field(default=None, kw_only=True)
+    moe_shared_expert_intermediate_size: int | None = field(default=None, kw_only=True)
+    moe_shared_expert_gate: bool = field(default=False, kw_only=True)
+    moe_apply_probs_on_input: bool = field(default=False, kw_only=True)
+    moe_grouped_gemm: bool = field(default=False, kw_only=True)
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = field(default="allgather", kw_only=True)
+
     def __post_init__(self) -> None:
         self._recomputation()
         if self.window_size is not None and self.window_attn_skip_freq is not None:
@@ -136,12 +181,67 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
             self.windowed_layers = tuple(each == is_list for each in skipped)
         if self.no_rope_freq:
             self.rotary_layers = tuple(not each for each in _is_each(self, "no_rope_freq"))
+        if self.num_moe_experts is not None:
+            self.experts = self._experts(self.num_moe_experts)
         super().__post_init__()
         if self.inference_fuse_tp_communication and not self.use_inference_optimized_layers:
             raise ConfigError(
                 "inference_fuse_tp_communication is set, and use_inference_optimized_layers is not; set both"
             )
         self.fuse_output_layer_and_loss = self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
+
+    def _experts(self, num: int) -> Experts:
+        self._check_experts_of_megatron()
+        if self.moe_ffn_hidden_size is None:
+            self.moe_ffn_hidden_size = self.ffn_hidden_size or 4 * self.hidden_size
+        layers, is_sigmoid = _is_each(self, "moe_layer_freq", first=0), self.moe_router_score_function == "sigmoid"
+        balancing, has_bias = self.moe_router_load_balancing_type, self.moe_router_enable_expert_bias
+        considered = self.moe_router_group_topk
+        return Experts(
+            num=num,
+            per_token=self.moe_router_topk,
+            ffn_hidden_size=self.moe_ffn_hidden_size,
+            layers=None if all(layers) else tuple(layers),
+            scores=self.moe_router_score_function,
+            softmax_after_choice=not is_sigmoid and not self.moe_router_pre_softmax,
+            normalizes_weights=is_sigmoid,
+            weight_scale=self.moe_router_topk_scaling_factor or 1.0,
+            selection_bias=has_bias,
+            bias_rate=self.moe_router_bias_update_rate if has_bias else 0.0,
+            num_groups=(self.moe_router_num_groups or 1) if considered else 1,
+            groups_per_token=considered or 1,
+            weighs_input=self.moe_apply_probs_on_input,
+            shared_ffn_hidden_size=self.moe_shared_expert_intermediate_size,
+            shared_gate=self.moe_shared_expert_gate,
+            aux_loss=0.0 if balancing == "none" else self.moe_aux_loss_coeff,
+            balances="sequence" if balancing == "seq_aux_loss" else "micro_batch",
+            z_loss=self.moe_z_loss_coeff or 0.0,
+        )
+
+    def _check_experts_of_megatron(self) -> None:
+        """Raise ConfigError for kinds of experts that Megatron refuses, or that the engine does not have."""
+        for name, known in _KINDS.items():
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, known))} here")
+        if self.add_bias_linear:
+            raise ConfigError("num_moe_experts is set, and experts have no biases here; set add_bias_linear=False")
+        is_softmax, k = self.moe_router_score_function == "softmax", self.moe_router_topk
+        if is_softmax and self.moe_router_enable_expert_bias:
+            raise ConfigError("moe_router_enable_expert_bias needs moe_router_score_function='sigmoid'; set both")
+        if is_softmax and k == 1 and not self.moe_router_pre_softmax:
+            raise ConfigError("moe_router_topk is 1, and a softmax over one expert is 1; set moe_router_pre_softmax")
+        considered, num = self.moe_router_group_topk, self.moe_router_num_groups
+        if not considered:
+            return
+        if not num:
+            raise ConfigError("moe_router_group_topk is about moe_router_num_groups, which is None; set both")
+        summed = 1 if is_softmax else min(2, (self.num_moe_experts or 0) // num)
+        if considered < num and k // considered != summed:
+            raise ConfigError(
+                f"moe_router_topk {k} with moe_router_group_topk {considered} compares groups by the sum of their "
+                f"{k // considered} highest scores, and a router with {self.moe_router_score_function} scores sums "
+                f"{summed} here; change one of the three"
+            )
 
     def _recomputation(self) -> Recomputation:
         granularity, method, number = self.recompute_granularity, self.recompute_method, self.recompute_num_layers
@@ -172,8 +272,19 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
 MLATransformerConfig = absent_names("transformer.transformer_config", TransformerConfig)("MLATransformerConfig")
 
 
-def _is_each(config: TransformerConfig, name: str) -> list[bool]:
-    """Return for each layer whether the setting ``name`` selects it: every ``n``-th layer, or a 1 in its list."""
+_KINDS: dict[str, tuple[str | None, ...]] = {
+    "moe_router_score_function": ("softmax", "sigmoid"),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "none"),
+    "moe_router_dtype": (None, "fp32"),
+    "moe_token_dispatcher_type": ("allgather", "alltoall", "flex"),
+}
+
+
+def _is_each(config: TransformerConfig, name: str, first: int = 1) -> list[bool]:
+    """Return for each layer whether the setting ``name`` selects it, as a 1 in its list or as every ``n``-th layer.
+
+    ``first`` is the number of the first layer.
+    """
     frequency, num_layers = getattr(config, name), config.num_layers
     if isinstance(frequency, list):
         if len(frequency) != num_layers or any(each not in (0, 1) for each in frequency):
@@ -181,4 +292,4 @@ def _is_each(config: TransformerConfig, name: str) -> list[bool]:
         return [bool(each) for each in frequency]
     if frequency < 1:
         raise ConfigError(f"{name} is {frequency!r}; it must be at least 1, or a list of 0 and 1")
-    return [(layer + 1) % frequency == 0 for layer in range(num_layers)]
+    return [(first + layer) % frequency == 0 for layer in range(num_layers)]

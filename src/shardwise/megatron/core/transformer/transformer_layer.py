@@ -13,15 +13,16 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.topology import Groups
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core import parallel_state
-from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _group_of
+from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _groups_of
 from shardwise.megatron.core.tensor_parallel.module import adopt_marks_, mark_replicas
-from shardwise.megatron.core.transformer import layer_parts, module
+from shardwise.megatron.core.transformer import layer_parts, module, moe
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
 from shardwise.megatron.surface import given, offer
 from shardwise.models.config import ModelConfig
-from shardwise.models.transformer import attention as engine_attention, layer as engine_layer
+from shardwise.models.transformer import attention as engine_attention, layer as engine_layer, mlp as engine_mlp
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 
@@ -35,7 +36,7 @@ class TransformerLayerSubmodules:
     Attributes:
         input_layernorm, pre_mlp_layernorm: the same class, ``FusedLayerNorm`` or a class that is called with
             ``config``, ``hidden_size`` and ``eps``; the model's final norm uses it too.
-        self_attention, mlp: ``SelfAttention`` and ``MLP``, or the program's own classes.
+        self_attention, mlp: ``SelfAttention``, and ``MLP`` or ``MoELayer``, or the program's own classes.
         self_attn_bda, mlp_bda: ``get_bias_dropout_add``.
         sharded_state_dict_keys_map: no effect; checkpoints use the parameters' names.
     """
@@ -56,6 +57,8 @@ class TransformerLayerSubmodules:
 
 
 _NEEDED = ("input_layernorm", "self_attention", "mlp")
+# Key in the ``metainfo`` of experts that only the layers of the config's ``moe_layer_freq`` have.
+_BY_LAYER = "moe_layer_freq"
 
 
 def get_transformer_layer_offset(
@@ -128,8 +131,9 @@ class TransformerLayer(  # type: ignore[misc]  # Megatron's layers return pairs.
         if add_layer_offset:
             offset = get_transformer_layer_offset(config, vp_stage) if pp_layer_offset is None else pp_layer_offset
             layer_number += offset
-        self.tp_group = _group_of(pg_collection, "tp")
-        super().__init__(config, _of_submodules(submodules, config), layer_number, self.tp_group)
+        groups = _groups_of(pg_collection)
+        self.tp_group = groups.tp
+        super().__init__(config, _of_submodules(submodules, config), layer_number, self.tp_group, groups)
         adopt_marks_(self)
         mark_replicas(self)
         self.config = config
@@ -190,9 +194,26 @@ def _of_submodules(parts: TransformerLayerSubmodules, config: TransformerConfig)
         mlp = module.ModuleSpec(layer_parts.MLP, submodules=mlp.keywords.get("submodules"))
     if module.get_module(mlp) is layer_parts.MLP and not getattr(mlp, "params", {}):
         (getattr(mlp, "submodules", None) or layer_parts.MLPSubmodules()).check()
+        if config.num_moe_experts is not None:
+            own["moe"] = lambda config, groups: engine_mlp.MLP(config, groups.tp)
+    elif module.get_module(mlp) is moe.MoELayer:
+        _check_layers_with_experts(mlp, config)
+        own["moe"] = functools.partial(_experts, mlp)
     else:
         own["mlp"] = functools.partial(_own_mlp, mlp)
+        own["moe"] = lambda config, groups: _own_mlp(mlp, config, groups.tp)
     return TransformerLayerSpec(**own)
+
+
+def _check_layers_with_experts(part: Any, config: TransformerConfig) -> None:
+    if config.num_moe_experts is None:
+        raise ConfigError("a layer's mlp is MoELayer, and num_moe_experts of the config is None; set it")
+    assert config.experts is not None
+    if config.experts.layers is not None and not getattr(part, "metainfo", {}).get(_BY_LAYER):
+        raise ConfigError(
+            f"moe_layer_freq is {config.moe_layer_freq}, and the spec is of a layer with experts; "
+            "get_gpt_decoder_block_spec describes a model in which only some layers have experts"
+        )
 
 
 def _own_norm(part: Any, config: ModelConfig) -> nn.Module:
@@ -206,6 +227,13 @@ def _own_attention(part: Any, config: ModelConfig, layer_number: int, group: Pro
     options = _accepted(part, pg_collection=ProcessGroupCollection(tp=group))
     before = functools.partial(_call_of_attention, interleaved=config.rotary_interleaved)
     return _built(part, before, config=config, layer_number=layer_number, **options)
+
+
+def _experts(part: Any, config: ModelConfig, groups: Groups) -> nn.Module:
+    own = {"tp": groups.tp, "tp_ep": groups.experts, "expt_tp": groups.expert_tp, "expt_dp": groups.expert_dp}
+    built: nn.Module = module.build_module(part, config=config, pg_collection=ProcessGroupCollection(**own))
+    built.register_forward_hook(_add_bias)
+    return built
 
 
 def _own_mlp(part: Any, config: ModelConfig, group: ProcessGroup) -> nn.Module:
@@ -274,19 +302,19 @@ def get_gpt_layer_local_spec(
     use_kitchen_attention: bool = False,
     kitchen_attention_backend: str = "sdpa",
 ) -> module.ModuleSpec:
-    """Return the spec of a layer of attention and MLP.
+    """Return the spec of a layer of attention and MLP, or of attention and experts.
 
     Args:
+        num_experts: not None for a layer of experts, whose number is the config's ``num_moe_experts``.
+        moe_grouped_gemm: whether the experts are ``GroupedMLP`` instead of ``SequentialMLP``.
         qk_layernorm, normalization: no effect; the config's fields of these names apply.
-        num_experts, moe_grouped_gemm, multi_latent_attention, fp8, qk_l2_norm, use_kitchen, use_kitchen_attention,
-            kitchen_attention_backend: only the defaults are supported.
+        multi_latent_attention, fp8, qk_l2_norm, use_kitchen, use_kitchen_attention, kitchen_attention_backend: only the
+            defaults are supported.
 
     Raises:
         ConfigError: a layer that is not offered.
     """
     refused = {
-        "num_experts": (num_experts, "every MLP is dense"),
-        "moe_grouped_gemm": (moe_grouped_gemm, "every MLP is dense"),
         "multi_latent_attention": (multi_latent_attention, "attention is softmax attention of one kind"),
         "qk_l2_norm": (qk_l2_norm, "attention is softmax attention of one kind"),
         "fp8": (fp8, "matrices are multiplied in params_dtype"),
@@ -297,6 +325,10 @@ def get_gpt_layer_local_spec(
         if value:
             raise ConfigError(f"{name} is {value!r}, which is not offered here: {why}; leave it out")
     causal = {"attn_mask_type": AttnMaskType.causal}
+    mlp = module.ModuleSpec(layer_parts.MLP, submodules=layer_parts.MLPSubmodules())
+    if num_experts is not None:
+        experts = moe.GroupedMLP if moe_grouped_gemm else moe.SequentialMLP
+        mlp = module.ModuleSpec(moe.MoELayer, submodules=moe.MoESubmodules(experts))
     return module.ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -304,7 +336,7 @@ def get_gpt_layer_local_spec(
             self_attention=module.ModuleSpec(layer_parts.SelfAttention, causal, layer_parts.SelfAttentionSubmodules()),
             self_attn_bda=layer_parts.get_bias_dropout_add,
             pre_mlp_layernorm=layer_parts.FusedLayerNorm,
-            mlp=module.ModuleSpec(layer_parts.MLP, submodules=layer_parts.MLPSubmodules()),
+            mlp=mlp,
             mlp_bda=layer_parts.get_bias_dropout_add,
         ),
     )
@@ -344,12 +376,16 @@ def get_gpt_decoder_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> module.ModuleSpec:
-    """Return one spec for all layers, which are identical; the model knows the layers of this stage.
+    """Return one spec for all layers; the model knows the layers of this stage, and those with experts.
 
     Raises:
         ConfigError: a layer that is not offered.
     """
-    return get_gpt_layer_local_spec(normalization=normalization, qk_l2_norm=qk_l2_norm)
+    spec = get_gpt_layer_local_spec(
+        config.num_moe_experts, config.moe_grouped_gemm, normalization=normalization, qk_l2_norm=qk_l2_norm
+    )
+    spec.submodules.mlp.metainfo[_BY_LAYER] = True
+    return spec
 
 
 offer(globals())

@@ -1,0 +1,356 @@
+"""Megatron's layer of experts, router and experts: the engine's classes, with Megatron's arguments and state keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.sequence_view import SequenceView
+from shardwise.megatron.absent import absent_names
+from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _group_of, _groups_of
+from shardwise.megatron.core.tensor_parallel.module import mark_parameter, mark_replicas
+from shardwise.megatron.core.transformer.layer_parts import MLPSubmodules, _check_part, _refuse
+from shardwise.megatron.core.transformer.module import MegatronModule, build_module, get_module
+from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
+from shardwise.megatron.surface import offer
+from shardwise.models.experts import Experts
+from shardwise.models.transformer import moe, router
+
+__getattr__ = absent_names("transformer.moe.moe_layer")
+
+
+class TopKRouter(router.Router, MegatronModule):
+    """The engine's ``Router`` with Megatron's arguments and results.
+
+    Losses that balance the experts are added by ``MoELayer``.
+
+    Args:
+        config: config with experts.
+        pg_collection: collection with the group ``tp``; None means the ambient topology's.
+
+    Attributes:
+        weight: ``[num_moe_experts, h]``.
+        expert_bias: ``[num_moe_experts]`` in fp32, or None.
+
+    Raises:
+        ConfigError: the config has no experts.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        self.tp_group = _group_of(pg_collection, "tp")
+        super().__init__(config, _experts_of(config), self.tp_group)
+        mark_replicas(self)
+        self.config = config
+
+    @property
+    def expert_bias(self) -> Tensor | None:
+        return self.selection_bias
+
+    def forward(  # type: ignore[override]  # Megatron's routers return pairs.
+        self, input: Tensor, padding_mask: None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Choose the experts of tokens ``[..., h]``.
+
+        Returns:
+            ``[n, num_moe_experts]``: the weight of each expert for each token, 0 unless it is chosen, in fp32 at least;
+            and whether it is chosen.
+
+        Raises:
+            ConfigError: there is a ``padding_mask``.
+        """
+        _refuse(padding_mask=padding_mask)
+        routing = super().forward(input.flatten(0, -2))
+        is_chosen = torch.zeros_like(routing.logits, dtype=torch.bool).scatter_(1, routing.experts, True)
+        return torch.zeros_like(routing.logits).scatter(1, routing.experts, routing.weights), is_chosen
+
+    def _balanced(self, routing: router.Routing, scores: Tensor) -> Tensor:
+        # Megatron counts the experts of the highest scores, without bias and groups.
+        return scores.topk(self.experts.per_token, dim=-1).indices
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if self.selection_bias is not None:
+            self.selection_bias = self.selection_bias.float()
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        _rename_(destination, prefix, "selection_bias", "expert_bias")
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        _rename_(state_dict, prefix, "expert_bias", "selection_bias")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class _MegatronExperts(moe.ExpertWeights, MegatronModule):
+    """The engine's experts, whose state has the keys and shapes of one of Megatron's classes."""
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
+    ) -> None:
+        groups = _groups_of(pg_collection)
+        experts, expert_tp = groups.experts or groups.tp, groups.expert_tp or groups.tp
+        # As in Megatron, False where gradients are summed over other ranks than those of dense layers.
+        self._allreduce = (experts.size(), expert_tp.size()) == (groups.tp.size(), groups.tp.size())
+        self.tp_group, self.dp_group = expert_tp, groups.expert_dp
+        super().__init__(config, _experts_of(config), experts, expert_tp)
+        self.config = config
+        if num_local_experts != self.num_own:
+            raise ConfigError(
+                f"num_local_experts is {num_local_experts}, and each rank has {self.num_own} of the {self.num} experts "
+                f"here; pass {self.num_own}"
+            )
+        self.num_local_experts = num_local_experts
+
+    def _made(self, name: str) -> None:
+        param: Any = getattr(self, name)
+        mark_parameter(param, self.param_layouts[name])
+        param.allreduce, param.sequence_parallel = self._allreduce, False
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor | None = None
+    ) -> Any:
+        """Compute this rank's part of its experts' outputs.
+
+        Args:
+            permuted_local_hidden_states: ``[n, h]``, the tokens of one expert after those of another.
+            tokens_per_expert: ``[num_local_experts]`` int64.
+            permuted_probs: ``[n]``, weights of the tokens; None for weights of 1.
+
+        Returns:
+            ``[n, h]`` and None, a pair; the tensor alone without ``permuted_probs``.
+        """
+        if permuted_probs is None:
+            return super().forward(permuted_local_hidden_states, tokens_per_expert)
+        hidden, weights = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
+        if self.config.moe_apply_probs_on_input:
+            return super().forward((hidden * weights).to(hidden.dtype), tokens_per_expert), None
+        return (super().forward(hidden, tokens_per_expert) * weights).to(hidden.dtype), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Like ``ShardedModule.sharded_state_dict``; each expert is written by the first rank that holds it."""
+        if metadata is not None and metadata.get("dp_cp_group") is not None and not self._allreduce:
+            metadata = {**metadata, "dp_cp_group": self.dp_group}
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        up, down = (destination.pop(prefix + name).unflatten(0, (self.num_own, -1)) for name in ("up", "down"))
+        destination.update({prefix + name: tensor for name, tensor in self._to_state(up, down)})
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        empty = self.up.new_empty((self.num_own, 1, 1), device="meta")
+        names = [prefix + name for name, _ in self._to_state(empty, empty)]
+        if all(name in state_dict for name in names):
+            up, down = self._from_state([state_dict.pop(name) for name in names])
+            state_dict[f"{prefix}up"], state_dict[f"{prefix}down"] = up.flatten(0, 1), down.flatten(0, 1)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _to_state(self, up: Tensor, down: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield Megatron's names and tensors of ``up`` and ``down``, ``[e, rows, h]``."""
+        raise NotImplementedError
+
+    def _from_state(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Undo ``_to_state``."""
+        raise NotImplementedError
+
+
+class GroupedMLP(_MegatronExperts):
+    """The engine's ``ExpertWeights`` with Megatron's arguments, and the state keys ``weight1`` and ``weight2``.
+
+    Args:
+        num_local_experts: number of experts of this rank.
+        config: config with experts.
+        pg_collection: collection with ``tp``, ``tp_ep``, ``expt_tp`` and ``expt_dp``; None means the ambient
+            topology's.
+
+    Attributes:
+        up, down: as in ``ExpertWeights``. In ``state_dict`` they are ``weight1``, a copy in Megatron's shape, and
+            ``weight2``.
+
+    Raises:
+        ConfigError: the config has no experts, or the ranks cannot divide them like this.
+    """
+
+    def _to_state(self, up: Tensor, down: Tensor) -> Iterator[tuple[str, Tensor]]:
+        yield "weight1", up.transpose(1, 2).reshape(up.size(2), -1)
+        yield "weight2", down.flatten(0, 1)
+
+    def _from_state(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+        first, second = tensors
+        shape = (self.num_own, first.size(0), -1)
+        return first.reshape(shape).transpose(1, 2), second.unflatten(0, (self.num_own, -1))
+
+
+class SequentialMLP(_MegatronExperts):
+    """The engine's ``ExpertWeights`` with Megatron's arguments, and the state keys of an MLP for each expert.
+
+    Args:
+        num_local_experts, config, pg_collection: as in ``GroupedMLP``.
+        submodules: the default parts of each MLP.
+
+    Attributes:
+        up, down: as in ``ExpertWeights``. In ``state_dict`` they are ``local_experts.N.linear_fc1.weight`` and
+            ``local_experts.N.linear_fc2.weight``.
+
+    Raises:
+        ConfigError: other parts, no experts in the config, or ranks that cannot divide them like this.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        (submodules or MLPSubmodules()).check()
+        super().__init__(num_local_experts, config, pg_collection)
+
+    def _to_state(self, up: Tensor, down: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for index, (first, second) in enumerate(zip(up, down, strict=True)):
+            yield f"local_experts.{index}.linear_fc1.weight", first
+            yield f"local_experts.{index}.linear_fc2.weight", second.t()
+
+    def _from_state(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+        return torch.stack(tensors[::2]), torch.stack([second.t() for second in tensors[1::2]])
+
+
+@dataclass
+class MoESubmodules:
+    """Parts of ``MoELayer``.
+
+    Attributes:
+        experts: ``GroupedMLP`` or ``SequentialMLP``; None means the config's ``moe_grouped_gemm`` decides.
+        shared_experts: None; the config's ``moe_shared_expert_intermediate_size`` makes a shared expert.
+        router: ``TopKRouter``.
+    """
+
+    experts: Any = None
+    shared_experts: Any = None
+    router: Any = TopKRouter
+
+    def check(self) -> None:
+        """Raise ConfigError for other parts."""
+        _check_part(self, "router", TopKRouter)
+        _check_part(self, "shared_experts", None)
+        if get_module(self.experts) not in (GroupedMLP, SequentialMLP, None):
+            raise ConfigError(f"experts of MoESubmodules is {self.experts!r}; give GroupedMLP or SequentialMLP")
+
+
+class MoELayer(moe.MoELayer, MegatronModule):
+    """The engine's ``MoELayer`` with Megatron's arguments and state keys.
+
+    Args:
+        config: config with experts.
+        submodules: parts of the layer.
+        layer_number: stored as an attribute.
+        pg_collection: collection with ``tp``, ``tp_ep``, ``expt_tp`` and ``expt_dp``; None means the ambient
+            topology's. Without ``tp_ep`` the tensor-parallel ranks hold and split all experts.
+
+    Attributes:
+        router, experts: ``TopKRouter``, and ``GroupedMLP`` or ``SequentialMLP``.
+        shared_experts: the MLP for all tokens, or None.
+        num_local_experts, local_expert_indices: number of experts of this rank, and their numbers in the layer.
+        loss_scale: factor of the gradients of the balance losses, which ``get_forward_backward_func`` sets.
+
+    Raises:
+        ConfigError: other parts, no experts in the config, or ranks that cannot divide them.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        parts = submodules or MoESubmodules()
+        parts.check()
+        _experts_of(config)
+        groups = _groups_of(pg_collection)
+        self.tp_group = groups.tp
+        kind = parts.experts or (GroupedMLP if config.moe_grouped_gemm else SequentialMLP)
+        super().__init__(
+            config,
+            groups,
+            router=lambda *_: TopKRouter(config, pg_collection),
+            experts=partial(_built_experts, kind, pg_collection),
+        )
+        mark_replicas(self)
+        self.config, self.layer_number = config, layer_number
+        self.num_local_experts = self.experts.num_own
+        first = self.experts.first_own
+        self.local_expert_indices = list(range(first, first + self.num_local_experts))
+        self.register_state_dict_post_hook(_name_as_megatron_)
+
+    @property
+    def shared_experts(self) -> nn.Module | None:
+        return self.shared
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Store the number of the layer."""
+        self.layer_number = layer_number
+
+    def forward(  # type: ignore[override]  # Megatron's modules return pairs.
+        self,
+        hidden_states: Tensor,
+        intermediate_tensors: None = None,
+        padding_mask: None = None,
+        *,
+        sequence: SequenceView | None = None,
+    ) -> tuple[Tensor, None]:
+        """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape; return it and None.
+
+        Raises:
+            ConfigError: ``intermediate_tensors`` or ``padding_mask`` is given.
+        """
+        _refuse(intermediate_tensors=intermediate_tensors, padding_mask=padding_mask)
+        if self.training and self.spec.bias_rate and self.statistics is None:
+            self.begin(self.loss_scale)
+        return super().forward(hidden_states, sequence=sequence), None
+
+    def _route(self, tokens: Tensor) -> router.Routing:
+        return router.Router.forward(self.router, tokens)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for own, megatrons in _SHARED:
+            _rename_(state_dict, prefix, megatrons, own)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+# Beginnings of the engine's and of Megatron's state keys; the gate comes first, because it is a part of the latter.
+_SHARED = (("shared_gate.weight", "shared_experts.gate_weight"), ("shared.", "shared_experts."))
+
+
+def _built_experts(
+    kind: Any, pg_collection: ProcessGroupCollection | None, config: TransformerConfig, spec: Experts, *groups: Any
+) -> Any:
+    num_own = spec.num * groups[1].size() // groups[0].size()
+    return build_module(kind, num_own, config, pg_collection=pg_collection)
+
+
+def _experts_of(config: TransformerConfig) -> Experts:
+    if config.experts is None:
+        raise ConfigError("num_moe_experts of the config is None; a layer of experts needs a number of them")
+    return config.experts
+
+
+def _name_as_megatron_(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+    for own, megatrons in _SHARED:
+        _rename_(state_dict, prefix, own, megatrons)
+
+
+def _rename_(state_dict: Any, prefix: str, before: str, after: str) -> None:
+    """Replace the beginning ``before`` of keys below ``prefix``."""
+    for key in [key for key in state_dict if key.startswith(prefix + before)]:
+        state_dict[prefix + after + key.removeprefix(prefix + before)] = state_dict.pop(key)
+
+
+offer(globals())
