@@ -106,7 +106,9 @@ class AttentionMask:
         # A window that contains all positions restricts nothing.
         before = before if before < num_keys - 1 else -1
         after = after if after < num_keys - 1 and not causal else -1
-        if self._is_plain and before < 0 and after < 0 and (not causal or new in (1, num_keys)):
+        # Queries are at the last positions, unless ranks share the sequence: then a single one may be anywhere.
+        needs_none = not causal or (self.context is None and new in (1, num_keys))
+        if self._is_plain and before < 0 and after < 0 and needs_none:
             return None, causal and new == num_keys
         key = (new, num_keys, causal, before, after, query.dtype)
         if key not in self._made:
