@@ -309,9 +309,9 @@ def balance_does_not_depend_on_micro_batches(target: Any, groups: Groups) -> Non
     assert_close(router, grad_of(dense.router), "the gradient of router", target)
 
 
-@case("NVIDIA-NeMo/Automodel#3247", *_NEEDS, "recompute", tp=2, dp=2, ep=2, etp=1)
-def recomputation_counts_losses_once(target: Any, groups: Groups) -> None:
-    """If the backward calls the layer again, tokens go to the same experts, and auxiliary losses count once."""
+@case("NVIDIA-NeMo/Automodel#3140", *_NEEDS, "recompute", tp=2, dp=2, ep=2, etp=1)
+def recomputation_chooses_the_same_experts(target: Any, groups: Groups) -> None:
+    """If the backward calls the layer again, all tokens go to the same experts, and auxiliary losses count once."""
     _check(target, groups, ExpertSizes(aux_loss=3.0, z_loss=0.5), recomputes=True)
 
 
