@@ -45,8 +45,8 @@ def test_the_library_passes_every_case():
 def test_the_door_passes_every_case_that_it_offers(cases):
     report = run("shardwise.megatron", cases)
     assert not failures_of(report)
-    # The optimizer that splits its state, experts, and models that Megatron does not have, are the library's own.
-    own = {"optimizer.split_state", "expert_layer", "other_models"}
+    # The optimizer that splits its state, experts, and parts of models, are the library's own.
+    own = {"optimizer.split_state", "expert_layer", "other_models", "context_model", "latent_attention", "sinks"}
     assert all(own.intersection(each.case.needs) for each in report.of("not offered"))
 
 

@@ -24,7 +24,7 @@ class Case:
         report: project and number of the public report, or the project and "class of bug".
         needs: names that a target must offer, such as ``"uneven"``, or with a function's argument
             ``"row_linear.skip_bias_add"``; otherwise the case does not apply to it.
-        tp, pp, dp: sizes of the axes; their product is the number of ranks.
+        tp, pp, dp, cp: sizes of the axes; their product is the number of ranks.
         ep, etp: sizes of expert parallelism, and of tensor parallelism in experts (``tp`` if None), on these ranks.
         function: the body.
         seconds: time limit.
@@ -38,6 +38,7 @@ class Case:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     ep: int = 1
     etp: int | None = None
     seconds: float = 60.0
@@ -45,7 +46,7 @@ class Case:
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def theme(self) -> str:
@@ -62,6 +63,7 @@ def case(
     tp: int = 1,
     pp: int = 1,
     dp: int = 1,
+    cp: int = 1,
     ep: int = 1,
     etp: int | None = None,
     seconds: float = 60.0,
@@ -72,7 +74,7 @@ def case(
         theme = function.__module__.rpartition(".")[2]
         summary = (function.__doc__ or "").strip().partition("\n")[0]
         name = f"{theme}/{function.__name__}"
-        _CASES[name] = Case(name, summary, report, needs, function, tp, pp, dp, ep, etp, seconds)
+        _CASES[name] = Case(name, summary, report, needs, function, tp, pp, dp, cp, ep, etp, seconds)
         return function
 
     return add

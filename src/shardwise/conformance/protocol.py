@@ -5,10 +5,11 @@ A case names the functions and arguments that it needs. It is "not offered" if t
 NotImplementedError.
 
 Whole tensors go in: the target cuts them as its library does. Modules that functions return are called as stated, with
-this rank's process groups ``groups``: ``groups.tp`` splits each layer, ``groups.dp`` sees different samples,
-``groups.pp`` holds stages, ``groups.embd`` is the first and the last stage, and those of experts are as in
-``core.topology.Groups``. ``s b i o h v`` are sequence, batch, input features, output features, hidden size and
-vocabulary, and ``t`` is the size of ``groups.tp``. Part ``n/t`` is ``comparing.part``: consecutive, of ``sizes(n, t)``.
+this rank's process groups ``groups``: ``groups.tp`` splits each layer, ``groups.pp`` holds stages, ``groups.embd`` is
+the first and the last stage, and those of experts are as in ``core.topology.Groups``. ``groups.dp`` sees different
+samples, except that the ranks of ``groups.cp`` see different positions of the same samples. ``s b i o h v`` are
+sequence, batch, input features, output features, hidden size and vocabulary, and ``t`` is the size of ``groups.tp``.
+Part ``n/t`` is ``comparing.part``: consecutive, of ``sizes(n, t)``.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,6 +58,8 @@ class Target(Protocol):
         few_kv_heads: truthy if a model may have fewer key-value heads than ranks, or a number that does not divide.
         ignored_labels: truthy if labels of -100 cost nothing.
         padded_vocabulary: truthy if logits may be wider than ``vocab``.
+        windows, sinks, latent_attention, length_scaling: truthy if models may have ``window``, ``sinks``, ``latent`` or
+            ``trained_length`` of ``dense.Sizes``.
         one_draw: truthy if initial weights do not depend on the number of ranks.
         versions: versions for the report, such as ``{"torch": "2.13.0"}``.
     """
@@ -67,6 +70,10 @@ class Target(Protocol):
     few_kv_heads: bool
     ignored_labels: bool
     padded_vocabulary: bool
+    windows: bool
+    sinks: bool
+    latent_attention: bool
+    length_scaling: bool
     one_draw: bool
     versions: dict[str, str]
 
@@ -195,6 +202,18 @@ class Target(Protocol):
             Label -100 has loss 0 if the target has a truthy ``ignored_labels``.
         """
 
+    def context_model(
+        self, sizes: Sizes, weights: dict[str, Tensor], groups: Groups, *, sequence_parallel: bool = False
+    ) -> nn.Module:
+        """Make a ``language_model`` whose samples are shared by the ranks of ``groups.cp``, each with some positions.
+
+        Returns:
+            Module from ids and labels of whole samples ``[b, s]`` to the losses ``[b, n]`` of this rank's ``n``
+            positions, and these positions ``[n]``. The third argument is None, or the number of each token's document
+            ``[b, s]``: a token sees only its document, and the length of the text is that of the document. The fourth
+            argument is None, or ``[b, s]`` with False for padding, before or after the tokens.
+        """
+
     def expert_layer(
         self,
         sizes: ExpertSizes,
@@ -202,18 +221,24 @@ class Target(Protocol):
         groups: Groups,
         *,
         sequence_length: int | None = None,
+        context_length: int | None = None,
+        micro_batches: int = 1,
     ) -> nn.Module:
         """Make a router and experts, ``dense_experts.DenseExperts``, from whole weights, whose dtype the layer has.
 
         ``groups.experts`` together hold all experts, ``groups.expert_tp`` split each, and ``groups.expert_dp`` hold the
         same parts of the same ones. No token is dropped. The router computes in fp32 at least. The backward adds the
-        gradient of the auxiliary losses: after ``finalize_gradients``, that of their mean over ``groups.dp``.
+        gradient of the auxiliary losses: after ``finalize_gradients``, that of their mean over micro-batches and over
+        the ranks that see different samples.
 
         Args:
             sizes: sizes of the layer.
             weights: whole, by the names of ``DenseExperts``.
             groups: process groups.
             sequence_length: ``s`` if the input is this rank's part of the sequence.
+            context_length: ``s`` if the ranks of ``groups.cp`` have different positions of the same samples, as many
+                each.
+            micro_batches: number of forwards before ``finalize_gradients``.
 
         Returns:
             Module from this rank's samples ``[s, b, h]`` (``[s/t, b, h]`` with ``sequence_length``) to the same shape.
@@ -230,7 +255,8 @@ class Target(Protocol):
     def accumulate(self, model: nn.Module, batches: Sequence[Batch], groups: Groups) -> Tensor:
         """Run forward and backward of this data-parallel rank's micro-batches, and complete the gradients.
 
-        Gradients are those of the mean over the labels of all micro-batches of all data-parallel ranks.
+        Gradients are those of the mean over the labels of all micro-batches of all data-parallel ranks. The model may
+        be a ``context_model``.
 
         Returns:
             That mean, a scalar, the same on every rank.

@@ -203,7 +203,7 @@ def _world(case: Case, target: ModuleType, rank: int, store: str, seconds: float
         timeout=datetime.timedelta(seconds=seconds),
     )
     try:
-        topology = Topology.create(tp=case.tp, pp=case.pp, ep=case.ep, etp=case.etp)
+        topology = Topology.create(tp=case.tp, pp=case.pp, cp=case.cp, ep=case.ep, etp=case.etp)
         groups = Groups.of(topology)
         random.seed(0)
         try:

@@ -225,9 +225,11 @@ class Trainer:
         """
         settings = self.settings
         # Dropout is seeded by the step, so that a resumed run draws the same masks. The ranks of a tensor-parallel
-        # group share one data-parallel stream; data-parallel ranks and stages need different ones.
+        # group share one data-parallel stream; data-parallel ranks and stages need different ones. Ranks that share
+        # samples have slices of one mask, unless each rank draws its masks alone.
         stage = 0 if self.pp_group is None else self.pp_group.rank()
-        stream_seed = _stream_seed(settings.training.seed, step, self.dp_group.rank(), stage)
+        place = self._sample_rank if settings.training.rng == "global" else self.dp_group.rank()
+        stream_seed = _stream_seed(settings.training.seed, step, place, stage)
         seed_streams(stream_seed, self.tp_group.rank(), rng=settings.training.rng)
         self.model.train()
         if num_labels is None:

@@ -33,14 +33,22 @@ def _check(
     s: int = 6,
     sequence_parallel: bool = False,
     negative: bool = False,
+    largest: float = 1.0,
+    recomputes: bool = False,
 ) -> tuple[Any, DenseExperts]:
     """Compare output, input gradient and all gradients with the dense layer; return both layers.
 
-    ``negative`` makes every logit negative.
+    Args:
+        target, groups, sizes: as of the case.
+        s: length.
+        sequence_parallel: whether ranks have parts of the sequence.
+        negative: whether every logit is negative.
+        largest: factor of the inputs.
+        recomputes: whether the backward calls the layer again.
     """
     assert groups.dp is not None
     dense = DenseExperts(sizes)
-    x = numbers(s, 2 * groups.dp.size(), sizes.hidden)
+    x = numbers(s, 2 * groups.dp.size(), sizes.hidden, scale=largest)
     if negative:
         x = x.abs()
         with torch.no_grad():
@@ -52,7 +60,7 @@ def _check(
     options = {"sequence_length": s} if sequence_parallel else {}
     layer = target.expert_layer(sizes, weights_of(dense), groups, **options)
     given = _own(x, target, groups, splits=sequence_parallel).requires_grad_()
-    output = layer(given)
+    output = target.recompute(layer, given) if recomputes else layer(given)
     assert_close(output, _own(expected, target, groups, splits=sequence_parallel), "the output", target)
     output.backward(_own(grad, target, groups, splits=sequence_parallel))
     must = _own(grad_of(leaf), target, groups, splits=sequence_parallel)
@@ -217,6 +225,106 @@ def shared_expert_sees_all_tokens_once(target: Any, groups: Groups) -> None:
     """The gradient of the shared expert's gate is summed over the parts of the sequence, and nothing counts twice."""
     for sequence_parallel in (False, True):
         _check(target, groups, ExpertSizes(shared=8), sequence_parallel=sequence_parallel)
+
+
+@case("pytorch/torchtitan#4245", *_NEEDS, tp=2)
+def biases_are_added_once(target: Any, groups: Groups) -> None:
+    """Where two ranks split an expert, the bias of its down projection is added by one of them, or by halves."""
+    _check(target, groups, ExpertSizes(biases=True))
+
+
+@case("pytorch/torchtitan#4332", *_NEEDS, dp=4, ep=2, etp=2)
+def biases_have_their_gradients(target: Any, groups: Groups) -> None:
+    """Gradients of biases do not depend on how many ranks split an expert, and how many share the experts."""
+    _check(target, groups, ExpertSizes(biases=True, limit=2.0))
+
+
+@case("NVIDIA-NeMo/Automodel#2591", *_NEEDS, dp=2, ep=2)
+def biases_are_weighted(target: Any, groups: Groups) -> None:
+    """The router's weight multiplies an expert's last bias too."""
+    _check(target, groups, ExpertSizes(biases=True, per_token=3, scores="chosen", normalizes=False))
+
+
+@case("sgl-project/sglang#39939", *_NEEDS, "uneven", tp=2)
+def gates_are_clamped(target: Any, groups: Groups) -> None:
+    """The gate has an upper bound alone, the up projection two, and 1 is added to it; also far beyond the bounds."""
+    _check(target, groups, ExpertSizes(ffn=9, limit=1.5), largest=3.0)
+
+
+@case("NVIDIA-NeMo/Automodel#1324", *_NEEDS, "uneven", dp=4, ep=2, etp=2)
+def gates_meet_their_up_projections(target: Any, groups: Groups) -> None:
+    """A width of 9 on two ranks: each rank has the gate and the up projection of the same inner features."""
+    _check(target, groups, ExpertSizes(ffn=9))
+
+
+@case("huggingface/transformers#39581", *_NEEDS, dp=2, ep=2)
+def choice_bias_is_not_in_the_weights(target: Any, groups: Groups) -> None:
+    """The bias of the choice changes which experts a token has, and not their weights."""
+    for scores in ("softmax", "sigmoid"):
+        _check(target, groups, ExpertSizes(scores=scores, choice_bias=True))
+
+
+@case("vllm-project/vllm#13474", *_NEEDS, dp=2, ep=2)
+def choice_bias_ranks_the_groups(target: Any, groups: Groups) -> None:
+    """The score of a group is the sum of the two best of its experts, each with its bias."""
+    sizes = ExpertSizes(num=12, groups=4, groups_per_token=2, per_token=3)
+    _check(target, groups, sizes.but(scores="sigmoid", choice_bias=True))
+
+
+@case("NVIDIA/Megatron-LM#1378", *_NEEDS, dp=2, ep=2)
+def softmax_groups_have_the_score_of_their_best(target: Any, groups: Groups) -> None:
+    """With softmax the best expert of a group is its score, and with sigmoid the two best (DeepSeek V2 and V3)."""
+    sizes = ExpertSizes(num=12, groups=4, groups_per_token=1, per_token=2)
+    for scores in ("softmax", "sigmoid"):
+        _check(target, groups, sizes.but(scores=scores))
+
+
+@case("vllm-project/vllm#45037", *_NEEDS, tp=2, ep=2, etp=1)
+def factor_multiplies_routed_experts_once(target: Any, groups: Groups) -> None:
+    """The factor of the weights is in the sum of the routed experts once, and not in the shared expert."""
+    for normalizes in (True, False):
+        _check(target, groups, ExpertSizes(shared=8, scale=2.5, scores="sigmoid", normalizes=normalizes))
+
+
+@case("vllm-project/vllm#43694", *_NEEDS, dp=2, ep=2)
+def weights_of_inputs_count_once(target: Any, groups: Groups) -> None:
+    """A weight that multiplies an expert's input does not multiply its output (Llama 4)."""
+    _check(target, groups, ExpertSizes(scores="sigmoid", normalizes=False, weighs_input=True))
+
+
+@case("NVIDIA/Megatron-LM#3768", *_NEEDS, "expert_layer.micro_batches", tp=2, dp=2)
+def balance_does_not_depend_on_micro_batches(target: Any, groups: Groups) -> None:
+    """Auxiliary losses of three micro-batches have the gradient of their mean over all sequences."""
+    assert groups.dp is not None
+    sizes = ExpertSizes(aux_loss=3.0, z_loss=0.5)
+    dense = DenseExperts(sizes)
+    x = numbers(6, 3 * groups.dp.size(), sizes.hidden)
+    dense.losses(x).backward()
+    layer = target.expert_layer(sizes, weights_of(dense), groups, micro_batches=3)
+    for each in _own(x, target, groups).split(1, 1):
+        output = layer(each)
+        output.backward(torch.zeros_like(output))
+    target.finalize_gradients(layer, groups)
+    router = target.whole_gradients(layer, groups)["router"]
+    assert_close(router, grad_of(dense.router), "the gradient of router", target)
+
+
+@case("NVIDIA-NeMo/Automodel#3140", *_NEEDS, "recompute", tp=2, dp=2, ep=2, etp=1)
+def recomputation_chooses_the_same_experts(target: Any, groups: Groups) -> None:
+    """If the backward calls the layer again, all tokens go to the same experts, and auxiliary losses count once."""
+    _check(target, groups, ExpertSizes(aux_loss=3.0, z_loss=0.5), recomputes=True)
+
+
+@case("NVIDIA-NeMo/Megatron-Bridge#5634", *_NEEDS, tp=2)
+def adapters_of_split_experts(target: Any, groups: Groups) -> None:
+    """Adapters of experts that two ranks split, and of the router, have the dense output and gradients."""
+    _check(target, groups, ExpertSizes(lora=3))
+
+
+@case("NVIDIA-NeMo/Megatron-Bridge#5484", *_NEEDS, dp=4, ep=2)
+def adapters_are_those_of_each_expert(target: Any, groups: Groups) -> None:
+    """Each expert has its own adapter, however many ranks share the experts."""
+    _check(target, groups, ExpertSizes(lora=2, per_token=3))
 
 
 @case("KempnerInstitute/KempnerForge#202", "expert_layer", "optimizer", "whole_parameters", "save", "load", dp=2, ep=2)

@@ -8,10 +8,22 @@ from shardwise.conformance.dense import Sizes
 _LAYER = {
     "norm1.weight": "input_layernorm.weight",
     "o.weight": "self_attention.linear_proj.weight",
-    "q_norm.weight": "self_attention.q_layernorm.weight",
-    "k_norm.weight": "self_attention.k_layernorm.weight",
+    "sinks": "self_attention.sinks.logits",
     "norm2.weight": "pre_mlp_layernorm.weight",
     "down.weight": "mlp.linear_fc2.weight",
+}
+_QUERY_AND_KEY_NORMS = {
+    "q_norm.weight": "self_attention.q_layernorm.weight",
+    "k_norm.weight": "self_attention.k_layernorm.weight",
+}
+_LATENT = {
+    "latent.q.weight": "self_attention.linear_q_proj.weight",
+    "latent.q_down.weight": "self_attention.linear_q_down_proj.weight",
+    "latent.q_norm.weight": "self_attention.q_layernorm.weight",
+    "latent.q_up.weight": "self_attention.linear_q_up_proj.weight",
+    "latent.kv_down.weight": "self_attention.linear_kv_down_proj.weight",
+    "latent.kv_norm.weight": "self_attention.kv_layernorm.weight",
+    "latent.kv_up.weight": "self_attention.linear_kv_up_proj.weight",
 }
 _MODEL = {
     "embedding.weight": "embedding.word_embeddings.weight",
@@ -20,16 +32,23 @@ _MODEL = {
 }
 
 
+def _layer_names(sizes: Sizes) -> dict[str, str]:
+    """Return Megatron's names of a layer's tensors that are the same in both."""
+    return _LAYER | (_QUERY_AND_KEY_NORMS if sizes.latent is None else _LATENT)
+
+
 def to_megatron(weights: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
     """Return the weights under Megatron's names; queries, keys and values are fused, and gate and up projections."""
     result = {_MODEL[name]: value for name, value in weights.items() if name in _MODEL}
     per, d = sizes.heads // sizes.kv_heads, sizes.head_dim
     for layer in range(sizes.layers):
         ours, theirs = f"layers.{layer}.", f"decoder.layers.{layer}."
-        result |= {theirs + other: weights[ours + name] for name, other in _LAYER.items() if ours + name in weights}
-        q, k, v = (weights[f"{ours}{name}.weight"].view(sizes.kv_heads, -1, d, sizes.hidden) for name in "qkv")
-        assert q.size(1) == per
-        result[theirs + "self_attention.linear_qkv.weight"] = torch.cat([q, k, v], 1).reshape(-1, sizes.hidden)
+        names = _layer_names(sizes)
+        result |= {theirs + other: weights[ours + name] for name, other in names.items() if ours + name in weights}
+        if sizes.latent is None:
+            q, k, v = (weights[f"{ours}{name}.weight"].view(sizes.kv_heads, -1, d, sizes.hidden) for name in "qkv")
+            assert q.size(1) == per
+            result[theirs + "self_attention.linear_qkv.weight"] = torch.cat([q, k, v], 1).reshape(-1, sizes.hidden)
         gated = [weights[f"{ours}{name}.weight"] for name in ("gate", "up")]
         result[theirs + "mlp.linear_fc1.weight"] = torch.cat(gated)
     return result
@@ -54,5 +73,6 @@ def from_megatron(tensors: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]
         elif rest == "mlp.linear_fc1.weight":
             result |= {f"{ours}{key}.weight": part for key, part in zip(("gate", "up"), value.chunk(2), strict=True)}
         else:
-            result[ours + next(key for key, other in _LAYER.items() if other == rest)] = value
+            names = _layer_names(sizes).items()
+            result[ours + next(key for key, other in names if other == rest)] = value
     return result

@@ -1,5 +1,6 @@
 """Target ``shardwise``: the layers, models and training of the library itself."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,20 +14,24 @@ from torch.nn import Parameter
 import shardwise
 from shardwise.conformance.dense import IGNORED, Batch, Sizes
 from shardwise.conformance.dense_experts import ExpertSizes
+from shardwise.conformance.targets.expert_names import from_engine, to_engine
 from shardwise.conformance.targets.megatron_names import from_megatron, to_megatron
 from shardwise.core.communication import moves
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.initialization import Normal
 from shardwise.core.random import seed_streams
-from shardwise.core.sequence_view import SequenceView
+from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.sharding import ParamShard, Replicas
 from shardwise.core.topology import Groups
 from shardwise.models import GPT, ModelConfig
 from shardwise.models.adapters import LoraConfig, LoraLinear
+from shardwise.models.adapters.lora_experts import LoraExperts, LoraRouter
 from shardwise.models.description import ModelChunks
-from shardwise.models.experts import Experts
+from shardwise.models.experts import ClampedGate, Experts
+from shardwise.models.transformer.heads import LatentAttention
 from shardwise.models.transformer.moe import MoELayer
+from shardwise.models.transformer.rotary import RotaryScaling
 from shardwise.nn import ColumnLinear, RowLinear, VocabEmbedding
 from shardwise.nn.dropout import sharded_dropout
 from shardwise.nn.loss import vocab_parallel_cross_entropy
@@ -48,6 +53,7 @@ from shardwise.training.pipeline.stage import hidden_shape
 
 versions = {"shardwise": shardwise.__version__}
 uneven = uneven_sequence = few_kv_heads = ignored_labels = padded_vocabulary = one_draw = True
+windows = sinks = latent_attention = length_scaling = True
 
 
 class _Called(nn.Module):
@@ -209,7 +215,7 @@ def whole_of(module: nn.Module, groups: Groups, tensor_of: Callable[[Parameter],
         sizes = cast(Sizes, model.case_sizes)
         return from_megatron({name.removeprefix("inner."): value for name, value in wholes.items()}, sizes)
     if isinstance(model, MoELayer):
-        return _whole_experts({name.removeprefix("inner."): value for name, value in wholes.items()}, model.spec)
+        return from_engine({name.removeprefix("inner."): value for name, value in wholes.items()}, model.spec.num)
     return {_name_of(name): value for name, value in wholes.items()}
 
 
@@ -284,7 +290,28 @@ def optimizer(model: nn.Module, groups: Groups, *, split_state: bool = False) ->
 
 def config_of(sizes: Sizes, **changes: Any) -> ModelConfig:
     """Return the config of the cases' model."""
-    return ModelConfig(**config_fields(sizes), **changes)
+    fields = config_fields(sizes) | {"attention_sinks": sizes.sinks}
+    if sizes.window is not None:
+        fields["window_size"] = (sizes.window - 1, 0)
+        fields["windowed_layers"] = [number % 2 == 0 for number in range(sizes.layers)]
+    if sizes.latent is not None:
+        latent = LatentAttention(
+            sizes.latent.rank, sizes.head_dim, sizes.latent.rotated, sizes.latent.value, sizes.latent.query_rank
+        )
+        fields |= {"latent": latent, "kv_channels": None, "num_query_groups": None}
+        scaling = _scaling(sizes)
+        if scaling is not None:
+            fields["softmax_scale"] = scaling.score_factor / math.sqrt(latent.head_width)
+    return ModelConfig(**fields, **changes)
+
+
+def _scaling(sizes: Sizes) -> RotaryScaling | None:
+    if sizes.yarn is not None:
+        yarn = sizes.yarn
+        return RotaryScaling(
+            "yarn", yarn.factor, yarn.trained_length, mscale=yarn.mscale, mscale_all_dim=yarn.mscale_all_dim
+        )
+    return None if sizes.trained_length is None else RotaryScaling("dynamic", 2.0, sizes.trained_length)
 
 
 def config_fields(sizes: Sizes) -> dict[str, Any]:
@@ -316,6 +343,7 @@ def _gpt(sizes: Sizes, weights: dict[str, Tensor], groups: Groups, config: Model
         groups=groups,
         position_embedding_type="rope",
         rotary_base=int(sizes.base),
+        rope_scaling=_scaling(sizes),
         share_embeddings_and_output_weights=sizes.tied,
         **options,
     )
@@ -333,8 +361,28 @@ def language_model(
     return _called(_gpt(sizes, weights, groups, config_of(sizes, sequence_parallel=sequence_parallel)))
 
 
+def context_model(
+    sizes: Sizes, weights: dict[str, Tensor], groups: Groups, *, sequence_parallel: bool = False
+) -> nn.Module:
+    model = _gpt(sizes, weights, groups, config_of(sizes, sequence_parallel=sequence_parallel))
+
+    def call(ids: Tensor, labels: Tensor, documents: Tensor | None = None, tokens: Tensor | None = None) -> Any:
+        shard = model.view_of(ids.size(1)).context
+        assert shard is not None
+        losses = model(ids, attention_mask=tokens, labels=labels, document_ids=documents)
+        return losses, shard.positions(ids.device)
+
+    return _Called(model, call)
+
+
 def expert_layer(
-    sizes: ExpertSizes, weights: dict[str, Tensor], groups: Groups, *, sequence_length: int | None = None
+    sizes: ExpertSizes,
+    weights: dict[str, Tensor],
+    groups: Groups,
+    *,
+    sequence_length: int | None = None,
+    context_length: int | None = None,
+    micro_batches: int = 1,
 ) -> nn.Module:
     spec = Experts(
         sizes.num,
@@ -348,6 +396,10 @@ def expert_layer(
         groups_per_token=sizes.groups_per_token,
         shared_ffn_hidden_size=sizes.shared,
         shared_gate=sizes.shared is not None,
+        biases=sizes.biases,
+        gate=None if sizes.limit is None else ClampedGate(sizes.limit),
+        selection_bias=sizes.choice_bias,
+        weighs_input=sizes.weighs_input,
         aux_loss=sizes.aux_loss,
         z_loss=sizes.z_loss,
     )
@@ -358,33 +410,21 @@ def expert_layer(
         "experts": spec,
     }
     layer = MoELayer(ModelConfig(**config_fields(Sizes()) | changes), groups)
-    layer.loss_scale = 1.0 if groups.dp is None else 1.0 / groups.dp.size()
-    wholes = {
-        "router.weight": weights["router"],
-        "experts.up": torch.cat([weights["gate"], weights["up"]], 1).flatten(0, 1),
-        "experts.down": weights["down"].transpose(1, 2).flatten(0, 1),
-    }
-    if sizes.shared is not None:
-        wholes |= {
-            "shared.linear_fc1.weight": torch.cat([weights["shared_gate"], weights["shared_up"]]),
-            "shared.linear_fc2.weight": weights["shared_down"],
-            "shared_gate.weight": weights["shared_scale"],
-        }
-    set_whole_(layer, wholes, groups)
+    layer.begin(1.0 / (groups.samples[1] * micro_batches))
+    if layer.router.selection_bias is not None:
+        layer.router.selection_bias.copy_(weights["choice_bias"])
+    if sizes.lora is not None:
+        layer.requires_grad_(False)
+        config = LoraConfig(r=sizes.lora, lora_alpha=2 * sizes.lora)
+        LoraExperts.add(layer.experts, {"up": config, "down": config})
+        LoraRouter.add(layer.router, config)
+    set_whole_(layer, to_engine(weights), groups)
     view = None if sequence_length is None else SequenceView(sequence_length, groups.tp)
+    if context_length is not None:
+        assert groups.cp is not None
+        context = ContextShard(context_length, groups.cp)
+        view = SequenceView(context.size, context=context)
     return _Called(layer, lambda x: layer(x, sequence=view))
-
-
-def _whole_experts(wholes: dict[str, Tensor], spec: Experts) -> dict[str, Tensor]:
-    """Return a layer's whole tensors by the names of ``DenseExperts``."""
-    gate, up = wholes["experts.up"].unflatten(0, (spec.num, -1)).chunk(2, 1)
-    down = wholes["experts.down"].unflatten(0, (spec.num, -1)).transpose(1, 2)
-    found = {"router": wholes["router.weight"], "gate": gate, "up": up, "down": down}
-    if spec.shared_ffn_hidden_size is not None:
-        found["shared_gate"], found["shared_up"] = wholes["shared.linear_fc1.weight"].chunk(2)
-        found["shared_down"] = wholes["shared.linear_fc2.weight"]
-        found["shared_scale"] = wholes["shared_gate.weight"]
-    return found
 
 
 def other_models(groups: Groups) -> dict[str, tuple[nn.Module, nn.Module]]:
@@ -409,10 +449,11 @@ def _called(model: GPT) -> nn.Module:
 
 
 def num_labels(batches: Sequence[Batch], groups: Groups) -> Tensor:
-    """Return the number of labels of all data-parallel ranks."""
+    """Return the number of labels of all data-parallel ranks; context-parallel ranks have the same batches."""
     assert groups.dp is not None
     own = sum(int((labels != IGNORED).sum()) for _, labels in batches)
-    return all_reduce(torch.tensor(float(own), dtype=torch.float64), group=groups.dp)
+    _, num_ranks = groups.samples
+    return all_reduce(torch.tensor(float(own), dtype=torch.float64), group=groups.dp) * (num_ranks / groups.dp.size())
 
 
 def accumulate(model: nn.Module, batches: Sequence[Batch], groups: Groups) -> Tensor:
@@ -420,7 +461,9 @@ def accumulate(model: nn.Module, batches: Sequence[Batch], groups: Groups) -> Te
     count, total = num_labels(batches, groups), torch.zeros((), dtype=torch.float64)
     buffers: GradientBuffers | None = getattr(model, "case_buffers", None)
     for ids, labels in batches:
-        loss = model(ids, labels).sum() / count
+        output = model(ids, labels)
+        losses = output[0] if isinstance(output, tuple) else output
+        loss = losses.sum() / count
         loss.backward()
         total += loss.detach()
     if buffers is not None:

@@ -1,0 +1,277 @@
+"""Context parallelism: ranks share the positions of each sample, and attention is still that of whole samples."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.conformance.case import case
+from shardwise.conformance.comparing import (
+    assert_all_close,
+    assert_close,
+    assert_same_on_ranks,
+    grad_of,
+    joined,
+    numbers,
+    summed,
+)
+from shardwise.conformance.dense import (
+    IGNORED,
+    DenseModel,
+    Sizes,
+    backward_of_mean,
+    batch,
+    dense_model,
+    gradients_of,
+    weights_of,
+)
+from shardwise.conformance.dense_experts import DenseExperts, ExpertSizes
+from shardwise.conformance.dense_latent import Latent
+from shardwise.core.topology import Groups
+
+_NEEDS = ("context_model", "ignored_labels")
+
+
+def _documents(*lengths: int) -> Tensor:
+    """Return the numbers of the documents of two rows; the second row has their lengths in reverse."""
+    rows = [torch.arange(len(lengths)).repeat_interleave(torch.tensor(each)) for each in (lengths, lengths[::-1])]
+    return torch.stack(rows)
+
+
+def _check(
+    target: Any,
+    groups: Groups,
+    sizes: Sizes,
+    *,
+    s: int = 12,
+    documents: Tensor | None = None,
+    tokens: Tensor | None = None,
+    **options: bool,
+) -> tuple[Any, DenseModel]:
+    """Compare the loss of each position, and all gradients, with the dense model; return both models.
+
+    Each data-parallel rank has two samples.
+
+    Args:
+        target, groups, sizes: as of the case.
+        s: length.
+        documents: document of each token.
+        tokens: whether each place has a token, and no padding.
+        options: arguments of the model.
+    """
+    assert groups.cp is not None
+    dense = dense_model(sizes)
+    rank, num_ranks = groups.samples
+    ids, labels = batch(sizes, 2 * num_ranks, s)
+    # No token sees padding, which has no label.
+    apart = documents
+    if tokens is not None:
+        apart = tokens.long() - 1
+        labels[~tokens] = IGNORED
+    count = int((labels != IGNORED).sum())
+    expected = dense(ids, labels, apart)
+    (expected.sum() / count).backward()
+
+    model = target.context_model(sizes, weights_of(dense), groups, **options)
+    own = slice(2 * rank, 2 * rank + 2)
+    losses, positions = model(ids[own], labels[own], documents, tokens)
+    everywhere = joined(positions, 0, groups.cp).sort().values
+    assert torch.equal(everywhere, torch.arange(s)), f"the ranks have the positions {everywhere.tolist()}, of {s}"
+    assert_close(losses, expected[own][:, positions], f"the loss of the positions {positions.tolist()}", target)
+    (losses.sum() / count).backward()
+    target.finalize_gradients(model, groups)
+    assert_all_close(target.whole_gradients(model, groups), gradients_of(dense), "the gradient", target)
+    return model, dense
+
+
+@case("huggingface/diffusers#14265", *_NEEDS, cp=4)
+def keys_of_all_ranks_get_their_gradients(target: Any, groups: Groups) -> None:
+    """A key's gradient is the sum over the queries of all ranks, each with the keys that the forward had."""
+    _check(target, groups, Sizes())
+
+
+@case("axolotl-ai-cloud/axolotl#3608", *_NEEDS, cp=2)
+def documents_are_kept_apart(target: Any, groups: Groups) -> None:
+    """Packed documents, whose borders are not those of the ranks' parts, have the losses that they have alone."""
+    _check(target, groups, Sizes(), documents=_documents(5, 1, 6))
+
+
+@case("huggingface/trl#6843", "context_model", cp=2)
+def a_document_does_not_move_the_next_one(target: Any, groups: Groups) -> None:
+    """Another token in the first document changes no bit of the losses of the second."""
+    sizes = Sizes()
+    model = target.context_model(sizes, weights_of(dense_model(sizes)), groups)
+    documents = _documents(6, 6)
+    ids, labels = batch(sizes, s=12)
+    losses, positions = model(ids, labels, documents)
+    ids[:, 1] = (ids[:, 1] + 1) % sizes.vocab
+    others, _ = model(ids, labels, documents)
+    differs = (losses != others).any(0)
+    wrong = positions[differs & (positions >= 6)].tolist()
+    assert not wrong, f"the losses of the second document's positions {wrong} depend on a token of the first"
+
+
+@case("huggingface/accelerate#4177", *_NEEDS, "windows", cp=2)
+def windows_stay_windows(target: Any, groups: Groups) -> None:
+    """A layer with a window of four tokens sees four, also where they are on another rank."""
+    _check(target, groups, Sizes(window=4))
+
+
+@case("PrimeIntellect-ai/prime-rl#3397", *_NEEDS, "sinks", cp=2)
+def sinks_take_their_share_once(target: Any, groups: Groups) -> None:
+    """Attention sinks are counted once for each query, and get the gradients of all ranks' queries."""
+    _check(target, groups, Sizes(sinks=True))
+
+
+@case("verl-project/verl#4250", *_NEEDS, cp=2)
+def labels_are_those_of_the_next_tokens(target: Any, groups: Groups) -> None:
+    """The label at the end of a rank's part is the next token of the sequence, which another rank has."""
+    sizes = Sizes(layers=1)
+    dense = dense_model(sizes)
+    ids, _ = batch(sizes, s=12)
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = IGNORED
+    losses, positions = target.context_model(sizes, weights_of(dense), groups)(ids, labels)
+    assert_close(losses, dense(ids, labels)[:, positions], f"the loss of the positions {positions.tolist()}", target)
+
+
+@case("NVIDIA/Megatron-LM#4075", *_NEEDS, cp=3)
+def positions_count_from_the_start(target: Any, groups: Groups) -> None:
+    """Rotary positions are those of the whole sequence on every rank."""
+    _check(target, groups, Sizes(layers=1, base=100.0), s=18)
+
+
+@case("trymirai/uzu#604", *_NEEDS, "length_scaling", cp=2)
+def wavelengths_are_those_of_the_whole_length(target: Any, groups: Groups) -> None:
+    """Wavelengths that grow with the length grow with that of the text, and not with that of a rank's part."""
+    sizes = Sizes(trained_length=4)
+    _check(target, groups, sizes)
+    _check(target, groups, sizes, documents=_documents(8, 4))
+
+
+@case("ByteDance-Seed/VeOmni#1139", *_NEEDS, "uneven_sequence", cp=2)
+def lengths_that_the_ranks_do_not_divide(target: Any, groups: Groups) -> None:
+    """Lengths of 13, 7 and 3 on two ranks give each position its loss, and no other."""
+    for s in (13, 7, 3):
+        _check(target, groups, Sizes(), s=s)
+
+
+@case("NVIDIA/TransformerEngine#1929", *_NEEDS, "uneven_sequence", cp=2)
+def padding_is_not_seen(target: Any, groups: Groups) -> None:
+    """Padding before and after the tokens changes none of their losses, on any rank."""
+    tokens = torch.ones(2, 11, dtype=torch.bool)
+    tokens[0, :4] = False
+    tokens[1, 8:] = False
+    _check(target, groups, Sizes(), s=11, tokens=tokens)
+
+
+@case("hiyouga/LlamaFactory#10794", *_NEEDS, "few_kv_heads", tp=2, cp=2)
+def fewer_keys_than_ranks(target: Any, groups: Groups) -> None:
+    """One key-value head on two tensor-parallel and two context-parallel ranks has the gradient of all of them."""
+    _check(target, groups, Sizes(kv_heads=1))
+
+
+@case("deepspeedai/DeepSpeed#5248", *_NEEDS, dp=2, cp=2)
+def gradients_do_not_scale_with_ranks(target: Any, groups: Groups) -> None:
+    """With two samples' ranks and two parts of each, gradients are those of the mean over all labels."""
+    _check(target, groups, Sizes(qk_norm=True, tied=True))
+
+
+@case("deepspeedai/DeepSpeed#8587", *_NEEDS, "accumulate", cp=2)
+def labels_weigh_the_same_on_all_ranks(target: Any, groups: Groups) -> None:
+    """Labels weigh the same if all are in one rank's part, or nearly all, also in two micro-batches."""
+    sizes = Sizes()
+    for first, last in ((0, 3), (2, 6)):
+        dense = dense_model(sizes)
+        batches = [batch(sizes, s=12) for _ in range(2)]
+        for _, labels in batches:
+            labels[:, :first] = labels[:, last:] = IGNORED
+        expected = backward_of_mean(dense, batches)
+        model = target.context_model(sizes, weights_of(dense), groups)
+        assert_close(target.accumulate(model, batches, groups), expected, "the loss", target)
+        assert_all_close(target.whole_gradients(model, groups), gradients_of(dense), "the gradient", target)
+
+
+@case("THUDM/slime#1871", *_NEEDS, "uneven_sequence", "context_model.sequence_parallel", tp=2, cp=2)
+def parts_of_parts_are_in_order(target: Any, groups: Groups) -> None:
+    """With sequence parallelism in each part, and 11 positions, every token has its keys, its position and its loss."""
+    _check(target, groups, Sizes(qk_norm=True, window=4), s=11, documents=_documents(4, 7), sequence_parallel=True)
+
+
+@case("NVIDIA/Megatron-LM#3003", *_NEEDS, "latent_attention", tp=2, cp=2)
+def keys_and_values_of_two_widths(target: Any, groups: Groups) -> None:
+    """Keys of latent attention, and the narrower values, both reach the queries of other ranks whole."""
+    sizes = Sizes(kv_heads=4, latent=Latent(rank=5, rotated=4, value=3, query_rank=7))
+    _check(target, groups, sizes, documents=_documents(5, 7))
+
+
+@case("verl-project/verl#6609", *_NEEDS, "clip", tp=2, cp=2)
+def norm_counts_each_gradient_once(target: Any, groups: Groups) -> None:
+    """The norm is that of one rank, and all ranks clip by the same factor."""
+    model, dense = _check(target, groups, Sizes())
+    gradients = gradients_of(dense)
+    norm = torch.cat([each.flatten() for each in gradients.values()]).norm()
+    actual = torch.tensor(target.clip(model, float(norm) / 3, groups), dtype=torch.float64)
+    assert_close(actual, norm, "the norm before clipping", target)
+    factor = (norm / 3) / (norm + 1e-6)
+    expected = {name: grad * factor for name, grad in gradients.items()}
+    assert_all_close(target.whole_gradients(model, groups), expected, "the clipped gradient", target)
+
+
+@case("NVIDIA-NeMo/Automodel#2768", *_NEEDS, "accumulate", "optimizer.split_state", dp=2, cp=2)
+def optimizer_state_is_split_over_all_copies(target: Any, groups: Groups) -> None:
+    """Optimizer state is split over the ranks of all samples and parts, and weights after two steps are one rank's."""
+    assert groups.dp is not None
+    sizes = Sizes()
+    dense = dense_model(sizes)
+    model = target.context_model(sizes, weights_of(dense), groups)
+    reference = torch.optim.AdamW(dense.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    optimizer = target.optimizer(model, groups, split_state=True)
+    rank, num_ranks = groups.samples
+    for _ in range(2):
+        ids, labels = batch(sizes, 2 * num_ranks, 12)
+        dense(ids, labels).mean().backward()
+        reference.step()
+        reference.zero_grad()
+        own = slice(2 * rank, 2 * rank + 2)
+        target.accumulate(model, [(ids[own], labels[own])], groups)
+        optimizer.step()
+    assert_all_close(target.whole_parameters(model, groups), weights_of(dense), "the updated value", target)
+    kept, all_elements = optimizer.num_state_elements(), 2 * sum(each.numel() for each in dense.parameters())
+    total = int(summed(torch.tensor(kept), groups.dp))
+    assert total == all_elements, f"the ranks keep {total} elements of state, and there are {all_elements}"
+    assert kept < all_elements / 3, f"this rank keeps {kept} of {all_elements} elements of state"
+
+
+def _check_experts(target: Any, groups: Groups, sizes: ExpertSizes) -> None:
+    """Compare a layer of experts with the dense layer; the ranks have positions of the same four sequences."""
+    assert groups.cp is not None
+    dense = DenseExperts(sizes)
+    x, grad = numbers(8, 4, sizes.hidden), numbers(8, 4, sizes.hidden)
+    leaf = x.clone().requires_grad_()
+    expected = dense(leaf)
+    ((expected * grad).sum() + dense.losses(leaf)).backward()
+    layer = target.expert_layer(sizes, weights_of(dense), groups, context_length=8)
+    # As many positions for each rank, and not consecutive ones.
+    own = slice(groups.cp.rank(), None, groups.cp.size())
+    given = x[own].clone().requires_grad_()
+    output = layer(given)
+    assert_close(output, expected[own], "the output", target)
+    output.backward(grad[own])
+    assert_close(grad_of(given), grad_of(leaf)[own], "the gradient of the input", target)
+    target.finalize_gradients(layer, groups)
+    gradients = target.whole_gradients(layer, groups)
+    assert_all_close(gradients, gradients_of(dense), "the gradient", target)
+    assert_same_on_ranks(gradients["router"], "the router's gradient", groups.cp)
+
+
+@case("NVIDIA/Megatron-LM#1652", "expert_layer", "expert_layer.context_length", tp=2, cp=2)
+def balance_counts_the_tokens_of_all_ranks(target: Any, groups: Groups) -> None:
+    """Auxiliary losses of experts are those of whole sequences, and do not scale with the ranks."""
+    _check_experts(target, groups, ExpertSizes(aux_loss=3.0, z_loss=0.5))
+
+
+@case("pytorch/pytorch#160285", "expert_layer", "expert_layer.context_length", cp=4, ep=2)
+def experts_are_exchanged_between_parts(target: Any, groups: Groups) -> None:
+    """Ranks that share samples also share experts, whose gradients are those of all positions, each once."""
+    _check_experts(target, groups, ExpertSizes(per_token=3))
