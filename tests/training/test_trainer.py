@@ -12,6 +12,7 @@ from shardwise.core.errors import ConfigError, DesyncError
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import Batch
+from shardwise.models.transformer.layer import ResidualDropout
 from shardwise.run.build import build_model
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.trainer import Trainer
@@ -109,6 +110,23 @@ def test_loss_curve_with_dropout_is_the_same_where_its_numbers_are_global(
     assert both("per_rank")[1] > 1e-3
     plain = {"dtype": "float32", "architecture": architecture, "steps": 6}
     assert (curve(make_trainer(tmp_path, alone, one, sequence_parallel=False, **plain)) != dropped).all()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_share_samples_draw_slices_of_one_mask(group, tmp_path):
+    def losses(groups):
+        settings = tiny_settings(tmp_path, dtype="float64", steps=4, model={"sequence_length": 13})
+        torch.manual_seed(11)
+        model = build_model(settings, VOCAB, groups=groups, device=torch.device("cpu"))
+        for part in model.modules():
+            if isinstance(part, ResidualDropout):
+                part.p = 0.2
+        trainer = Trainer(settings, model, groups)
+        return torch.tensor([trainer.step(step, [Batch(*each)]).loss for step, each in enumerate(batches(settings))])
+
+    topology = Topology.create(cp=2)
+    expected = losses(Groups.alone(topology.group("tp")))
+    assert_close_to(losses(Groups.of(topology)), expected, rtol_of_norm=1e-12)
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
