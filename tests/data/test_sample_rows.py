@@ -89,6 +89,11 @@ def test_batches_are_the_same_at_every_layout(packing):
     assert len(set(counted)) == len(counted) > 20
 
 
+def test_rows_are_at_least_as_long_as_asked_for():
+    rows = SampleRows(samples_of([3, 8]), 12, packing=False, shortest=4)
+    assert [rows.width(np.array([index])) for index in (0, 1)] == [4, 7]
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_measuring_counts_every_label_once(packing):
     samples = samples_of([5, 9, 3, 7, 4, 13, 3])

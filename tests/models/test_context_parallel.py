@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.kernels.planning import planning_for
 from shardwise.models import GPT, Classification, Experts, ModelConfig, Recomputation
 from shardwise.models.bert import Bert
+from shardwise.models.generation import Sampling, generate
 from shardwise.models.transformer import core_attention
 from shardwise.models.transformer.heads import LatentAttention
 from shardwise.models.transformer.masks import AttentionMask
@@ -29,6 +32,7 @@ from shardwise.models.transformer.rotary import RotaryScaling
 from shardwise.nn.replicated import named_param_layouts, replicas_of
 from shardwise.training.optimizer.gradients import finalize_gradients_, global_grad_norm
 
+PAGE = Path(__file__).parents[2] / "docs" / "context.md"
 VOCABULARY, BATCH = 97, 3
 # Lengths that nothing divides, down to a position for each rank.
 LENGTHS = (29, 4)
@@ -219,9 +223,31 @@ def test_a_rank_holds_two_runs_as_far_from_the_ends(monkeypatch):
         shard.own(torch.zeros(2, 13), dim=1)
 
 
+@pytest.mark.ranks(1)
+def test_the_example_of_the_page(group):
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["losses"].shape == (2, 128)
+
+
+@pytest.mark.ranks(4)
+def test_groups_that_do_not_fit_are_refused(group):
+    message = r"Groups\.cp has the ranks \[\d, \d\], and Groups\.dp .*; dp must have the ranks of all samples and posit"
+    with pytest.raises(ConfigError, match=message):
+        Groups.of(Topology.create(cp=2, order="tp-dp-cp-ep-pp"))
+    topology = Topology.create(cp=2)
+    named = {name: topology.group(name) for name in ("tp", "cp", "dp")}
+    for wrong in (named, {**named, "dp": None}):
+        with pytest.raises(ConfigError, match=message):
+            Groups(**wrong)
+
+
 @pytest.mark.ranks(2)
 def test_what_does_not_work_is_refused_by_name(group):
     groups = Groups.of(Topology.create(cp=2))
+    with pytest.raises(ConfigError, match="generation has no context parallelism; build the model"):
+        generate(build("one key-value head", groups), [1, 2, 3], max_new_tokens=1, sampling=Sampling(temperature=0.0))
     model = build("window", groups)
     with pytest.raises(ShardingError, match="a sequence of 1 positions cannot be split over 2 context-parallel ranks"):
         model(torch.zeros(1, 1, dtype=torch.int64))

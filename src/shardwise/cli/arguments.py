@@ -75,7 +75,7 @@ class LaunchArguments(Arguments):
     """Arguments of the commands that start ranks.
 
     Attributes:
-        nproc: ranks to start on this machine; as many as parallel.tp x parallel.pp if not given.
+        nproc: ranks to start on this machine; as many as parallel.tp x parallel.pp x parallel.cp if not given.
     """
 
     nproc: Annotated[int | None, LOCAL_RANKS] = None

@@ -273,7 +273,7 @@ class Groups:
         expert_dp: the ranks that hold the same parts of the same experts.
 
     Raises:
-        ConfigError: an argument is not a process group.
+        ConfigError: an argument is not a process group, or ``dp`` does not have the ranks of ``cp`` in a row.
     """
 
     tp: ProcessGroup
@@ -291,6 +291,17 @@ class Groups:
             if not isinstance(group, ProcessGroup) and (spec.name == "tp" or group is not None):
                 hint = "; a model on one rank takes a group of one" if group is None else ""
                 raise ConfigError(f"Groups.{spec.name} is {group!r}, which is not a process group{hint}")
+        if self.cp is not None and self.cp.size() > 1:
+            self._check_cp(dist.get_process_group_ranks(self.cp))
+
+    def _check_cp(self, sharing: list[int]) -> None:
+        ranks = [] if self.dp is None else dist.get_process_group_ranks(self.dp)
+        blocks = [ranks[first : first + len(sharing)] for first in range(0, len(ranks), len(sharing))]
+        if sharing not in blocks:
+            raise ConfigError(
+                f"Groups.cp has the ranks {sharing}, and Groups.dp {ranks or 'is None'}; dp must have the ranks of all "
+                "samples and positions (Topology's group 'dp_cp'), and those that share samples must follow each other"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Groups:
         """Return the object itself, because a process group cannot be copied."""
@@ -315,9 +326,11 @@ class Groups:
         Tied weights over several stages also need ``embd``.
 
         Raises:
-            TopologyError: the mesh has no dimension ``tp``.
+            TopologyError: the mesh has no dimension ``tp``, or it has one ``cp``.
         """
         names = mesh.mesh_dim_names or ()
+        if "cp" in names:
+            raise TopologyError("the mesh has a dimension 'cp', which needs groups over several; use Groups.of")
         if "tp" not in names:
             raise TopologyError(f"the mesh has the dimensions {names}; it needs one that is named 'tp'")
         return cls(**{name: mesh.get_group(name) for name in ("tp", "pp", "dp") if name in names})

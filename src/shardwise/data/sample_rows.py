@@ -70,6 +70,7 @@ class SampleRows(Rows):
             ids.
         too_long: treatment of longer samples.
         multiple_of: divisor of the length of unpacked rows, and of ``sequence_length``.
+        shortest: least length of unpacked rows.
 
     Attributes:
         samples, sequence_length, packing, too_long: as given.
@@ -92,11 +93,12 @@ class SampleRows(Rows):
         packing: bool = True,
         too_long: TooLong = "cut",
         multiple_of: int = 1,
+        shortest: int = 1,
     ) -> None:
         if sequence_length < 1 or sequence_length % multiple_of:
             raise ConfigError(f"sequence_length {sequence_length} must be a multiple of {multiple_of}, at least 1")
         self.samples, self.sequence_length, self.packing, self.too_long = samples, sequence_length, packing, too_long
-        self._multiple_of = multiple_of
+        self._multiple_of, self._shortest = multiple_of, shortest
         self.num_too_long = self.num_masked = 0
         pieces = list(self._pieces())
         if not pieces:
@@ -178,7 +180,8 @@ class SampleRows(Rows):
         """Return ``sequence_length`` if packed, else the longest length rounded up to a multiple of ``multiple_of``."""
         if self.packing:
             return self.sequence_length
-        return -(-int(self.lengths[indices].max()) // self._multiple_of) * self._multiple_of
+        longest = max(self._shortest, int(self.lengths[indices].max()))
+        return -(-longest // self._multiple_of) * self._multiple_of
 
     def padding(self, length: int) -> Row:
         """Return a row whose labels are all ignored."""

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from shardwise.core.errors import ShardingError
+from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sequence_view import SequenceView
 from shardwise.models.classification import Classification
 from shardwise.models.token_embedding import TokensFirst, check_inputs, forbidden_keys, is_token, positions_of
@@ -93,7 +93,8 @@ class GPT(TransformerModel):
             ShardingError: an input is not a tensor or has no tokens; the sequence is too long; a mask, labels or
                 ``lengths`` have the wrong shape; or a later stage has no input.
             VocabularyError: an id is outside the vocabulary, or a label is invalid.
-            ConfigError: several sequences are to be classified without a ``pad_token_id``.
+            ConfigError: several sequences are to be classified without a ``pad_token_id``; or a cache is given to a
+                model with context parallelism.
         """
         check_inputs(
             input_ids,
@@ -106,6 +107,8 @@ class GPT(TransformerModel):
         own_ids, own_labels = input_ids, labels
         sequence = self._sequence_of(input_ids, position_ids, labels if self.classification is None else None)
         context = sequence.context
+        if context is not None and cache is not None:
+            raise ConfigError("generation has no context parallelism; build the model without Groups.cp")
         s = sequence.length if context is None else context.length
         forbidden, first, key_positions = attention_mask, None, None
         if attention_mask is not None and attention_mask.dim() == 2:

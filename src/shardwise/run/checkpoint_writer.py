@@ -153,11 +153,13 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
         attempt("picture", draw)
     if session.data.labels is not None:
         return dataclasses.replace(outcome, references=references, notes=tuple(notes))
-    if session.settings.parallel.pp == 1:
+    parallel = session.settings.parallel
+    if parallel.pp == parallel.cp == 1:
         attempt("sample", lambda: _leave_sample(session))
     else:
         hint = "" if session.task.identity else f"; read one with: shardwise generate {session.out}"
-        notes.append(f"no sample from a model in pipeline stages{hint}")
+        what = "a model in pipeline stages" if parallel.pp > 1 else "context-parallel ranks"
+        notes.append(f"no sample from {what}{hint}")
     return dataclasses.replace(outcome, references=references, notes=tuple(notes))
 
 

@@ -125,7 +125,7 @@ def _compared(session: Session, settings: RunSettings, topology: Topology, steps
                 check_device(split.model, micro_batch_size=micro, sequence_length=settings.sequence_length)
 
         agree(tried, group=session.ranks.control)
-    # The whole model is on one rank. Runs have no context parallelism, so the "cp" group has one rank.
+    # The whole model is on one rank. These runs have no context parallelism, so the "cp" group has one rank.
     alone = topology.group("cp")
     whole = fresh(Groups.alone(alone))
     if _weight_difference(split, whole, session.ranks.world) != 0.0:

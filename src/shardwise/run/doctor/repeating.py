@@ -119,7 +119,7 @@ def repeat(
 
 def alone(session: Session, dtype: str | None = None) -> Trainer:
     """Build the run's initial model on this rank alone, with its trainer, in another dtype if one is given."""
-    # The whole model is on one rank. Runs have no context parallelism, so the "cp" group has one rank.
+    # The whole model is on one rank. These runs have no context parallelism, so the "cp" group has one rank.
     groups = Groups.alone(session.topology.group("cp"))
     training = session.settings.training
     if dtype is not None:

@@ -265,7 +265,11 @@ class RunSettings(StepSettings):
             f"{' x '.join(f'parallel.{name} {size}' for name, size in several.items())} does not divide the "
             f"{world_size} ranks; start a multiple of {together} with --nproc",
         )
-        dp = world_size // together
+        dp, length = world_size // together, self.model.sequence_length
+        require(
+            length is None or length >= sizes["cp"],
+            f"model.sequence-length {length} is less than parallel.cp {sizes['cp']}; each rank needs a position",
+        )
         self.parallel.check_exact(dp, self.model.sequence_length, self.training)
         batch, micro = self.training.global_batch_size, self.micro_batch_size(dp)
         require(

@@ -106,7 +106,7 @@ def _card(session: Session) -> str:
         settings,
         session.out,
         model_name=settings.model_name,
-        layout={kind: session.topology.size(kind) for kind in ("tp", "pp", "dp")},
+        layout={kind: session.topology.size(kind) for kind in ("tp", "pp", "cp", "dp")},
         data=session.data.name,
         base=_source_of(session).folder.path,
         is_adapter=settings.lora.is_on and not settings.lora.lora_merge,

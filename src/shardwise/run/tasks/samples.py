@@ -125,6 +125,8 @@ class Examples(Method):
             held_out_fraction=settings.corpus.held_out_fraction,
             # Exact runs sum over equal parts of a sequence.
             multiple_of=settings.parallel.exact_parts if settings.parallel.exact else 1,
+            # Each rank that shares a sample has a position.
+            shortest=settings.parallel.cp,
         )
 
     def _stream(self, corpus: Corpus, held_out: Corpus | None) -> TaskData:
@@ -159,6 +161,7 @@ def prepare_samples(
     sequence_length: int,
     held_out_fraction: float,
     multiple_of: int = 1,
+    shortest: int = 1,
 ) -> TaskData:
     """Split and encode examples, or load them from the cache of an earlier run.
 
@@ -171,6 +174,7 @@ def prepare_samples(
         sequence_length: maximum tokens per row.
         held_out_fraction: fraction of ``examples`` to hold out if ``held_out`` is None.
         multiple_of: the length of a batch's rows is a multiple of this.
+        shortest: least length of a batch's rows.
 
     Raises:
         DataError: the examples cannot be split, none has a token to train on, or the chat template or tokenizer belongs
@@ -178,7 +182,12 @@ def prepare_samples(
     """
     packing, too_long = settings.packing, settings.too_long
     rows_of = partial(
-        SampleRows, sequence_length=sequence_length, packing=packing, too_long=too_long, multiple_of=multiple_of
+        SampleRows,
+        sequence_length=sequence_length,
+        packing=packing,
+        too_long=too_long,
+        multiple_of=multiple_of,
+        shortest=shortest,
     )
     identity = {"mask_prompts": encoder.mask_prompts, "packing": packing, "too_long": too_long}
     return prepare_rows(name, examples, held_out, encoder, rows_of, held_out_fraction, "sample", identity)
