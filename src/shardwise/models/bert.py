@@ -16,7 +16,7 @@ from shardwise.models.classification import Classification
 from shardwise.models.config import ModelConfig
 from shardwise.models.token_embedding import forbidden_keys, is_token
 from shardwise.models.transformer.block import TransformerBlock
-from shardwise.models.transformer.layer import TransformerLayerSpec, make_attention
+from shardwise.models.transformer.layer import TransformerLayerSpec, attention_of
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.models.transformer.mlp import layer_arguments, make_norm
 from shardwise.models.transformer_model import TransformerModel
@@ -119,8 +119,9 @@ class Bert(TransformerModel):
                 f"exact_parts is {config.exact_parts}, and BERT has no exact form; leave exact_parts at None"
             )
         spec = layer_spec or TransformerLayerSpec()
-        if spec.attention is make_attention:
-            spec = dataclasses.replace(spec, attention=partial(make_attention, attn_mask_type=AttnMaskType.padding))
+        if spec.attention is None:
+            attention = partial(attention_of(config), attn_mask_type=AttnMaskType.padding)
+            spec = dataclasses.replace(spec, attention=attention)
         # The base class creates all parts, and reads these attributes.
         self.num_tokentypes = num_tokentypes
         self.add_binary_head = add_binary_head and options.get("classification") is None

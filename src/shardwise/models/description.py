@@ -26,7 +26,7 @@ from shardwise.models.config import ModelConfig, TransformerFields
 from shardwise.models.gpt import GPT
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer.core_attention import CoreAttention
-from shardwise.models.transformer.layer import TransformerLayerSpec, make_attention
+from shardwise.models.transformer.layer import TransformerLayerSpec, attention_of
 from shardwise.models.transformer.mlp import ACTIVATIONS
 from shardwise.models.transformer.moe import MoELayer
 from shardwise.models.transformer.rotary import RotaryScaling
@@ -249,7 +249,7 @@ def _attention_with_biases(
     """Create attention whose biases do not follow the MLP's."""
     # Experts exclude the biases of an MLP, and attention does not read them.
     own = dataclasses.replace(config, add_bias_linear=projection, add_qkv_bias=qkv, experts=None)
-    return make_attention(own, *args, **kwargs)
+    return attention_of(own)(own, *args, **kwargs)
 
 
 def chunks_of(config: ModelConfig) -> Sequence[int | None]:

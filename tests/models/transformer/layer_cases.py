@@ -10,7 +10,7 @@ import torch
 
 from shardwise.megatron.config import TransformerConfig
 from shardwise.models.transformer.heads import LatentAttention
-from shardwise.models.transformer.layer import TransformerLayer, TransformerLayerSpec, make_attention
+from shardwise.models.transformer.layer import TransformerLayer, TransformerLayerSpec, attention_of
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType, local_alibi_slopes
 from shardwise.models.transformer.mlp import ACTIVATIONS
 from shardwise.models.transformer.rotary import RotaryEmbedding
@@ -109,7 +109,7 @@ def layer_of(case, group, **options):
     """With parameters that are the same whole ones at every number of ranks, none of them 0 or 1."""
     torch.manual_seed(3)
     config = config_of(case, group, **options)
-    spec = TransformerLayerSpec(attention=functools.partial(make_attention, attn_mask_type=case.mask_type))
+    spec = TransformerLayerSpec(attention=functools.partial(attention_of(config), attn_mask_type=case.mask_type))
     layer = TransformerLayer(config, spec, 1, group)
     with torch.no_grad():
         for _, param, layout in named_param_layouts(layer, group.size()):

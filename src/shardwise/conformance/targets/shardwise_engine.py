@@ -1,37 +1,41 @@
 """Target ``shardwise``: the layers, models and training of the library itself."""
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 import shardwise
 from shardwise.conformance.dense import IGNORED, Batch, Sizes
-from shardwise.conformance.dense_experts import ExpertSizes
-from shardwise.conformance.targets.expert_names import from_engine, to_engine
-from shardwise.conformance.targets.megatron_names import from_megatron, to_megatron
+from shardwise.conformance.targets.expert_names import from_engine
+from shardwise.conformance.targets.megatron_names import from_megatron
+from shardwise.conformance.targets.shardwise_models import (
+    Called,
+    config_of,
+    context_model as context_model,
+    expert_layer as expert_layer,
+    gpt,
+    language_model as language_model,
+    other_models as other_models,
+    set_whole_,
+    state_of,
+)
 from shardwise.core.communication import moves
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.initialization import Normal
 from shardwise.core.random import seed_streams
-from shardwise.core.sequence_view import ContextShard, SequenceView
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
-from shardwise.core.sharding import ParamShard, Replicas
+from shardwise.core.sharding import Replicas
 from shardwise.core.topology import Groups
-from shardwise.models import GPT, ModelConfig
+from shardwise.models import GPT
 from shardwise.models.adapters import LoraConfig, LoraLinear
-from shardwise.models.adapters.lora_experts import LoraExperts, LoraRouter
 from shardwise.models.description import ModelChunks
-from shardwise.models.experts import ClampedGate, Experts
-from shardwise.models.transformer.heads import LatentAttention
 from shardwise.models.transformer.moe import MoELayer
-from shardwise.models.transformer.rotary import RotaryScaling
 from shardwise.nn import ColumnLinear, RowLinear, VocabEmbedding
 from shardwise.nn.dropout import sharded_dropout
 from shardwise.nn.loss import vocab_parallel_cross_entropy
@@ -54,31 +58,6 @@ from shardwise.training.pipeline.stage import hidden_shape
 versions = {"shardwise": shardwise.__version__}
 uneven = uneven_sequence = few_kv_heads = ignored_labels = padded_vocabulary = one_draw = True
 windows = sinks = latent_attention = length_scaling = True
-
-
-class _Called(nn.Module):
-    """A module that is called through a function of it and the input, such as with a gather after the layer."""
-
-    def __init__(self, inner: nn.Module, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner = inner
-        self._call = call
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self._call(*inputs)
-
-
-def set_whole_(module: nn.Module, wholes: dict[str, Tensor], groups: Groups) -> None:
-    """Set this rank's parts of the parameters of a layer or a model from whole tensors, by name."""
-    with torch.no_grad():
-        for name, shard in state_of(module, groups).items():
-            shard.data.copy_(shard.layout.take(wholes[name], shard.rank))
-
-
-def state_of(module: nn.Module, groups: Groups) -> dict[str, ParamShard]:
-    """Return this rank's part of every parameter, by its name in the whole model."""
-    state = sharded_state_dict(module, group=groups.tp)
-    return {name: shard for name, shard in state.items() if isinstance(shard.data, Parameter)}
 
 
 def column_linear(
@@ -108,7 +87,7 @@ def column_linear(
             return output, layer.bias
         return layer.gather(output) if gather_output else output
 
-    return _Called(layer, call)
+    return Called(layer, call)
 
 
 def row_linear(
@@ -135,7 +114,7 @@ def row_linear(
         # The engine's way to leave the bias to the caller is the product alone.
         return (layer._apply_linear(given, None), layer.bias) if skip_bias_add else layer(given)
 
-    return _Called(layer, call)
+    return Called(layer, call)
 
 
 def norm(weight: Tensor, bias: Tensor, groups: Groups) -> nn.Module:
@@ -210,7 +189,7 @@ def whole_of(module: nn.Module, groups: Groups, tensor_of: Callable[[Parameter],
         wholes[name] = gather_parameter(own, shard.layout, group=group)
         held = shard.layout.take(wholes[name], shard.rank)
         assert torch.equal(held, own), f"this rank's copy of a part of {name} differs from another rank's"
-    model = module.inner if isinstance(module, _Called) else module
+    model = module.inner if isinstance(module, Called) else module
     if isinstance(model, GPT) and model.case_sizes is not None:
         sizes = cast(Sizes, model.case_sizes)
         return from_megatron({name.removeprefix("inner."): value for name, value in wholes.items()}, sizes)
@@ -288,166 +267,6 @@ def optimizer(model: nn.Module, groups: Groups, *, split_state: bool = False) ->
     return _Optimizer(model, groups, split_state)
 
 
-def config_of(sizes: Sizes, **changes: Any) -> ModelConfig:
-    """Return the config of the cases' model."""
-    fields = config_fields(sizes) | {"attention_sinks": sizes.sinks}
-    if sizes.window is not None:
-        fields["window_size"] = (sizes.window - 1, 0)
-        fields["windowed_layers"] = [number % 2 == 0 for number in range(sizes.layers)]
-    if sizes.latent is not None:
-        latent = LatentAttention(
-            sizes.latent.rank, sizes.head_dim, sizes.latent.rotated, sizes.latent.value, sizes.latent.query_rank
-        )
-        fields |= {"latent": latent, "kv_channels": None, "num_query_groups": None}
-        scaling = _scaling(sizes)
-        if scaling is not None:
-            fields["softmax_scale"] = scaling.score_factor / math.sqrt(latent.head_width)
-    return ModelConfig(**fields, **changes)
-
-
-def _scaling(sizes: Sizes) -> RotaryScaling | None:
-    if sizes.yarn is not None:
-        yarn = sizes.yarn
-        return RotaryScaling(
-            "yarn", yarn.factor, yarn.trained_length, mscale=yarn.mscale, mscale_all_dim=yarn.mscale_all_dim
-        )
-    return None if sizes.trained_length is None else RotaryScaling("dynamic", 2.0, sizes.trained_length)
-
-
-def config_fields(sizes: Sizes) -> dict[str, Any]:
-    """Return the fields of a config of the cases' model, which Megatron's has too."""
-    return {
-        "num_layers": sizes.layers,
-        "hidden_size": sizes.hidden,
-        "num_attention_heads": sizes.heads,
-        "num_query_groups": sizes.kv_heads,
-        "kv_channels": sizes.head_dim,
-        "ffn_hidden_size": sizes.ffn,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "layernorm_epsilon": sizes.epsilon,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "qk_layernorm": sizes.qk_norm,
-        "params_dtype": torch.float64,
-    }
-
-
-def _gpt(sizes: Sizes, weights: dict[str, Tensor], groups: Groups, config: ModelConfig, **options: Any) -> GPT:
-    model = GPT(
-        config,
-        sizes.vocab,
-        64,
-        groups=groups,
-        position_embedding_type="rope",
-        rotary_base=int(sizes.base),
-        rope_scaling=_scaling(sizes),
-        share_embeddings_and_output_weights=sizes.tied,
-        **options,
-    )
-    wholes = to_megatron(weights, sizes)
-    if sizes.tied:
-        wholes["output_layer.weight"] = wholes["embedding.word_embeddings.weight"]
-    set_whole_(model, wholes, groups)
-    model.case_sizes = sizes  # type: ignore[assignment]
-    return model
-
-
-def language_model(
-    sizes: Sizes, weights: dict[str, Tensor], groups: Groups, *, sequence_parallel: bool = False
-) -> nn.Module:
-    return _called(_gpt(sizes, weights, groups, config_of(sizes, sequence_parallel=sequence_parallel)))
-
-
-def context_model(
-    sizes: Sizes, weights: dict[str, Tensor], groups: Groups, *, sequence_parallel: bool = False
-) -> nn.Module:
-    model = _gpt(sizes, weights, groups, config_of(sizes, sequence_parallel=sequence_parallel))
-
-    def call(ids: Tensor, labels: Tensor, documents: Tensor | None = None, tokens: Tensor | None = None) -> Any:
-        shard = model.view_of(ids.size(1)).context
-        assert shard is not None
-        losses = model(ids, attention_mask=tokens, labels=labels, document_ids=documents)
-        return losses, shard.positions(ids.device)
-
-    return _Called(model, call)
-
-
-def expert_layer(
-    sizes: ExpertSizes,
-    weights: dict[str, Tensor],
-    groups: Groups,
-    *,
-    sequence_length: int | None = None,
-    context_length: int | None = None,
-    micro_batches: int = 1,
-) -> nn.Module:
-    spec = Experts(
-        sizes.num,
-        sizes.per_token,
-        sizes.ffn,
-        scores="sigmoid" if sizes.scores == "sigmoid" else "softmax",
-        softmax_after_choice=sizes.scores == "chosen",
-        normalizes_weights=sizes.normalizes,
-        weight_scale=sizes.scale,
-        num_groups=sizes.groups,
-        groups_per_token=sizes.groups_per_token,
-        shared_ffn_hidden_size=sizes.shared,
-        shared_gate=sizes.shared is not None,
-        biases=sizes.biases,
-        gate=None if sizes.limit is None else ClampedGate(sizes.limit),
-        selection_bias=sizes.choice_bias,
-        weighs_input=sizes.weighs_input,
-        aux_loss=sizes.aux_loss,
-        z_loss=sizes.z_loss,
-    )
-    changes = {
-        "hidden_size": sizes.hidden,
-        "params_dtype": weights["router"].dtype,
-        "sequence_parallel": sequence_length is not None,
-        "experts": spec,
-    }
-    layer = MoELayer(ModelConfig(**config_fields(Sizes()) | changes), groups)
-    layer.begin(1.0 / (groups.samples[1] * micro_batches))
-    if layer.router.selection_bias is not None:
-        layer.router.selection_bias.copy_(weights["choice_bias"])
-    if sizes.lora is not None:
-        layer.requires_grad_(False)
-        config = LoraConfig(r=sizes.lora, lora_alpha=2 * sizes.lora)
-        LoraExperts.add(layer.experts, {"up": config, "down": config})
-        LoraRouter.add(layer.router, config)
-    set_whole_(layer, to_engine(weights), groups)
-    view = None if sequence_length is None else SequenceView(sequence_length, groups.tp)
-    if context_length is not None:
-        assert groups.cp is not None
-        context = ContextShard(context_length, groups.cp)
-        view = SequenceView(context.size, context=context)
-    return _Called(layer, lambda x: layer(x, sequence=view))
-
-
-def other_models(groups: Groups) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Return a model with norms over all heads together (OLMo 2), and one with LayerNorm and sequence parallelism."""
-    assert groups.dp is not None
-    result: dict[str, tuple[nn.Module, nn.Module]] = {}
-    kinds: dict[str, dict[str, Any]] = {
-        "norms over all heads": {"qk_layernorm": True, "qk_layernorm_over_heads": True, "norm_position": "branch"},
-        "norms of each head": {"qk_layernorm": True, "normalization": "LayerNorm", "sequence_parallel": True},
-    }
-    for name, changes in kinds.items():
-        config = ModelConfig(**config_fields(Sizes()) | changes)
-        whole, split = (GPT(config, 32, 64, groups=each) for each in (Groups(tp=groups.dp), groups))
-        set_whole_(split, {key: param.detach() for key, param in whole.named_parameters()}, groups)
-        split.case_sizes = None  # type: ignore[assignment]
-        result[name] = (_called(whole), _called(split))
-    return result
-
-
-def _called(model: GPT) -> nn.Module:
-    return _Called(model, lambda ids, labels: model(ids, labels=labels))
-
-
 def num_labels(batches: Sequence[Batch], groups: Groups) -> Tensor:
     """Return the number of labels of all data-parallel ranks; context-parallel ranks have the same batches."""
     assert groups.dp is not None
@@ -490,7 +309,7 @@ def train_pipeline(
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
     )
     models = [
-        _gpt(
+        gpt(
             sizes,
             weights,
             groups,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from shardwise.conformance.dense import Batch, Sizes
-from shardwise.conformance.targets import shardwise_engine as engine
+from shardwise.conformance.targets import shardwise_engine as engine, shardwise_models as models
 from shardwise.conformance.targets.megatron_names import to_megatron
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.initialization import init_method_normal
@@ -102,7 +102,7 @@ def column_linear(
         skip_bias_add=skip_bias_add,
         tp_group=groups.tp,
     )
-    engine.set_whole_(layer, {"weight": weight} | ({} if bias is None else {"bias": bias}), groups)
+    models.set_whole_(layer, {"weight": weight} | ({} if bias is None else {"bias": bias}), groups)
 
     def call(x: Tensor) -> Any:
         output, returned = layer(x, sequence_length=sequence_length)
@@ -131,7 +131,7 @@ def row_linear(
         skip_bias_add=skip_bias_add,
         tp_group=groups.tp,
     )
-    engine.set_whole_(layer, {"weight": weight} | ({} if bias is None else {"bias": bias}), groups)
+    models.set_whole_(layer, {"weight": weight} | ({} if bias is None else {"bias": bias}), groups)
 
     def call(x: Tensor) -> Any:
         output, returned = layer(x)
@@ -157,7 +157,7 @@ def embedding(weight: Tensor, groups: Groups, *, sequence_length: int | None = N
         config=config,
         tp_group=groups.tp,
     )
-    engine.set_whole_(layer, {"weight": weight}, groups)
+    models.set_whole_(layer, {"weight": weight}, groups)
     return _Wrapped(layer, config, groups)
 
 
@@ -270,14 +270,14 @@ def _gpt(sizes: Sizes, weights: dict[str, Tensor], groups: Groups, config: Any, 
     wholes = to_megatron(weights, sizes)
     if sizes.tied:
         wholes["output_layer.weight"] = wholes["embedding.word_embeddings.weight"]
-    engine.set_whole_(model, wholes, groups)
+    models.set_whole_(model, wholes, groups)
     state: Any = model
     state.case_sizes = sizes
     return model
 
 
 def _config(sizes: Sizes, groups: Groups, **changes: Any) -> TransformerConfig:
-    return TransformerConfig(**engine.config_fields(sizes), tensor_model_parallel_size=groups.tp.size(), **changes)
+    return TransformerConfig(**models.config_fields(sizes), tensor_model_parallel_size=groups.tp.size(), **changes)
 
 
 def language_model(
@@ -387,7 +387,7 @@ def lora(
     adapted = LoraLinear.add(layer, LoraConfig(r=a.size(0), lora_alpha=scaling * a.size(0)), {"only": None})
     for name, param in adapted.named_parameters():
         param.requires_grad_("lora" in name)
-    engine.set_whole_(adapted, {"weight": weight, "lora.only.lora_A": a, "lora.only.lora_B": b}, groups)
+    models.set_whole_(adapted, {"weight": weight, "lora.only.lora_A": a, "lora.only.lora_B": b}, groups)
     return _Wrapped(adapted, config, groups, lambda x: adapted(x)[0])
 
 

@@ -70,7 +70,7 @@ class PreallocatedCache:
     def for_model(cls, model: GPT, *, batch_size: int, capacity: int) -> PreallocatedCache:
         """Create an empty cache for this rank's part of ``model``, with its dtype and device.
 
-        The model's attention must be that of ``make_attention``, or hold the same heads on each rank.
+        The model's attention must be that of ``attention_of``, or hold the same heads on each rank.
         """
         num_heads, num_groups, head_dim = model.config.heads
         start, stop = split_heads(num_heads, num_groups, model.tp_group.size()).groups[model.tp_group.rank()]

@@ -13,7 +13,6 @@ from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention import SelfAttention
-from shardwise.models.transformer.core_attention import CoreAttention
 from shardwise.models.transformer.latent_attention import LatentSelfAttention
 from shardwise.models.transformer.mlp import MLP, make_norm
 from shardwise.models.transformer.moe import MoELayer
@@ -21,7 +20,7 @@ from shardwise.nn import GroupModule, arithmetic_of, parameter_device
 from shardwise.nn.dropout import sharded_dropout
 from shardwise.nn.recompute import OutputRecomputation, recomputed
 
-__all__ = ["ResidualDropout", "TransformerLayer", "TransformerLayerSpec", "make_attention", "make_norm"]
+__all__ = ["ResidualDropout", "TransformerLayer", "TransformerLayerSpec", "attention_of", "make_norm"]
 
 
 class ResidualDropout(nn.Module):
@@ -56,10 +55,9 @@ class ResidualDropout(nn.Module):
         )
 
 
-def make_attention(config: ModelConfig, layer_number: int, tp_group: ProcessGroup, **options: Any) -> CoreAttention:
-    """Create the attention of ``config``; the arguments are those of ``SelfAttention``."""
-    kind = SelfAttention if config.latent is None else LatentSelfAttention
-    return kind(config, layer_number, tp_group, **options)
+def attention_of(config: ModelConfig) -> type[SelfAttention | LatentSelfAttention]:
+    """Return the class of the attention of ``config``."""
+    return SelfAttention if config.latent is None else LatentSelfAttention
 
 
 @dataclass(frozen=True)
@@ -68,13 +66,14 @@ class TransformerLayerSpec:
 
     Attributes:
         norm: function that creates a norm from the config.
-        attention: function that creates the attention from config, layer number (from 1) and group.
+        attention: function that creates the attention from config, layer number (from 1) and group; None for that of
+            the config (``attention_of``).
         mlp: function that creates the MLP from config and group.
         moe: function that creates the experts from config and groups. All three have the ``forward`` of the defaults.
     """
 
     norm: Callable[[ModelConfig], nn.Module] = make_norm
-    attention: Callable[[ModelConfig, int, ProcessGroup], nn.Module] = make_attention
+    attention: Callable[[ModelConfig, int, ProcessGroup], nn.Module] | None = None
     mlp: Callable[[ModelConfig, ProcessGroup], nn.Module] = MLP
     moe: Callable[[ModelConfig, Groups], nn.Module] = MoELayer
 
@@ -148,7 +147,7 @@ class TransformerLayer(HiddenToHidden):
         # Custom parts of the spec may create parameters on the default device.
         with parameter_device(tp_group, on_cpu=config.use_cpu_initialization):
             self.input_layernorm = spec.norm(config) if is_before else None
-            self.self_attention = spec.attention(config, layer_number, tp_group)
+            self.self_attention = (spec.attention or attention_of(config))(config, layer_number, tp_group)
             self.post_self_attn_layernorm = spec.norm(config) if is_after else None
             self.pre_mlp_layernorm = spec.norm(config) if is_before else None
             if config.experts is not None and config.experts.in_layer(layer_number):

@@ -254,6 +254,10 @@ class Manifest:
                     raise CheckpointError(
                         f"tensor {shown(name)} has a chunk in {shown(chunk.file)}, which is none of its files"
                     )
+                if chunk.key != name and not chunk.key.startswith(f"{name}["):
+                    raise CheckpointError(
+                        f"tensor {shown(name)} has the chunk {shown(chunk.key)}, which is of another tensor"
+                    )
 
     def to_text(self) -> str:
         """Return JSON text with a checksum."""
