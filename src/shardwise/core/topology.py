@@ -326,11 +326,11 @@ class Groups:
         Tied weights over several stages also need ``embd``.
 
         Raises:
-            TopologyError: the mesh has no dimension ``tp``, or it has one ``cp``.
+            TopologyError: the mesh has no dimension ``tp``, or several ranks along ``cp``.
         """
         names = mesh.mesh_dim_names or ()
-        if "cp" in names:
-            raise TopologyError("the mesh has a dimension 'cp', which needs groups over several; use Groups.of")
+        if "cp" in names and mesh.size(names.index("cp")) > 1:
+            raise TopologyError("ranks share samples along 'cp', and no dimension has all of them; use Groups.of")
         if "tp" not in names:
             raise TopologyError(f"the mesh has the dimensions {names}; it needs one that is named 'tp'")
         return cls(**{name: mesh.get_group(name) for name in ("tp", "pp", "dp") if name in names})

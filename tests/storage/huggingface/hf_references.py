@@ -358,9 +358,7 @@ def make_classifier(name: str, root: Path) -> Reference:
     output.loss.backward()
     values = {"input_ids": input_ids, "labels": labels, "logits": output.logits, "loss": output.loss, "mask": PADDED}
     gradients = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
-    if name.removesuffix("_tokens") in WITH_EXPERTS:
-        gradients = _by_expert(gradients, is_mixtral=False)
-    values |= {f"gradient.{key}": gradient for key, gradient in gradients.items()}
+    values |= {f"gradient.{key}": gradient for key, gradient in _as_stored(name, gradients).items()}
     save_file(
         {key: value.detach().contiguous() for key, value in values.items()},
         reference.folder.parent / "values.safetensors",
@@ -393,18 +391,25 @@ def _save_values(reference: Reference, model: Any, file: str, mask: Tensor | Non
     values |= {"logits": logits, "loss": loss}
     names = STORED_NAMES.get(name, {})
     gradients = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
-    if name == "granitemoe":
-        stored = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
-        stored["router.weight"] = "router.layer.weight"
-        for theirs, own in stored.items():
-            gradients = {key.replace(theirs, own): each for key, each in gradients.items()}
-    elif name in WITH_EXPERTS and name != "gpt_oss":
-        gradients = _by_expert(gradients, is_mixtral=name == "mixtral")
+    gradients = _as_stored(name, gradients)
     values |= {f"gradient.{names.get(key, key)}": gradient for key, gradient in gradients.items()}
     save_file(
         {key: value.detach().contiguous() for key, value in values.items()},
         reference.folder.parent / f"{file}.safetensors",
     )
+
+
+def _as_stored(name: str, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Name and cut gradients of experts and routers as transformers stores these parameters."""
+    kind = name.removesuffix("_tokens")
+    if kind == "granitemoe":
+        stored = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
+        stored["router.weight"] = "router.layer.weight"
+        for theirs, own in stored.items():
+            gradients = {key.replace(theirs, own): each for key, each in gradients.items()}
+    elif kind in WITH_EXPERTS and kind != "gpt_oss":
+        gradients = _by_expert(gradients, is_mixtral=kind == "mixtral")
+    return gradients
 
 
 def _by_expert(gradients: dict[str, Tensor], *, is_mixtral: bool) -> dict[str, Tensor]:

@@ -129,10 +129,11 @@ def pretended(device_type: str, mesh: Mesh, rank: int) -> Iterator[tuple[Groups,
             for name, axis in names.items()
             if name in topology and topology.size(name) > 1
         }
-        if mesh.cp > 1:
-            # A separate group tells gathers of keys from sums of gradients; in a run it may be the group of ``dp``.
-            groups = dataclasses.replace(groups, cp=dist.new_group(mesh.group(rank, "cp")))
-            axes[str(groups.cp.group_name)] = "cp"  # type: ignore[union-attr]
+        for field, axis in (("cp", "cp"), ("experts", "ep")):
+            # Separate groups tell exchanges of keys and tokens from sums; in a run they may be the group of ``dp``.
+            if len(ranks := mesh.group(rank, axis)) > 1:
+                group = dist.new_group(ranks)
+                groups, axes[str(group.group_name)] = dataclasses.replace(groups, **{field: group}), axis
         timeline = Timeline(axes)
 
         def resized(storage: Any, size: int) -> Any:

@@ -152,10 +152,8 @@ class Timeline(TorchDispatchMode):
         """End the current segment and begin one at this place; None begins a part that is not recorded."""
         if self._label is not None:
             sent = Counter(self._sent)
-            # The group of experts may have the ranks of another one, and be the same; only experts have this exchange.
             sent += Counter(
-                Sent("ep" if each.name == "all_to_all" else self._axes.get(each.group, ""), each.name, each.num_bytes)
-                for each in self._counter.launches
+                Sent(self._axes.get(each.group, ""), each.name, each.num_bytes) for each in self._counter.launches
             )
             peak, net = self._peak - self._start, self.live - self._start
             self.segments.append(Segment(self._label, peak, net, self._flops, sent))
