@@ -203,7 +203,7 @@ def test_help_explains_every_setting_with_its_default(capsys, monkeypatch):
             value = getattr(part, setting.name)
             assert entry[1] == (" ".join(value) if isinstance(value, tuple) else str(value)), flag
             assert len(entry[0].split()) > 5, flag
-    nproc = "ranks to start on this machine; as many as parallel.tp x parallel.pp if not given."
+    nproc = "ranks to start on this machine; as many as parallel.tp x parallel.pp x parallel.cp if not given."
     assert f"--nproc INT {nproc}" in words
 
 
