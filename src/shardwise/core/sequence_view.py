@@ -4,13 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ShardingError
+from shardwise.core.layout import R, V
 from shardwise.core.sharding import Interval, balanced_sizes, intervals_of_sizes, uneven_sizes
+from shardwise.core.typed import check_move
+
+
+class _Own(Function):
+    @staticmethod
+    def spmd_typecheck(outputs: Any, *, whole: Tensor, shard: ContextShard) -> None:
+        check_move(outputs, shard.group, V(), (whole, R))
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, shard: ContextShard, dim: int) -> Tensor:
+        own = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in shard.intervals], dim=dim)
+        ctx.mark_non_differentiable(own)
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, None
 
 
 @dataclass(frozen=True)
@@ -78,7 +98,7 @@ class ContextShard:
         return self.own(torch.arange(self.length, device=device), dim=0)
 
     def own(self, whole: Tensor, *, dim: int) -> Tensor:
-        """Return this rank's positions of a tensor that all ranks have; no communication.
+        """Return this rank's positions of a tensor that all ranks have, without gradient and communication.
 
         Raises:
             ShardingError: ``dim`` does not have the length of the sequence.
@@ -88,7 +108,8 @@ class ContextShard:
                 f"a tensor of shape {list(whole.shape)} has {whole.size(dim)} positions along dimension {dim}, and the "
                 f"sequence that context-parallel ranks share has {self.length}"
             )
-        return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in self.intervals], dim=dim)
+        own: Tensor = _Own.apply(whole, self, dim)
+        return own
 
     def in_order(self, gathered: Tensor, *, dim: int) -> Tensor:
         """Put the positions of all ranks, one rank after the other, into the order of the sequence."""
