@@ -127,7 +127,7 @@ def global_keep_mask(
                     f"dropout on rank {rank} of {group.size()}: sizes {list(sizes)} do not fit a shard of {size} along "
                     f"dimension {dim}; pass one size per rank"
                 )
-            first, total = sum(sizes[:rank]), sum(sizes)
+            total, first = sum(sizes), sum(sizes[:rank])
         runs = [(first, first + size)]
         if context is not None:
             runs, total = context.runs(first, first + size), context.length

@@ -106,7 +106,11 @@ def _card(session: Session) -> str:
         settings,
         session.out,
         model_name=settings.model_name,
-        layout={kind: session.topology.size(kind) for kind in ("tp", "pp", "cp", "dp")},
+        layout={
+            kind: session.topology.size(kind)
+            for kind in ("tp", "pp", "cp", "dp")
+            if kind != "cp" or session.topology.size(kind) > 1
+        },
         data=session.data.name,
         base=_source_of(session).folder.path,
         is_adapter=settings.lora.is_on and not settings.lora.lora_merge,
