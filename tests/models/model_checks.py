@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.core.topology import Topology
+from shardwise.nn.replicated import replicas_of
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
@@ -50,3 +51,15 @@ def assert_gradients_are(weights: dict[str, Tensor], model: nn.Module, group: Pr
             assert_close_to(
                 gather_shards(param.grad, layout, group), weights[name].grad, rtol_of_norm=100 * rtol, name=name
             )
+
+
+def check_gradients(split, dense, groups, *, atol):
+    """Each gradient of this rank is its part of the whole model's, which has the same samples on one rank."""
+    replicas, whole = replicas_of(split), dict(dense.named_parameters())
+    for name, param, layout in named_param_layouts(split, groups.tp.size()):
+        group = groups.experts if replicas[param].is_of_expert else groups.tp
+        assert param.grad is not None, name
+        own = layout.take(whole[name].grad, group.rank())
+        torch.testing.assert_close(
+            param.grad, own, rtol=1e-10, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )

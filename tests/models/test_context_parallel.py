@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.live_bytes import LiveBytes
+from models.model_checks import check_gradients
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
@@ -29,7 +30,6 @@ from shardwise.models.transformer.heads import LatentAttention
 from shardwise.models.transformer.masks import AttentionMask
 from shardwise.models.transformer.moe import MoELayer
 from shardwise.models.transformer.rotary import RotaryScaling
-from shardwise.nn.replicated import named_param_layouts, replicas_of
 from shardwise.training.optimizer.gradients import finalize_gradients_, global_grad_norm
 
 PAGE = Path(__file__).parents[2] / "docs" / "context.md"
@@ -120,7 +120,7 @@ def train(model: GPT, batches: list[dict[str, Tensor]], scale: float) -> list[Te
 
 
 def check(kind: str, topology: Topology, length: int, *, sequence_parallel: bool = False) -> None:
-    groups, tp = Groups.of(topology), topology.size("tp")
+    groups = Groups.of(topology)
     one = Groups.alone(alone(topology))
     rank, number = groups.samples
     dense, split = build(kind, one), build(kind, groups, sequence_parallel=sequence_parallel)
@@ -135,16 +135,7 @@ def check(kind: str, topology: Topology, length: int, *, sequence_parallel: bool
         assert context is not None
         torch.testing.assert_close(actual, context.own(expected[rank % len(expected)], dim=1), rtol=1e-10, atol=1e-10)
         finalize_gradients_(split, tp_group=groups.tp, dp_group=groups.dp, expert_dp_group=groups.expert_dp)
-        replicas, whole = replicas_of(split), dict(dense.named_parameters())
-        for name, param, layout in named_param_layouts(split, tp):
-            group = groups.experts if replicas[param].is_of_expert else groups.tp
-            assert group is not None
-            assert param.grad is not None, name
-            assert whole[name].grad is not None
-            own = layout.take(whole[name].grad, group.rank())
-            torch.testing.assert_close(
-                param.grad, own, rtol=1e-10, atol=1e-11, msg=lambda text, name=name: f"{kind}, {name}: {text}"
-            )
+        check_gradients(split, dense, groups, atol=1e-11)
         norm = global_grad_norm(dense, tp_group=one.tp, groups=one)
         torch.testing.assert_close(
             global_grad_norm(split, tp_group=groups.tp, groups=groups), norm, rtol=1e-11, atol=0.0

@@ -17,7 +17,7 @@ from shardwise.data.json_records import counted
 from shardwise.data.loader import Rows
 
 TooLong = Literal["cut", "split", "drop"]
-"""What to keep of a sample that is longer than a sequence: its beginning, all in pieces, or nothing."""
+"""The part of a sample longer than a sequence that is kept: its beginning, all in pieces, or nothing."""
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class _Attention(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, *_ = ctx.saved_tensors
-        # Five products, of which one repeats the forward's.
+        # Five products; one repeats the forward's.
         ctx.count_flops(ctx.flops * 5 // 2)
         # Gradients of grouped keys and values are made for each query, and summed.
         wide = (torch.empty_like(query) for _ in range(2)) if key.size(1) < query.size(1) else ()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models.model_checks import check_gradients
 from torch import Tensor, nn
 
 from shardwise.core.communication.accounting import CollectiveCounter
@@ -22,7 +23,7 @@ from shardwise.models import GPT, ModelConfig
 from shardwise.models.experts import ClampedGate, Experts
 from shardwise.models.transformer.heads import LatentAttention
 from shardwise.models.transformer.moe import MoELayer
-from shardwise.nn.replicated import named_param_layouts, replicas_of
+from shardwise.nn.replicated import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_, global_grad_norm
 
 VOCABULARY, LENGTH, WIDTH = 97, 13, 20
@@ -126,17 +127,7 @@ def check_layout(
     (actual,) = train(split, [topology.rank("dp")], 1 / dp)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
     finalize_gradients_(split, tp_group=groups.tp, dp_group=groups.dp, expert_dp_group=groups.expert_dp)
-    replicas = replicas_of(split)
-    whole = dict(dense.named_parameters())
-    for name, param, layout in named_param_layouts(split, tp):
-        group = groups.experts if replicas[param].is_of_expert else groups.tp
-        assert group is not None
-        assert param.grad is not None, name
-        assert whole[name].grad is not None
-        own = layout.take(whole[name].grad, group.rank())
-        torch.testing.assert_close(
-            param.grad, own, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    check_gradients(split, dense, groups, atol=1e-12)
     norm = global_grad_norm(dense, tp_group=alone(topology).tp, groups=alone(topology))
     torch.testing.assert_close(global_grad_norm(split, tp_group=groups.tp, groups=groups), norm, rtol=1e-12, atol=0.0)
 
