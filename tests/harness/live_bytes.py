@@ -1,4 +1,4 @@
-"""Count the bytes that tensors created in a block still hold."""
+"""Count the bytes that tensors created in a block hold."""
 
 from __future__ import annotations
 
@@ -50,3 +50,21 @@ class LiveBytes(TorchDispatchMode):
             if storage is not None:
                 total += storage.nbytes()
         return total
+
+
+class Peak(LiveBytes):
+    """The most bytes that tensors hold at once that are made in the block; views of the given ones do not count."""
+
+    def __init__(self, *given: torch.Tensor) -> None:
+        super().__init__()
+        self.given = [StorageWeakRef(tensor.untyped_storage()) for tensor in given]
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for weak in self.given:
+            self._made.pop(weak.cdata, None)
+        for address in [address for address, weak in self._made.items() if weak.expired()]:
+            del self._made[address]
+        self.peak = max(self.peak, self.count())
+        return result

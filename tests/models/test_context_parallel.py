@@ -25,7 +25,7 @@ from shardwise.kernels.planning import planning_for
 from shardwise.models import GPT, Classification, Experts, ModelConfig, Recomputation
 from shardwise.models.bert import Bert
 from shardwise.models.generation import Sampling, generate
-from shardwise.models.transformer import core_attention
+from shardwise.models.transformer import core_attention, masks as masks_of_attention
 from shardwise.models.transformer.heads import LatentAttention
 from shardwise.models.transformer.masks import AttentionMask
 from shardwise.models.transformer.moe import MoELayer
@@ -160,6 +160,13 @@ def test_losses_and_gradients_are_those_of_one_rank(group, kind):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["one key-value head", "window", "alibi", "soft cap", "sinks", "latent"])
+def test_blocks_of_a_run_add_up(group, monkeypatch, kind):
+    monkeypatch.setattr(masks_of_attention, "_ROWS", 5)
+    check(kind, Topology.create(cp=2), LENGTHS[0])
+
+
+@pytest.mark.ranks(2)
 def test_keys_and_values_are_gathered_again_and_not_kept(group):
     own, whole = (length * BATCH * 2 * 6 * 8 for length in (ContextShard(29, group).size, 29))
     model, batch = build("one key-value head", Groups.of(Topology.create(cp=2))), batch_of(0, 29)
@@ -182,16 +189,22 @@ def test_keys_and_values_are_gathered_again_and_not_kept(group):
 @pytest.mark.ranks(2)
 def test_flash_attention_needs_no_mask_of_a_run(group):
     """On CUDA a value that stands for "causal" replaces the mask of a run."""
-    mask, query = AttentionMask(context=ContextShard(29, group)), torch.zeros(1, 1, 7, 6)
-    options: dict[str, Any] = {"causal": True, "window": None, "starts": (9, 0)}
-    dense, _ = mask.bias(query, 16, **options, for_kernels=True)
+    mask, query = AttentionMask(context=ContextShard(29, group)), torch.zeros(1, 1, ContextShard(29, group).size, 6)
+    options: dict[str, Any] = {"causal": True, "window": None, "rows": 29}
+    dense = mask.blocks(query, 29, **options, for_kernels=True)
     with planning_for("cuda"):
-        bias, is_causal = mask.bias(query, 16, **options, for_kernels=True)
-        written, _ = mask.bias(query, 16, **options)
-    assert isinstance(bias, CausalBias)
-    assert not is_causal
-    assert torch.equal(bias._materialize(query.device), dense == 0)
-    assert written is dense
+        short = mask.blocks(query, 29, **options, for_kernels=True)
+        written = mask.blocks(query, 29, **options)
+    for one, other, third in zip(dense, short, written, strict=True):
+        ((part,), (by_value,), (biased,)) = one.parts, other.parts, third.parts
+        assert part.keys == by_value.keys == biased.keys
+        if by_value.is_causal:
+            continue
+        bias, expected = by_value.made_bias(), part.made_bias()
+        assert isinstance(bias, CausalBias)
+        assert expected is not None
+        assert torch.equal(bias._materialize(query.device), expected[0, 0] == 0)
+        assert biased.made_bias() is expected
 
 
 def test_a_rank_holds_two_runs_as_far_from_the_ends(monkeypatch):

@@ -234,6 +234,7 @@ class ExactActivation(Activation):
     at_any_size = True
     rotates_while_splitting = False
     reads_a_cache = False
+    adds_parts = False
 
     def __call__(self, function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
         return blockwise(function, input_)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from harness.groups import alone
+from harness.live_bytes import Peak
 from harness.parity import assert_bit_equal, assert_close_to, gather_shards
 from layer_cases import (
     CASES,
@@ -28,8 +29,16 @@ from torch._functorch.aot_autograd import make_boxed_func
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.random import seed_streams
 from shardwise.models.generation.cache import PreallocatedCache
+from shardwise.models.transformer import core_attention, masks
+from shardwise.models.transformer.attention_blocks import Part
 from shardwise.models.transformer.core_attention import check_attention_backend
-from shardwise.models.transformer.masks import AttentionMask, AttnMaskType, alibi_slopes, document_ids_of
+from shardwise.models.transformer.masks import (
+    AttentionMask,
+    AttnMaskType,
+    alibi_slopes,
+    document_ids_of,
+    local_alibi_slopes,
+)
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
@@ -121,18 +130,69 @@ def test_masks_that_do_not_fit():
         AttentionMask(torch.ones(1, 1, 3, 3, dtype=torch.int64))
     query = torch.zeros(2, 1, 3, 4)
     with pytest.raises(ShardingError, match=r"document_ids have shape \[3\]; attention is of 2 sequences, with 3"):
-        AttentionMask(document_ids=torch.zeros(3)).bias(query, 3, causal=True, window=None)
+        AttentionMask(document_ids=torch.zeros(3)).blocks(query, 3, causal=True, window=None)
     with pytest.raises(ShardingError, match="with 3 queries on 5 keys"):
-        AttentionMask(document_ids=torch.zeros(2, 5)).bias(query, 5, causal=True, window=None)
+        AttentionMask(document_ids=torch.zeros(2, 5)).blocks(query, 5, causal=True, window=None)
 
 
 def test_no_mask_is_made_where_none_is_needed():
-    query = torch.zeros(2, 1, 5, 4)
-    assert AttentionMask().bias(query, 5, causal=True, window=(4, 0)) == (None, True)
-    assert AttentionMask().bias(query, 5, causal=False, window=(4, 9)) == (None, False)
-    assert AttentionMask().bias(query[:, :, :1], 5, causal=True, window=None) == (None, False)
-    assert AttentionMask().bias(query, 5, causal=True, window=(3, 0))[0].isfinite().sum() == 14
-    assert AttentionMask().bias(query, 6, causal=True, window=None)[0].isfinite().sum() == 20
+    def parts(num_keys=5, new=5, **options):
+        (block,) = AttentionMask().blocks(torch.zeros(2, 1, new, 4), num_keys, **{"window": None} | options)
+        return block.parts
+
+    everything = Part(slice(0, 5))
+    assert parts(causal=True, window=(4, 0)) == (Part(slice(0, 5), is_causal=True),)
+    assert parts(causal=False, window=(4, 9)) == (everything,)
+    assert parts(new=1, causal=True) == (everything,)
+    assert parts(num_keys=8, causal=True, has_parts=True) == (Part(slice(0, 3)), Part(slice(3, 8), is_causal=True))
+    assert parts(causal=True, window=(3, 0))[0].made_bias().isfinite().sum() == 14
+    assert parts(num_keys=6, causal=True)[0].made_bias().isfinite().sum() == 20
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", ["window on both sides", "left padding", "bloom", "sinks", "soft cap", "dropout"])
+def test_memory_grows_linearly_with_the_sequence(group, monkeypatch, name):
+    monkeypatch.setattr(masks, "_ROWS", 64)
+    monkeypatch.setattr(core_attention, "_SCORES_OF_BLOCK", 1 << 17)
+    seed_streams(5, 0, rng="per_rank")
+    options = {"soft cap": {"attention_logit_softcap": 2.0}, "dropout": {"attention_dropout": 0.1}}
+    case = Case(6, 6, options[name]) if name in options else CASES[name]
+    config, layer = layer_of(case, group)
+    peaks = []
+    for s in (512, 1024):
+        forbidden = None if case.forbidden is None else (torch.arange(s) < 3)[None, None, None]
+        mask = AttentionMask(forbidden, alibi_slopes=local_alibi_slopes(config, group) if case.alibi else None)
+        query, key, value = (torch.randn(s, 1, config.heads[0], 4).requires_grad_() for _ in range(3))
+        with Peak(query, key, value) as peak:
+            layer.self_attention.attended(query, key, value, mask).sum().backward()
+        peaks.append(peak.peak)
+    assert peaks[1] < 2.1 * peaks[0]
+
+
+def test_blocks_have_the_keys_that_they_need():
+    """Of documents of 9, 2, 3, 1 and 10 tokens, short ones share a block; a window bounds the keys from below."""
+    ids = torch.tensor([0] * 9 + [1] * 2 + [2] * 3 + [3] + [4] * 10)[None]
+
+    def blocks(**options):
+        made = AttentionMask(document_ids=ids).blocks(
+            torch.zeros(1, 1, 25, 4), 25, causal=True, rows=16, has_parts=True, **options
+        )
+        return [
+            (each.queries, *((part.keys, part.is_causal, part.bias is None) for part in each.parts)) for each in made
+        ]
+
+    assert blocks(window=None) == [
+        (slice(0, 9), (slice(0, 9), True, True)),
+        (slice(9, 15), (slice(9, 15), False, False)),
+        (slice(15, 25), (slice(15, 25), True, True)),
+    ]
+    assert blocks(window=(3, 0))[-1] == (slice(15, 25), (slice(15, 25), False, False))
+    long = AttentionMask().blocks(torch.zeros(1, 1, 25, 4), 25, causal=True, window=(3, 0), rows=10, has_parts=True)
+    assert [(each.queries, each.parts[0].keys) for each in long] == [
+        (slice(0, 10), slice(0, 10)),
+        (slice(10, 20), slice(7, 20)),
+        (slice(20, 25), slice(17, 25)),
+    ]
 
 
 def test_slopes_of_alibi():
@@ -229,7 +289,7 @@ def test_a_layer_is_one_graph(group):
 def test_a_mask_of_another_shape_is_refused():
     query = torch.zeros(2, 3, 5, 4)
     for shape in ((5, 5), (2, 1, 1, 5), (1, 3, 5, 5), (1,)):
-        AttentionMask(torch.zeros(shape, dtype=torch.bool)).bias(query, 5, causal=True, window=None)
+        AttentionMask(torch.zeros(shape, dtype=torch.bool)).blocks(query, 5, causal=True, window=None)
     for shape in ((2, 5), (2, 6, 5, 5), (2, 1, 5, 4), (1, 1, 1, 5, 5)):
         with pytest.raises(ShardingError, match=r"must broadcast to .* here \[2, 3, 5, 5\]"):
-            AttentionMask(torch.zeros(shape, dtype=torch.bool)).bias(query, 5, causal=True, window=None)
+            AttentionMask(torch.zeros(shape, dtype=torch.bool)).blocks(query, 5, causal=True, window=None)

@@ -11,6 +11,7 @@ from layer_cases import CASES, SLOPES, B, H, S, layer_of, mask_of, rotary_of
 
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import balanced_range
+from shardwise.models.transformer import core_attention, masks
 from shardwise.models.transformer.masks import AttnMaskType
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_
@@ -20,7 +21,18 @@ from shardwise.training.optimizer.gradients import finalize_gradients_
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "sp"])
 def test_options_equal_the_dense_layer(group, sequence_parallel):
-    sequence_parallel = sequence_parallel and group.size() > 1
+    check_options(group, sequence_parallel and group.size() > 1)
+
+
+@pytest.mark.ranks(1, 2, slow=(2,))
+@pytest.mark.parametrize("rows", [1, 4])
+def test_options_hold_in_blocks(group, monkeypatch, rows):
+    monkeypatch.setattr(masks, "_ROWS", rows)
+    monkeypatch.setattr(core_attention, "_SCORES_OF_BLOCK", 300 * rows)
+    check_options(group, sequence_parallel=False)
+
+
+def check_options(group, sequence_parallel):
     own = alone(group)
     for name, case in CASES.items():
         config, layer = layer_of(case, group, sequence_parallel=sequence_parallel)

@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from harness.live_bytes import LiveBytes
+from harness.live_bytes import Peak
 from harness.overlap import ArrivesAfter, ArrivesLater, ProductsDone, ProductTime
 from harness.parity import assert_close_to
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.communication.accounting import CollectiveCounter
@@ -197,24 +196,6 @@ def test_a_delay_of_every_collective_is_hidden(group, monkeypatch):
         losses = three_all_reduces(later(all_reduce_async), group, hidden, weight, target)
     assert_close_to(losses.sum().detach(), loss.detach(), rtol_of_norm=1e-13)
     assert waited == [delay] * 3
-
-
-class Peak(LiveBytes):
-    """The most bytes that tensors hold at once that are made in the block; views of the given ones do not count."""
-
-    def __init__(self, *given):
-        super().__init__()
-        self.given = [StorageWeakRef(tensor.untyped_storage()) for tensor in given]
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        for weak in self.given:
-            self._made.pop(weak.cdata, None)
-        for address in [address for address, weak in self._made.items() if weak.expired()]:
-            del self._made[address]
-        self.peak = max(self.peak, self.count())
-        return result
 
 
 @pytest.mark.ranks(1)

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -22,8 +22,10 @@ from shardwise.core.random import streams
 from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import why_repeat_keys
+from shardwise.kernels.partial_attention import has_flash_for_parts
 from shardwise.kernels.planning import device_type_of
 from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.attention_blocks import Block, Part, attend_in_blocks
 from shardwise.models.transformer.heads import HeadSplit
 from shardwise.models.transformer.masks import AttentionMask, AttentionSinks, AttnMaskType
 from shardwise.models.transformer.mlp import softcap
@@ -206,36 +208,42 @@ class CoreAttention(GroupModule):
                 slopes=mask.alibi_slopes,
                 sinks=None if self.sinks is None else self.sinks.logits,
             )
-        if mask.context is None:
-            return self._attend_to(query, key, value, mask)
-        if self.training and self.dropout > 0 and streams().rule == "global":
+        dropout = self.dropout if self.training else 0.0
+        draws_whole = dropout > 0 and streams().rule == "global"
+        if draws_whole and mask.context is not None:
             raise ConfigError(
-                f"attention_dropout {self.dropout} with training.rng global draws the mask of whole sequences, which "
+                f"attention_dropout {dropout} with training.rng global draws the mask of whole sequences, which "
                 "context-parallel ranks (cp) do not hold; use training.rng per_rank, or attention_dropout 0"
             )
-        # Each run of positions, and the keys that its mask lets it see.
-        causal, (before, _) = self.attn_mask_type.is_causal, self.window_size or (-1, -1)
-        runs, results = mask.context.intervals, []
-        for queries, (start, stop) in zip(query.split([stop - start for start, stop in runs], 2), runs, strict=True):
-            keys = slice(max(0, start - before) if before >= 0 else 0, stop if causal else key.size(2))
-            starts = start, keys.start
-            results.append(self._attend_to(queries, key[:, :, keys], value[:, :, keys], mask, starts))
-        return torch.cat(results, dim=2)
+        options: dict[str, Any] = {"causal": self.attn_mask_type.is_causal, "window": self.window_size}
+        cut = partial(mask.blocks, query, key.size(2), **options)
+        if draws_whole or self._backend == "local":
+            attend = partial(self._attend_written_out, dropout=dropout)
+            return _block_by_block(attend, query, key, value, cut(rows=query.size(2)))
+        has_flash = self._backend in ("auto", "flash") and has_flash_for_parts(query)
+        has_parts = has_flash and dropout == 0 and self.logit_softcap is None and self._activation.adds_parts
+        has_parts = has_parts and not torch.compiler.is_compiling()
+        written_out = self.logit_softcap is not None or (self.sinks is not None and not has_parts)
+        if written_out or (dropout > 0 and has_flash):
+            counted = self._activation.counted_heads(query.size(1), sum(self._head_sizes))
+            blocks = cut(rows=max(1, _SCORES_OF_BLOCK // max(1, query.size(0) * counted * key.size(2))))
+            if written_out or len(blocks) > 1:
+                attend = partial(recomputed, partial(self._attend_written_out, dropout=dropout))
+                return _block_by_block(attend, query, key, value, blocks)
+        if not has_parts:
+            blocks = cut(rows=query.size(2), for_kernels=True)
+            return _block_by_block(partial(self._attend_by_kernel, dropout=dropout), query, key, value, blocks)
+        blocks = cut(has_parts=True)
+        if len(blocks) == 1 and len(blocks[0].parts) == 1 and self.sinks is None:
+            return _block_by_block(partial(self._attend_by_kernel, dropout=0.0), query, key, value, blocks)
+        key, value = (each if self._is_even else self._for_all_queries(each) for each in (key, value))
+        query, key, padded = _of_one_width(query, key, value)
+        sinks = None if self.sinks is None else self.sinks.logits
+        context = attend_in_blocks(query, key, padded, blocks, scale=self.softmax_scale, sinks=sinks)
+        return context[..., : value.size(-1)]
 
-    def _attend_to(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, starts: tuple[int, int] | None = None
-    ) -> Tensor:
-        """Attend to keys and values; ``starts`` as for ``AttentionMask.bias``."""
-        window, causal = self.window_size, self.attn_mask_type.is_causal
-        dropout = self.dropout if self.training else 0.0
-        in_blocks = self.logit_softcap is not None or self.sinks is not None
-        writes_out = in_blocks or self._backend == "local" or (dropout > 0 and streams().rule == "global")
-        options: dict[str, Any] = {"causal": causal, "window": window, "starts": starts, "for_kernels": not writes_out}
-        bias, is_causal = mask.bias(query, key.size(2), **options)
-        if in_blocks:
-            return self._attend_in_blocks(query, key, value, bias, is_causal, dropout)
-        if writes_out:
-            return self._attend_written_out(query, key, value, bias, is_causal, dropout)
+    def _attend_by_kernel(self, query: Tensor, key: Tensor, value: Tensor, part: Part, *, dropout: float) -> Tensor:
+        bias = part.made_bias()
         grouped = self.num_local_groups < query.size(1)
         if grouped and (not self._is_even or self._why_repeat(query, bias) is not None):
             key, value, grouped = self._for_all_queries(key), self._for_all_queries(value), False
@@ -254,7 +262,7 @@ class CoreAttention(GroupModule):
                 value,
                 attn_mask=bias,
                 dropout_p=dropout,
-                is_causal=is_causal,
+                is_causal=part.is_causal,
                 scale=self.softmax_scale,
                 enable_gqa=grouped,
             )
@@ -272,30 +280,11 @@ class CoreAttention(GroupModule):
         copies = [heads[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(self.queries_of_groups)]
         return torch.cat(copies, dim=1)
 
-    def _attend_in_blocks(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, dropout: float
-    ) -> Tensor:
-        """Run ``_attend_written_out`` by blocks of queries, recomputed in the backward, to bound the scores' memory."""
-        b, heads, s, _ = query.shape
-        counted = self._activation.counted_heads(heads, sum(self._head_sizes))
-        rows = max(1, _SCORES_OF_BLOCK // max(1, b * counted * key.size(2)))
-        blocks = []
-        for start in range(0, s, rows):
-            some = query[:, :, start : start + rows]
-            part = bias if bias is None or bias.size(-2) == 1 else bias[..., start : start + rows, :]
-            # Causal attention without a bias has as many keys as queries, and does not see later keys.
-            seen = start + some.size(2) if is_causal else key.size(2)
-            attend = partial(self._attend_written_out, is_causal=is_causal, dropout=dropout)
-            blocks.append(recomputed(attend, some, key[:, :, :seen], value[:, :, :seen], part))
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
-
-    def _attend_written_out(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, dropout: float
-    ) -> Tensor:
+    def _attend_written_out(self, query: Tensor, key: Tensor, value: Tensor, part: Part, *, dropout: float) -> Tensor:
         # PyTorch's attention draws its own dropout mask, but the "global" rule needs a slice of the mask of all heads.
         key, value = self._for_all_queries(key), self._for_all_queries(value)
-        forbidden = blind = None
-        if is_causal:
+        bias, forbidden, blind = part.made_bias(), None, None
+        if part.is_causal:
             new, seen = query.size(2), key.size(2)
             forbidden = torch.ones(new, seen, dtype=torch.bool, device=query.device).triu(seen - new + 1)
         scores = (query @ key.transpose(-1, -2)) * self.softmax_scale
@@ -318,6 +307,17 @@ class CoreAttention(GroupModule):
             weights, dropout, dim=1, group=self.group, sizes=self._head_sizes, layer_number=self.layer_number
         )
         return weights @ value
+
+
+def _block_by_block(
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block]
+) -> Tensor:
+    """Call ``attend`` with the queries, keys and values of each block of one part, and join the results."""
+    results = [
+        attend(query[samples, :, queries], key[samples, :, part.keys], value[samples, :, part.keys], part)
+        for samples, queries, (part,) in blocks
+    ]
+    return results[0] if len(results) == 1 else torch.cat(results, dim=2)
 
 
 def _of_one_width(*tensors: Tensor) -> list[Tensor]:

@@ -1,0 +1,124 @@
+"""Attention to some of the keys: its output and the log-sum-exp of each query, so that parts can be added.
+
+The softmax of all keys follows from its parts. If a part has the output ``o`` and ``l = log(sum(exp(scores)))``, the
+whole has ``L = log(sum(exp(l)))`` and the output ``sum(exp(l - L) * o)``. The backward of a part needs only ``L``, the
+whole output, and their gradient.
+
+On a CPU, PyTorch's own flash attention computes the parts, on other devices three products.
+
+Source: Dao et al. 2022 (arXiv:2205.14135); Liu et al. 2023 (arXiv:2310.01889).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.planning import device_type_of
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def has_flash_for_parts(query: Tensor) -> bool:
+    """Return whether parts of attention need no memory for scores on the device of ``query``."""
+    return device_type_of(query) == "cpu" and query.is_floating_point()
+
+
+def attend_to_part(
+    query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute attention to some keys, without autograd.
+
+    Args:
+        query: ``[b, heads, s, d]``.
+        key, value: ``[b, groups, keys, d]``; each group serves as many successive heads.
+        bias: added to the scores, -inf where attention is forbidden, broadcast to ``[b, heads, s, keys]``.
+        is_causal: whether a query sees no keys after its own index; then there are as many keys as queries.
+        scale: factor of the products.
+
+    Returns:
+        Output ``[b, heads, s, d]``, 0 for a query that sees nothing, and log-sum-exp ``[b, heads, s]`` in fp32 at
+        least, -inf for such a query.
+    """
+    if has_flash_for_parts(query):
+        output, sums = _flash(query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale)
+        if bias is not None:
+            # The kernel returns 0 for a query that sees nothing.
+            sums = sums.masked_fill((bias == -torch.inf).all(dim=-1), -torch.inf)
+        return output, sums
+    scores = _scores(query, key, bias, is_causal, scale)
+    sums = scores.logsumexp(dim=-1)
+    weights = (scores - _finite(sums).unsqueeze(-1)).exp()
+    return _by_groups(weights.to(value.dtype), value), sums
+
+
+def differentiate_part(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    *,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what one part of the keys adds to the gradient of the queries, and the gradients of its keys and values.
+
+    Args:
+        gradient: gradient of ``output``.
+        query, key, value, bias, is_causal, scale: as for ``attend_to_part``.
+        output: output of attention to all keys.
+        sums: log-sum-exp of all keys.
+    """
+    sums = _finite(sums)
+    if has_flash_for_parts(query):
+        options: dict[str, Any] = {"attn_mask": bias, "scale": scale}
+        dq, dk, dv = _flash_backward(gradient, query, key, value, output, sums, 0.0, is_causal, **options)
+        return dq, dk, dv
+    weights = (_scores(query, key, bias, is_causal, scale) - sums.unsqueeze(-1)).exp()
+    rowwise = (gradient * output).sum(dim=-1, keepdim=True, dtype=weights.dtype)
+    of_weights = _by_groups(gradient, value.mT)
+    of_scores = (weights * (of_weights - rowwise) * scale).to(query.dtype)
+    weights = weights.to(value.dtype)
+    groups = key.size(1)
+    dk, dv = (_sum_of_groups(left.mT @ right, groups) for left, right in ((of_scores, query), (weights, gradient)))
+    return _by_groups(of_scores, key), dk.to(key.dtype), dv.to(value.dtype)
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of all keys from those of parts; the output is in fp32 at least."""
+    sums = torch.stack([each for _, each in parts]).logsumexp(dim=0)
+    finite = _finite(sums)
+    # In the order of the parts.
+    output = sum(each * (own - finite).exp().unsqueeze(-1) for each, own in parts)
+    assert isinstance(output, Tensor)
+    return output, sums
+
+
+def _finite(sums: Tensor) -> Tensor:
+    """Replace -inf by 0, so that the weights of a query that sees nothing are 0."""
+    return sums.masked_fill(sums == -torch.inf, 0.0)
+
+
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    scores = _by_groups(query, key.mT)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    if is_causal:
+        forbidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(forbidden, -torch.inf)
+    return scores if bias is None else scores + bias
+
+
+def _by_groups(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply ``[b, heads, n, k]`` with ``[b, groups, k, m]``."""
+    grouped: Tensor = left.unflatten(1, (right.size(1), -1))
+    return (grouped @ right.unsqueeze(2)).flatten(1, 2)
+
+
+def _sum_of_groups(gradients: Tensor, groups: int) -> Tensor:
+    grouped: Tensor = gradients.unflatten(1, (groups, -1))
+    return grouped.sum(dim=2)

@@ -1,0 +1,184 @@
+"""Blocks of attention: runs of queries, each with the keys that its mask lets it see.
+
+A block whose keys are in several parts is the sum of the parts (``kernels.partial_attention``): a run of queries under
+a causal mask, for instance, sees all keys before the run, and has a square causal mask on its own. So neither needs a
+mask in memory.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from shardwise.core.sharding import Interval
+from shardwise.core.typed import computed_locally
+from shardwise.kernels.partial_attention import attend_to_part, differentiate_part, merge
+
+
+class Part(NamedTuple):
+    """Some keys of a block.
+
+    Attributes:
+        keys: indices of the keys.
+        is_causal: whether the queries are at the same positions as these keys, and see none after themselves.
+        bias: makes the bias of the scores, see ``AttentionMask.bias``; None if the queries see all keys.
+    """
+
+    keys: slice
+    is_causal: bool = False
+    bias: Callable[[], Tensor] | None = None
+
+    def made_bias(self) -> Tensor | None:
+        """Return the bias."""
+        return None if self.bias is None else self.bias()
+
+
+class Block(NamedTuple):
+    """A run of queries.
+
+    Attributes:
+        samples: the samples of the batch.
+        queries: indices of the queries.
+        parts: the keys that the queries see, in order.
+    """
+
+    samples: slice
+    queries: slice
+    parts: tuple[Part, ...]
+
+
+class Run(NamedTuple):
+    """Positions of queries before they are cut into blocks.
+
+    Attributes:
+        samples: the samples of the batch.
+        queries: first and last position, the last excluded.
+        keys: positions of all keys that a query of the run may see.
+        is_mixed: whether the run has several documents.
+    """
+
+    samples: slice
+    queries: Interval
+    keys: Interval
+    is_mixed: bool = False
+
+
+def runs_of_documents(ends: Sequence[Sequence[int]], positions: Interval, rows: int) -> Iterable[Run]:
+    """Cut positions at documents, except where these are short.
+
+    Args:
+        ends: for each sample, the end of each of its documents.
+        positions: first and last position, the last excluded.
+        rows: length of a run of short documents, which have less than a quarter of it.
+    """
+    for sample, of_sample in enumerate(ends):
+        samples, short = slice(sample, sample + 1), None
+        for first, last in zip((0, *of_sample), of_sample, strict=False):
+            start, stop = max(first, positions[0]), min(last, positions[1])
+            if start >= stop:
+                continue
+            if stop - start < rows // 4:
+                if short is not None and stop - short.queries[0] > rows:
+                    yield short
+                    short = None
+                begin = Run(samples, (start, start), (first, last)) if short is None else short
+                is_mixed = short is not None
+                short = Run(samples, (begin.queries[0], stop), (begin.keys[0], last), is_mixed)
+                continue
+            if short is not None:
+                yield short
+                short = None
+            yield Run(samples, (start, stop), (first, last))
+        if short is not None:
+            yield short
+
+
+class _InBlocks(Function):
+    spmd_typecheck = computed_locally("query", "key", "value", "sinks")
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        blocks: Sequence[Block],
+        scale: float,
+    ) -> Tensor:
+        b, heads, s, _ = query.shape
+        # Lies by tokens, as the output projection reads it.
+        output = query.new_empty(b, s, heads, value.size(-1)).transpose(1, 2)
+        sums = query.new_empty(b, heads, s, dtype=torch.promote_types(query.dtype, torch.float32))
+        for samples, queries, parts in blocks:
+            own = query[samples, :, queries]
+            found = [
+                attend_to_part(own, *_part_of(part, samples, key, value), **_options(part), scale=scale)
+                for part in parts
+            ]
+            part, part_sums = found[0] if len(found) == 1 else merge(found)
+            if sinks is not None:
+                part_sums, part = _with_sinks(part, part_sums, sinks)
+            output[samples, :, queries], sums[samples, :, queries] = part, part_sums
+        ctx.save_for_backward(query, key, value, output, sums, sinks)
+        ctx.blocks, ctx.scale = blocks, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        query, key, value, output, sums, sinks = ctx.saved_tensors
+        (gradient,) = gradients
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = (torch.zeros_like(each, dtype=sums.dtype) for each in (key, value))
+        for samples, queries, parts in ctx.blocks:
+            at = (samples, slice(None), queries)
+            of_query: Any = 0
+            for part in parts:
+                keys = (samples, slice(None), part.keys)
+                dq, dk, dv = differentiate_part(
+                    gradient[at], query[at], key[keys], value[keys], output[at], sums[at],
+                    **_options(part), scale=ctx.scale,
+                )  # fmt: skip
+                of_query = dq if len(parts) == 1 else of_query + dq.to(sums.dtype)
+                grad_key[keys] += dk
+                grad_value[keys] += dv
+            grad_query[at] = of_query
+        of_sinks = None
+        if sinks is not None:
+            rowwise = (gradient * output).sum(dim=-1, dtype=sums.dtype)
+            of_sinks = -((sinks[:, None].to(sums.dtype) - sums).exp() * rowwise).sum(dim=(0, 2)).to(sinks.dtype)
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), of_sinks, None, None
+
+
+def attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], *, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """Compute attention block by block; the backward makes biases again.
+
+    Args:
+        query: ``[b, heads, s, d]``.
+        key, value: ``[b, groups, keys, d]``.
+        blocks: blocks that contain each query once.
+        scale: factor of the products.
+        sinks: ``[heads]``, logits of keys without a value, or None.
+
+    Returns:
+        ``[b, heads, s, d]``.
+    """
+    output: Tensor = _InBlocks.apply(query, key, value, sinks, blocks, scale)
+    return output
+
+
+def _part_of(part: Part, samples: slice, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return key[samples, :, part.keys], value[samples, :, part.keys]
+
+
+def _options(part: Part) -> dict[str, Any]:
+    return {"is_causal": part.is_causal, "bias": part.made_bias()}
+
+
+def _with_sinks(output: Tensor, sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    whole = torch.logaddexp(sums, sinks[:, None].to(sums.dtype))
+    return whole, output * (sums - whole).exp().unsqueeze(-1)
