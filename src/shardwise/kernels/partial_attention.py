@@ -43,6 +43,7 @@ def attend_to_part(
         least, -inf for such a query.
     """
     if has_flash_for_parts(query):
+        bias = _of_four_dimensions(bias, query, key)
         output, sums = _flash(query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale)
         if bias is not None:
             # The kernel returns 0 for a query that sees nothing.
@@ -76,7 +77,7 @@ def differentiate_part(
     """
     sums = _finite(sums)
     if has_flash_for_parts(query):
-        options: dict[str, Any] = {"attn_mask": bias, "scale": scale}
+        options: dict[str, Any] = {"attn_mask": _of_four_dimensions(bias, query, key), "scale": scale}
         dq, dk, dv = _flash_backward(gradient, query, key, value, output, sums, 0.0, is_causal, **options)
         return dq, dk, dv
     weights = (_scores(query, key, bias, is_causal, scale) - sums.unsqueeze(-1)).exp()
@@ -97,6 +98,13 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     output = sum(each * (own - finite).exp().unsqueeze(-1) for each, own in parts)
     assert isinstance(output, Tensor)
     return output, sums
+
+
+def _of_four_dimensions(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    if bias is None:
+        return None
+    samples, heads = (1, 1, 1, 1, *bias.shape)[-4:-2]
+    return bias.broadcast_to((samples, heads, query.size(2), key.size(2)))
 
 
 def _finite(sums: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ a causal mask, for instance, sees all keys before the run, and has a square caus
 mask in memory.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,16 +25,21 @@ class Part(NamedTuple):
     Attributes:
         keys: indices of the keys.
         is_causal: whether the queries are at the same positions as these keys, and see none after themselves.
-        bias: makes the bias of the scores, see ``AttentionMask.bias``; None if the queries see all keys.
+        bias: makes the bias of some of the keys, see ``AttentionMask.blocks``; None if the queries see all keys.
     """
 
     keys: slice
     is_causal: bool = False
-    bias: Callable[[], Tensor] | None = None
+    bias: Callable[[slice], Tensor] | None = None
 
     def made_bias(self) -> Tensor | None:
-        """Return the bias."""
-        return None if self.bias is None else self.bias()
+        """Return the bias of all keys."""
+        return None if self.bias is None else self.bias(self.keys)
+
+    def within(self, start: int, stop: int) -> Part | None:
+        """Return the part whose keys are from ``start`` to ``stop``; None if there are none."""
+        start, stop = max(start, self.keys.start), min(stop, self.keys.stop)
+        return self._replace(keys=slice(start, stop)) if start < stop else None
 
 
 class Block(NamedTuple):
@@ -120,7 +127,7 @@ class _InBlocks(Function):
             ]
             part, part_sums = found[0] if len(found) == 1 else merge(found)
             if sinks is not None:
-                part_sums, part = _with_sinks(part, part_sums, sinks)
+                part, part_sums = with_sinks(part, part_sums, sinks)
             output[samples, :, queries], sums[samples, :, queries] = part, part_sums
         ctx.save_for_backward(query, key, value, output, sums, sinks)
         ctx.blocks, ctx.scale = blocks, scale
@@ -145,10 +152,7 @@ class _InBlocks(Function):
                 grad_key[keys] += dk
                 grad_value[keys] += dv
             grad_query[at] = of_query
-        of_sinks = None
-        if sinks is not None:
-            rowwise = (gradient * output).sum(dim=-1, dtype=sums.dtype)
-            of_sinks = -((sinks[:, None].to(sums.dtype) - sums).exp() * rowwise).sum(dim=(0, 2)).to(sinks.dtype)
+        of_sinks = None if sinks is None else gradient_of_sinks(gradient, output, sums, sinks)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), of_sinks, None, None
 
 
@@ -179,6 +183,13 @@ def _options(part: Part) -> dict[str, Any]:
     return {"is_causal": part.is_causal, "bias": part.made_bias()}
 
 
-def _with_sinks(output: Tensor, sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def with_sinks(output: Tensor, sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Add sinks to attention ``[b, heads, s, d]`` of all keys and its log-sum-exp ``[b, heads, s]``."""
     whole = torch.logaddexp(sums, sinks[:, None].to(sums.dtype))
-    return whole, output * (sums - whole).exp().unsqueeze(-1)
+    return output * (sums - whole).exp().unsqueeze(-1), whole
+
+
+def gradient_of_sinks(gradient: Tensor, output: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of sinks ``[heads]`` from the results of ``with_sinks`` and the gradient of the output."""
+    rowwise = (gradient * output).sum(dim=-1, dtype=sums.dtype)
+    return -((sinks[:, None].to(sums.dtype) - sums).exp() * rowwise).sum(dim=(0, 2)).to(sinks.dtype)

@@ -29,6 +29,7 @@ from shardwise.models.transformer.attention_blocks import Block, Part, attend_in
 from shardwise.models.transformer.heads import HeadSplit
 from shardwise.models.transformer.masks import AttentionMask, AttentionSinks, AttnMaskType
 from shardwise.models.transformer.mlp import softcap
+from shardwise.models.transformer.ring_attention import attend_in_ring
 from shardwise.nn import GroupModule, RowLinear, arithmetic_of
 from shardwise.nn.dropout import sharded_dropout
 from shardwise.nn.recompute import is_kept_briefly, made_again, recomputed
@@ -194,6 +195,19 @@ class CoreAttention(GroupModule):
         with nullcontext() if is_kept_briefly() else made_again(whole, again):
             keys, values = whole.permute(1, 2, 0, 3).split(widths, dim=-1)
             return self._attend(query, keys, values, mask)
+
+    def _attend_in_ring(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, *, shard: ContextShard
+    ) -> Tensor:
+        """Attend to the keys and values of all context-parallel ranks as they arrive."""
+        width = value.size(-1)
+        key, value = (each if self._is_even else self._for_all_queries(each) for each in (key, value))
+        query, key, value = _of_one_width(query, key, value)
+        own = torch.cat([key, value], dim=-1).permute(2, 0, 1, 3).contiguous()
+        sees: dict[str, Any] = {"causal": self.attn_mask_type.is_causal, "window": self.window_size}
+        blocks = mask.blocks(query, shard.length, **sees, has_parts=True)
+        sinks = None if self.sinks is None else self.sinks.logits
+        return attend_in_ring(query, own, blocks, shard, scale=self.softmax_scale, sinks=sinks)[..., :width]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         if mask.query_position is not None:

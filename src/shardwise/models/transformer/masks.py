@@ -181,16 +181,15 @@ class AttentionMask:
                 # Flash attention aligns the last query with the last key.
                 with outside_of_plans():
                     lower_right = causal_lower_right(stop - start, stop - first_key)
-                bias = functools.partial(_itself, lower_right)
-                return [Block(samples, queries, (Part(slice(first_key, stop), bias=bias),))]
+                return [Block(samples, queries, (Part(slice(first_key, stop), bias=lambda keys: lower_right),))]
         blocks = []
         for low in range(start, stop, rows):
             high = min(low + rows, stop)
             last = high if rule.causal else last_key if after < 0 else min(last_key, high + after)
             keys = slice(first_key if before < 0 else max(first_key, low - before), last)
-            bias = functools.partial(self._bias, rule, slice(low, high), keys, offset, samples, is_mixed)
+            bias = functools.partial(self._bias, rule, slice(low, high), offset, samples, is_mixed)
             if stop - start <= rows:
-                bias = functools.partial(_itself, self._kept(bias))
+                bias = functools.partial(_columns, self._kept(bias, keys), keys.start)
             blocks.append(Block(samples, slice(low - offset, high - offset), (Part(keys, bias=bias),)))
         return blocks
 
@@ -206,14 +205,15 @@ class AttentionMask:
             self._ends = [] if in_pieces else ends
         return self._ends or None
 
-    def _kept(self, bias: functools.partial[Tensor]) -> Tensor:
+    def _kept(self, bias: functools.partial[Tensor], keys: slice) -> Tensor:
         """Make a bias once for all layers."""
-        key = tuple((each.start, each.stop) if isinstance(each, slice) else each for each in bias.args)
+        values = (*bias.args, keys)
+        key = tuple((each.start, each.stop) if isinstance(each, slice) else each for each in values)
         if key not in self._made:
-            self._made[key] = bias()
+            self._made[key] = bias(keys)
         return self._made[key]
 
-    def _bias(self, rule: _Rule, queries: slice, keys: slice, offset: int, samples: slice, by_document: bool) -> Tensor:
+    def _bias(self, rule: _Rule, queries: slice, offset: int, samples: slice, by_document: bool, keys: slice) -> Tensor:
         """Make the bias of positions ``queries`` on ``keys``; ``offset`` is the position of a query less its index."""
         bias = self._by_distance(rule, queries, keys, samples)
         forbidden = []
@@ -296,8 +296,11 @@ class AttentionMask:
             )
 
 
-def _itself(bias: Tensor) -> Tensor:
-    return bias
+def _columns(bias: Tensor, first: int, keys: slice) -> Tensor:
+    """Return the columns of keys from a bias whose first key is ``first``."""
+    if bias.dim() == 0 or bias.size(-1) in (1, keys.stop - keys.start):
+        return bias
+    return bias[..., keys.start - first : keys.stop - first]
 
 
 def document_lengths(document_ids: Tensor) -> Tensor:
