@@ -113,6 +113,19 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def print_result(result: Mapping[str, Any]) -> None:
+    """Print the spread of ``ratios``, in the form of ``Ratio.to_json``, and of the times ``seconds_per_step``."""
+    header = ("min", "median", "max")
+    rows = [
+        (f"{each['numerator']} / {each['denominator']}", *(f"{each[key]:.3f}" for key in header))
+        for each in result["ratios"]
+    ]
+    print(format_table(("ratio of times", *header), rows))
+    times = {key: Spread.of([1e3 * each for each in own]) for key, own in result["seconds_per_step"].items()}
+    rows = [(key, *(f"{getattr(each, name):.1f}" for name in header)) for key, each in times.items()]
+    print(format_table(("ms per step", *header), rows))
+
+
 def machine_facts() -> dict[str, Any]:
     """Return the facts needed to judge a measurement: processor, memory, load, versions; but no name of the machine."""
     return {

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from common import (
-    Spread,
     add_common_flags,
     add_sizes,
-    format_table,
     given_sizes,
     measure_in_rounds,
     parse_arguments,
+    print_result,
     ratios_of,
     run_benchmark,
 )
@@ -76,14 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def measure() -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder, start_workers(Path(folder)) as workers:
             result = benchmark(sizes, workers, Path(folder), arguments.rounds)
-        rows = [
-            (f"{each['numerator']} / {each['denominator']}", *(f"{each[key]:.3f}" for key in ("min", "median", "max")))
-            for each in result["ratios"]
-        ]
-        print(format_table(("ratio of times", "min", "median", "max"), rows))
-        times = {key: Spread.of([1e3 * each for each in own]) for key, own in result["seconds_per_step"].items()}
-        rows = [(key, f"{each.min:.1f}", f"{each.median:.1f}", f"{each.max:.1f}") for key, each in times.items()]
-        print(format_table(("ms per step", "min", "median", "max"), rows))
+        print_result(result)
         return result
 
     return run_benchmark("experts", arguments, measure)

@@ -15,13 +15,13 @@ NUM_RANKS = 2
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 
-def join_ranks(store: str, rank: int, *, tp: int = NUM_RANKS) -> Topology:
-    """Join the gloo group of all ranks through the file ``store``, and create a topology with this ``tp``."""
+def join_ranks(store: str, rank: int, *, tp: int = NUM_RANKS, world: int = NUM_RANKS) -> Topology:
+    """Join the gloo group of ``world`` ranks through the file ``store``, and create a topology with this ``tp``."""
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, NUM_RANKS),  # type: ignore[attr-defined]
+        store=dist.FileStore(store, world),  # type: ignore[attr-defined]
         rank=rank,
-        world_size=NUM_RANKS,
+        world_size=world,
         timeout=COLLECTIVE_TIMEOUT,
     )
     return Topology.create(tp=tp, timeout=COLLECTIVE_TIMEOUT)
