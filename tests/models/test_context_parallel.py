@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness.live_bytes import LiveBytes
+from harness.live_bytes import LiveBytes, Peak
 from models.model_checks import check_gradients
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
@@ -72,7 +72,8 @@ def build(kind: str, groups: Groups, *, sequence_parallel: bool = False) -> GPT:
         params_dtype=torch.float64,
         sequence_parallel=sequence_parallel,
     )
-    return GPT(config, VOCABULARY, 64, groups=groups, **{"position_embedding_type": "rope"} | options)
+    given = {"position_embedding_type": "rope", "max_sequence_length": 64} | options
+    return GPT(config, VOCABULARY, groups=groups, **given)
 
 
 def batch_of(sample: int, length: int) -> dict[str, Tensor]:
@@ -184,6 +185,29 @@ def test_keys_and_values_are_gathered_again_and_not_kept(group):
         patch.setattr(core_attention, "made_again", lambda whole, again: nullcontext())
         loss = model(**batch).sum()
         assert made.count() - kept == 2 * (whole - own)
+
+
+@pytest.mark.ranks(4)
+def test_four_ranks_hold_a_sample_four_times_as_long(group):
+    """Their peaks are those of one rank on a quarter of the length, and one rank would need four times that."""
+    groups, length = Groups.of(Topology.create(cp=4)), 256
+
+    def peak_of(model: GPT, length: int) -> int:
+        batch = batch_of(0, length)
+        # Tables of angles are kept from forward to forward, gradients from backward to backward.
+        for _ in range(2):
+            with Peak() as peak:
+                model(**batch).sum().backward()
+        return peak.peak
+
+    options: dict[str, Any] = {"num_layers": 8, "hidden_size": 64, "kv_channels": 16}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KINDS, "long", (options, {"max_sequence_length": 4 * length}))
+        one = build("long", Groups.alone(groups.tp))
+        few, many = peak_of(one, length), peak_of(one, 4 * length)
+        split = peak_of(build("long", groups), 4 * length)
+    assert many > 3.8 * few
+    assert 0.9 * few < split < 1.1 * few
 
 
 @pytest.mark.ranks(2)
