@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from harness.parity import assert_close_to
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.kernels import partial_attention
 from shardwise.kernels.partial_attention import attend_to_part, differentiate_part, merge
+from shardwise.kernels.planning import planning_for
 
 RTOL = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 HEADS, GROUPS, QUERIES, KEYS = 6, 2, 7, 13
@@ -84,3 +88,34 @@ def test_a_causal_part(has_flash: bool, monkeypatch: pytest.MonkeyPatch) -> None
     )  # fmt: skip
     for one, other in zip(actual, torch.autograd.grad(expected, wide, gradient), strict=True):
         assert_close_to(one, other, rtol_of_norm=1e-13)
+
+
+def test_flash_on_cuda_takes_parts_without_bias() -> None:
+    """Its operators are called with tensors that have no values; their results have the right shapes."""
+    (query, key, value), bias, _ = inputs(torch.bfloat16)
+    tensors = [each.to("meta") for each in (query, key, value)]
+    with planning_for("cuda"):
+        called = []
+        for given in (None, bias.to("meta")):
+            with Called() as names:
+                output, sums = attend_to_part(*tensors, bias=given, is_causal=False, scale=0.3)
+                gradients = differentiate_part(
+                    output, *tensors, output, sums, bias=given, is_causal=False, scale=0.3
+                )  # fmt: skip
+            called.append(any("flash" in name for name in names.found))
+            assert output.shape == query.shape
+            assert sums.shape == query.shape[:-1]
+            assert [each.shape for each in gradients] == [each.shape for each in tensors]
+        assert called == [True, False]
+
+
+class Called(TorchDispatchMode):
+    """The names of all operators that run in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
