@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from harness.parity import assert_close_to, gather_all, gather_shards
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -63,3 +64,44 @@ def check_gradients(split, dense, groups, *, atol):
         torch.testing.assert_close(
             param.grad, own, rtol=1e-10, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def varlen_on_a_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    most_queries: int,
+    most_keys: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """What ``torch.nn.attention.varlen.varlen_attn`` documents, written with a mask; PyTorch has it on CUDA only."""
+    starts = [each.tolist() for each in (query_starts, key_starts)]
+    assert starts[0][0] == starts[1][0] == 0
+    assert (starts[0][-1], starts[1][-1]) == (len(query), len(key))
+    results, most = [], [0, 0]
+    for first, last, first_key, last_key in zip(*(each[i:] for each in starts for i in (0, 1)), strict=False):
+        new, seen = last - first, last_key - first_key
+        most = [max(most[0], new), max(most[1], seen)]
+        # Both end at the same position.
+        distances = torch.arange(seen - new, seen)[:, None] - torch.arange(seen)
+        (before, after), allowed = window_size, torch.ones(new, seen, dtype=torch.bool)
+        if before >= 0:
+            allowed &= distances <= before
+        if after >= 0:
+            allowed &= distances >= -after
+        own, keys, values = query[first:last], key[first_key:last_key], value[first_key:last_key]
+        results.append(
+            F.scaled_dot_product_attention(
+                *(each.transpose(0, 1) for each in (own, keys, values)),
+                attn_mask=allowed,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            ).transpose(0, 1)
+        )
+    assert most == [most_queries, most_keys]
+    return torch.cat(results)

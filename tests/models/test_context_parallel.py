@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.live_bytes import LiveBytes, Peak
-from models.model_checks import check_gradients
+from models.model_checks import check_gradients, varlen_on_a_cpu
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
@@ -25,7 +25,7 @@ from shardwise.kernels.planning import planning_for
 from shardwise.models import GPT, Classification, Experts, ModelConfig, Recomputation
 from shardwise.models.bert import Bert
 from shardwise.models.generation import Sampling, generate
-from shardwise.models.transformer import core_attention, masks as masks_of_attention
+from shardwise.models.transformer import attention_blocks, core_attention, masks as masks_of_attention
 from shardwise.models.transformer.heads import LatentAttention
 from shardwise.models.transformer.masks import AttentionMask
 from shardwise.models.transformer.moe import MoELayer
@@ -165,6 +165,15 @@ def test_losses_and_gradients_are_those_of_one_rank(group, kind):
 def test_blocks_of_a_run_add_up(group, monkeypatch, kind):
     monkeypatch.setattr(masks_of_attention, "_ROWS", 5)
     check(kind, Topology.create(cp=2), LENGTHS[0])
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", ["one key-value head", "window", "latent"])
+def test_documents_need_no_mask_on_cuda(group, monkeypatch, kind):
+    """With a definition of the kernel, which PyTorch has on CUDA only."""
+    monkeypatch.setattr(core_attention, "takes_packed", lambda query: True)
+    monkeypatch.setattr(attention_blocks, "varlen_attn", varlen_on_a_cpu)
+    check(kind, Topology.create(cp=group.size()), LENGTHS[0])
 
 
 @pytest.mark.ranks(2)

@@ -26,7 +26,9 @@ class Batch:
         tokens: ``[b, s]``, int64.
         labels: ``[b, s]``, int64, ids to predict; -100 is ignored. For labelled texts ``[b, 1]`` int64 or ``[b, n]``
             fp32, for labelled words ``[b, s]`` int64.
-        position_ids, document_ids: ``[b, s]``, int64, for rows of several texts.
+        position_ids: ``[b, s]``, int64, for rows of several texts.
+        document_ids: ``[b, s]``, int64, for rows of several texts. They stay on the CPU, where attention reads how long
+            each text is.
         lengths: ``[b]``, int64, on request: number of positions that the text of each sample takes.
         tokentype_ids, attention_mask: ``[b, s]``, int64, for a bidirectional model.
         reference: ``[b]``, fp64: log-probability of each answer under the reference model.
@@ -47,8 +49,9 @@ class Batch:
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """Return a batch with ``function`` applied to each tensor."""
-        return Batch(**{name: function(tensor) for name, tensor in self.tensors.items()})
+        """Return a batch with ``function`` applied to each tensor that a device needs."""
+        moved = {name: function(tensor) for name, tensor in self.tensors.items() if name != "document_ids"}
+        return Batch(**moved, document_ids=self.document_ids)
 
 
 def stack(rows: Iterable[Row], *, with_lengths: bool) -> Batch:
@@ -74,7 +77,7 @@ class BatchMover:
 
     def start(self, batch: Batch) -> Batch:
         """Start to copy a batch; kernels launched after ``wait`` may use the result."""
-        if self._stream is None or not any(tensor.is_cpu for tensor in batch.tensors.values()):
+        if self._stream is None or not batch.tokens.is_cpu:
             return batch
         computing = torch.accelerator.current_stream(self._device)
 

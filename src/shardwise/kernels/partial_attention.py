@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.dispatch import WIDEST_HEAD
-from shardwise.kernels.planning import device_type_of
+from shardwise.kernels.planning import device_type_of, planned_device
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -28,6 +28,11 @@ _flash_on_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_bac
 def has_flash_for_parts(query: Tensor) -> bool:
     """Return whether parts of attention need no memory for scores on the device of ``query``."""
     return device_type_of(query) == "cpu" and query.is_floating_point()
+
+
+def takes_packed(query: Tensor) -> bool:
+    """Return whether PyTorch has a kernel for documents of several lengths on the device of ``query``."""
+    return _has_flash_on_cuda(query, None)
 
 
 def attend_to_part(
@@ -115,8 +120,11 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _has_flash_on_cuda(query: Tensor, bias: Tensor | None) -> bool:
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
-    return device_type_of(query) == "cuda" and bias is None and is_half and query.size(-1) <= WIDEST_HEAD
+    if device_type_of(query) != "cuda" or bias is not None or query.size(-1) > WIDEST_HEAD:
+        return False
+    # Ampere is the first generation with this kernel.
+    is_known = planned_device() is not None or torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return query.dtype in (torch.bfloat16, torch.float16) and is_known
 
 
 def _of_four_dimensions(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

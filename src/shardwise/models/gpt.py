@@ -130,7 +130,7 @@ class GPT(TransformerModel):
             hidden: Tensor = self.embedding(input_ids, position_ids, context=context)
         else:
             hidden = self._input_of_a_later_stage()
-        of_texts = self._own_lengths(lengths, document_ids, (hidden.size(1), s))
+        of_texts = self._own_lengths(lengths, document_ids, hidden, s)
         hidden = self.decoder(
             hidden,
             attention_mask=AttentionMask(
@@ -156,9 +156,10 @@ class GPT(TransformerModel):
         return loss if first is None else first.move_back(loss)
 
     def _own_lengths(
-        self, lengths: Tensor | None, document_ids: Tensor | None, shape: tuple[int, int]
+        self, lengths: Tensor | None, document_ids: Tensor | None, hidden: Tensor, s: int
     ) -> Tensor | None:
         """Return the length of each token's text, ``[b, 1]`` or ``[b, s]``; None if unused or the batch's length."""
+        shape = hidden.size(1), s
         if lengths is not None and lengths.shape != shape[:1]:
             raise ShardingError(
                 f"lengths have shape {list(lengths.shape)}; they must be [{shape[0]}], one for each row"
@@ -170,7 +171,7 @@ class GPT(TransformerModel):
         if document_ids is None or document_ids.shape != shape:
             # Attention raises an error for a wrong shape.
             return None
-        return document_lengths(document_ids)
+        return document_lengths(document_ids).to(hidden.device)
 
     def _classify(
         self,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from dense_layer import dense_layer
 from harness.groups import alone
 from harness.parity import assert_close_to, assert_unmodified, gather_shards
-from layer_cases import CASES, SLOPES, B, H, S, layer_of, mask_of, rotary_of
+from layer_cases import CASES, DOCUMENTS, SLOPES, B, H, S, layer_of, mask_of, rotary_of
+from models.model_checks import varlen_on_a_cpu
 
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import balanced_range
-from shardwise.models.transformer import core_attention, masks
+from shardwise.models.transformer import attention_blocks, core_attention, masks
 from shardwise.models.transformer.masks import AttnMaskType
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_
@@ -32,9 +35,35 @@ def test_options_hold_in_blocks(group, monkeypatch, rows):
     check_options(group, sequence_parallel=False)
 
 
-def check_options(group, sequence_parallel):
+@pytest.mark.ranks(1, 2)
+def test_packed_documents_need_no_mask_on_cuda(group, monkeypatch):
+    """With a definition of the kernel, which PyTorch has on CUDA only."""
+    used = []
+    monkeypatch.setattr(core_attention, "takes_packed", lambda query: True)
+    monkeypatch.setattr(
+        attention_blocks, "varlen_attn", lambda *given, **options: used.append(1) or varlen_on_a_cpu(*given, **options)
+    )
+    in_order = DOCUMENTS.sort(dim=1).values
+    packed = dataclasses.replace(CASES["packed"], documents=in_order)
+    cases = {
+        "packed": packed,
+        "packed, window": dataclasses.replace(packed, options=packed.options | {"window_size": (2, 0)}),
+        "packed, both sides": dataclasses.replace(
+            CASES["window on both sides"], documents=in_order, options={"window_size": (1, 1)}
+        ),
+        "packed, uneven heads": dataclasses.replace(CASES["one key-value head"], documents=in_order),
+        "packed, latent": dataclasses.replace(CASES["latent"], documents=in_order),
+    }
+    check_options(group, sequence_parallel=False, cases=cases)
+    assert len(used) == len(cases)
+    # A document in two pieces has a mask.
+    check_options(group, sequence_parallel=False, cases={"in pieces": CASES["packed"]})
+    assert len(used) == len(cases)
+
+
+def check_options(group, sequence_parallel, cases=CASES):
     own = alone(group)
-    for name, case in CASES.items():
+    for name, case in cases.items():
         config, layer = layer_of(case, group, sequence_parallel=sequence_parallel)
         weights = {
             key: gather_shards(param, layout, group).requires_grad_()

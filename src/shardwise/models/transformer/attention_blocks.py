@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.attention.varlen import varlen_attn
 
 from shardwise.core.sharding import Interval
 from shardwise.core.typed import computed_locally
@@ -70,6 +71,40 @@ class Run(NamedTuple):
     queries: Interval
     keys: Interval
     is_mixed: bool = False
+
+
+class Packed(NamedTuple):
+    """A run of queries of several documents, and the keys of these documents.
+
+    Attributes:
+        queries: indices of the queries, in every sample.
+        keys: indices of the keys, in each sample.
+        query_starts, key_starts: ``[documents + 1]`` int32, where each document starts among the queries or keys of all
+            samples, and where the last one ends.
+        most_queries, most_keys: numbers of the longest documents.
+    """
+
+    queries: slice
+    keys: tuple[slice, ...]
+    query_starts: Tensor
+    key_starts: Tensor
+    most_queries: int
+    most_keys: int
+
+    @classmethod
+    def of(cls, runs: Iterable[Run], first: int, device: torch.device) -> Packed:
+        """Make the value of successive runs of each sample, the queries of which start at position ``first``."""
+        several = list(runs)
+        of_samples = [[run for run in several if run.samples.start == i] for i in range(several[-1].samples.stop)]
+        stop = several[-1].queries[1]
+        keys = tuple(slice(own[0].keys[0], own[-1].keys[1]) for own in of_samples)
+        lengths = [tuple(stop - start for start, stop in (run.queries, run.keys)) for run in several]
+        starts = torch.tensor([(0, 0), *lengths], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+        if device.type == "cuda":
+            starts = starts.pin_memory().to(device, non_blocking=True)
+        most_queries, most_keys = (max(each) for each in zip(*lengths, strict=True))
+        query_starts, key_starts = starts.t().contiguous()
+        return cls(slice(0, stop - first), keys, query_starts, key_starts, most_queries, most_keys)
 
 
 def runs_of_documents(ends: Sequence[Sequence[int]], positions: Interval, rows: int) -> Iterable[Run]:
@@ -173,6 +208,43 @@ def attend_in_blocks(
     """
     output: Tensor = _InBlocks.apply(query, key, value, sinks, blocks, scale)
     return output
+
+
+def attend_to_packed(
+    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Packed], *, scale: float, window: tuple[int, int]
+) -> Tensor:
+    """Compute attention of documents with flash attention for sequences of several lengths, which PyTorch has on CUDA.
+
+    Args:
+        query: ``[b, heads, s, d]``.
+        key, value: ``[b, groups, keys, d]``.
+        runs: runs that contain each query once.
+        scale: factor of the products.
+        window: numbers of positions that a token sees before and after itself, -1 for no bound.
+
+    Returns:
+        ``[b, heads, s, d]``.
+    """
+    results = []
+    for run in runs:
+        own = query[:, :, run.queries].permute(0, 2, 1, 3)
+        seen = [[each[sample, :, keys] for sample, keys in enumerate(run.keys)] for each in (key, value)]
+        keys, values = (each[0] if len(each) == 1 else torch.cat(each, dim=1) for each in seen)
+        context = varlen_attn(
+            own.flatten(0, 1),
+            keys.transpose(0, 1),
+            values.transpose(0, 1),
+            run.query_starts,
+            run.key_starts,
+            run.most_queries,
+            run.most_keys,
+            scale=scale,
+            window_size=window,
+            enable_gqa=query.size(1) > key.size(1),
+        )
+        assert isinstance(context, Tensor)
+        results.append(context.view(own.shape).permute(0, 2, 1, 3))
+    return results[0] if len(results) == 1 else torch.cat(results, dim=2)
 
 
 def _part_of(part: Part, samples: slice, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,10 +22,10 @@ from shardwise.core.random import streams
 from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import why_repeat_keys
-from shardwise.kernels.partial_attention import has_flash_for_parts
+from shardwise.kernels.partial_attention import has_flash_for_parts, takes_packed
 from shardwise.kernels.planning import device_type_of
 from shardwise.models.config import ModelConfig
-from shardwise.models.transformer.attention_blocks import Block, Part, attend_in_blocks
+from shardwise.models.transformer.attention_blocks import Block, Packed, Part, attend_in_blocks, attend_to_packed
 from shardwise.models.transformer.heads import HeadSplit
 from shardwise.models.transformer.masks import AttentionMask, AttentionSinks, AttnMaskType
 from shardwise.models.transformer.mlp import softcap
@@ -229,6 +229,9 @@ class CoreAttention(GroupModule):
                 f"attention_dropout {dropout} with training.rng global draws the mask of whole sequences, which "
                 "context-parallel ranks (cp) do not hold; use training.rng per_rank, or attention_dropout 0"
             )
+        packed = self._packed_runs(query, mask, key.size(2), dropout)
+        if packed is not None:
+            return self._attend_to_packed(query, key, value, packed)
         options: dict[str, Any] = {"causal": self.attn_mask_type.is_causal, "window": self.window_size}
         cut = partial(mask.blocks, query, key.size(2), **options)
         if draws_whole or self._backend == "local":
@@ -254,6 +257,24 @@ class CoreAttention(GroupModule):
         query, key, padded = _of_one_width(query, key, value)
         sinks = None if self.sinks is None else self.sinks.logits
         context = attend_in_blocks(query, key, padded, blocks, scale=self.softmax_scale, sinks=sinks)
+        return context[..., : value.size(-1)]
+
+    def _packed_runs(
+        self, query: Tensor, mask: AttentionMask, num_keys: int, dropout: float
+    ) -> Sequence[Packed] | None:
+        """Return the runs of documents if flash attention takes them."""
+        takes = dropout == 0 and self.logit_softcap is None and self.sinks is None
+        takes = takes and mask.document_ids is not None and self._backend in ("auto", "flash")
+        if not takes or not takes_packed(query) or torch.compiler.is_compiling():
+            return None
+        return mask.packed(query, num_keys, causal=self.attn_mask_type.is_causal)
+
+    def _attend_to_packed(self, query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Packed]) -> Tensor:
+        before, after = self.window_size or (-1, -1)
+        window = before, 0 if self.attn_mask_type.is_causal else after
+        key, padded = (each if self._is_even else self._for_all_queries(each) for each in (key, value))
+        query, key, padded = _of_one_width(query, key, padded)
+        context = attend_to_packed(query, key, padded, runs, scale=self.softmax_scale, window=window)
         return context[..., : value.size(-1)]
 
     def _attend_by_kernel(self, query: Tensor, key: Tensor, value: Tensor, part: Part, *, dropout: float) -> Tensor:

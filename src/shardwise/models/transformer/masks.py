@@ -14,9 +14,9 @@ from shardwise.core.errors import ShardingError
 from shardwise.core.initialization import CounterNormal
 from shardwise.core.sequence_view import ContextShard
 from shardwise.core.sharding import ParamLayout
-from shardwise.kernels.planning import device_type_of, outside_of_plans
+from shardwise.kernels.planning import device_type_of, outside_of_plans, planned_device
 from shardwise.models.config import ModelConfig
-from shardwise.models.transformer.attention_blocks import Block, Part, Run, runs_of_documents
+from shardwise.models.transformer.attention_blocks import Block, Packed, Part, Run, runs_of_documents
 from shardwise.models.transformer.heads import HeadSplit, split_heads
 from shardwise.models.transformer.mlp import layer_arguments
 from shardwise.nn.module import ShardedModule
@@ -81,7 +81,7 @@ class AttentionMask:
         forbidden: bools, True where a token may not see another, broadcast to ``[b, heads/t, s, keys]``. The output for
             a token that sees nothing is 0.
         document_ids: ``[b, s]`` integers, for several texts packed into one row, without a cache: a token sees only
-            tokens with the same number.
+            tokens with the same number. On the CPU they may be read, so that attention has a kernel without a mask.
         alibi_slopes: ``[heads/t]``, decrease of this rank's scores per position of distance.
         key_positions: ``[b, keys]`` integers, positions for ALiBi's distances; each key's index if None.
         query_position: int64 ``[1]``, position of a single query whose keys are a whole cache; later positions are
@@ -117,6 +117,7 @@ class AttentionMask:
         self._made: dict[object, Tensor] = {}
         self._strips: dict[_Rule, _Strip] = {}
         self._ends: list[list[int]] | None = None
+        self._packed: list[Packed] | None = None
 
     def blocks(
         self,
@@ -160,6 +161,31 @@ class AttentionMask:
             first_row += stop - start
         return blocks
 
+    def packed(self, query: Tensor, num_keys: int, *, causal: bool) -> list[Packed] | None:
+        """Return runs of documents; None if documents are not known here, or not the only restriction.
+
+        Args:
+            query, num_keys, causal: as for ``blocks``.
+
+        Raises:
+            ShardingError: as for ``blocks``.
+        """
+        self._check(query, num_keys)
+        ends = self._ends_of_documents()
+        if ends is None or self.forbidden is not None or self.alibi_slopes is not None:
+            return None
+        if self._packed is None:
+            self._packed, first = [], 0
+            for positions in ((0, num_keys),) if self.context is None else self.context.intervals:
+                runs = runs_of_documents(ends, positions, rows=0)
+                if causal:
+                    runs = (run._replace(keys=(run.keys[0], run.queries[1])) for run in runs)
+                found = Packed.of(runs, positions[0], query.device)
+                queries = slice(first, first + found.queries.stop)
+                self._packed.append(found._replace(queries=queries))
+                first = queries.stop
+        return self._packed
+
     def _blocks_of(self, run: Run, rule: _Rule, offset: int, rows: int, has_parts: bool, on_cuda: bool) -> list[Block]:
         """``offset`` is the position of a query less its index."""
         samples, (start, stop), (first_key, last_key), is_mixed = run
@@ -196,6 +222,8 @@ class AttentionMask:
     def _ends_of_documents(self) -> Sequence[Sequence[int]] | None:
         """Return, for each sample, the end of each document; None if reading them needs a wait, or one is in pieces."""
         ids = self.document_ids
+        if ids is not None and planned_device() is not None:
+            return [[ids.size(1)]] * ids.size(0)
         if ids is None or type(ids) is not Tensor or ids.device.type != "cpu":
             return None
         if self._ends is None:
@@ -218,7 +246,7 @@ class AttentionMask:
         bias = self._by_distance(rule, queries, keys, samples)
         forbidden = []
         if self.document_ids is not None and by_document:
-            ids = self.document_ids[samples]
+            ids = self._ids_on(rule.device)[samples]
             forbidden.append((ids[:, queries, None] != ids[:, None, keys]).unsqueeze(1))
         if self.forbidden is not None:
             own, sizes = self.forbidden, self.forbidden.shape
@@ -229,6 +257,12 @@ class AttentionMask:
                 own = own[..., queries.start - moved : queries.stop - moved, :]
             forbidden.append(own[samples] if len(sizes) == 4 and sizes[0] > 1 else own)
         return bias.masked_fill(functools.reduce(torch.logical_or, forbidden), -torch.inf) if forbidden else bias
+
+    def _ids_on(self, device: torch.device) -> Tensor:
+        assert self.document_ids is not None
+        if self.document_ids.device != device and device.type == "cuda":
+            self.document_ids = self.document_ids.pin_memory().to(device, non_blocking=True)
+        return self.document_ids
 
     def _by_distance(self, rule: _Rule, queries: slice, keys: slice, samples: slice) -> Tensor:
         """Return what depends on distances alone, ``[1, heads/t or 1, s, keys]`` or a scalar."""
