@@ -111,6 +111,13 @@ class ContextShard:
         own: Tensor = _Own.apply(whole, self, dim)
         return own
 
+    def of_ranks(self, whole: Tensor, *, dim: int) -> list[Tensor]:
+        """Return each rank's positions of a tensor with all positions."""
+        return [
+            torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim=dim)
+            for runs in self.intervals_of_ranks
+        ]
+
     def in_order(self, gathered: Tensor, *, dim: int) -> Tensor:
         """Put the positions of all ranks, one rank after the other, into the order of the sequence."""
         runs = [run for of_rank in self.intervals_of_ranks for run in of_rank]

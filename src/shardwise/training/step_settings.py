@@ -33,6 +33,9 @@ class ParallelSettings(Checked, prefix="parallel."):
             shard by shard; on GPUs through symmetric memory if possible. The banner reports the method.
         pp: number of pipeline stages that share the layers; the text sample at the end of a run needs one stage.
         cp: number of ranks that share the positions of each sample (context parallelism), for long samples.
+        cp_comm_type: with cp, how ranks attend to the positions that they share. "all_gather" gathers keys and values,
+            "a2a" exchanges positions for heads, "p2p" takes keys and values one rank after the other. "auto" takes the
+            one of the first two that sends less.
         pipeline_schedule: order of forward and backward steps. "interleaved" needs virtual_stages over 1.
         virtual_stages: number of parts of the model on each stage.
         fsdp: split weights, gradients and optimizer state over the data-parallel ranks with PyTorch's fully_shard; a
@@ -52,6 +55,9 @@ class ParallelSettings(Checked, prefix="parallel."):
     tp_comm_overlap: Annotated[bool, tyro.conf.arg(aliases=("--tp-comm-overlap",))] = False
     pp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--pp",))] = 1
     cp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--cp",))] = 1
+    cp_comm_type: Annotated[Literal["auto", "all_gather", "a2a", "p2p"], tyro.conf.arg(aliases=("--cp-comm-type",))] = (
+        "auto"
+    )
     pipeline_schedule: Annotated[
         Literal["gpipe", "1f1b", "interleaved", "zero-bubble"], tyro.conf.arg(aliases=("--pipeline-schedule",))
     ] = "1f1b"

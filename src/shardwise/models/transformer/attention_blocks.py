@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn.attention.varlen import varlen_attn
@@ -245,6 +246,12 @@ def attend_to_packed(
         assert isinstance(context, Tensor)
         results.append(context.view(own.shape).permute(0, 2, 1, 3))
     return results[0] if len(results) == 1 else torch.cat(results, dim=2)
+
+
+def of_one_width(*tensors: Tensor) -> list[Tensor]:
+    """Append zeros to the last dimension, because flash attention takes queries, keys and values of one width."""
+    width = max(tensor.size(-1) for tensor in tensors)
+    return [F.pad(each, (0, width - each.size(-1))) if each.size(-1) < width else each for each in tensors]
 
 
 def _part_of(part: Part, samples: slice, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

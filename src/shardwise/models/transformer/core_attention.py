@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,6 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias
 
-from shardwise.core.communication import moves
-from shardwise.core.communication.collectives import all_gather
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
 from shardwise.core.random import streams
@@ -25,14 +23,27 @@ from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.kernels.partial_attention import has_flash_for_parts, takes_packed
 from shardwise.kernels.planning import device_type_of
 from shardwise.models.config import ModelConfig
-from shardwise.models.transformer.attention_blocks import Block, Packed, Part, attend_in_blocks, attend_to_packed
+from shardwise.models.transformer.attention_blocks import (
+    Block,
+    Packed,
+    Part,
+    attend_in_blocks,
+    attend_to_packed,
+    of_one_width,
+)
+from shardwise.models.transformer.context_attention import (
+    attend_by_heads,
+    attend_to_gathered,
+    choose_way,
+    parts_of_heads,
+)
 from shardwise.models.transformer.heads import HeadSplit
 from shardwise.models.transformer.masks import AttentionMask, AttentionSinks, AttnMaskType
 from shardwise.models.transformer.mlp import softcap
 from shardwise.models.transformer.ring_attention import attend_in_ring
 from shardwise.nn import GroupModule, RowLinear, arithmetic_of
 from shardwise.nn.dropout import sharded_dropout
-from shardwise.nn.recompute import is_kept_briefly, made_again, recomputed
+from shardwise.nn.recompute import recomputed
 
 _KERNELS = {
     "flash": [SDPBackend.FLASH_ATTENTION],
@@ -46,6 +57,34 @@ _KERNELS_ON_A_CACHE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTIO
 
 # Maximum number of scores in a block, 64 MiB in fp32.
 _SCORES_OF_BLOCK = 1 << 24
+
+
+class LocalHeads(NamedTuple):
+    """The heads that a rank computes.
+
+    Attributes:
+        queries_of_groups: for each key-value head, the number of its query heads.
+        queries: which of the tensor-parallel rank's query heads they are.
+    """
+
+    queries_of_groups: tuple[int, ...]
+    queries: slice = slice(None)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all key-value heads have as many query heads."""
+        return len(set(self.queries_of_groups)) == 1
+
+    def repeated(self, heads: Tensor) -> Tensor:
+        """Repeat keys or values ``[b, groups, keys, d]`` for all of their queries."""
+        if set(self.queries_of_groups) == {1}:
+            return heads
+        copies = [heads[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(self.queries_of_groups)]
+        return torch.cat(copies, dim=1)
+
+    def made_even(self, heads: Tensor) -> Tensor:
+        """Repeat keys or values unless all of them have as many queries."""
+        return heads if self.is_even else self.repeated(heads)
 
 
 class KeyValueCache(Protocol):
@@ -69,7 +108,7 @@ class CoreAttention(GroupModule):
     Attributes:
         head_dim: width of queries and keys.
         linear_proj: output projection, which subclasses create.
-        num_local_groups: number of key-value heads on this rank.
+        heads: heads of this rank.
         window_size: window of this layer, or None.
         rotates: whether this layer rotates queries and keys.
         sinks: ``AttentionSinks`` with ``config.attention_sinks``, or None.
@@ -91,6 +130,7 @@ class CoreAttention(GroupModule):
         self.attn_mask_type = attn_mask_type
         self.head_dim = config.heads.width
         self.dropout = config.attention_dropout
+        self._cp_comm_type = config.cp_comm_type
         self.softmax_scale = config.softmax_scale or 1 / math.sqrt(self.head_dim)
         self.logit_softcap = config.attention_logit_softcap
         self.window_size = config.window_size if config.windows(layer_number) else None
@@ -110,9 +150,7 @@ class CoreAttention(GroupModule):
 
     def _hold(self, split: HeadSplit, group: ProcessGroup) -> None:
         self.group = group
-        self.queries_of_groups = split.queries_of_groups(group.rank())
-        self.num_local_groups = len(self.queries_of_groups)
-        self._is_even = len(set(self.queries_of_groups)) == 1
+        self.heads = LocalHeads(split.queries_of_groups(group.rank()))
         self._head_sizes = split.query_sizes()
 
     def forward(
@@ -173,43 +211,50 @@ class CoreAttention(GroupModule):
             key, value = cache.append(self.layer_number, key, value)
         attend: Callable[..., Tensor] = self._attend
         if mask.context is not None:
-            attend = partial(self._attend_to_all, shard=mask.context)
+            attend = partial(self._attend_in_context, shard=mask.context)
         if self.recomputes_core and cache is None:
             attend = partial(recomputed, attend)
         context = attend(query, key, value, mask)
         return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
-    def _attend_to_all(
+    def _attend_in_context(
         self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, *, shard: ContextShard
     ) -> Tensor:
-        """Attend to the keys and values of all context-parallel ranks, which the backward gathers again."""
-        # [s/c, b, groups, d], whose ranks follow each other in memory.
-        own = torch.cat([key, value], dim=-1).permute(2, 0, 1, 3).contiguous()
-        along: dict[str, Any] = {"dim": 0, "group": shard.group, "sizes": shard.sizes}
-        whole = shard.in_order(moves.gather_for_parts(own, **along), dim=0)
-
-        def again() -> Tensor:
-            return shard.in_order(all_gather(own.detach(), **along), dim=0)
-
-        widths = key.size(-1), value.size(-1)
-        with nullcontext() if is_kept_briefly() else made_again(whole, again):
-            keys, values = whole.permute(1, 2, 0, 3).split(widths, dim=-1)
-            return self._attend(query, keys, values, mask)
+        """Attend to the positions of all context-parallel ranks."""
+        if self.training and self.dropout > 0 and streams().rule == "global":
+            raise ConfigError(
+                f"attention_dropout {self.dropout} with training.rng global draws the mask of whole sequences, which "
+                "context-parallel ranks (cp) do not hold; use training.rng per_rank, or attention_dropout 0"
+            )
+        ranks, rank = shard.group.size(), shard.group.rank()
+        way = choose_way(self._cp_comm_type, self.heads.queries_of_groups, ranks)
+        if way == "p2p":
+            return self._attend_in_ring(query, key, value, mask, shard)
+        if way == "all_gather":
+            return attend_to_gathered(partial(self._attend, mask=mask), query, key, value, shard)
+        parts = parts_of_heads(self.heads.queries_of_groups, ranks)
+        heads = LocalHeads(parts[rank].queries_of_groups, slice(*parts[rank].queries))
+        attend = partial(self._attend, mask=mask.of_heads(heads.queries), heads=heads)
+        return attend_by_heads(attend, query, key, value, shard, parts)
 
     def _attend_in_ring(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, *, shard: ContextShard
+        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, shard: ContextShard
     ) -> Tensor:
         """Attend to the keys and values of all context-parallel ranks as they arrive."""
         width = value.size(-1)
-        key, value = (each if self._is_even else self._for_all_queries(each) for each in (key, value))
-        query, key, value = _of_one_width(query, key, value)
+        key, value = (self.heads.made_even(each) for each in (key, value))
+        query, key, value = of_one_width(query, key, value)
         own = torch.cat([key, value], dim=-1).permute(2, 0, 1, 3).contiguous()
         sees: dict[str, Any] = {"causal": self.attn_mask_type.is_causal, "window": self.window_size}
         blocks = mask.blocks(query, shard.length, **sees, has_parts=True)
         sinks = None if self.sinks is None else self.sinks.logits
         return attend_in_ring(query, own, blocks, shard, scale=self.softmax_scale, sinks=sinks)[..., :width]
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, heads: LocalHeads | None = None
+    ) -> Tensor:
+        heads = heads or self.heads
+        sinks = None if self.sinks is None else self.sinks.logits[heads.queries]
         if mask.query_position is not None:
             return attend_to_cache(
                 query,
@@ -220,22 +265,17 @@ class CoreAttention(GroupModule):
                 before=-1 if self.window_size is None else self.window_size[0],
                 softcap=self.logit_softcap,
                 slopes=mask.alibi_slopes,
-                sinks=None if self.sinks is None else self.sinks.logits,
+                sinks=sinks,
             )
         dropout = self.dropout if self.training else 0.0
         draws_whole = dropout > 0 and streams().rule == "global"
-        if draws_whole and mask.context is not None:
-            raise ConfigError(
-                f"attention_dropout {dropout} with training.rng global draws the mask of whole sequences, which "
-                "context-parallel ranks (cp) do not hold; use training.rng per_rank, or attention_dropout 0"
-            )
         packed = self._packed_runs(query, mask, key.size(2), dropout)
         if packed is not None:
-            return self._attend_to_packed(query, key, value, packed)
+            return self._attend_to_packed(query, key, value, packed, heads)
         options: dict[str, Any] = {"causal": self.attn_mask_type.is_causal, "window": self.window_size}
         cut = partial(mask.blocks, query, key.size(2), **options)
         if draws_whole or self._backend == "local":
-            attend = partial(self._attend_written_out, dropout=dropout)
+            attend = partial(self._attend_written_out, dropout=dropout, heads=heads)
             return _block_by_block(attend, query, key, value, cut(rows=query.size(2)))
         has_flash = self._backend in ("auto", "flash") and has_flash_for_parts(query)
         has_parts = has_flash and dropout == 0 and self.logit_softcap is None and self._activation.adds_parts
@@ -245,17 +285,18 @@ class CoreAttention(GroupModule):
             counted = self._activation.counted_heads(query.size(1), sum(self._head_sizes))
             blocks = cut(rows=max(1, _SCORES_OF_BLOCK // max(1, query.size(0) * counted * key.size(2))))
             if written_out or len(blocks) > 1:
-                attend = partial(recomputed, partial(self._attend_written_out, dropout=dropout))
+                attend = partial(recomputed, partial(self._attend_written_out, dropout=dropout, heads=heads))
                 return _block_by_block(attend, query, key, value, blocks)
         if not has_parts:
             blocks = cut(rows=query.size(2), for_kernels=True)
-            return _block_by_block(partial(self._attend_by_kernel, dropout=dropout), query, key, value, blocks)
+            by_kernel = partial(self._attend_by_kernel, dropout=dropout, heads=heads)
+            return _block_by_block(by_kernel, query, key, value, blocks)
         blocks = cut(has_parts=True)
         if len(blocks) == 1 and len(blocks[0].parts) == 1 and self.sinks is None:
-            return _block_by_block(partial(self._attend_by_kernel, dropout=0.0), query, key, value, blocks)
-        key, value = (each if self._is_even else self._for_all_queries(each) for each in (key, value))
-        query, key, padded = _of_one_width(query, key, value)
-        sinks = None if self.sinks is None else self.sinks.logits
+            by_kernel = partial(self._attend_by_kernel, dropout=0.0, heads=heads)
+            return _block_by_block(by_kernel, query, key, value, blocks)
+        key, value = (heads.made_even(each) for each in (key, value))
+        query, key, padded = of_one_width(query, key, value)
         context = attend_in_blocks(query, key, padded, blocks, scale=self.softmax_scale, sinks=sinks)
         return context[..., : value.size(-1)]
 
@@ -269,21 +310,25 @@ class CoreAttention(GroupModule):
             return None
         return mask.packed(query, num_keys, causal=self.attn_mask_type.is_causal)
 
-    def _attend_to_packed(self, query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Packed]) -> Tensor:
+    def _attend_to_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Packed], heads: LocalHeads
+    ) -> Tensor:
         before, after = self.window_size or (-1, -1)
         window = before, 0 if self.attn_mask_type.is_causal else after
-        key, padded = (each if self._is_even else self._for_all_queries(each) for each in (key, value))
-        query, key, padded = _of_one_width(query, key, padded)
+        key, padded = (heads.made_even(each) for each in (key, value))
+        query, key, padded = of_one_width(query, key, padded)
         context = attend_to_packed(query, key, padded, runs, scale=self.softmax_scale, window=window)
         return context[..., : value.size(-1)]
 
-    def _attend_by_kernel(self, query: Tensor, key: Tensor, value: Tensor, part: Part, *, dropout: float) -> Tensor:
+    def _attend_by_kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, part: Part, *, dropout: float, heads: LocalHeads
+    ) -> Tensor:
         bias = part.made_bias()
-        grouped = self.num_local_groups < query.size(1)
-        if grouped and (not self._is_even or self._why_repeat(query, bias) is not None):
-            key, value, grouped = self._for_all_queries(key), self._for_all_queries(value), False
+        grouped = len(heads.queries_of_groups) < query.size(1)
+        if grouped and (not heads.is_even or self._why_repeat(query, bias) is not None):
+            key, value, grouped = heads.repeated(key), heads.repeated(value), False
         value_width = value.size(-1)
-        query, key, value = _of_one_width(query, key, value)
+        query, key, value = of_one_width(query, key, value)
         kernels = self._kernels
         if query.is_cuda and query.size(2) != key.size(2):
             kernels = [each for each in kernels or _KERNELS_ON_A_CACHE if each is not SDPBackend.CUDNN_ATTENTION]
@@ -308,16 +353,11 @@ class CoreAttention(GroupModule):
         masked = bias is not None and not isinstance(bias, CausalBias)
         return why_repeat_keys(self._backend, *kind, head_dim=self.head_dim, masked=masked)
 
-    def _for_all_queries(self, heads: Tensor) -> Tensor:
-        """Repeat keys or values ``[b, groups/t, keys, d]`` for all of their queries."""
-        if self.num_local_groups == sum(self.queries_of_groups):
-            return heads
-        copies = [heads[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(self.queries_of_groups)]
-        return torch.cat(copies, dim=1)
-
-    def _attend_written_out(self, query: Tensor, key: Tensor, value: Tensor, part: Part, *, dropout: float) -> Tensor:
+    def _attend_written_out(
+        self, query: Tensor, key: Tensor, value: Tensor, part: Part, *, dropout: float, heads: LocalHeads
+    ) -> Tensor:
         # PyTorch's attention draws its own dropout mask, but the "global" rule needs a slice of the mask of all heads.
-        key, value = self._for_all_queries(key), self._for_all_queries(value)
+        key, value = heads.repeated(key), heads.repeated(value)
         bias, forbidden, blind = part.made_bias(), None, None
         if part.is_causal:
             new, seen = query.size(2), key.size(2)
@@ -334,7 +374,7 @@ class CoreAttention(GroupModule):
             # Not -inf, because the softmax of a token that sees nothing would be NaN.
             scores = scores.masked_fill(forbidden, torch.finfo(scores.dtype).min)
         wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = scores.softmax(dim=-1, dtype=wide) if self.sinks is None else self.sinks(scores, wide)
+        weights = scores.softmax(dim=-1, dtype=wide) if self.sinks is None else self.sinks(scores, wide, heads.queries)
         weights = weights.to(value.dtype)
         if blind is not None:
             weights = weights.masked_fill(blind, 0.0)
@@ -353,12 +393,6 @@ def _block_by_block(
         for samples, queries, (part,) in blocks
     ]
     return results[0] if len(results) == 1 else torch.cat(results, dim=2)
-
-
-def _of_one_width(*tensors: Tensor) -> list[Tensor]:
-    """Append zeros to the last dimension, because flash attention takes queries, keys and values of one width."""
-    width = max(tensor.size(-1) for tensor in tensors)
-    return [F.pad(each, (0, width - each.size(-1))) if each.size(-1) < width else each for each in tensors]
 
 
 def check_attention_backend(config: ModelConfig, device: torch.device, *, masked: bool = False) -> None:

@@ -1,5 +1,7 @@
 """Attention masks, ALiBi's slopes, and sinks."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from enum import Enum
@@ -118,6 +120,7 @@ class AttentionMask:
         self._strips: dict[_Rule, _Strip] = {}
         self._ends: list[list[int]] | None = None
         self._packed: list[Packed] | None = None
+        self._of_heads: dict[int, AttentionMask] = {}
 
     def blocks(
         self,
@@ -160,6 +163,20 @@ class AttentionMask:
                 blocks += self._blocks_of(run, rule, start - first_row, rows, has_parts, on_cuda)
             first_row += stop - start
         return blocks
+
+    def of_heads(self, heads: slice) -> AttentionMask:
+        """Return the mask of whole sequences for some heads, the same object for all layers."""
+        if heads.start not in self._of_heads:
+            forbidden, slopes = self.forbidden, self.alibi_slopes
+            if forbidden is not None and forbidden.dim() > 2 and forbidden.size(-3) > 1:
+                forbidden = forbidden[..., heads, :, :]
+            self._of_heads[heads.start] = AttentionMask(
+                forbidden,
+                document_ids=self.document_ids,
+                alibi_slopes=None if slopes is None else slopes[heads],
+                key_positions=self.key_positions,
+            )
+        return self._of_heads[heads.start]
 
     def packed(self, query: Tensor, num_keys: int, *, causal: bool) -> list[Packed] | None:
         """Return runs of documents; None if documents are not known here, or not the only restriction.
@@ -410,7 +427,7 @@ class AttentionSinks(ShardedModule):
         # Other methods of a config may need matrices.
         self._make_parameter("logits", layout, CounterNormal(config.init_method_std))
 
-    def forward(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weights of the keys in ``dtype``, from scores ``[b, heads/t, s, keys]``."""
-        sinks = self.logits.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+    def forward(self, scores: Tensor, dtype: torch.dtype, heads: slice = slice(None)) -> Tensor:
+        """Return the weights of the keys in ``dtype``, from scores ``[b, heads/t, s, keys]`` of all or some heads."""
+        sinks = self.logits[heads].to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
         return torch.cat([scores, sinks], dim=-1).softmax(dim=-1, dtype=dtype)[..., :-1]
