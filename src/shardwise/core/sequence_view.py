@@ -118,6 +118,11 @@ class ContextShard:
         in_order = sorted(range(len(runs)), key=runs.__getitem__)
         return torch.cat([parts[number] for number in in_order], dim=dim)
 
+    def by_rank(self, whole: Tensor, *, dim: int) -> Tensor:
+        """Put positions in the order of the sequence one rank after the other; the inverse of ``in_order``."""
+        runs = [run for of_rank in self.intervals_of_ranks for run in of_rank]
+        return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim=dim)
+
 
 @dataclass(frozen=True)
 class SequenceView:

@@ -21,6 +21,9 @@ from shardwise.nn.norm import Normalization
 
 NormPosition = Literal["pre", "post", "sandwich", "branch"]
 
+ContextWay = Literal["auto", "all_gather", "a2a"]
+"""How context-parallel ranks attend to the positions of all ranks."""
+
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 
 
@@ -221,6 +224,9 @@ class ModelConfig(LayerConfig, TransformerFields):
         attention_backend: ``"auto"`` lets PyTorch choose the kernel; ``"flash"``, ``"fused"`` (memory-efficient or
             cuDNN) and ``"unfused"`` select that kernel; ``"local"`` writes out the attention in PyTorch operations. An
             enum with these names is also accepted.
+        cp_comm_type: with context parallelism, ``"all_gather"`` gathers keys and values of all positions, and ``"a2a"``
+            exchanges positions for heads (Ulysses); ``"auto"`` chooses by heads and mask
+            (``models.transformer.context_attention``).
         add_bias_linear: whether linear layers have biases.
         add_qkv_bias: whether the query-key-value projection has a bias even if other linear layers have none; set to
             True if ``add_bias_linear`` is True.
@@ -242,6 +248,7 @@ class ModelConfig(LayerConfig, TransformerFields):
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     attention_backend: Any = "auto"
+    cp_comm_type: ContextWay = "auto"
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     activation_func: Callable[[Tensor], Tensor] = F.gelu
@@ -309,6 +316,10 @@ class ModelConfig(LayerConfig, TransformerFields):
         if self.attention_backend not in ATTENTION_BACKENDS:
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r}; it must be one of {', '.join(ATTENTION_BACKENDS)}"
+            )
+        if self.cp_comm_type not in get_args(ContextWay):
+            raise ConfigError(
+                f"cp_comm_type is {self.cp_comm_type!r}; it must be one of {', '.join(get_args(ContextWay))}"
             )
         if self.softmax_scale is not None and not 0 < self.softmax_scale < math.inf:
             raise ConfigError(

@@ -14,8 +14,6 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias
 
-from shardwise.core.communication import moves
-from shardwise.core.communication.collectives import all_gather
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
 from shardwise.core.random import streams
@@ -24,12 +22,13 @@ from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.kernels.planning import device_type_of
 from shardwise.models.config import ModelConfig
-from shardwise.models.transformer.heads import HeadSplit
+from shardwise.models.transformer.context_attention import WAYS, Way, chosen_way
+from shardwise.models.transformer.heads import HeadSplit, LocalHeads
 from shardwise.models.transformer.masks import AttentionMask, AttentionSinks, AttnMaskType
 from shardwise.models.transformer.mlp import softcap
 from shardwise.nn import GroupModule, RowLinear, arithmetic_of
 from shardwise.nn.dropout import sharded_dropout
-from shardwise.nn.recompute import is_kept_briefly, made_again, recomputed
+from shardwise.nn.recompute import recomputed
 
 _KERNELS = {
     "flash": [SDPBackend.FLASH_ATTENTION],
@@ -66,6 +65,7 @@ class CoreAttention(GroupModule):
     Attributes:
         head_dim: width of queries and keys.
         linear_proj: output projection, which subclasses create.
+        local_heads: heads of this rank.
         num_local_groups: number of key-value heads on this rank.
         window_size: window of this layer, or None.
         rotates: whether this layer rotates queries and keys.
@@ -97,6 +97,7 @@ class CoreAttention(GroupModule):
         self.recomputes_core = config.recompute.recomputes("core_attn")
         self._backend = config.attention_backend
         self._kernels = _KERNELS.get(config.attention_backend)
+        self._way_asked = config.cp_comm_type
         self._hold(split, group)
         self.sinks = AttentionSinks(config, split, group) if config.attention_sinks else None
 
@@ -108,8 +109,9 @@ class CoreAttention(GroupModule):
     def _hold(self, split: HeadSplit, group: ProcessGroup) -> None:
         self.group = group
         self.queries_of_groups = split.queries_of_groups(group.rank())
+        self.local_heads = LocalHeads(self.queries_of_groups)
         self.num_local_groups = len(self.queries_of_groups)
-        self._is_even = len(set(self.queries_of_groups)) == 1
+        self._is_even = self.local_heads.is_even
         self._head_sizes = split.query_sizes()
 
     def forward(
@@ -170,28 +172,16 @@ class CoreAttention(GroupModule):
             key, value = cache.append(self.layer_number, key, value)
         attend: Callable[..., Tensor] = self._attend
         if mask.context is not None:
-            attend = partial(self._attend_to_all, shard=mask.context)
+            attend = partial(self._way(mask, mask.context), attend, shard=mask.context, heads=self.local_heads)
         if self.recomputes_core and cache is None:
             attend = partial(recomputed, attend)
         context = attend(query, key, value, mask)
         return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
-    def _attend_to_all(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, *, shard: ContextShard
-    ) -> Tensor:
-        """Attend to the keys and values of all context-parallel ranks, which the backward gathers again."""
-        # [s/c, b, groups, d], whose ranks follow each other in memory.
-        own = torch.cat([key, value], dim=-1).permute(2, 0, 1, 3).contiguous()
-        along: dict[str, Any] = {"dim": 0, "group": shard.group, "sizes": shard.sizes}
-        whole = shard.in_order(moves.gather_for_parts(own, **along), dim=0)
-
-        def again() -> Tensor:
-            return shard.in_order(all_gather(own.detach(), **along), dim=0)
-
-        widths = key.size(-1), value.size(-1)
-        with nullcontext() if is_kept_briefly() else made_again(whole, again):
-            keys, values = whole.permute(1, 2, 0, 3).split(widths, dim=-1)
-            return self._attend(query, keys, values, mask)
+    def _way(self, mask: AttentionMask, shard: ContextShard) -> Way:
+        draws = self.training and self.dropout > 0 and streams().rule == "global"
+        is_plain = mask.is_plain and self.window_size is None
+        return WAYS[chosen_way(self._way_asked, self.local_heads, shard.group.size(), is_plain=is_plain, draws=draws)]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         if mask.query_position is not None:
@@ -211,7 +201,8 @@ class CoreAttention(GroupModule):
         if self.training and self.dropout > 0 and streams().rule == "global":
             raise ConfigError(
                 f"attention_dropout {self.dropout} with training.rng global draws the mask of whole sequences, which "
-                "context-parallel ranks (cp) do not hold; use training.rng per_rank, or attention_dropout 0"
+                "context-parallel ranks (cp) do not hold when they gather keys; use cp_comm_type a2a with at most as "
+                "many ranks as heads, training.rng per_rank, or attention_dropout 0"
             )
         # Each run of positions, and the keys that its mask lets it see.
         causal, (before, _) = self.attn_mask_type.is_causal, self.window_size or (-1, -1)
@@ -232,13 +223,14 @@ class CoreAttention(GroupModule):
         writes_out = in_blocks or self._backend == "local" or (dropout > 0 and streams().rule == "global")
         options: dict[str, Any] = {"causal": causal, "window": window, "starts": starts, "for_kernels": not writes_out}
         bias, is_causal = mask.bias(query, key.size(2), **options)
+        heads = mask.heads or self.local_heads
         if in_blocks:
-            return self._attend_in_blocks(query, key, value, bias, is_causal, dropout)
+            return self._attend_in_blocks(query, key, value, bias, heads, is_causal, dropout)
         if writes_out:
-            return self._attend_written_out(query, key, value, bias, is_causal, dropout)
-        grouped = self.num_local_groups < query.size(1)
-        if grouped and (not self._is_even or self._why_repeat(query, bias) is not None):
-            key, value, grouped = self._for_all_queries(key), self._for_all_queries(value), False
+            return self._attend_written_out(query, key, value, bias, heads, is_causal, dropout)
+        grouped = key.size(1) < query.size(1)
+        if grouped and (not heads.is_even or self._why_repeat(query, bias) is not None):
+            key, value, grouped = _for_all_queries(key, heads), _for_all_queries(value, heads), False
         value_width = value.size(-1)
         query, key, value = _of_one_width(query, key, value)
         kernels = self._kernels
@@ -265,19 +257,19 @@ class CoreAttention(GroupModule):
         masked = bias is not None and not isinstance(bias, CausalBias)
         return why_repeat_keys(self._backend, *kind, head_dim=self.head_dim, masked=masked)
 
-    def _for_all_queries(self, heads: Tensor) -> Tensor:
-        """Repeat keys or values ``[b, groups/t, keys, d]`` for all of their queries."""
-        if self.num_local_groups == sum(self.queries_of_groups):
-            return heads
-        copies = [heads[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(self.queries_of_groups)]
-        return torch.cat(copies, dim=1)
-
     def _attend_in_blocks(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, dropout: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        heads: LocalHeads,
+        is_causal: bool,
+        dropout: float,
     ) -> Tensor:
         """Run ``_attend_written_out`` by blocks of queries, recomputed in the backward, to bound the scores' memory."""
-        b, heads, s, _ = query.shape
-        counted = self._activation.counted_heads(heads, sum(self._head_sizes))
+        b, num_heads, s, _ = query.shape
+        counted = self._activation.counted_heads(num_heads, sum(self._head_sizes))
         rows = max(1, _SCORES_OF_BLOCK // max(1, b * counted * key.size(2)))
         blocks = []
         for start in range(0, s, rows):
@@ -285,15 +277,22 @@ class CoreAttention(GroupModule):
             part = bias if bias is None or bias.size(-2) == 1 else bias[..., start : start + rows, :]
             # Causal attention without a bias has as many keys as queries, and does not see later keys.
             seen = start + some.size(2) if is_causal else key.size(2)
-            attend = partial(self._attend_written_out, is_causal=is_causal, dropout=dropout)
+            attend = partial(self._attend_written_out, heads=heads, is_causal=is_causal, dropout=dropout)
             blocks.append(recomputed(attend, some, key[:, :, :seen], value[:, :, :seen], part))
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
     def _attend_written_out(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, dropout: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        heads: LocalHeads,
+        is_causal: bool,
+        dropout: float,
     ) -> Tensor:
         # PyTorch's attention draws its own dropout mask, but the "global" rule needs a slice of the mask of all heads.
-        key, value = self._for_all_queries(key), self._for_all_queries(value)
+        key, value = _for_all_queries(key, heads), _for_all_queries(value, heads)
         forbidden = blind = None
         if is_causal:
             new, seen = query.size(2), key.size(2)
@@ -310,14 +309,21 @@ class CoreAttention(GroupModule):
             # Not -inf, because the softmax of a token that sees nothing would be NaN.
             scores = scores.masked_fill(forbidden, torch.finfo(scores.dtype).min)
         wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = scores.softmax(dim=-1, dtype=wide) if self.sinks is None else self.sinks(scores, wide)
+        weights = scores.softmax(dim=-1, dtype=wide) if self.sinks is None else self.sinks(scores, wide, heads)
         weights = weights.to(value.dtype)
         if blind is not None:
             weights = weights.masked_fill(blind, 0.0)
-        weights = sharded_dropout(
-            weights, dropout, dim=1, group=self.group, sizes=self._head_sizes, layer_number=self.layer_number
-        )
+        along: dict[str, Any] = {"dim": 1, "group": self.group, "sizes": self._head_sizes, "part": heads.queries}
+        weights = sharded_dropout(weights, dropout, layer_number=self.layer_number, **along)
         return weights @ value
+
+
+def _for_all_queries(keys: Tensor, heads: LocalHeads) -> Tensor:
+    """Repeat keys or values ``[b, groups, keys, d]`` for all of their queries."""
+    if len(heads.queries_of_groups) == sum(heads.queries_of_groups):
+        return keys
+    copies = [keys[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(heads.queries_of_groups)]
+    return torch.cat(copies, dim=1)
 
 
 def _of_one_width(*tensors: Tensor) -> list[Tensor]:

@@ -1,5 +1,7 @@
 """Attention masks, ALiBi's slopes, and sinks."""
 
+from __future__ import annotations
+
 import functools
 from enum import Enum
 
@@ -14,7 +16,7 @@ from shardwise.core.sequence_view import ContextShard
 from shardwise.core.sharding import ParamLayout
 from shardwise.kernels.planning import device_type_of, outside_of_plans
 from shardwise.models.config import ModelConfig
-from shardwise.models.transformer.heads import HeadSplit, split_heads
+from shardwise.models.transformer.heads import HeadSplit, LocalHeads, split_heads
 from shardwise.models.transformer.mlp import layer_arguments
 from shardwise.nn.module import ShardedModule
 
@@ -58,6 +60,10 @@ class AttentionMask:
         context: with context parallelism, the positions that this rank's queries have; masks and ids are of whole
             sequences.
 
+    Attributes:
+        heads: the heads that the mask is for (``of_heads``); None for all of this rank's.
+        is_plain: True without masks, documents and ALiBi.
+
     Raises:
         ShardingError: ``forbidden`` is not bools.
     """
@@ -82,8 +88,36 @@ class AttentionMask:
         self.key_positions = key_positions
         self.query_position = query_position
         self.context = context
-        self._is_plain = forbidden is None and document_ids is None and alibi_slopes is None
+        self.heads: LocalHeads | None = None
+        self.is_plain = forbidden is None and document_ids is None and alibi_slopes is None
         self._made: dict[object, Tensor] = {}
+        self._of_heads: dict[LocalHeads, AttentionMask] = {}
+
+    def of_heads(self, heads: LocalHeads, of: LocalHeads) -> AttentionMask:
+        """Return the mask of whole sequences for some heads of a rank that has the heads ``of``.
+
+        Raises:
+            ShardingError: the mask has another number of heads.
+        """
+        if heads not in self._of_heads:
+            forbidden, slopes, (first, last) = self.forbidden, self.alibi_slopes, heads.queries
+            if forbidden is not None and forbidden.dim() > 2 and forbidden.size(-3) != 1:
+                total = of.queries[1]
+                if forbidden.size(-3) != total:
+                    raise ShardingError(
+                        f"attention_mask has shape {list(forbidden.shape)}; it must broadcast to [batch, query heads "
+                        f"of this rank, queries, keys], and this rank has {total} query heads"
+                    )
+                forbidden = forbidden[..., first:last, :, :]
+            mask = AttentionMask(
+                forbidden,
+                document_ids=self.document_ids,
+                alibi_slopes=None if slopes is None else slopes[first:last],
+                key_positions=self.key_positions,
+            )
+            mask.heads = heads
+            self._of_heads[heads] = mask
+        return self._of_heads[heads]
 
     def bias(
         self,
@@ -121,7 +155,7 @@ class AttentionMask:
         before = before if before < last - first_key else -1
         after = after if after < last_key - first and not causal else -1
         is_causal = causal and (first, last) == (first_key, last_key)
-        is_plain = self._is_plain and before < 0 and after < 0
+        is_plain = self.is_plain and before < 0 and after < 0
         if is_plain and (not causal or is_causal or first == last_key):
             return None, is_causal
         if is_plain and for_kernels and starts is not None and device_type_of(query) == "cuda":
@@ -264,7 +298,7 @@ class AttentionSinks(ShardedModule):
         # Other methods of a config may need matrices.
         self._make_parameter("logits", layout, CounterNormal(config.init_method_std))
 
-    def forward(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weights of the keys in ``dtype``, from scores ``[b, heads/t, s, keys]``."""
-        sinks = self.logits.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+    def forward(self, scores: Tensor, dtype: torch.dtype, heads: LocalHeads) -> Tensor:
+        """Return the weights of the keys in ``dtype``, from scores ``[b, heads, s, keys]`` of ``heads``."""
+        sinks = self.logits[slice(*heads.queries)].to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
         return torch.cat([scores, sinks], dim=-1).softmax(dim=-1, dtype=dtype)[..., :-1]
