@@ -102,6 +102,8 @@ def test_heads_that_divide_nothing_need_their_width():
         ),
         ("norm_position", "between", "norm_position is 'between'; it must be one of pre, post, sandwich"),
         ("attention_backend", "flash3", "attention_backend is 'flash3'; it must be one of auto, flash, fused, unfused"),
+        ("cp_comm_type", "ring", "cp_comm_type is 'ring'; it must be one of auto, all_gather, a2a"),
+        ("cp_comm_type", ["a2a", "all_gather"], "a list must have the same value for each of the 3 layers"),
         ("softmax_scale", 0.0, "softmax_scale is 0.0; it must be over 0, or None for 1/sqrt"),
         ("softmax_scale", math.nan, "softmax_scale is nan"),
         ("window_size", 4, "window_size is 4; it must be a pair of numbers of positions before and after"),
@@ -127,6 +129,8 @@ def test_a_residual_after_a_norm_that_is_not_there():
 def test_what_programs_write_otherwise():
     backends = enum.Enum("AttnBackend", ["flash", "fused", "unfused", "local", "auto"])
     assert TransformerConfig(**SMALL, attention_backend=backends.unfused).attention_backend == "unfused"
+    assert TransformerConfig(**SMALL).cp_comm_type == "auto"
+    assert TransformerConfig(**SMALL, cp_comm_type=["a2a"] * 3).cp_comm_type == "a2a"
     assert TransformerConfig(**SMALL, window_size=[4, -1]).window_size == (4, -1)
 
 

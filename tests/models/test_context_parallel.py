@@ -25,8 +25,14 @@ from shardwise.kernels.planning import planning_for
 from shardwise.models import GPT, Classification, Experts, ModelConfig, Recomputation
 from shardwise.models.bert import Bert
 from shardwise.models.generation import Sampling, generate
-from shardwise.models.transformer import attention_blocks, core_attention, masks as masks_of_attention
-from shardwise.models.transformer.heads import LatentAttention
+from shardwise.models.transformer import (
+    attention_blocks,
+    context_attention,
+    core_attention,
+    masks as masks_of_attention,
+)
+from shardwise.models.transformer.context_attention import described_way
+from shardwise.models.transformer.heads import LatentAttention, LocalHeads
 from shardwise.models.transformer.masks import AttentionMask
 from shardwise.models.transformer.moe import MoELayer
 from shardwise.models.transformer.rotary import RotaryScaling
@@ -49,30 +55,30 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "scaling by length": ({}, {"rope_scaling": RotaryScaling("dynamic", 4.0, original_max_position_embeddings=8)}),
     "written out": ({"attention_backend": "local"}, {}),
     "recomputed": ({"recompute": Recomputation("selective", modules=("core_attn", "layernorm"))}, {}),
+    "dropout": ({"attention_dropout": 0.2, "hidden_dropout": 0.2}, LEARNED),
     "experts": ({"experts": Experts(num=8, per_token=2, ffn_hidden_size=22, aux_loss=0.1, z_loss=0.01)}, {}),
 }
 WAYS = ("all_gather", "a2a", "p2p")
-LAYOUTS = {
+# Soft caps and weights that are written out are for whole rows of scores.
+NOT_P2P = ("soft cap", "written out")
+LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
     2: ({"cp": 2},),
     3: ({"cp": 3},),
     4: ({"cp": 4}, {"cp": 2, "tp": 2, "sp": True}, {"cp": 2, "ep": 4, "etp": 1}),
 }
 
 
-def build(kind: str, groups: Groups, *, sequence_parallel: bool = False, way: str = "auto") -> GPT:
+def build(kind: str, groups: Groups, **fields: Any) -> GPT:
     own, options = KINDS[kind]
     torch.manual_seed(3)
     sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 20, "num_attention_heads": 4, "kv_channels": 6}
     config = ModelConfig(
-        **sizes | {"hidden_dropout": 0.0, "init_method_std": 0.2} | own,
-        attention_dropout=0.0,
+        **sizes | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.2} | own | fields,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
         params_dtype=torch.float64,
-        sequence_parallel=sequence_parallel,
-        cp_comm_type=way,
     )
     given = {"position_embedding_type": "rope", "max_sequence_length": 64} | options
     return GPT(config, VOCABULARY, groups=groups, **given)
@@ -102,7 +108,7 @@ def masks(kind: str, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     padded = {"attention_mask": padding, "labels": batch["labels"].masked_fill(padding == 0, -100)}
     given = [{}, {"document_ids": documents}, {"attention_mask": forbidden}]
     # One rank moves padding to the end, so that dropout and balance losses see other tokens there.
-    if kind not in ("learned", "experts"):
+    if kind not in ("learned", "dropout", "experts"):
         given.append(padded)
     if kind != "alibi":
         given.append({"document_ids": documents, "position_ids": positions})
@@ -122,13 +128,11 @@ def train(model: GPT, batches: list[dict[str, Tensor]], scale: float) -> list[Te
     return [loss.detach() for loss in losses]
 
 
-def check(
-    kind: str, topology: Topology, length: int, *, sequence_parallel: bool = False, way: str = "all_gather"
-) -> None:
+def check(kind: str, topology: Topology, length: int, **fields: Any) -> None:
     groups = Groups.of(topology)
     one = Groups.alone(alone(topology))
     rank, number = groups.samples
-    dense, split = build(kind, one), build(kind, groups, sequence_parallel=sequence_parallel, way=way)
+    dense, split = build(kind, one), build(kind, groups, **fields)
     every = [batch_of(sample, length) for sample in range(number)]
     for given in masks(kind, every[0]):
         batches = [batch | given for batch in every]
@@ -151,11 +155,16 @@ def alone(topology: Topology) -> dist.ProcessGroup:
     return next(group for group in topology.groups() if group.size() == 1)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(20)
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize(
     ("kind", "way"),
-    [(kind, way) for kind in KINDS for way in WAYS if way != "p2p" or kind not in ("soft cap", "written out")],
+    [
+        *((kind, way) for kind in KINDS if kind != "dropout" for way in WAYS if way != "p2p" or kind not in NOT_P2P),
+        # Only whole heads have dropout masks that do not depend on the layout, which "auto" knows.
+        ("dropout", "auto"),
+        ("experts", "auto"),
+    ],
 )
 def test_losses_and_gradients_are_those_of_one_rank(group, kind, way):
     for sizes in LAYOUTS[group.size()]:
@@ -165,7 +174,7 @@ def test_losses_and_gradients_are_those_of_one_rank(group, kind, way):
             continue
         topology = Topology.create(**options)
         for length in LENGTHS:
-            check(kind, topology, length, sequence_parallel=sequence_parallel, way=way)
+            check(kind, topology, length, sequence_parallel=sequence_parallel, cp_comm_type=way)
 
 
 @pytest.mark.ranks(2)
@@ -173,8 +182,8 @@ def test_losses_and_gradients_are_those_of_one_rank(group, kind, way):
 def test_blocks_of_a_run_add_up(group, monkeypatch, kind):
     monkeypatch.setattr(masks_of_attention, "_ROWS", 5)
     for way in WAYS:
-        if way != "p2p" or kind != "soft cap":
-            check(kind, Topology.create(cp=2), LENGTHS[0], way=way)
+        if way != "p2p" or kind not in NOT_P2P:
+            check(kind, Topology.create(cp=2), LENGTHS[0], cp_comm_type=way)
 
 
 @pytest.mark.ranks(2, 3)
@@ -189,7 +198,8 @@ def test_documents_need_no_mask_on_cuda(group, monkeypatch, kind):
 @pytest.mark.ranks(2)
 def test_keys_and_values_are_gathered_again_and_not_kept(group):
     own, whole = (length * BATCH * 2 * 6 * 8 for length in (ContextShard(29, group).size, 29))
-    model, batch = build("one key-value head", Groups.of(Topology.create(cp=2))), batch_of(0, 29)
+    groups, batch = Groups.of(Topology.create(cp=2)), batch_of(0, 29)
+    model = build("one key-value head", groups, cp_comm_type="all_gather")
     # Tables of angles are kept from forward to forward.
     model(**batch)
     with CollectiveCounter() as counter, LiveBytes() as made:
@@ -201,9 +211,91 @@ def test_keys_and_values_are_gathered_again_and_not_kept(group):
         *[("all_gather", own), ("reduce_scatter", whole)] * 2,
     ]
     with pytest.MonkeyPatch.context() as patch, LiveBytes() as made:
-        patch.setattr(core_attention, "made_again", lambda whole, again: nullcontext())
+        patch.setattr(context_attention, "made_again", lambda whole, again: nullcontext())
         loss = model(**batch).sum()
         assert made.count() - kept == 2 * (whole - own)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("groups_of_model", [4, 1])
+def test_heads_are_exchanged_and_nothing_else_is_sent(group, groups_of_model):
+    groups, batch = Groups.of(Topology.create(cp=3)), batch_of(0, 29)
+    model = build("learned", groups, num_query_groups=groups_of_model, hidden_dropout=0.0, cp_comm_type="a2a")
+    # 4 query heads on 3 ranks, with their key-value heads or with copies of the only one.
+    own = ((2, 2), (1, 1), (1, 1)) if groups_of_model == 4 else ((2, 1), (1, 1), (1, 1))
+    there = sum(queries + 2 * keys for queries, keys in own)
+    back = own[group.rank()][0]
+    with CollectiveCounter() as counter:
+        model(**batch).sum().backward()
+    size = ContextShard(29, group).size
+    own_width = own[group.rank()][0] + 2 * own[group.rank()][1]
+    number = BATCH * 6 * 8
+    assert [(each.name, each.num_bytes) for each in counter.launches] == [
+        *[("all_to_all", size * there * number), ("all_to_all", 29 * back * number)] * 2,
+        *[("all_to_all", size * 4 * number), ("all_to_all", 29 * own_width * number)] * 2,
+    ]
+
+
+@pytest.mark.ranks(2)
+def test_auto_chooses_by_heads_and_mask(group):
+    groups, batch = Groups.of(Topology.create(cp=2)), batch_of(0, 29)
+    documents = torch.arange(29).expand(BATCH, -1) // 10
+    for fields, given, ways in (
+        ({}, {}, ["all_to_all"] * 8),
+        ({}, {"document_ids": documents}, ["all_gather"] * 2 + ["all_gather", "reduce_scatter"] * 2),
+        ({"num_query_groups": 1}, {}, ["all_gather"] * 2 + ["all_gather", "reduce_scatter"] * 2),
+    ):
+        model = build("learned", groups, hidden_dropout=0.0, **fields)
+        with CollectiveCounter() as counter:
+            model(**batch, **given).sum().backward()
+        assert [each.name for each in counter.launches] == ways
+
+
+@pytest.mark.parametrize(
+    ("asked", "queries_of_groups", "ranks", "draws", "said"),
+    [
+        ("a2a", (1, 1), 2, False, "a2a"),
+        ("auto", (1, 1, 1, 1), 2, False, "a2a, or all_gather under a mask"),
+        ("auto", (1, 1, 1, 1), 2, True, "a2a: dropout of attention weights with rng global"),
+        ("auto", (2, 2), 4, False, "all_gather: 2 key-value heads on 4 ranks"),
+        ("auto", (4, 4), 2, False, "all_gather: 8 query heads, which are more to send than 2 key-value heads"),
+    ],
+)
+def test_the_way_is_described(asked, queries_of_groups, ranks, draws, said):
+    assert described_way(asked, LocalHeads(queries_of_groups), ranks, draws=draws) == said
+
+
+def test_heads_of_context_parallel_ranks():
+    uneven = LocalHeads((1, 2, 1)).over(2)
+    assert [(part.queries_of_groups, part.groups, part.queries) for part in uneven] == [
+        ((1, 2), (0, 2), (0, 3)),
+        ((1,), (2, 3), (3, 4)),
+    ]
+    assert [part.queries for part in LocalHeads((1,) * 6).over(4)] == [(0, 2), (2, 4), (4, 5), (5, 6)]
+    copies = LocalHeads((3, 3)).over(4)
+    assert [(part.queries_of_groups, part.groups) for part in copies] == [
+        ((2,), (0, 1)),
+        ((1, 1), (0, 2)),
+        ((1,), (1, 2)),
+        ((1,), (1, 2)),
+    ]
+
+
+def test_a_mask_of_some_heads():
+    all_heads, some = LocalHeads((1, 1, 1)), LocalHeads((1, 1), 1, 1)
+    forbidden, slopes = torch.rand(2, 3, 5, 5) < 0.5, torch.rand(3)
+    mask = AttentionMask(forbidden, alibi_slopes=slopes)
+    own = mask.of_heads(some, all_heads)
+    assert own is mask.of_heads(some, all_heads)
+    assert own.forbidden is not None
+    assert own.alibi_slopes is not None
+    assert torch.equal(own.forbidden, forbidden[:, 1:])
+    assert torch.equal(own.alibi_slopes, slopes[1:])
+    one = AttentionMask(forbidden[:, :1]).of_heads(some, all_heads)
+    assert one.forbidden is not None
+    assert torch.equal(one.forbidden, forbidden[:, :1])
+    with pytest.raises(ShardingError, match=r"\[2, 2, 5, 5\]; it must .*, and this rank has 3 query heads"):
+        AttentionMask(forbidden[:, 1:]).of_heads(some, all_heads)
 
 
 @pytest.mark.ranks(4)
@@ -304,8 +396,12 @@ def test_what_does_not_work_is_refused_by_name(group):
     head = Classification("sequence-classification", 3, "single_label_classification", pad_token_id=0)
     with pytest.raises(ConfigError, match=r"context parallelism \(Groups.cp\) is for GPT without a classification"):
         GPT(ModelConfig(**sizes), 50, 16, groups=groups, classification=head)
+    few: dict[str, Any] = {"num_layers": 1, "hidden_size": 12, "num_attention_heads": 1, "cp_comm_type": "a2a"}
+    with pytest.raises(ConfigError, match=r"tensor-parallel rank, which are 1, over 2 .*: there are more ranks than"):
+        GPT(ModelConfig(**few), 50, 16, groups=groups)
     seed_streams(1, 0, rng="global")
-    dropping = GPT(ModelConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.1), 50, 16, groups=groups)
+    gathering: dict[str, Any] = {"cp_comm_type": "all_gather", "hidden_dropout": 0.0, "attention_dropout": 0.1}
+    dropping = GPT(ModelConfig(**sizes, **gathering), 50, 16, groups=groups)
     with pytest.raises(ConfigError, match=r"attention_dropout 0.1 with training.rng global draws the mask of whole"):
         dropping(torch.zeros(1, 8, dtype=torch.int64))
     seed_streams(1, 0, rng="per_rank")

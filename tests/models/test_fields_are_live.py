@@ -76,6 +76,7 @@ CHANGES = {
     "hidden_size": Change(16, "parameters"),
     "num_attention_heads": Change(3, "loss"),
     "attention_backend": Change("local", "operators"),
+    "cp_comm_type": Change("a2a", "collectives", {"cp_comm_type": "all_gather"}),
     "softmax_scale": Change(0.1, "loss"),
     "num_query_groups": Change(1, "parameters"),
     "ffn_hidden_size": Change(11, "parameters"),
@@ -128,6 +129,8 @@ def model_of(config: ModelConfig, group: dist.ProcessGroup) -> GPT:
     if config.exact_parts is not None:
         # How a group sums is the group's, and the other models' is plain.
         groups = Groups.of(Topology.create(tp=group.size()))
+    if config.cp_comm_type != "auto":
+        groups = Groups.of(Topology.create(cp=group.size()))
     if num_stages > 1:
         groups = Groups.of(Topology.create(pp=num_stages))
     chunked = config.virtual_pipeline_model_parallel_size is not None

@@ -24,6 +24,7 @@ SIZES = (
 LAYOUTS = {
     "cp 2": ("--nproc", "2", "--cp", "2"),
     "cp 4, zero 1": ("--nproc", "4", "--cp", "4", "--zero", "1", "--recompute.granularity", "full"),
+    "cp 4, gathered": ("--nproc", "4", "--cp", "4", "--cp-comm-type", "all_gather"),
     "cp 2, dp 2, fsdp": ("--nproc", "4", "--cp", "2", "--fsdp"),
     "cp 2, tp 2, sp": ("--nproc", "4", "--cp", "2", "--tp", "2", "--sequence-parallel"),
     "cp 2, pp 2": ("--nproc", "4", "--cp", "2", "--pp", "2"),
@@ -94,6 +95,10 @@ def test_packed_rows_with_adapters_are_fine_tuned_as_on_one_rank(folder, one, tm
 def test_wrong_settings_are_refused():
     with pytest.raises(ConfigError, match=r"parallel\.exact and parallel\.cp 2 exclude each other"):
         ParallelSettings(exact=True, cp=2)
+    with pytest.raises(
+        ConfigError, match=r"parallel\.cp-comm-type a2a is for --parallel\.cp of at least 2, and it is 1"
+    ):
+        ParallelSettings(cp_comm_type="a2a")
     sizes = {"data": ("text",), "parallel": {"cp": 4}, "model": {"sequence_length": 3}}
     with pytest.raises(ConfigError, match=r"model\.sequence-length 3 is less than parallel\.cp 4; each rank needs"):
         with_values(Settings, sizes).check_world(4)
@@ -110,7 +115,10 @@ def test_wrong_settings_are_refused():
     ("command", "message"),
     [
         (("doctor", "train"), "the doctor cannot merge the positions of parallel.cp 2 ranks yet"),
-        (("train", "--model.dropout", "0.1"), "attention_dropout 0.1 with training.rng global"),
+        (
+            ("train", "--model.dropout", "0.1", "--cp-comm-type", "all_gather"),
+            "attention_dropout 0.1 with training.rng global",
+        ),
     ],
     ids=["doctor", "dropout"],
 )

@@ -111,19 +111,17 @@ class ContextShard:
         own: Tensor = _Own.apply(whole, self, dim)
         return own
 
-    def of_ranks(self, whole: Tensor, *, dim: int) -> list[Tensor]:
-        """Return each rank's positions of a tensor with all positions."""
-        return [
-            torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim=dim)
-            for runs in self.intervals_of_ranks
-        ]
-
     def in_order(self, gathered: Tensor, *, dim: int) -> Tensor:
         """Put the positions of all ranks, one rank after the other, into the order of the sequence."""
         runs = [run for of_rank in self.intervals_of_ranks for run in of_rank]
         parts = gathered.split([stop - start for start, stop in runs], dim=dim)
         in_order = sorted(range(len(runs)), key=runs.__getitem__)
         return torch.cat([parts[number] for number in in_order], dim=dim)
+
+    def by_rank(self, whole: Tensor, *, dim: int) -> Tensor:
+        """Put positions in the order of the sequence one rank after the other; the inverse of ``in_order``."""
+        runs = [run for of_rank in self.intervals_of_ranks for run in of_rank]
+        return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim=dim)
 
 
 @dataclass(frozen=True)

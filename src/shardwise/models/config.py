@@ -21,8 +21,10 @@ from shardwise.nn.norm import Normalization
 
 NormPosition = Literal["pre", "post", "sandwich", "branch"]
 
+ContextWay = Literal["auto", "all_gather", "a2a", "p2p"]
+"""How context-parallel ranks attend to the positions of all ranks."""
+
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
-CP_COMM_TYPES = ("auto", "all_gather", "a2a", "p2p")
 
 
 @dataclass
@@ -222,9 +224,9 @@ class ModelConfig(LayerConfig, TransformerFields):
         attention_backend: ``"auto"`` lets PyTorch choose the kernel; ``"flash"``, ``"fused"`` (memory-efficient or
             cuDNN) and ``"unfused"`` select that kernel; ``"local"`` writes out the attention in PyTorch operations. An
             enum with these names is also accepted.
-        cp_comm_type: how context-parallel ranks attend to the positions that they share: ``"all_gather"`` gathers keys
-            and values, ``"a2a"`` exchanges positions for heads, ``"p2p"`` takes keys and values one rank after the
-            other; ``"auto"`` takes the one of the first two that sends less.
+        cp_comm_type: with context parallelism, ``"all_gather"`` gathers keys and values of all positions, and ``"a2a"``
+            exchanges positions for heads (Ulysses); ``"auto"`` chooses one of them by heads and mask
+            (``models.transformer.context_attention``). ``"p2p"`` takes keys and values one rank after the other.
         add_bias_linear: whether linear layers have biases.
         add_qkv_bias: whether the query-key-value projection has a bias even if other linear layers have none; set to
             True if ``add_bias_linear`` is True.
@@ -246,7 +248,7 @@ class ModelConfig(LayerConfig, TransformerFields):
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     attention_backend: Any = "auto"
-    cp_comm_type: str = "auto"
+    cp_comm_type: ContextWay = "auto"
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     activation_func: Callable[[Tensor], Tensor] = F.gelu
@@ -315,8 +317,10 @@ class ModelConfig(LayerConfig, TransformerFields):
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r}; it must be one of {', '.join(ATTENTION_BACKENDS)}"
             )
-        if self.cp_comm_type not in CP_COMM_TYPES:
-            raise ConfigError(f"cp_comm_type is {self.cp_comm_type!r}; it must be one of {', '.join(CP_COMM_TYPES)}")
+        if self.cp_comm_type not in get_args(ContextWay):
+            raise ConfigError(
+                f"cp_comm_type is {self.cp_comm_type!r}; it must be one of {', '.join(get_args(ContextWay))}"
+            )
         if self.cp_comm_type == "p2p":
             for name, usual in (("attention_logit_softcap", None), ("attention_dropout", 0.0)):
                 if getattr(self, name) != usual:

@@ -20,6 +20,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.token_embedding import PositionEmbedding, TokenEmbedding, losses_at, places_learned, tokens_at
 from shardwise.models.transformer.block import TransformerBlock, layers_of_this_stage
+from shardwise.models.transformer.context_attention import check_way
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.masks import local_alibi_slopes
 from shardwise.models.transformer.mlp import layer_arguments, softcap
@@ -110,6 +111,8 @@ class TransformerModel(FixedTensors, LanguageModel):
             raise ConfigError(
                 "context parallelism (Groups.cp) is for GPT without a classification head; leave one of the two out"
             )
+        if groups.cp is not None:
+            check_way(config, groups.tp.size(), groups.cp.size())
         self._check(vocab_size, max_sequence_length, position_embedding_type)
         if config.sequence_parallel and groups.tp.size() == 1:
             # A sequence is not split over one rank.

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.random import DATA_PARALLEL_STREAM, TENSOR_PARALLEL_STREAM, streams
 from shardwise.core.sequence_view import ContextShard
-from shardwise.core.sharding import checked_dim
+from shardwise.core.sharding import Interval, checked_dim
 
 _BLOCK_ELEMENTS = 1 << 20
 
@@ -34,6 +34,7 @@ def sharded_dropout(
     layer_number: int | None = None,
     context: ContextShard | None = None,
     context_dim: int = 0,
+    part: Interval | None = None,
 ) -> Tensor:
     """Zero each element with probability ``p`` and scale the others by ``1 / (1 - p)``; no communication.
 
@@ -49,6 +50,7 @@ def sharded_dropout(
         context: with context parallelism, the positions that this rank holds along ``context_dim``; ``dim`` may be the
             same dimension, split further.
         context_dim: as given, not negative.
+        part: the part of this rank's shard along ``dim`` that ``input_`` is; None for the whole shard.
 
     Returns:
         A tensor with the shape and dtype of ``input_``. A whole tensor gets the same mask on every rank.
@@ -75,6 +77,7 @@ def sharded_dropout(
         layer_number=layer_number,
         context=context,
         context_dim=context_dim,
+        part=part,
     )
     scale = 0.0 if p == 1 else 1 / (1 - p)
     return torch.where(keep, input_ * scale, 0.0)
@@ -91,14 +94,15 @@ def global_keep_mask(
     layer_number: int | None = None,
     context: ContextShard | None = None,
     context_dim: int = 0,
+    part: Interval | None = None,
 ) -> Tensor:
     """Draw the whole tensor's mask from the stream that all ranks share, and return this rank's slice.
 
     Args:
-        shape: shape of this rank's shard.
+        shape: shape of this rank's shard, or of a part of it.
         p: probability of dropping an element.
         device: device of the random numbers, which differ between types of devices.
-        dim, group, sizes, layer_number, context, context_dim: as for ``sharded_dropout``.
+        dim, group, sizes, layer_number, context, context_dim, part: as for ``sharded_dropout``.
 
     Returns:
         Bools of the given shape, True where the element is kept. Together the ranks' slices are the mask that one rank
@@ -122,12 +126,13 @@ def global_keep_mask(
             assert group is not None
             rank = group.rank()
             sizes = (size,) * group.size() if sizes is None else sizes
-            if len(sizes) != group.size() or sizes[rank] != size:
+            start, stop = part or (0, size)
+            if len(sizes) != group.size() or not (size == stop - start and stop <= sizes[rank]):
                 raise ShardingError(
                     f"dropout on rank {rank} of {group.size()}: sizes {list(sizes)} do not fit a shard of {size} along "
                     f"dimension {dim}; pass one size per rank"
                 )
-            total, first = sum(sizes), sum(sizes[:rank])
+            total, first = sum(sizes), sum(sizes[:rank]) + start
         runs = [(first, first + size)]
         if context is not None:
             runs, total = context.runs(first, first + size), context.length
@@ -140,8 +145,8 @@ def global_keep_mask(
         for low in range(0, outer * row, _BLOCK_ELEMENTS):
             block = torch.empty(min(_BLOCK_ELEMENTS, outer * row - low), dtype=torch.bool, device=device)
             block.bernoulli_(1 - p)
-            for part, (start, width) in zip(parts, columns, strict=True):
-                _copy_columns_(part, block, low, row, start, width)
+            for kept, (start, width) in zip(parts, columns, strict=True):
+                _copy_columns_(kept, block, low, row, start, width)
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).view(tuple(shape))
 
 

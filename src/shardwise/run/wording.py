@@ -8,6 +8,8 @@ import torch
 from shardwise.core.communication.overlap import Way
 from shardwise.core.sharding import fitting_ranks
 from shardwise.kernels import dispatch
+from shardwise.models.transformer.context_attention import described_way
+from shardwise.models.transformer.heads import LocalHeads, split_heads
 from shardwise.nn import named_param_layouts
 from shardwise.run.settings import RunSettings
 from shardwise.run.tasks.task import Session
@@ -33,7 +35,7 @@ def banner(session: Session) -> str:
         f"model  {settings.model_name}, {_size(session.num_parameters)} parameters, {settings.training.dtype}, "
         f"vocabulary {data.tokenizer.vocab_size:,}\n"
         f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
-        + ("" if cp == 1 else f"context parallel {cp}, ")
+        + ("" if cp == 1 else f"context parallel {cp} ({_way(session)}), ")
         + f"data parallel {dp}"
         + shared
         + _experts(session)
@@ -47,6 +49,16 @@ def banner(session: Session) -> str:
         + _ways(session)
         + speed(session)
     )
+
+
+def _way(session: Session) -> str:
+    """Return how attention reaches the positions of other context-parallel ranks."""
+    topology, config = session.topology, session.trainer.model.config
+    heads, groups, _ = config.heads
+    split = split_heads(heads, groups, topology.size("tp"))
+    local = LocalHeads(split.queries_of_groups(topology.rank("tp")))
+    draws = config.attention_dropout > 0 and session.settings.training.rng == "global"
+    return described_way(config.cp_comm_type, local, topology.size("cp"), draws=draws)
 
 
 def _experts(session: Session) -> str:

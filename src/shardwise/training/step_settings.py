@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from shardwise.models.config import ContextWay
 from shardwise.training import bounds
 from shardwise.training.bounds import Checked, Range, refuse, require
 
@@ -33,9 +34,9 @@ class ParallelSettings(Checked, prefix="parallel."):
             shard by shard; on GPUs through symmetric memory if possible. The banner reports the method.
         pp: number of pipeline stages that share the layers; the text sample at the end of a run needs one stage.
         cp: number of ranks that share the positions of each sample (context parallelism), for long samples.
-        cp_comm_type: with cp, how ranks attend to the positions that they share. "all_gather" gathers keys and values,
-            "a2a" exchanges positions for heads, "p2p" takes keys and values one rank after the other. "auto" takes the
-            one of the first two that sends less.
+        cp_comm_type: with cp, how attention reaches the positions of other ranks: "all_gather" gathers keys and values,
+            "a2a" exchanges positions for heads, and "p2p" takes keys and values one rank after the other. "auto"
+            chooses one of the first two by heads and mask; the banner reports its choice.
         pipeline_schedule: order of forward and backward steps. "interleaved" needs virtual_stages over 1.
         virtual_stages: number of parts of the model on each stage.
         fsdp: split weights, gradients and optimizer state over the data-parallel ranks with PyTorch's fully_shard; a
@@ -55,9 +56,7 @@ class ParallelSettings(Checked, prefix="parallel."):
     tp_comm_overlap: Annotated[bool, tyro.conf.arg(aliases=("--tp-comm-overlap",))] = False
     pp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--pp",))] = 1
     cp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--cp",))] = 1
-    cp_comm_type: Annotated[Literal["auto", "all_gather", "a2a", "p2p"], tyro.conf.arg(aliases=("--cp-comm-type",))] = (
-        "auto"
-    )
+    cp_comm_type: Annotated[ContextWay, tyro.conf.arg(aliases=("--cp-comm-type",))] = "auto"
     pipeline_schedule: Annotated[
         Literal["gpipe", "1f1b", "interleaved", "zero-bubble"], tyro.conf.arg(aliases=("--pipeline-schedule",))
     ] = "1f1b"
@@ -79,6 +78,11 @@ class ParallelSettings(Checked, prefix="parallel."):
             not (self.exact and self.tp_comm_overlap),
             "parallel.exact and --parallel.tp-comm-overlap exclude each other: exact makes products and sums over "
             "fixed parts, whatever the ranks; leave one out",
+        )
+        require(
+            self.cp > 1 or self.cp_comm_type == "auto",
+            f"parallel.cp-comm-type {self.cp_comm_type} is for --parallel.cp of at least 2, and it is {self.cp}; leave "
+            "it out",
         )
         require(
             self.virtual_stages == 1 or (self.pp > 1 and self.pipeline_schedule == "interleaved"),

@@ -52,7 +52,7 @@ def test_token_by_token_is_the_whole_at_once(group, backend):
             case = dataclasses.replace(case, mask_type=AttnMaskType.causal_bottom_right)
         config, layer = layer_of(case, group)
         x = torch.randn(S, B, H, dtype=torch.float64)
-        groups, head_dim = len(layer.self_attention.heads.queries_of_groups), config.heads[2]
+        groups, head_dim = len(layer.self_attention.local_heads.queries_of_groups), config.heads[2]
         sizes = {"batch_size": B, "capacity": S, "value_dim": config.value_width}
         cache = PreallocatedCache(1, groups, head_dim, **sizes, dtype=torch.float64)
         with torch.no_grad():

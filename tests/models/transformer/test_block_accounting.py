@@ -59,7 +59,7 @@ def test_uneven_shares(group):
     config = config_of(group)
     mlp, attention = MLP(config, group), SelfAttention(config, 1, group)
     # What `f/t` and `a/t` are here.
-    own = {"f": 3 * mlp.linear_fc2.local_features, "a": 3 * len(attention.heads.queries_of_groups)}
+    own = {"f": 3 * mlp.linear_fc2.local_features, "a": 3 * len(attention.local_heads.queries_of_groups)}
     assert (FFN % 3, A % 3) == (2, 1)
     rows = table("block")
     for name, block in (("MLP", mlp), ("attention", attention)):

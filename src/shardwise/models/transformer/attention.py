@@ -129,16 +129,16 @@ class SelfAttention(CoreAttention):
     def take_apart(self, mixed: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Split ``[s, b, rows/t]`` into ``[s, b, heads/t, d]`` and two ``[s, b, groups/t, d]``, normed and rotated."""
         s, b, _ = mixed.shape
-        per_group, head_dim, interleaved = self.heads.queries_of_groups[0], self.head_dim, self.rotary_interleaved
-        in_one_pass = self.heads.is_even and self._activation.rotates_while_splitting
+        per_group, head_dim, interleaved = self.local_heads.queries_of_groups[0], self.head_dim, self.rotary_interleaved
+        in_one_pass = self.local_heads.is_even and self._activation.rotates_while_splitting
         if in_one_pass and rotary is not None and self.q_layernorm is None:
             return split_and_rotate(
                 mixed, *rotary, queries_per_group=per_group, head_dim=head_dim, interleaved=interleaved
             )
-        if self.heads.is_even:
+        if self.local_heads.is_even:
             query, key, value = split(mixed, queries_per_group=per_group, head_dim=head_dim)
         else:
-            sections = [n for queries in self.heads.queries_of_groups for n in (queries, 1, 1)]
+            sections = [n for queries in self.local_heads.queries_of_groups for n in (queries, 1, 1)]
             parts = mixed.view(s, b, -1, head_dim).split(sections, dim=2)
             query, key, value = (torch.cat(parts[i::3], dim=2) for i in range(3))
         if self.q_layernorm is not None and self.k_layernorm is not None:
@@ -154,4 +154,4 @@ class SelfAttention(CoreAttention):
     def attends_at_position(self) -> bool:
         """True if this attention supports ``AttentionMask.query_position``."""
         is_causal, reads = self.attn_mask_type.is_causal, self._activation.reads_a_cache
-        return type(self) is SelfAttention and self.heads.is_even and is_causal and reads
+        return type(self) is SelfAttention and self.local_heads.is_even and is_causal and reads

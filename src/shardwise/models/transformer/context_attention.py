@@ -1,15 +1,14 @@
-"""Three ways in which context-parallel ranks attend to all positions of a sequence that they share.
+"""How context-parallel ranks, which share the positions of a sequence, attend to those of all ranks.
 
-``"all_gather"`` gathers keys and values. ``"a2a"`` exchanges positions for heads, so that a rank has all positions of
-some heads (Ulysses). ``"p2p"`` takes keys and values one rank after the other (``ring_attention``).
-
-Source: Jacobs et al. 2023 (arXiv:2309.14509), for the exchange.
+- ``all_gather``: a rank gathers the keys and values of all positions for its queries, with any number of heads.
+- ``a2a``: the ranks exchange positions for heads. A rank then attends as one rank does, with some of the heads.
 """
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import accumulate
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,95 +17,54 @@ from shardwise.core.communication import moves
 from shardwise.core.communication.collectives import all_gather
 from shardwise.core.errors import ConfigError
 from shardwise.core.sequence_view import ContextShard
-from shardwise.core.sharding import Interval, balanced_sizes, intervals_of_sizes
-from shardwise.models.transformer.attention_blocks import of_one_width
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.heads import LocalHeads, split_heads
+from shardwise.models.transformer.masks import AttentionMask
 from shardwise.nn.recompute import is_kept_briefly, made_again
 
-Way = Literal["all_gather", "a2a", "p2p"]
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]
+"""Attention of queries ``[b, heads, s, d]`` to keys and values ``[b, groups, keys, d]`` under a mask."""
 
 
-class HeadPart(NamedTuple):
-    """Some of a rank's heads.
-
-    Attributes:
-        queries: interval of query heads.
-        groups: interval of key-value heads.
-        queries_of_groups: for each key-value head, the number of its query heads.
-    """
-
-    queries: Interval
-    groups: Interval
-    queries_of_groups: tuple[int, ...]
-
-
-def parts_of_heads(queries_of_groups: Sequence[int], ranks: int) -> list[HeadPart]:
-    """Split heads over ranks: whole key-value heads, or query heads with copies of key-value heads if these are fewer.
-
-    >>> [part.queries_of_groups for part in parts_of_heads((2, 2, 2), 2)]
-    [(2, 2), (2,)]
-    >>> [(part.queries, part.groups) for part in parts_of_heads((3, 1), 3)]
-    [((0, 2), (0, 1)), ((2, 3), (0, 1)), ((3, 4), (1, 2))]
+class Way(Protocol):
+    """Attention of this rank's positions to those of all context-parallel ranks.
 
     Args:
-        queries_of_groups: for each key-value head, the number of its query heads.
-        ranks: number of ranks, at most that of query heads.
+        attend: attention of one rank.
+        query: ``[b, heads/t, s/c, d]``.
+        key, value: ``[b, groups/t, s/c, d]``; the values may have another width.
+        mask: mask of whole sequences.
+        shard: the positions of this rank.
+        heads: all heads of the tensor-parallel rank.
+
+    Returns:
+        The outputs of this rank's positions, ``[b, heads/t, s/c, d]``.
     """
-    ends = list(accumulate(queries_of_groups))
-    starts = [0, *ends[:-1]]
-    if len(ends) >= ranks:
-        groups = intervals_of_sizes(balanced_sizes(len(ends), ranks))
-        return [
-            HeadPart((starts[first], ends[last - 1]), (first, last), tuple(queries_of_groups[first:last]))
-            for first, last in groups
-        ]
-    parts = []
-    for first, last in intervals_of_sizes(balanced_sizes(ends[-1], ranks)):
-        own = [i for i in range(len(ends)) if starts[i] < last and ends[i] > first]
-        numbers = tuple(min(last, ends[i]) - max(first, starts[i]) for i in own)
-        parts.append(HeadPart((first, last), (own[0], own[-1] + 1), numbers))
-    return parts
 
-
-def choose_way(asked: str, queries_of_groups: Sequence[int], ranks: int) -> Way:
-    """Return the way that is asked for, or for "auto" the one that sends fewer numbers.
-
-    With ``h`` query and ``g`` key-value heads, the exchanges of ``c`` ranks send ``4 (h + g) / c`` numbers for each
-    position and width of a head in a step, and gathers with the sum of gradients ``6 g``. Exchanges are chosen only if
-    all ranks get equally many heads.
-
-    Args:
-        asked: ``config.cp_comm_type``.
-        queries_of_groups: for each key-value head of this rank, the number of its query heads.
-        ranks: number of context-parallel ranks.
-
-    Raises:
-        ConfigError: "a2a" is asked for, and there are fewer heads than ranks.
-    """
-    heads, groups = sum(queries_of_groups), len(queries_of_groups)
-    if asked == "auto":
-        return "a2a" if groups % ranks == 0 and 4 * (heads + groups) < 6 * groups * ranks else "all_gather"
-    if asked == "a2a" and heads < ranks:
-        raise ConfigError(
-            f"cp_comm_type 'a2a' gives each of {ranks} context-parallel ranks some of the {heads} heads that a "
-            "tensor-parallel rank has; use 'all_gather' or 'p2p', or fewer ranks"
-        )
-    return cast(Way, asked)
+    def __call__(
+        self,
+        attend: Attend,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: AttentionMask,
+        *,
+        shard: ContextShard,
+        heads: LocalHeads,
+    ) -> Tensor: ...
 
 
 def attend_to_gathered(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, shard: ContextShard
+    attend: Attend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    *,
+    shard: ContextShard,
+    heads: LocalHeads,
 ) -> Tensor:
-    """Attend to the keys and values of all ranks, which the backward gathers again.
-
-    Args:
-        attend: attention of ``query`` to keys and values of all positions.
-        query: ``[b, heads, s/c, d]``.
-        key, value: ``[b, groups, s/c, d]``.
-        shard: the positions of each rank.
-
-    Returns:
-        ``[b, heads, s/c, d]``.
-    """
+    """Attend to the keys and values of all context-parallel ranks, which the backward gathers again."""
     # [s/c, b, groups, d], whose ranks follow each other in memory.
     own = torch.cat([key, value], dim=-1).permute(2, 0, 1, 3).contiguous()
     along: dict[str, Any] = {"dim": 0, "group": shard.group, "sizes": shard.sizes}
@@ -118,54 +76,114 @@ def attend_to_gathered(
     widths = key.size(-1), value.size(-1)
     with nullcontext() if is_kept_briefly() else made_again(whole, again):
         keys, values = whole.permute(1, 2, 0, 3).split(widths, dim=-1)
-        return attend(query, keys, values)
+        return attend(query, keys, values, mask)
 
 
-def attend_by_heads(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+def attend_with_own_heads(
+    attend: Attend,
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mask: AttentionMask,
+    *,
     shard: ContextShard,
-    parts: Sequence[HeadPart],
+    heads: LocalHeads,
 ) -> Tensor:
     """Exchange positions for heads, attend to all positions with some of the heads, and exchange back.
 
-    Args:
-        attend: attention of this rank's part of the heads.
-        query, key, value, shard: as for ``attend_to_gathered``.
-        parts: the heads of each rank.
+    Each context-parallel rank has whole key-value heads with their queries. With fewer key-value heads than ranks it
+    has query heads, and a copy of the keys and values that they use.
 
-    Returns:
-        ``[b, heads, s/c, d]``.
+    Source: Jacobs et al. 2023 (arXiv:2309.14509).
     """
-    width, b, own = value.size(-1), query.size(0), parts[shard.group.rank()]
-    query, key, padded = of_one_width(query, key, value)
-    # Heads in the order of the ranks that they go to, as rows of one position of one head.
-    chosen = [
-        tensor[:, slice(*heads)]
-        for part in parts
-        for tensor, heads in ((query, part.queries), (key, part.groups), (padded, part.groups))
-    ]
-    rows = torch.cat(chosen, dim=1).permute(1, 2, 0, 3).flatten(0, 1)
-    numbers = [part.queries[1] - part.queries[0] for part in parts]
-    counts = [n + 2 * len(part.queries_of_groups) for n, part in zip(numbers, parts, strict=True)]
-    rank, sizes = shard.group.rank(), shard.sizes
-    of_ranks = [counts[rank] * size for size in sizes]
-    received = moves.all_to_all(
-        rows, group=shard.group, output_sizes=of_ranks, input_sizes=[count * shard.size for count in counts]
+    b, _, own_size, width = query.shape
+    value_width = value.size(-1)
+    parts = heads.over(shard.group.size())
+    mine = parts[shard.group.rank()]
+    # The numbers of a position that go to each rank, and come back from it.
+    there = [_num(part.queries) * width + _num(part.groups) * (width + value_width) for part in parts]
+    back = [_num(part.queries) * value_width for part in parts]
+    rank = shard.group.rank()
+    # [b, heads, s/c, d] -> [s/c, b, heads, d], as views.
+    query, key, value = (tensor.permute(2, 0, 1, 3) for tensor in (query, key, value))
+    blocks: list[Tensor] = []
+    for part in parts:
+        cuts = (query, part.queries), (key, part.groups), (value, part.groups)
+        blocks.append(torch.cat([each[:, :, slice(*own)].flatten(2) for each, own in cuts], dim=-1).flatten())
+    sent, received = [own_size * b * each for each in there], [size * b * there[rank] for size in shard.sizes]
+    mixed = moves.all_to_all(torch.cat(blocks), group=shard.group, input_sizes=sent, output_sizes=received)
+    mixed = shard.in_order(mixed.view(shard.length, b, there[rank]), dim=0)
+    sections = [_num(mine.queries) * width, _num(mine.groups) * width, _num(mine.groups) * value_width]
+    query, key, value = (
+        each.unflatten(2, (-1, d)).permute(1, 2, 0, 3)
+        for each, d in zip(mixed.split(sections, dim=-1), (width, width, value_width), strict=True)
     )
-    found = [each.view(counts[rank], -1, *rows.shape[1:]) for each in received.split(of_ranks)]
-    whole = shard.in_order(torch.cat(found, dim=1), dim=1).permute(2, 0, 1, 3)
-    own_groups = len(own.queries_of_groups)
-    query, key, padded = whole.split([numbers[rank], own_groups, own_groups], dim=1)
-    context = attend(query, key, padded[..., :width])
-    returned = [each.permute(1, 2, 0, 3).flatten(0, 1) for each in shard.of_ranks(context, dim=2)]
-    back = [number * shard.size for number in numbers]
-    rows = moves.all_to_all(
-        torch.cat(returned),
-        group=shard.group,
-        output_sizes=back,
-        input_sizes=[numbers[rank] * size for size in sizes],
-    )
-    return torch.cat([each.view(-1, shard.size, b, width) for each in rows.split(back)]).permute(2, 0, 1, 3)
+    context = attend(query, key, value, mask.of_heads(mine, heads)).permute(2, 0, 1, 3).flatten(2)
+    sent, received = [size * b * back[rank] for size in shard.sizes], [own_size * b * each for each in back]
+    whole = shard.by_rank(context, dim=0).flatten()
+    mixed = moves.all_to_all(whole, group=shard.group, input_sizes=sent, output_sizes=received)
+    whole = torch.cat([each.view(own_size, b, -1) for each in mixed.split(received)], dim=-1)
+    return whole.view(own_size, b, -1, value_width).permute(1, 2, 0, 3)
+
+
+WAYS: dict[str, Way] = {"all_gather": attend_to_gathered, "a2a": attend_with_own_heads}
+"""Functions by ``config.cp_comm_type``."""
+
+
+def why_gather(heads: LocalHeads, ranks: int) -> str | None:
+    """Return why ``"auto"`` gathers keys and values under every mask; None if it exchanges heads without a mask.
+
+    In a forward and a backward a rank receives the keys and values of all positions three times if it gathers them.
+    If heads are exchanged, it receives its part of queries, keys, values and outputs twice.
+    """
+    queries, groups = _num(heads.queries), _num(heads.groups)
+    if groups % ranks != 0:
+        return f"{groups} key-value heads on {ranks} ranks"
+    if 2 * (queries + groups) >= 3 * groups * ranks:
+        return f"{queries} query heads, which are more to send than {groups} key-value heads"
+    return None
+
+
+def chosen_way(asked: str, heads: LocalHeads, ranks: int, *, is_plain: bool, draws: bool) -> str:
+    """Return the name of the way in which a layer attends.
+
+    Args:
+        asked: ``config.cp_comm_type``.
+        heads: heads of the tensor-parallel rank.
+        ranks: number of context-parallel ranks.
+        is_plain: whether attention has no mask. With heads exchanged, a mask has the queries of all positions, and is
+            ``ranks`` times as large.
+        draws: whether dropout draws masks of whole sequences, which only ``"a2a"`` supports.
+    """
+    if asked != "auto":
+        return asked
+    if draws and _num(heads.queries) >= ranks:
+        return "a2a"
+    return "a2a" if is_plain and why_gather(heads, ranks) is None else "all_gather"
+
+
+def described_way(asked: str, heads: LocalHeads, ranks: int, *, draws: bool) -> str:
+    """Return the ways of a model's layers with and without masks, and the reason, for people; arguments as above."""
+    plain, masked = (chosen_way(asked, heads, ranks, is_plain=is_plain, draws=draws) for is_plain in (True, False))
+    if asked != "auto":
+        return asked
+    if plain != masked:
+        return f"{plain}, or {masked} under a mask"
+    reason = "dropout of attention weights with rng global" if plain == "a2a" else why_gather(heads, ranks)
+    return f"{plain}: {reason}"
+
+
+def check_way(config: ModelConfig, tp: int, ranks: int) -> None:
+    """Raise ConfigError if ``config.cp_comm_type`` is ``"a2a"`` and there are more ranks than heads."""
+    num_heads, num_groups, _ = config.heads
+    fewest = min(split_heads(num_heads, num_groups, tp).query_sizes())
+    if config.cp_comm_type == "a2a" and fewest < ranks:
+        raise ConfigError(
+            f"cp_comm_type 'a2a' divides the query heads of a tensor-parallel rank, which are {fewest}, over {ranks} "
+            f"context-parallel ranks: there are more ranks than heads; use cp {fewest} at most, or cp_comm_type "
+            "'all_gather'"
+        )
+
+
+def _num(interval: tuple[int, int]) -> int:
+    return interval[1] - interval[0]

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +31,8 @@ from shardwise.models.transformer.attention_blocks import (
     attend_to_packed,
     of_one_width,
 )
-from shardwise.models.transformer.context_attention import (
-    attend_by_heads,
-    attend_to_gathered,
-    choose_way,
-    parts_of_heads,
-)
-from shardwise.models.transformer.heads import HeadSplit
+from shardwise.models.transformer.context_attention import WAYS, Attend, Way, chosen_way
+from shardwise.models.transformer.heads import HeadSplit, LocalHeads
 from shardwise.models.transformer.masks import AttentionMask, AttentionSinks, AttnMaskType
 from shardwise.models.transformer.mlp import softcap
 from shardwise.models.transformer.ring_attention import attend_in_ring
@@ -57,34 +52,6 @@ _KERNELS_ON_A_CACHE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTIO
 
 # Maximum number of scores in a block, 64 MiB in fp32.
 _SCORES_OF_BLOCK = 1 << 24
-
-
-class LocalHeads(NamedTuple):
-    """The heads that a rank computes.
-
-    Attributes:
-        queries_of_groups: for each key-value head, the number of its query heads.
-        queries: which of the tensor-parallel rank's query heads they are.
-    """
-
-    queries_of_groups: tuple[int, ...]
-    queries: slice = slice(None)
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all key-value heads have as many query heads."""
-        return len(set(self.queries_of_groups)) == 1
-
-    def repeated(self, heads: Tensor) -> Tensor:
-        """Repeat keys or values ``[b, groups, keys, d]`` for all of their queries."""
-        if set(self.queries_of_groups) == {1}:
-            return heads
-        copies = [heads[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(self.queries_of_groups)]
-        return torch.cat(copies, dim=1)
-
-    def made_even(self, heads: Tensor) -> Tensor:
-        """Repeat keys or values unless all of them have as many queries."""
-        return heads if self.is_even else self.repeated(heads)
 
 
 class KeyValueCache(Protocol):
@@ -108,7 +75,7 @@ class CoreAttention(GroupModule):
     Attributes:
         head_dim: width of queries and keys.
         linear_proj: output projection, which subclasses create.
-        heads: heads of this rank.
+        local_heads: heads of this rank.
         window_size: window of this layer, or None.
         rotates: whether this layer rotates queries and keys.
         sinks: ``AttentionSinks`` with ``config.attention_sinks``, or None.
@@ -130,7 +97,7 @@ class CoreAttention(GroupModule):
         self.attn_mask_type = attn_mask_type
         self.head_dim = config.heads.width
         self.dropout = config.attention_dropout
-        self._cp_comm_type = config.cp_comm_type
+        self._way_asked = config.cp_comm_type
         self.softmax_scale = config.softmax_scale or 1 / math.sqrt(self.head_dim)
         self.logit_softcap = config.attention_logit_softcap
         self.window_size = config.window_size if config.windows(layer_number) else None
@@ -150,7 +117,7 @@ class CoreAttention(GroupModule):
 
     def _hold(self, split: HeadSplit, group: ProcessGroup) -> None:
         self.group = group
-        self.heads = LocalHeads(split.queries_of_groups(group.rank()))
+        self.local_heads = LocalHeads(split.queries_of_groups(group.rank()))
         self._head_sizes = split.query_sizes()
 
     def forward(
@@ -211,38 +178,32 @@ class CoreAttention(GroupModule):
             key, value = cache.append(self.layer_number, key, value)
         attend: Callable[..., Tensor] = self._attend
         if mask.context is not None:
-            attend = partial(self._attend_in_context, shard=mask.context)
+            attend = partial(self._way(mask, mask.context), attend, shard=mask.context, heads=self.local_heads)
         if self.recomputes_core and cache is None:
             attend = partial(recomputed, attend)
         context = attend(query, key, value, mask)
         return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
-    def _attend_in_context(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, *, shard: ContextShard
-    ) -> Tensor:
-        """Attend to the positions of all context-parallel ranks."""
-        if self.training and self.dropout > 0 and streams().rule == "global":
-            raise ConfigError(
-                f"attention_dropout {self.dropout} with training.rng global draws the mask of whole sequences, which "
-                "context-parallel ranks (cp) do not hold; use training.rng per_rank, or attention_dropout 0"
-            )
-        ranks, rank = shard.group.size(), shard.group.rank()
-        way = choose_way(self._cp_comm_type, self.heads.queries_of_groups, ranks)
-        if way == "p2p":
-            return self._attend_in_ring(query, key, value, mask, shard)
-        if way == "all_gather":
-            return attend_to_gathered(partial(self._attend, mask=mask), query, key, value, shard)
-        parts = parts_of_heads(self.heads.queries_of_groups, ranks)
-        heads = LocalHeads(parts[rank].queries_of_groups, slice(*parts[rank].queries))
-        attend = partial(self._attend, mask=mask.of_heads(heads.queries), heads=heads)
-        return attend_by_heads(attend, query, key, value, shard, parts)
+    def _way(self, mask: AttentionMask, shard: ContextShard) -> Way:
+        draws = self.training and self.dropout > 0 and streams().rule == "global"
+        is_plain = mask.is_plain and self.window_size is None
+        way = chosen_way(self._way_asked, self.local_heads, shard.group.size(), is_plain=is_plain, draws=draws)
+        return self._attend_in_ring if way == "p2p" else WAYS[way]
 
     def _attend_in_ring(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, shard: ContextShard
+        self,
+        attend: Attend,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: AttentionMask,
+        *,
+        shard: ContextShard,
+        heads: LocalHeads,
     ) -> Tensor:
-        """Attend to the keys and values of all context-parallel ranks as they arrive."""
+        """Attend to the keys and values of all context-parallel ranks as they arrive; a ``Way``."""
         width = value.size(-1)
-        key, value = (self.heads.made_even(each) for each in (key, value))
+        key, value = (_made_even(each, heads) for each in (key, value))
         query, key, value = of_one_width(query, key, value)
         own = torch.cat([key, value], dim=-1).permute(2, 0, 1, 3).contiguous()
         sees: dict[str, Any] = {"causal": self.attn_mask_type.is_causal, "window": self.window_size}
@@ -250,11 +211,9 @@ class CoreAttention(GroupModule):
         sinks = None if self.sinks is None else self.sinks.logits
         return attend_in_ring(query, own, blocks, shard, scale=self.softmax_scale, sinks=sinks)[..., :width]
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, heads: LocalHeads | None = None
-    ) -> Tensor:
-        heads = heads or self.heads
-        sinks = None if self.sinks is None else self.sinks.logits[heads.queries]
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+        heads = mask.heads or self.local_heads
+        sinks = None if self.sinks is None else self.sinks.logits[slice(*heads.queries)]
         if mask.query_position is not None:
             return attend_to_cache(
                 query,
@@ -269,6 +228,12 @@ class CoreAttention(GroupModule):
             )
         dropout = self.dropout if self.training else 0.0
         draws_whole = dropout > 0 and streams().rule == "global"
+        if draws_whole and mask.context is not None:
+            raise ConfigError(
+                f"attention_dropout {dropout} with training.rng global draws the mask of whole sequences, which "
+                "context-parallel ranks (cp) do not hold when they gather keys; use cp_comm_type a2a with at most as "
+                "many ranks as heads, training.rng per_rank, or attention_dropout 0"
+            )
         packed = self._packed_runs(query, mask, key.size(2), dropout)
         if packed is not None:
             return self._attend_to_packed(query, key, value, packed, heads)
@@ -295,7 +260,7 @@ class CoreAttention(GroupModule):
         if len(blocks) == 1 and len(blocks[0].parts) == 1 and self.sinks is None:
             by_kernel = partial(self._attend_by_kernel, dropout=0.0, heads=heads)
             return _block_by_block(by_kernel, query, key, value, blocks)
-        key, value = (heads.made_even(each) for each in (key, value))
+        key, value = (_made_even(each, heads) for each in (key, value))
         query, key, padded = of_one_width(query, key, value)
         context = attend_in_blocks(query, key, padded, blocks, scale=self.softmax_scale, sinks=sinks)
         return context[..., : value.size(-1)]
@@ -315,7 +280,7 @@ class CoreAttention(GroupModule):
     ) -> Tensor:
         before, after = self.window_size or (-1, -1)
         window = before, 0 if self.attn_mask_type.is_causal else after
-        key, padded = (heads.made_even(each) for each in (key, value))
+        key, padded = (_made_even(each, heads) for each in (key, value))
         query, key, padded = of_one_width(query, key, padded)
         context = attend_to_packed(query, key, padded, runs, scale=self.softmax_scale, window=window)
         return context[..., : value.size(-1)]
@@ -326,7 +291,7 @@ class CoreAttention(GroupModule):
         bias = part.made_bias()
         grouped = len(heads.queries_of_groups) < query.size(1)
         if grouped and (not heads.is_even or self._why_repeat(query, bias) is not None):
-            key, value, grouped = heads.repeated(key), heads.repeated(value), False
+            key, value, grouped = _for_all_queries(key, heads), _for_all_queries(value, heads), False
         value_width = value.size(-1)
         query, key, value = of_one_width(query, key, value)
         kernels = self._kernels
@@ -357,7 +322,7 @@ class CoreAttention(GroupModule):
         self, query: Tensor, key: Tensor, value: Tensor, part: Part, *, dropout: float, heads: LocalHeads
     ) -> Tensor:
         # PyTorch's attention draws its own dropout mask, but the "global" rule needs a slice of the mask of all heads.
-        key, value = heads.repeated(key), heads.repeated(value)
+        key, value = _for_all_queries(key, heads), _for_all_queries(value, heads)
         bias, forbidden, blind = part.made_bias(), None, None
         if part.is_causal:
             new, seen = query.size(2), key.size(2)
@@ -374,14 +339,26 @@ class CoreAttention(GroupModule):
             # Not -inf, because the softmax of a token that sees nothing would be NaN.
             scores = scores.masked_fill(forbidden, torch.finfo(scores.dtype).min)
         wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = scores.softmax(dim=-1, dtype=wide) if self.sinks is None else self.sinks(scores, wide, heads.queries)
+        weights = scores.softmax(dim=-1, dtype=wide) if self.sinks is None else self.sinks(scores, wide, heads)
         weights = weights.to(value.dtype)
         if blind is not None:
             weights = weights.masked_fill(blind, 0.0)
-        weights = sharded_dropout(
-            weights, dropout, dim=1, group=self.group, sizes=self._head_sizes, layer_number=self.layer_number
-        )
+        along: dict[str, Any] = {"dim": 1, "group": self.group, "sizes": self._head_sizes, "part": heads.queries}
+        weights = sharded_dropout(weights, dropout, layer_number=self.layer_number, **along)
         return weights @ value
+
+
+def _for_all_queries(keys: Tensor, heads: LocalHeads) -> Tensor:
+    """Repeat keys or values ``[b, groups, keys, d]`` for all of their queries."""
+    if len(heads.queries_of_groups) == sum(heads.queries_of_groups):
+        return keys
+    copies = [keys[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(heads.queries_of_groups)]
+    return torch.cat(copies, dim=1)
+
+
+def _made_even(keys: Tensor, heads: LocalHeads) -> Tensor:
+    """Repeat keys or values unless all of them have as many queries."""
+    return keys if heads.is_even else _for_all_queries(keys, heads)
 
 
 def _block_by_block(

@@ -1,6 +1,9 @@
 """The widths of attention heads, and the split of heads over ranks: pure arithmetic."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from shardwise.core.errors import ConfigError
@@ -52,6 +55,55 @@ class LatentAttention:
     def head_width(self) -> int:
         """Width of a head's query and key."""
         return self.plain_width + self.rotary_width
+
+
+@dataclass(frozen=True)
+class LocalHeads:
+    """Consecutive heads of a tensor-parallel rank: all, or those that a context-parallel rank computes.
+
+    Attributes:
+        queries_of_groups: for each of these key-value heads, the number of its query heads among them.
+        first_group, first_query: number of the tensor-parallel rank's key-value and query heads before them.
+    """
+
+    queries_of_groups: tuple[int, ...]
+    first_group: int = 0
+    first_query: int = 0
+
+    @property
+    def is_even(self) -> bool:
+        """True if all key-value heads have the same number of query heads."""
+        return len(set(self.queries_of_groups)) == 1
+
+    @property
+    def groups(self) -> Interval:
+        """These key-value heads, of those of the tensor-parallel rank."""
+        return self.first_group, self.first_group + len(self.queries_of_groups)
+
+    @property
+    def queries(self) -> Interval:
+        """These query heads, of those of the tensor-parallel rank."""
+        return self.first_query, self.first_query + sum(self.queries_of_groups)
+
+    def over(self, ranks: int) -> tuple[LocalHeads, ...]:
+        """Split all heads of a tensor-parallel rank over other ranks, as ``HeadSplit`` does.
+
+        >>> [part.groups for part in LocalHeads((2, 2)).over(3)]
+        [(0, 1), (0, 1), (1, 2)]
+
+        Args:
+            ranks: number of ranks, at most the number of query heads.
+        """
+        ends = (0, *accumulate(self.queries_of_groups))
+        if len(self.queries_of_groups) >= ranks:
+            groups = intervals_of_sizes(balanced_sizes(len(self.queries_of_groups), ranks))
+            return tuple(LocalHeads(self.queries_of_groups[slice(*own)], own[0], ends[own[0]]) for own in groups)
+        parts = []
+        for first, last in intervals_of_sizes(balanced_sizes(ends[-1], ranks)):
+            numbers = [min(last, end) - max(first, start) for start, end in pairwise(ends)]
+            own = [group for group, number in enumerate(numbers) if number > 0]
+            parts.append(LocalHeads(tuple(numbers[group] for group in own), own[0], first))
+        return tuple(parts)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from shardwise.core.sharding import ParamLayout
 from shardwise.kernels.planning import device_type_of, outside_of_plans, planned_device
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention_blocks import Block, Packed, Part, Run, runs_of_documents
-from shardwise.models.transformer.heads import HeadSplit, split_heads
+from shardwise.models.transformer.heads import HeadSplit, LocalHeads, split_heads
 from shardwise.models.transformer.mlp import layer_arguments
 from shardwise.nn.module import ShardedModule
 
@@ -91,6 +91,10 @@ class AttentionMask:
         context: with context parallelism, the positions that this rank's queries have; masks and ids are of whole
             sequences.
 
+    Attributes:
+        heads: the heads that the mask is for (``of_heads``); None for all of this rank's.
+        is_plain: True without masks, documents and ALiBi.
+
     Raises:
         ShardingError: ``forbidden`` is not bools.
     """
@@ -115,12 +119,39 @@ class AttentionMask:
         self.key_positions = key_positions
         self.query_position = query_position
         self.context = context
-        self._is_plain = forbidden is None and document_ids is None and alibi_slopes is None
+        self.heads: LocalHeads | None = None
+        self.is_plain = forbidden is None and document_ids is None and alibi_slopes is None
         self._made: dict[object, Tensor] = {}
         self._strips: dict[_Rule, _Strip] = {}
         self._ends: list[list[int]] | None = None
         self._packed: list[Packed] | None = None
-        self._of_heads: dict[int, AttentionMask] = {}
+        self._of_heads: dict[LocalHeads, AttentionMask] = {}
+
+    def of_heads(self, heads: LocalHeads, of: LocalHeads) -> AttentionMask:
+        """Return the mask of whole sequences for some heads of a rank that has the heads ``of``.
+
+        Raises:
+            ShardingError: the mask has another number of heads.
+        """
+        if heads not in self._of_heads:
+            forbidden, slopes, (first, last) = self.forbidden, self.alibi_slopes, heads.queries
+            if forbidden is not None and forbidden.dim() > 2 and forbidden.size(-3) != 1:
+                total = of.queries[1]
+                if forbidden.size(-3) != total:
+                    raise ShardingError(
+                        f"attention_mask has shape {list(forbidden.shape)}; it must broadcast to [batch, query heads "
+                        f"of this rank, queries, keys], and this rank has {total} query heads"
+                    )
+                forbidden = forbidden[..., first:last, :, :]
+            mask = AttentionMask(
+                forbidden,
+                document_ids=self.document_ids,
+                alibi_slopes=None if slopes is None else slopes[first:last],
+                key_positions=self.key_positions,
+            )
+            mask.heads = heads
+            self._of_heads[heads] = mask
+        return self._of_heads[heads]
 
     def blocks(
         self,
@@ -163,20 +194,6 @@ class AttentionMask:
                 blocks += self._blocks_of(run, rule, start - first_row, rows, has_parts, on_cuda)
             first_row += stop - start
         return blocks
-
-    def of_heads(self, heads: slice) -> AttentionMask:
-        """Return the mask of whole sequences for some heads, the same object for all layers."""
-        if heads.start not in self._of_heads:
-            forbidden, slopes = self.forbidden, self.alibi_slopes
-            if forbidden is not None and forbidden.dim() > 2 and forbidden.size(-3) > 1:
-                forbidden = forbidden[..., heads, :, :]
-            self._of_heads[heads.start] = AttentionMask(
-                forbidden,
-                document_ids=self.document_ids,
-                alibi_slopes=None if slopes is None else slopes[heads],
-                key_positions=self.key_positions,
-            )
-        return self._of_heads[heads.start]
 
     def packed(self, query: Tensor, num_keys: int, *, causal: bool) -> list[Packed] | None:
         """Return runs of documents; None if documents are not known here, or not the only restriction.
@@ -427,7 +444,7 @@ class AttentionSinks(ShardedModule):
         # Other methods of a config may need matrices.
         self._make_parameter("logits", layout, CounterNormal(config.init_method_std))
 
-    def forward(self, scores: Tensor, dtype: torch.dtype, heads: slice = slice(None)) -> Tensor:
-        """Return the weights of the keys in ``dtype``, from scores ``[b, heads/t, s, keys]`` of all or some heads."""
-        sinks = self.logits[heads].to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+    def forward(self, scores: Tensor, dtype: torch.dtype, heads: LocalHeads) -> Tensor:
+        """Return the weights of the keys in ``dtype``, from scores ``[b, heads, s, keys]`` of ``heads``."""
+        sinks = self.logits[slice(*heads.queries)].to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
         return torch.cat([scores, sinks], dim=-1).softmax(dim=-1, dtype=dtype)[..., :-1]

@@ -98,6 +98,7 @@ class Workload:
             tp=mesh.tp,
             pp=mesh.pp,
             cp=mesh.cp,
+            cp_comm_type=settings.parallel.cp_comm_type if mesh.cp > 1 else "auto",
             sequence_parallel=mesh.sequence_parallel,
             tp_comm_overlap=settings.parallel.tp_comm_overlap and mesh.splits_sequence,
             pipeline_schedule=mesh.schedule,

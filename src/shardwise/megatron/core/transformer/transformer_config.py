@@ -109,6 +109,7 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
             the layers with a 1.
         recompute_granularity, recompute_method, recompute_num_layers, recompute_modules: as ``Recomputation``'s fields,
             with None for "none" and for fields that the granularity does not use.
+        cp_comm_type: as ``ModelConfig``'s, and None for ``"auto"``; or a list of a value for each layer, all the same.
         no_rope_freq: layers without rotary positions: every n-th for an integer ``n``; for a list, those with a 1.
         num_moe_experts: number of experts; None for a dense model, which ignores the fields ``moe_*``. ``experts`` is
             made of these fields.
@@ -148,6 +149,7 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
     # A property, because programs set the four fields after they made the config.
     recompute: Recomputation = field(init=False, default=cast(Any, property(lambda self: self._recomputation())))
     window_attn_skip_freq: int | list[int] | None = field(default=None, kw_only=True)
+    cp_comm_type: Any = field(default=None, kw_only=True)
     no_rope_freq: int | list[int] | None = field(default=None, kw_only=True)
 
     num_moe_experts: int | None = field(default=None, kw_only=True)
@@ -175,6 +177,7 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
 
     def __post_init__(self) -> None:
         self._recomputation()
+        self.cp_comm_type = self._context_way()
         if self.window_size is not None and self.window_attn_skip_freq is not None:
             skipped = _is_each(self, "window_attn_skip_freq")
             is_list = isinstance(self.window_attn_skip_freq, list)
@@ -189,6 +192,16 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
                 "inference_fuse_tp_communication is set, and use_inference_optimized_layers is not; set both"
             )
         self.fuse_output_layer_and_loss = self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
+
+    def _context_way(self) -> Any:
+        ways = self.cp_comm_type
+        if not isinstance(ways, list):
+            return "auto" if ways is None else ways
+        if len(ways) != self.num_layers or len(set(ways)) != 1:
+            raise ConfigError(
+                f"cp_comm_type is {ways!r}; a list must have the same value for each of the {self.num_layers} layers"
+            )
+        return ways[0]
 
     def _experts(self, num: int) -> Experts:
         self._check_experts_of_megatron()
