@@ -179,7 +179,10 @@ IMPORTED = {
     "core.transformer.utils": (
         "make_sharded_tensors_for_checkpoint sharded_state_dict_default toggle_cuda_graphs get_linear_layer"
     ),
-    "core.utils": ("get_attr_wrapped_model get_model_config prepare_input_tensors_for_wgrad_compute unwrap_model"),
+    "core.utils": (
+        "get_attr_wrapped_model get_batch_on_this_cp_rank get_model_config prepare_input_tensors_for_wgrad_compute "
+        "unwrap_model"
+    ),
 }
 
 

@@ -110,6 +110,16 @@ def test_wrong_settings_are_refused():
         plan_run(ranks=3, parallel={"cp": 2}, device="cpu")
 
 
+@pytest.mark.parametrize(("way", "numbers"), [("all_gather", 3 * 2 * 4), ("a2a", 2 * (2 * 4 + 2 * 4) / 4), ("auto", 8)])
+def test_plans_count_what_a_way_sends(way, numbers):
+    """docs/context.md has the formulas: heads of a position that each of 4 ranks receives, from 3 of them."""
+    model = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 96, "vocab_size": 301}
+    parallel, training = {"cp": 4, "cp_comm_type": way}, {"global_batch_size": 1}
+    plan = plan_run(ranks=4, parallel=parallel, device="cpu", model=model, training=training)
+    heads_bytes = 8 * 4
+    assert [rank.sent("cp") for rank in plan.stages] == [2 * 96 * numbers * heads_bytes * 3 / 4]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "message"),

@@ -203,9 +203,19 @@ class Target(Protocol):
         """
 
     def context_model(
-        self, sizes: Sizes, weights: dict[str, Tensor], groups: Groups, *, sequence_parallel: bool = False
+        self,
+        sizes: Sizes,
+        weights: dict[str, Tensor],
+        groups: Groups,
+        *,
+        sequence_parallel: bool = False,
+        by_heads: bool = False,
     ) -> nn.Module:
         """Make a ``language_model`` whose samples are shared by the ranks of ``groups.cp``, each with some positions.
+
+        Args:
+            sizes, weights, groups, sequence_parallel: as for ``language_model``.
+            by_heads: whether the ranks exchange positions for heads in attention (Ulysses).
 
         Returns:
             Module from ids and labels of whole samples ``[b, s]`` to the losses ``[b, n]`` of this rank's ``n``

@@ -240,6 +240,7 @@ CASES: dict[str, Case] = {
     "cp 2, window, zero 1": Case(2, kind=LLAMA | {"window_size": (31, 0)}, parallel={"cp": 2, "zero": 1}),
     "cp 2, fsdp": Case(2, parallel={"cp": 2, "fsdp": True}),
     "cp 3": Case(3, parallel={"cp": 3}),
+    "cp 3, a2a": Case(3, parallel={"cp": 3, "cp_comm_type": "a2a"}),
     "cp 2, tp 2, sp": Case(4, parallel={"cp": 2, "tp": 2, "sequence_parallel": True}),
     "cp 2, pp 2": Case(4, parallel={"cp": 2, "pp": 2}, training={"micro_batch_size": 1}),
     "experts": Case(kind=EXPERTS),

@@ -30,6 +30,7 @@ from shardwise.conformance.dense_latent import Latent
 from shardwise.core.topology import Groups
 
 _NEEDS = ("context_model", "ignored_labels")
+_HEADS = (*_NEEDS, "context_model.by_heads")
 
 
 def _documents(*lengths: int) -> Tensor:
@@ -169,6 +170,39 @@ def padding_is_not_seen(target: Any, groups: Groups) -> None:
 def fewer_keys_than_ranks(target: Any, groups: Groups) -> None:
     """One key-value head on two tensor-parallel and two context-parallel ranks has the gradient of all of them."""
     _check(target, groups, Sizes(kv_heads=1))
+
+
+@case("deepspeedai/DeepSpeed#6392", *_HEADS, "uneven_sequence", cp=4)
+def exchanged_heads_may_be_uneven(target: Any, groups: Groups) -> None:
+    """Seven heads on four ranks, where one rank has a head less, attend to 13 positions."""
+    _check(target, groups, Sizes(heads=7, kv_heads=7), s=13, by_heads=True)
+
+
+@case("deepspeedai/DeepSpeed#8291", *_HEADS, cp=4)
+def another_model_has_another_number_of_heads(target: Any, groups: Groups) -> None:
+    """A model of twelve heads is right after one of seven in the same process, and the first one still is."""
+    for heads in (7, 12, 7):
+        _check(target, groups, Sizes(heads=heads, kv_heads=heads, layers=1), by_heads=True)
+
+
+@case("verl-project/verl#1226", *_HEADS, "few_kv_heads", cp=4)
+def exchanged_heads_may_share_a_key(target: Any, groups: Groups) -> None:
+    """Two key-value heads go to four ranks with four query heads, and get the gradients of all of them."""
+    _check(target, groups, Sizes(kv_heads=2), documents=_documents(5, 1, 6), by_heads=True)
+
+
+@case("verl-project/verl#4551", *_HEADS, "sinks", "windows", cp=2)
+def sinks_go_with_their_heads(target: Any, groups: Groups) -> None:
+    """A rank that attends with some of the heads uses their sinks, also in a layer with a window."""
+    _check(target, groups, Sizes(sinks=True, window=4), by_heads=True)
+
+
+@case("huggingface/accelerate#4209", *_HEADS, cp=2)
+def exchanged_heads_do_not_see_padding(target: Any, groups: Groups) -> None:
+    """Padding before and after the tokens is masked for all positions that a rank has after the exchange."""
+    tokens = torch.ones(2, 12, dtype=torch.bool)
+    tokens[0, :4] = tokens[1, 8:] = False
+    _check(target, groups, Sizes(), tokens=tokens, by_heads=True)
 
 
 @case("deepspeedai/DeepSpeed#5248", *_NEEDS, dp=2, cp=2)

@@ -125,9 +125,15 @@ def language_model(
 
 
 def context_model(
-    sizes: Sizes, weights: dict[str, Tensor], groups: Groups, *, sequence_parallel: bool = False
+    sizes: Sizes,
+    weights: dict[str, Tensor],
+    groups: Groups,
+    *,
+    sequence_parallel: bool = False,
+    by_heads: bool = False,
 ) -> nn.Module:
-    model = gpt(sizes, weights, groups, config_of(sizes, sequence_parallel=sequence_parallel))
+    way = "a2a" if by_heads else "all_gather"
+    model = gpt(sizes, weights, groups, config_of(sizes, sequence_parallel=sequence_parallel, cp_comm_type=way))
 
     def call(ids: Tensor, labels: Tensor, documents: Tensor | None = None, tokens: Tensor | None = None) -> Any:
         shard = model.view_of(ids.size(1)).context

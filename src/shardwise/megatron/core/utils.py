@@ -14,6 +14,7 @@ from shardwise.core import initialization
 from shardwise.core.communication.context import GlobalMemoryBuffer as GlobalMemoryBuffer, default_device
 from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer as GlobalSymmetricMemoryBuffer
 from shardwise.core.errors import ContradictionError, ShardingError
+from shardwise.core.sequence_view import ContextShard
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
 from shardwise.megatron.absent import absent_names
@@ -56,6 +57,34 @@ def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
     """Return False, because Transformer Engine is not used even if it is installed."""
     return False
+
+
+def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: ProcessGroup | None = None) -> dict[str, Any]:
+    """Replace the tensors of a batch by the positions of this context-parallel rank, in-place, and return the batch.
+
+    Args:
+        batch: tensors ``[b, s]``, and ``"attention_mask"`` ``[b, 1, s, keys]``; None stays None.
+        cp_group: context-parallel group; the ambient one if None.
+
+    Raises:
+        AssertedShardingError: the length is not a multiple of twice the number of ranks.
+    """
+    group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
+    assert group is not None
+    if group.size() == 1:
+        return batch
+    for name, whole in batch.items():
+        if whole is None:
+            continue
+        dim = 2 if name == "attention_mask" else 1
+        length = whole.size(dim)
+        if length % (2 * group.size()):
+            raise AssertedShardingError(
+                f"{name} has {length} positions along dimension {dim}, which {2 * group.size()} does not divide: each "
+                f"of {group.size()} context-parallel ranks has two runs; pad the sequences"
+            )
+        batch[name] = ContextShard(length, group).own(whole, dim=dim)
+    return batch
 
 
 def get_tensor_model_parallel_group_if_none(

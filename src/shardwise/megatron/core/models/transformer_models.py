@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from shardwise.core.errors import ConfigError
-from shardwise.core.sequence_view import SequenceView
+from shardwise.core.communication.collectives import all_gather
+from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.core.topology import Groups
 from shardwise.megatron.absent import say_once
 from shardwise.megatron.core.models.language_module import LanguageModule
@@ -75,10 +77,14 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
             say_once("fp16_lm_cross_entropy", "the loss is in fp32 or wider")
         groups = self._enter(pg_collection)
         if config.context_parallel_size > 1:
-            raise ConfigError(
-                f"context_parallel_size is {config.context_parallel_size}, and attention here needs the whole "
-                "sequence; leave it at 1 and split the sequence between layers with sequence_parallel"
-            )
+            sharing, every = (getattr(self.pg_collection, name, None) for name in ("cp", "dp_cp"))
+            number = 1 if sharing is None else sharing.size()
+            if number != config.context_parallel_size:
+                raise ConfigError(
+                    f"context_parallel_size of the config is {config.context_parallel_size}, and the context-parallel "
+                    f"group has {number} ranks; give both the same (initialize_model_parallel)"
+                )
+            groups = dataclasses.replace(groups, cp=sharing, dp=every)
         if config.sequence_parallel and groups.tp.size() == 1:
             _warn_of_one_rank("model")
         config = self._dealt_out(config, groups, options["pre_process"] and options["post_process"])
@@ -237,6 +243,19 @@ class GPTModel(_MegatronTransformer, GPT):
                 "an attention of the program's own is not told; use SelfAttention"
             )
 
+    def _whole(self, own: Tensor | None) -> Tensor | None:
+        """Return whole sequences ``[b, s]``, or masks ``[b, 1, s, s]``, in order, from this rank's positions."""
+        cp = self.groups.cp
+        if own is None or cp is None:
+            return own
+        dim = 1 if own.dim() == 2 else 2
+        if own.dim() not in (2, 4) or own.size(dim) % 2 or own.size(dim) == 0:
+            raise ShardingError(
+                f"a tensor of shape {list(own.shape)} does not have two runs of positions of [batch, positions] or "
+                "[batch, 1, positions, keys]; cut batches with get_batch_on_this_cp_rank"
+            )
+        return ContextShard(own.size(dim) * cp.size(), cp).in_order(all_gather(own, dim=dim, group=cp), dim=dim)
+
     def _inference_view(self) -> GPTModel:
         """Return the model on inference layers, which are rebuilt whenever parameters may have been replaced."""
         if not self._inference_blocks:
@@ -277,6 +296,9 @@ class GPTModel(_MegatronTransformer, GPT):
         With ``config.use_inference_optimized_layers``, evaluation mode uses inference layers without gradients; with
         ``inference_fuse_tp_communication``, each of their half blocks makes one exchange.
 
+        With ``config.context_parallel_size``, tensors with positions have those of this rank, which
+            ``get_batch_on_this_cp_rank`` takes, and the model gathers them. A mask ``[b, 1, s, s]`` is cut by its rows.
+
         Args:
             input_ids, position_ids, attention_mask, labels, document_ids, lengths, cache: as in ``GPT.forward``.
             inference_context: Megatron's name of ``cache``.
@@ -289,8 +311,18 @@ class GPTModel(_MegatronTransformer, GPT):
 
         Raises:
             ConfigError: ``inference_context`` is not a key-value cache or is given in addition to ``cache``, or both
-                ``document_ids`` and ``packed_seq_params`` are given.
+                ``document_ids`` and ``packed_seq_params`` are given, or ``packed_seq_params`` with context parallelism.
+            ShardingError: with context parallelism, an odd number of positions.
         """
+        if self._splits_context:
+            if packed_seq_params is not None:
+                raise ConfigError(
+                    "packed_seq_params describes a row whose sequences context-parallel ranks cut one by one, and here "
+                    "they cut rows; give document_ids, cut by get_batch_on_this_cp_rank as the tokens are"
+                )
+            input_ids, position_ids, attention_mask, labels, document_ids = (
+                self._whole(each) for each in (input_ids, position_ids, attention_mask, labels, document_ids)
+            )
         if inference_context is not None:
             if cache is not None or not callable(getattr(inference_context, "append", None)):
                 raise ConfigError(

@@ -84,7 +84,8 @@ def _forward_backward_func(
         forward_step_func: ``(data_iterator, model) -> (output, loss_func)``, called once per micro-batch and chunk.
             On the last stage ``loss_func(output)`` returns ``(loss, data)``, where the scalar loss is divided by
             ``num_microbatches`` (for a mean over all tokens, multiply the sum over them by ``num_microbatches``), or
-            ``(loss, num_tokens, data)``, where the loss is divided by both.
+            ``(loss, num_tokens, data)``, where the loss is divided by both. The loss of a pair is multiplied by the
+            number of context-parallel ranks: it is this rank's sum, divided by the tokens of all of them.
         data_iterator: argument for ``forward_step_func``; with several chunks a list, one per chunk.
         model: this stage's chunk, or a list of its chunks in order.
         num_microbatches: number of micro-batches in this step.
@@ -141,6 +142,8 @@ def _forward_backward_func(
         if collect_non_loss_data:
             return None, loss_func(output, non_loss_data=True)
         scalar, *num_tokens, data = loss_func(output)
+        if not num_tokens and cp_group is not None:
+            scalar = scalar * cp_group.size()
         for count in num_tokens:
             scalar = scalar / torch.clamp(torch.as_tensor(count, device=scalar.device), min=1)
         scalar = scalar / num_microbatches
