@@ -127,11 +127,12 @@ class Workload:
         """The objective of a step; None for the cross entropy of each token."""
         settings = self.settings
         if isinstance(settings, DpoSettings):
-            return PreferenceObjective(settings.preference)
+            return PreferenceObjective(settings.preference, groups.cp)
         if isinstance(settings, DistillSettings) and self.teacher is not None:
             fields = {"sequence_parallel": settings.parallel.sequence_parallel and groups.tp.size() > 1}
             described = dataclasses.replace(self.teacher, vocab_size=self.model.vocab_size)
-            teacher = _built(described, Groups(tp=groups.tp), None, params_dtype=self.teacher_dtype, **fields)
+            shared_by = Groups(tp=groups.tp, dp=groups.dp, cp=groups.cp)
+            teacher = _built(described, shared_by, None, params_dtype=self.teacher_dtype, **fields)
             assert isinstance(teacher, GPT)
             teacher.requires_grad_(False).eval()
             shared = min(self.teacher.vocab_size, self.model.vocab_size)
