@@ -106,10 +106,6 @@ class TransformerModel(FixedTensors, LanguageModel):
             raise ConfigError(
                 f"exact_parts is {config.exact_parts}, and classification heads have no exact form; leave it at None"
             )
-        if self._splits_context and (classification is not None or self.block_name != "decoder"):
-            raise ConfigError(
-                "context parallelism (Groups.cp) is for GPT without a classification head; leave one of the two out"
-            )
         self._check(vocab_size, max_sequence_length, position_embedding_type)
         if config.sequence_parallel and groups.tp.size() == 1:
             # A sequence is not split over one rank.
@@ -200,6 +196,14 @@ class TransformerModel(FixedTensors, LanguageModel):
         logits: Tensor = self.output_layer(hidden, self._output_weight(), sequence=sequence)
         logits = self._scaled(logits)
         return viewless(logits if self.parallel_output else self.output_layer.gather(logits))
+
+    def _classified(self, logits: Tensor, labels: Tensor | None, sequence: SequenceView) -> Tensor:
+        """Return the logits of a classification head, or losses for the labels of all samples."""
+        if labels is None:
+            return viewless(logits)
+        assert self.classification is not None
+        context = sequence.context
+        return self.classification.loss(logits, labels if context is None else context.own_samples(labels))
 
     def _loss(self, hidden: Tensor, labels: Tensor, sequence: SequenceView) -> Tensor:
         """Map ``[s, b, h]``, or this rank's shard, and labels ``[b, s]`` to the loss of each token ``[b, s]``."""

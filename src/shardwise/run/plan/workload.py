@@ -138,7 +138,7 @@ class Workload:
             shared = min(self.teacher.vocab_size, self.model.vocab_size)
             return DistillationObjective(settings.distillation, teacher, groups.tp, self.model.vocab_size, shared)
         head = self.model.classification
-        return None if head is None else Labelling(head, tuple(map(str, range(head.num_labels))))
+        return None if head is None else Labelling(head, tuple(map(str, range(head.num_labels))), groups.cp)
 
     def batch(self, samples: int, with_lengths: bool) -> Batch:
         """A micro-batch of the run, of its longest rows."""
