@@ -377,20 +377,21 @@ class TransformerModel(FixedTensors, LanguageModel):
             if tensor is not None:
                 return self.view_of(tensor.size(-1))
         hidden = self._input_of_a_later_stage()
-        if group is not None or self._splits_context:
+        if group is not None or self.splits_context:
             raise ShardingError(
                 "with sequence or context parallelism a stage cannot tell the sequence's length; pass input_ids"
             )
         return SequenceView(hidden.size(0))
 
     @property
-    def _splits_context(self) -> bool:
+    def splits_context(self) -> bool:
+        """True if ranks share the positions of each sample (context parallelism)."""
         return self.groups.cp is not None and self.groups.cp.size() > 1
 
     def view_of(self, length: int) -> SequenceView:
         """Return this rank's view of the hidden states of sequences of ``length`` tokens."""
         group = self.tp_group if self.sequence_parallel else None
-        if self.groups.cp is None or not self._splits_context:
+        if self.groups.cp is None or not self.splits_context:
             return SequenceView(length, group)
         context = ContextShard(length, self.groups.cp)
         return SequenceView(context.size, group, context)
