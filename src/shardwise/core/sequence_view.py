@@ -33,6 +33,13 @@ class _Own(Function):
         return None, None, None
 
 
+def runs_of_ranks(length: int, num_ranks: int) -> tuple[tuple[Interval, ...], ...]:
+    """Return the runs of positions of each context-parallel rank, ``(start, stop)``, in order; see ``ContextShard``."""
+    runs = intervals_of_sizes(balanced_sizes(length, 2 * num_ranks))
+    pairs = ((runs[rank], runs[2 * num_ranks - 1 - rank]) for rank in range(num_ranks))
+    return tuple(tuple(run for run in pair if run[0] < run[1]) for pair in pairs)
+
+
 @dataclass(frozen=True)
 class ContextShard:
     """The positions of a sequence that this rank of a context-parallel group holds.
@@ -63,10 +70,7 @@ class ContextShard:
     @cached_property
     def intervals_of_ranks(self) -> tuple[tuple[Interval, ...], ...]:
         """Each rank's runs of positions as ``(start, stop)``, in order."""
-        ranks = self.group.size()
-        runs = intervals_of_sizes(balanced_sizes(self.length, 2 * ranks))
-        pairs = ((runs[rank], runs[2 * ranks - 1 - rank]) for rank in range(ranks))
-        return tuple(tuple(run for run in pair if run[0] < run[1]) for pair in pairs)
+        return runs_of_ranks(self.length, self.group.size())
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

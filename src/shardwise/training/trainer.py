@@ -403,7 +403,7 @@ class Trainer:
             whole = share.gradient.new_zeros(param.numel()) if gradients else torch.zeros_like(param).view(-1)
             low, high = share.interval
             whole[low:high] = share.gradient if gradients else share.data
-            given[param] = whole.view(param.shape), {"dp": ["P"]}
+            given[param] = whole.view(param.shape), {"dp": ["P"], "cp": ["P"]}
         return given
 
     def _own_largest(self, total: Total, checks: DeferredChecks | None, rank_reports: Sequence[float] = ()) -> Tensor:
