@@ -22,8 +22,7 @@ from shardwise.core.random import seed_streams
 from shardwise.core.sequence_view import ContextShard
 from shardwise.core.topology import Groups, Topology
 from shardwise.kernels.planning import planning_for
-from shardwise.models import GPT, Classification, Experts, ModelConfig, Recomputation
-from shardwise.models.bert import Bert
+from shardwise.models import GPT, Experts, ModelConfig, Recomputation
 from shardwise.models.generation import Sampling, generate
 from shardwise.models.transformer import (
     attention_blocks,
@@ -391,11 +390,6 @@ def test_what_does_not_work_is_refused_by_name(group):
     with pytest.raises(ShardingError, match="a sequence of 1 positions cannot be split over 2 context-parallel ranks"):
         model(torch.zeros(1, 1, dtype=torch.int64))
     sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 12, "num_attention_heads": 2}
-    with pytest.raises(ConfigError, match=r"context parallelism \(Groups.cp\) is for GPT without a classification"):
-        Bert(ModelConfig(**sizes), 50, 16, groups=groups)
-    head = Classification("sequence-classification", 3, "single_label_classification", pad_token_id=0)
-    with pytest.raises(ConfigError, match=r"context parallelism \(Groups.cp\) is for GPT without a classification"):
-        GPT(ModelConfig(**sizes), 50, 16, groups=groups, classification=head)
     few: dict[str, Any] = {"num_layers": 1, "hidden_size": 12, "num_attention_heads": 1, "cp_comm_type": "a2a"}
     with pytest.raises(ConfigError, match=r"tensor-parallel rank, which are 1, over 2 .*: there are more ranks than"):
         GPT(ModelConfig(**few), 50, 16, groups=groups)

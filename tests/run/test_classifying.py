@@ -140,7 +140,11 @@ def test_ten_steps_are_those_of_transformers(group, root, tmp_path, monkeypatch,
     import transformers
 
     ranks = group.size()
-    layouts = [ParallelSettings(tp=ranks, sequence_parallel=True), ParallelSettings(tp=ranks)]
+    layouts = [
+        ParallelSettings(tp=ranks, sequence_parallel=True),
+        ParallelSettings(tp=ranks),
+        ParallelSettings(cp=ranks),
+    ]
     if ranks == 2:
         layouts += [ParallelSettings(pp=2), ParallelSettings()]
     expected = None

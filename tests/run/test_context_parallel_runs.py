@@ -28,7 +28,7 @@ LAYOUTS = {
     "cp 2, dp 2, fsdp": ("--nproc", "4", "--cp", "2", "--fsdp"),
     "cp 2, tp 2, sp": ("--nproc", "4", "--cp", "2", "--tp", "2", "--sequence-parallel"),
     "cp 2, pp 2": ("--nproc", "4", "--cp", "2", "--pp", "2"),
-    "cp 3": ("--nproc", "3", "--cp", "3"),
+    "cp 3": ("--nproc", "3", "--cp", "3", "--doctor-every", "2"),
 }
 
 
@@ -68,26 +68,49 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(folder, one, tmp_path
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)
 
 
+# What is learned from which file, with which options, and a layout. ``test_dpo.py`` has steps of preferences.
+TASKS = {
+    # Texts in a row see themselves alone, and their positions start at 0, wherever the ranks cut the row.
+    "packed rows, adapters with dropout": (
+        ("finetune", "texts", "--packing", "--lora-rank", "4", "--lora-dropout", "0.2"),
+        ("--nproc", "4", "--cp", "2", "--tp", "2"),
+    ),
+    "a teacher": (
+        ("distill", "texts", "--teacher", "hf", "--lora-rank", "4"),
+        ("--nproc", "4", "--cp", "2", "--zero", "1"),
+    ),
+    "labels": (
+        ("finetune", "labels", "--task", "sequence-classification", "--pad-token", "<|endoftext|>"),
+        ("--nproc", "4", "--cp", "2", "--pp", "2"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pretrained(folder, one):
+    """A folder of Hugging Face, and files of samples of each kind."""
+    run(folder, "export-hf", str(one), "--out", str(folder / "hf"))
+    texts = [{"prompt": "What is " * (k % 5 + 1), "completion": f"{k} " * (k % 3 + 1)} for k in range(60)]
+    records = {
+        "texts": texts,
+        "labels": [{"text": each["prompt"] + each["completion"], "label": k % 3} for k, each in enumerate(texts)],
+    }
+    for name, each in records.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, each)))
+    return folder
+
+
 @pytest.mark.slow
-def test_packed_rows_with_adapters_are_fine_tuned_as_on_one_rank(folder, one, tmp_path):
-    """Texts in a row see themselves alone, and their positions start at 0, wherever the ranks cut the row."""
-    run(tmp_path, "export-hf", str(one), "--out", str(tmp_path / "hf"))
-    samples = [{"prompt": "What is " * (k % 5 + 1), "completion": f"{k} " * (k % 3 + 1)} for k in range(60)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, samples)))
-    options = (
-        "--device",
-        "cpu",
-        "--packing",
-        "--training.steps",
-        "3",
-        "--training.global-batch-size",
-        "2",
-        "--lora-rank",
-        "4",
-    )
-    for name, more in (("alone", ()), ("shared", ("--nproc", "4", "--cp", "2", "--tp", "2"))):
-        command = ("finetune", str(tmp_path / "hf"), "--data", str(tmp_path / "pairs.jsonl"), *options, *more)
-        run(tmp_path, *command, "--out", str(tmp_path / name))
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("task", TASKS)
+def test_any_task_is_learned_as_on_one_rank(pretrained, tmp_path, task):
+    (command, data, *options), layout = TASKS[task]
+    steps = ("--training.steps", "3", "--training.global-batch-size", "4", "--device", "cpu")
+    model = str(pretrained / "hf")
+    given = [model if option == "hf" else option for option in options]
+    for name, more in (("alone", ()), ("shared", layout)):
+        arguments = (command, model, "--data", str(pretrained / f"{data}.jsonl"), *given, *steps, *more)
+        run(tmp_path, *arguments, "--out", str(tmp_path / name))
     comparison = compare(tmp_path / "alone", tmp_path / "shared")
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)
 
@@ -121,19 +144,10 @@ def test_plans_count_what_a_way_sends(way, numbers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        (("doctor", "train"), "the doctor cannot merge the positions of parallel.cp 2 ranks yet"),
-        (
-            ("train", "--model.dropout", "0.1", "--cp-comm-type", "all_gather"),
-            "attention_dropout 0.1 with training.rng global",
-        ),
-    ],
-    ids=["doctor", "dropout"],
-)
-def test_what_does_not_work_is_refused(tmp_path, command, message):
-    arguments = (*command, "--data", str(TEXT), "--out", str(tmp_path / "run"), *SIZES, "--nproc", "2", "--cp", "2")
-    with Program("-m", "shardwise", *arguments, folder=tmp_path) as program:
+def test_dropout_of_attention_is_refused(tmp_path):
+    arguments = ("train", "--data", str(TEXT), "--out", str(tmp_path / "run"), *SIZES, "--nproc", "2", "--cp", "2")
+    with Program(
+        "-m", "shardwise", *arguments, "--model.dropout", "0.1", "--cp-comm-type", "all_gather", folder=tmp_path
+    ) as program:
         program.finish(exit_code=2)
-    assert message in program.stderr
+    assert "attention_dropout 0.1 with training.rng global" in program.stderr

@@ -143,7 +143,7 @@ def open_run(settings, root, monkeypatch):
 
 @pytest.mark.sample(1)
 @pytest.mark.slow
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_ten_steps_are_those_of_the_dense_formulas(group, root, tmp_path, monkeypatch):
     """Both directions, with masks, temperatures and a teacher of another family; over every kind of ranks."""
     expected = json.loads((root / "expected.json").read_text())
@@ -153,7 +153,10 @@ def test_ten_steps_are_those_of_the_dense_formulas(group, root, tmp_path, monkey
             ("fewer ids", ParallelSettings(tp=2, sequence_parallel=True), {"micro_batch_size": 1}),
             ("more ids", ParallelSettings(zero=1), {"micro_batch_size": 1}),
             ("reverse", ParallelSettings(fsdp=True), {}),
+            ("llama", ParallelSettings(cp=2), {}),
         ]
+    elif group.size() == 3:
+        layouts = [("forward", ParallelSettings(cp=3), {})]
     for name, parallel, training in layouts:
         settings, tolerance = CASES[name]
         session = open_run(

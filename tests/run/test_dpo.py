@@ -187,20 +187,25 @@ def test_each_loss_is_that_of_its_paper(group, root, tmp_path, monkeypatch):
     assert expected["sigmoid"][-1][0] < 0.95 * expected["sigmoid"][0][0], "nothing is learned"
 
 
+LAYOUTS = {
+    2: (
+        (ParallelSettings(tp=2), {}),
+        (ParallelSettings(tp=2, sequence_parallel=True), {"micro_batch_size": 1, "loss": "linear_fused"}),
+        (ParallelSettings(pp=2), {}),
+        (ParallelSettings(zero=1), {"micro_batch_size": 1}),
+        (ParallelSettings(fsdp=True), {}),
+        (ParallelSettings(cp=2, zero=1), {}),
+    ),
+    3: ((ParallelSettings(cp=3), {"micro_batch_size": 1}),),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 3)
 def test_ten_steps_at_every_layout(group, root, tmp_path, monkeypatch):
-    """Losses and rewards over tensor-parallel ranks, stages, and data-parallel ranks that share the pairs."""
+    """Losses and rewards over tensor-parallel ranks, stages, and ranks that share the pairs or their positions."""
     expected = json.loads((root / "expected.json").read_text())["sigmoid"]
-    for number, (parallel, training) in enumerate(
-        (
-            (ParallelSettings(tp=2), {}),
-            (ParallelSettings(tp=2, sequence_parallel=True), {"micro_batch_size": 1, "loss": "linear_fused"}),
-            (ParallelSettings(pp=2), {}),
-            (ParallelSettings(zero=1), {"micro_batch_size": 1}),
-            (ParallelSettings(fsdp=True), {}),
-        )
-    ):
+    for number, (parallel, training) in enumerate(LAYOUTS[group.size()]):
         session = open_run(settings_of(root, tmp_path / str(number), parallel=parallel, **training), root, monkeypatch)
         same_steps(steps_of(session), expected, str(parallel))
         session.topology.destroy()

@@ -76,7 +76,12 @@ def test_ten_steps_are_those_of_transformers(group, root, tmp_path, monkeypatch,
     import transformers
 
     expected = None
-    layouts = [ParallelSettings(tp=2, sequence_parallel=True), ParallelSettings(pp=2), ParallelSettings()]
+    layouts = [
+        ParallelSettings(tp=2, sequence_parallel=True),
+        ParallelSettings(pp=2),
+        ParallelSettings(cp=2),
+        ParallelSettings(),
+    ]
     for parallel in layouts:
         session = open_run(settings_of(root, tmp_path / "run", kind, parallel, labels=TASK), root, monkeypatch)
         if expected is None:

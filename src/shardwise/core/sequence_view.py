@@ -33,6 +33,13 @@ class _Own(Function):
         return None, None, None
 
 
+def runs_of_ranks(length: int, num_ranks: int) -> tuple[tuple[Interval, ...], ...]:
+    """Return the runs of positions of each context-parallel rank, ``(start, stop)``, in order; see ``ContextShard``."""
+    runs = intervals_of_sizes(balanced_sizes(length, 2 * num_ranks))
+    pairs = ((runs[rank], runs[2 * num_ranks - 1 - rank]) for rank in range(num_ranks))
+    return tuple(tuple(run for run in pair if run[0] < run[1]) for pair in pairs)
+
+
 @dataclass(frozen=True)
 class ContextShard:
     """The positions of a sequence that this rank of a context-parallel group holds.
@@ -63,10 +70,7 @@ class ContextShard:
     @cached_property
     def intervals_of_ranks(self) -> tuple[tuple[Interval, ...], ...]:
         """Each rank's runs of positions as ``(start, stop)``, in order."""
-        ranks = self.group.size()
-        runs = intervals_of_sizes(balanced_sizes(self.length, 2 * ranks))
-        pairs = ((runs[rank], runs[2 * ranks - 1 - rank]) for rank in range(ranks))
-        return tuple(tuple(run for run in pair if run[0] < run[1]) for pair in pairs)
+        return runs_of_ranks(self.length, self.group.size())
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -110,6 +114,21 @@ class ContextShard:
             )
         own: Tensor = _Own.apply(whole, self, dim)
         return own
+
+    def own_samples(self, whole: Tensor) -> Tensor:
+        """Return this rank's share of the samples ``[b, ...]``, by the balanced rule.
+
+        A head that reads whole sequences works on this share, so that its gradient is a partial sum over the ranks,
+        like those of the layers before it.
+        """
+        start, stop = intervals_of_sizes(balanced_sizes(whole.size(0), self.group.size()))[self.group.rank()]
+        return whole[start:stop]
+
+    def places_of(self, positions: Tensor) -> Tensor:
+        """Return where this rank holds positions of the whole sequence, int64; -1 for those of other ranks."""
+        own = self.positions(positions.device)
+        places = torch.searchsorted(own, positions).clamp(max=self.size - 1)
+        return torch.where(own[places] == positions, places, -1)
 
     def in_order(self, gathered: Tensor, *, dim: int) -> Tensor:
         """Put the positions of all ranks, one rank after the other, into the order of the sequence."""

@@ -24,6 +24,7 @@ class LabelledRows(Rows):
         values: labels of each row: ``[1]`` or ``[n]`` from ``Labels.encode``, or int64 with one for each token.
         pad_id: id of the padding, on the right.
         of_tokens: whether each token has a label or -100.
+        shortest: least length of the rows of a batch.
 
     Attributes:
         lengths: ``[rows]``: number of tokens.
@@ -41,11 +42,12 @@ class LabelledRows(Rows):
         pad_id: int,
         *,
         of_tokens: bool = False,
+        shortest: int = 1,
     ) -> None:
         if not tokens:
             raise DataError("there is no text with a label; give at least one")
         self._tokens, self._kinds, self._values, self._pad_id = tokens, kinds, values, pad_id
-        self._of_tokens = of_tokens
+        self._of_tokens, self._shortest = of_tokens, shortest
         self.lengths = np.array([len(each) for each in tokens], dtype=np.int64)
         counts = [int((each != IGNORE_INDEX).sum()) if of_tokens else 1 for each in values]
         self.labels = np.array(counts, dtype=np.int64)
@@ -55,8 +57,8 @@ class LabelledRows(Rows):
         return len(self._tokens)
 
     def width(self, indices: NDArray[np.int64]) -> int:
-        """Return the length of the longest of these rows."""
-        return int(self.lengths[indices].max())
+        """Return the length of the longest of these rows, at least ``shortest``."""
+        return max(self._shortest, int(self.lengths[indices].max()))
 
     def row(self, index: int, length: int | None = None) -> Row:
         """``tokens [s]`` and ``labels [1, n or s]``; with token types ``tokentype_ids [s]`` and ``attention_mask [s]``,
@@ -133,6 +135,7 @@ def encode_labelled(
     pad_id: int,
     kinds: int,
     parse_special: bool,
+    shortest: int = 1,
 ) -> EncodedTexts:
     """Encode labelled texts as rows.
 
@@ -147,6 +150,7 @@ def encode_labelled(
         pad_id: id of the padding.
         kinds: number of the model's token types; 0 if it has none, and needs no mask for padding.
         parse_special: whether to parse the names of special tokens in texts as special tokens.
+        shortest: least length of the rows of a batch.
 
     Raises:
         DataError: a label is not in ``labels``, a text has no tokens, the model has too few token types for a pair, or
@@ -182,7 +186,7 @@ def encode_labelled(
             f"none of {counted(len(texts), 'text')} has a word whose label counts: all labels are {IGNORE_INDEX}, or "
             "of words without a token; label at least one"
         )
-    rows = LabelledRows(ids, types if kinds else None, values, pad_id, of_tokens=of_tokens)
+    rows = LabelledRows(ids, types if kinds else None, values, pad_id, of_tokens=of_tokens, shortest=shortest)
     return EncodedTexts(rows, tuple(kept), max_length, num_cut, num_words, len(texts) - len(kept))
 
 

@@ -27,6 +27,7 @@ class PairRows(Rows):
         sequence_length: ``s``, maximum number of positions in a row.
         too_long: treatment of longer pairs.
         beginning: ids that the tokenizer adds before every text, which a cut prompt keeps.
+        shortest: least length of the rows of a batch.
 
     Attributes:
         samples, sequence_length, too_long: as given.
@@ -48,11 +49,13 @@ class PairRows(Rows):
         *,
         too_long: Literal["cut", "drop"] = "cut",
         beginning: tuple[int, ...] = (),
+        shortest: int = 1,
     ) -> None:
         if sequence_length < 2:
             raise ConfigError(f"sequence_length {sequence_length} must be at least 2 for pairs")
         self.samples, self.sequence_length, self.too_long = samples, sequence_length, too_long
         self.num_too_long = self.num_equal = 0
+        self._shortest = shortest
         self._beginning = np.asarray(beginning, dtype=np.int64)
         # For each pair: its index, and the number of tokens kept of the prompt and of each answer.
         self._kept: list[tuple[int, int, tuple[int, int]]] = []
@@ -146,8 +149,8 @@ class PairRows(Rows):
         return row
 
     def width(self, indices: NDArray[np.int64]) -> int:
-        """Return the length of the longest sample of these pairs."""
-        return int(self._sizes[indices].max())
+        """Return the length of the longest sample of these pairs, at least ``shortest``."""
+        return max(self._shortest, int(self._sizes[indices].max()))
 
     def by_width(self, count: int) -> list[NDArray[np.int64]]:
         """Return the indices of all pairs in ``count`` parts of similar size, the shortest pairs first."""

@@ -20,7 +20,7 @@ from shardwise.models.transformer.layer import TransformerLayerSpec, attention_o
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.models.transformer.mlp import layer_arguments, make_norm
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.nn import GroupModule, ReplicatedLinear, parameter_device, viewless
+from shardwise.nn import GroupModule, ReplicatedLinear, parameter_device
 
 
 def _dense(
@@ -57,14 +57,18 @@ class Pooler(GroupModule):
         self.dense = _dense(config, config.hidden_size, tp_group)
 
     def forward(self, hidden: Tensor, sequence: SequenceView) -> Tensor:
-        """Map ``[s, b, h]``, or this rank's shard ``[s/t, b, h]``, to ``[b, h]``."""
+        """Map ``[s, b, h]``, or this rank's shard ``[s/t, b, h]``, to ``[b, h]``.
+
+        With context parallelism the result has zeros on ranks without the first token.
+        """
         first = hidden[:1]
         if sequence.group is not None:
             # Each rank that has tokens contributes one. The first rank's token is the first of the sequence.
             sizes = [min(size, 1) for size in sequence.sizes]
             first = moves.gather(first, dim=0, group=sequence.group, sizes=sizes)
         output: Tensor = torch.tanh(self.dense(first[0]))
-        return output
+        # The product keeps the result connected to each rank's backward.
+        return output if sequence.context is None else output * float(sequence.context.intervals[0][0] == 0)
 
 
 class Bert(TransformerModel):
@@ -168,7 +172,9 @@ class Bert(TransformerModel):
         Returns:
             With ``classification``, or on a stage that is not the last, as for ``GPT.forward``. Otherwise a pair: loss
             ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``); and the logits of "B
-            follows A" and "B is random", ``[b, 2]``, or None without ``add_binary_head``.
+            follows A" and "B is random", ``[b, 2]``, or None without ``add_binary_head``. With context parallelism
+            ``s`` is this rank's number of positions, and ``b`` of the second its share of the samples
+            (``ContextShard.own_samples``).
 
         Raises:
             ShardingError: the sequence is too long, a mask has the wrong shape, a later stage has no input, or labels
@@ -179,16 +185,18 @@ class Bert(TransformerModel):
             given, wanted = ("labels", "lm_labels") if self.classification is None else ("lm_labels", "labels")
             raise ShardingError(f"{given} are given, and this model's are {wanted}")
         sequence = self._sequence_of(input_ids, attention_mask, lm_labels)
+        context = sequence.context
         if self.pre_process:
-            hidden: Tensor = self.embedding(input_ids, position_ids, tokentype_ids)
+            hidden: Tensor = self.embedding(input_ids, position_ids, tokentype_ids, context=context)
         else:
             hidden = self._input_of_a_later_stage()
         forbidden = None
         if attention_mask is not None:
-            forbidden = forbidden_keys(is_token(attention_mask, hidden.size(1), sequence.length))
+            s = sequence.length if context is None else context.length
+            forbidden = forbidden_keys(is_token(attention_mask, hidden.size(1), s))
         hidden = self.encoder(
             hidden,
-            attention_mask=AttentionMask(forbidden, alibi_slopes=self.alibi_slopes),
+            attention_mask=AttentionMask(forbidden, alibi_slopes=self.alibi_slopes, context=context),
             sequence=sequence,
             **self._rotary(position_ids, sequence, hidden),
         )
@@ -198,11 +206,16 @@ class Bert(TransformerModel):
             if self.pooler is None:
                 logits = self.classifier.of_tokens(hidden, sequence).transpose(0, 1)
             else:
-                logits = self.classifier.of_sequences(self.pooler(hidden, sequence))
-            return viewless(logits) if labels is None else self.classification.loss(logits, labels)
+                logits = self.classifier.of_sequences(self.pooler(hidden, sequence), sequence)
+            return self._classified(logits, labels, sequence)
         binary_logits = None
         if self.pooler is not None and self.binary_head is not None:
-            binary_logits = self.binary_head(self.pooler(hidden, sequence))
+            pooled = self.pooler(hidden, sequence)
+            if context is not None:
+                pooled = moves.reduce_scatter(pooled, dim=0, group=context.group)
+            binary_logits = self.binary_head(pooled)
         hidden = self.lm_head(hidden)
+        if lm_labels is not None and context is not None:
+            lm_labels = context.own(lm_labels, dim=1)
         scores = self._logits(hidden, sequence) if lm_labels is None else self._loss(hidden, lm_labels, sequence)
         return scores, binary_logits

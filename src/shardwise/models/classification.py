@@ -128,15 +128,24 @@ class Classifier(ReplicatedLinear):
         self.dropout = ResidualDropout(spec.dropout)
 
     def of_tokens(self, hidden: Tensor, sequence: SequenceView) -> Tensor:
-        """Map ``[s, b, h]``, or this rank's shard ``[s/t, b, h]``, to ``[s, b, n]``."""
+        """Map ``[s, b, h]``, or this rank's shard ``[s/t, b, h]``, to ``[s, b, n]``.
+
+        With context parallelism the result has all positions of this rank's share of the samples.
+        """
         logits: Tensor = self(self.dropout(hidden, sequence))
         if sequence.group is not None:
             logits = moves.gather(logits, dim=0, group=sequence.group, sizes=sequence.sizes)
+        if (context := sequence.context) is not None:
+            logits = context.in_order(moves.gather(logits, dim=0, group=context.group, sizes=context.sizes), dim=0)
+            logits = moves.scatter(logits, dim=1, group=context.group)
         return logits
 
-    def of_sequences(self, pooled: Tensor) -> Tensor:
-        """Map ``[b, h]`` to ``[b, n]``."""
-        logits: Tensor = self(self.dropout(pooled, SequenceView.of(pooled, None)))
+    def of_sequences(self, pooled: Tensor, sequence: SequenceView) -> Tensor:
+        """Map ``[b, h]`` to ``[b, n]``; with context parallelism, partial sums to this rank's share of the samples."""
+        pooled = self.dropout(pooled, SequenceView.of(pooled, None))
+        if sequence.context is not None:
+            pooled = moves.reduce_scatter(pooled, dim=0, group=sequence.context.group)
+        logits: Tensor = self(pooled)
         return logits
 
     def last_tokens(self, input_ids: Tensor) -> Tensor:
@@ -157,8 +166,13 @@ class Classifier(ReplicatedLinear):
         return (places * (input_ids != pad)).argmax(dim=1)
 
     def pool(self, hidden: Tensor, places: Tensor, sequence: SequenceView) -> Tensor:
-        """Select the states ``[b, h]`` at ``places``, ``[b]``, from ``[s, b, h]`` or this rank's ``[s/t, b, h]``."""
+        """Select the states ``[b, h]`` at ``places``, ``[b]``, from ``[s, b, h]`` or this rank's ``[s/t, b, h]``.
+
+        With context parallelism the result has zeros for the states of other ranks.
+        """
         start, stop = sequence.interval
+        if sequence.context is not None:
+            places = sequence.context.places_of(places)
         if start == stop:
             # Zeros that stay connected to this rank's backward.
             picked = hidden.sum(dim=0)

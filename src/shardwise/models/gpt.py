@@ -10,7 +10,6 @@ from shardwise.models.transformer.block import TransformerBlock
 from shardwise.models.transformer.core_attention import KeyValueCache
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType, document_lengths
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.nn import viewless
 
 
 class GPT(TransformerModel):
@@ -87,7 +86,8 @@ class GPT(TransformerModel):
             ``parallel_output``). Hidden states ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) on a stage
             that is not the last. Results for padding are finite, but have no meaning. With context parallelism every
             rank is given whole sequences, and ``s`` of a result is this rank's number of positions, in the order of
-            ``ContextShard.intervals``.
+            ``ContextShard.intervals``; with ``classification``, ``b`` is its share of the samples
+            (``ContextShard.own_samples``).
 
         Raises:
             ShardingError: an input is not a tensor or has no tokens; the sequence is too long; a mask, labels or
@@ -124,7 +124,7 @@ class GPT(TransformerModel):
                 labels = None if labels is None or self.classification is not None else first.move(labels)
             elif self.alibi_slopes is not None:
                 key_positions = positions_of(tokens)
-        if context is not None and labels is not None:
+        if context is not None and labels is not None and self.classification is None:
             labels = context.own(labels, dim=1)
         if self.pre_process:
             hidden: Tensor = self.embedding(input_ids, position_ids, context=context)
@@ -191,8 +191,8 @@ class GPT(TransformerModel):
             places = self.classifier.last_tokens(input_ids)
             if first is not None:
                 places = first.place_of(places)
-            logits = self.classifier.of_sequences(self.classifier.pool(hidden, places, sequence))
-        return viewless(logits) if labels is None else spec.loss(logits, labels)
+            logits = self.classifier.of_sequences(self.classifier.pool(hidden, places, sequence), sequence)
+        return self._classified(logits, labels, sequence)
 
     @property
     def _sees_all_before(self) -> bool:

@@ -137,6 +137,7 @@ class TokenEmbedding(GroupModule):
             input_ids = context.own(input_ids, dim=1)
             positions = context.positions(input_ids.device)
             position_ids = positions if position_ids is None else context.own(position_ids, dim=-1)
+            tokentype_ids = None if tokentype_ids is None else context.own(tokentype_ids, dim=1)
             s = context.size
         hidden: Tensor = self.word_embeddings(input_ids)
         if self.multiplier != 1.0:

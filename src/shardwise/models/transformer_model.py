@@ -107,10 +107,6 @@ class TransformerModel(FixedTensors, LanguageModel):
             raise ConfigError(
                 f"exact_parts is {config.exact_parts}, and classification heads have no exact form; leave it at None"
             )
-        if self._splits_context and (classification is not None or self.block_name != "decoder"):
-            raise ConfigError(
-                "context parallelism (Groups.cp) is for GPT without a classification head; leave one of the two out"
-            )
         if groups.cp is not None:
             check_way(config, groups.tp.size(), groups.cp.size())
         self._check(vocab_size, max_sequence_length, position_embedding_type)
@@ -203,6 +199,14 @@ class TransformerModel(FixedTensors, LanguageModel):
         logits: Tensor = self.output_layer(hidden, self._output_weight(), sequence=sequence)
         logits = self._scaled(logits)
         return viewless(logits if self.parallel_output else self.output_layer.gather(logits))
+
+    def _classified(self, logits: Tensor, labels: Tensor | None, sequence: SequenceView) -> Tensor:
+        """Return the logits of a classification head, or losses for the labels of all samples."""
+        if labels is None:
+            return viewless(logits)
+        assert self.classification is not None
+        context = sequence.context
+        return self.classification.loss(logits, labels if context is None else context.own_samples(labels))
 
     def _loss(self, hidden: Tensor, labels: Tensor, sequence: SequenceView) -> Tensor:
         """Map ``[s, b, h]``, or this rank's shard, and labels ``[b, s]`` to the loss of each token ``[b, s]``."""
@@ -376,20 +380,21 @@ class TransformerModel(FixedTensors, LanguageModel):
             if tensor is not None:
                 return self.view_of(tensor.size(-1))
         hidden = self._input_of_a_later_stage()
-        if group is not None or self._splits_context:
+        if group is not None or self.splits_context:
             raise ShardingError(
                 "with sequence or context parallelism a stage cannot tell the sequence's length; pass input_ids"
             )
         return SequenceView(hidden.size(0))
 
     @property
-    def _splits_context(self) -> bool:
+    def splits_context(self) -> bool:
+        """True if ranks share the positions of each sample (context parallelism)."""
         return self.groups.cp is not None and self.groups.cp.size() > 1
 
     def view_of(self, length: int) -> SequenceView:
         """Return this rank's view of the hidden states of sequences of ``length`` tokens."""
         group = self.tp_group if self.sequence_parallel else None
-        if self.groups.cp is None or not self._splits_context:
+        if self.groups.cp is None or not self.splits_context:
             return SequenceView(length, group)
         context = ContextShard(length, self.groups.cp)
         return SequenceView(context.size, group, context)

@@ -251,12 +251,15 @@ class InferenceRowLinear(RowLinear):
         """
         return sharing(_plain(linear, RowLinear), cls, **attributes)
 
-    def forward(self, input_: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_: Tensor, residual: Tensor | None = None, *, sequence: SequenceView | None = None
+    ) -> Tensor:
         """Apply the layer.
 
         Args:
             input_: ``[s, b, i/t]``, this rank's features; not modified.
             residual: added to the output, and of its shape; not modified.
+            sequence: ignored, because there is no dropout.
 
         Returns:
             ``[s, b, o]``, the same on every rank; ``[s/t, b, o]`` with sequence parallelism, by the balanced rule. In

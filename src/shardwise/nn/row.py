@@ -12,6 +12,7 @@ from shardwise.core.communication import moves
 from shardwise.core.errors import ShardingError
 from shardwise.core.initialization import InitMethod
 from shardwise.core.layout import I, Layout, P, V
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout
 from shardwise.nn.linear import LinearParallelism
 from shardwise.nn.parallel_linear import ParallelLinear
@@ -78,11 +79,12 @@ class RowLinear(ParallelLinear):
         """I; V(dim=0) with sequence parallelism; P if the layer does not reduce its output."""
         return self.parallelism.outside or (I if self.group.size() == 1 else P)
 
-    def forward(self, input_: Tensor) -> Tensor:
+    def forward(self, input_: Tensor, *, sequence: SequenceView | None = None) -> Tensor:
         """Apply the layer.
 
         Args:
             input_: ``[s, b, i/t]``, this rank's features; not modified.
+            sequence: positions of the input, which only the dropout of adapters reads.
 
         Returns:
             ``[s, b, o]``, the same on every rank; ``[s/t, b, o]`` with sequence parallelism, by the balanced rule.
@@ -92,13 +94,13 @@ class RowLinear(ParallelLinear):
         """
         # On one rank the product adds the bias. On several it must be added once, after the sum.
         adds_later = self.bias is not None and (self.group.size() > 1 or not self._products.adds_bias)
-        output = self._apply_linear(input_, None if adds_later else self.bias)
+        output = self._apply_linear(input_, None if adds_later else self.bias, sequence)
         return self._norm.add_bias(output, self.bias) if adds_later and self.bias is not None else output
 
-    def _apply_linear(self, input_: Tensor, bias: Tensor | None) -> Tensor:
+    def _apply_linear(self, input_: Tensor, bias: Tensor | None, sequence: SequenceView | None = None) -> Tensor:
         if input_.shape[-1:] != (self.local_features,):
             raise self._wrong_width(input_, self.local_features)
-        return self._multiply(input_, self.weight, bias)
+        return self._multiply(input_, self.weight, bias, sequence)
 
     def scatter(self, input_: Tensor) -> Tensor:
         """Return this rank's features ``[s, b, i/t]`` of a whole input ``[s, b, i]``.

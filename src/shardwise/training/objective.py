@@ -21,10 +21,10 @@ class Objective:
         names: names of the other sums; the metrics use them for the means.
         curves: names of the plotted metrics, of a training batch and of held-out data.
         unit: unit of both plotted metrics.
-        sums_tokens: whether the loss is a sum over tokens, so that ranks may have different positions of a sample.
+        shares_samples: whether the loss is right if ranks have different positions of a sample (context parallelism).
     """
 
-    sums_tokens = False
+    shares_samples = False
     names: tuple[str, ...] = ()
     curves: tuple[str, str] = ("bits_per_byte", "held_out_bits_per_byte")
     unit = "bits per byte"
@@ -83,7 +83,7 @@ class CrossEntropy(Objective):
         sum_of_losses: function that sums the losses of a micro-batch in a given dtype (``Gradients.sum_of_losses``).
     """
 
-    sums_tokens = True
+    shares_samples = True
     sum_of_losses: Callable[[Tensor, torch.dtype | None], Tensor] = Gradients.sum_of_losses
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:

@@ -120,11 +120,12 @@ class Trainer:
         objective: the loss; None for the cross entropy of each token.
 
     Raises:
-        ConfigError: ``groups`` has no data-parallel group, or ranks share samples (``cp``) whose loss is not a sum
-            over tokens.
+        ConfigError: ``groups`` has no data-parallel group, or ranks share samples (``cp``) and the objective cannot.
         DesyncError: ranks hold different values of a replicated parameter; raised on every rank.
 
     Attributes:
+        sample_rank, num_sample_ranks: this rank's place among the ranks, or groups of ranks, with different samples,
+            and their number.
         gradients: object that sums gradients over data-parallel ranks and micro-batches.
         zero: the optimizer if its state is split over the data-parallel ranks, otherwise None.
         loss_scale: dynamic scale of the loss; None if the loss is not scaled.
@@ -161,7 +162,7 @@ class Trainer:
                 "this rank alone"
             )
         self.dp_group = groups.dp
-        self._sample_rank, self._num_sample_ranks = groups.samples
+        self.sample_rank, self.num_sample_ranks = groups.samples
         self.pp_group = groups.pp if groups.num_stages > 1 else None
         self._chunks = cast(list[TransformerModel], list(model)) if isinstance(model, ModelChunks) else [model]
         self._pipeline: Pipeline[Tensor] | None = None
@@ -187,9 +188,10 @@ class Trainer:
             for layer in each.block.layers
             if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, MoELayer)
         }
-        if self._num_sample_ranks < self.dp_group.size() and not self.objective.sums_tokens:
+        if self.num_sample_ranks < self.dp_group.size() and not self.objective.shares_samples:
             raise ConfigError(
-                "context parallelism (cp) is for losses that are sums over tokens, and this one is not; leave cp at 1"
+                f"ranks share samples (cp), and {type(self.objective).__name__} has no sums for that (shares_samples); "
+                "leave cp at 1"
             )
         self._groups = [self.tp_group, self.dp_group, *([] if self.pp_group is None else [self.pp_group])]
         self._reduce = self._reduced if exact_parts(groups.tp) is None else self._reduced_exactly
@@ -228,7 +230,7 @@ class Trainer:
         # group share one data-parallel stream; data-parallel ranks and stages need different ones. Ranks that share
         # samples have slices of one mask, unless each rank draws its masks alone.
         stage = 0 if self.pp_group is None else self.pp_group.rank()
-        place = self._sample_rank if settings.training.rng == "global" else self.dp_group.rank()
+        place = self.sample_rank if settings.training.rng == "global" else self.dp_group.rank()
         stream_seed = _stream_seed(settings.training.seed, step, place, stage)
         seed_streams(stream_seed, self.tp_group.rank(), rng=settings.training.rng)
         self.model.train()
@@ -241,7 +243,7 @@ class Trainer:
         self._step, self._num_micro_batches = step, len(batches)
         for layer in self._of_experts.values():
             # A rehearsal may have no micro-batches.
-            layer.begin(scale / (max(1, len(batches)) * self._num_sample_ranks))
+            layer.begin(scale / (max(1, len(batches)) * self.num_sample_ranks))
         no_sync, inputs = self.gradients.no_sync, self.objective.inputs
 
         def loss_of(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -328,7 +330,7 @@ class Trainer:
 
     def _seed_in_order(self, micro_batch: int) -> None:
         """Seed dropout by the micro-batch's position in the global batch, whichever rank runs it."""
-        training, number = self.settings.training, self._sample_rank * self._num_micro_batches + micro_batch
+        training, number = self.settings.training, self.sample_rank * self._num_micro_batches + micro_batch
         seed_streams(_stream_seed(training.seed, self._step, number, 0), self.tp_group.rank(), rng=training.rng)
 
     def _run_pipeline(
@@ -401,7 +403,7 @@ class Trainer:
             whole = share.gradient.new_zeros(param.numel()) if gradients else torch.zeros_like(param).view(-1)
             low, high = share.interval
             whole[low:high] = share.gradient if gradients else share.data
-            given[param] = whole.view(param.shape), {"dp": ["P"]}
+            given[param] = whole.view(param.shape), {"dp": ["P"], "cp": ["P"]}
         return given
 
     def _own_largest(self, total: Total, checks: DeferredChecks | None, rank_reports: Sequence[float] = ()) -> Tensor:
@@ -438,7 +440,7 @@ class Trainer:
         if numbers.routing is not None:
             assert self._model_config.experts is not None
             every = numbers.routing.view(self._model_config.num_layers, -1)
-            micro_batches = self._num_micro_batches * self._num_sample_ranks
+            micro_batches = self._num_micro_batches * self.num_sample_ranks
             routing = metrics_of(every, self._model_config.experts, micro_batches)
         norm, *read = torch.cat([numbers.norm.view(1), routing, numbers.sums, numbers.largest]).tolist()
         metrics, read = dict(zip(METRICS, read[: len(routing)], strict=False)), read[len(routing) :]
@@ -475,7 +477,7 @@ class Trainer:
         return self.step(step, prepared[2], loader.num_labels(step), meanwhile=meanwhile)
 
     def _prepare(self, step: int, loader: DataLoader) -> _Prepared:
-        rank, num_ranks = self._sample_rank, self._num_sample_ranks
+        rank, num_ranks = self.sample_rank, self.num_sample_ranks
         micro = self.settings.micro_batch_size(num_ranks)
         batches = loader.batch(step, rank, num_ranks, micro, with_lengths=self._needs_lengths)
         return step, loader, [self._mover.start(batch) for batch in batches]
@@ -501,7 +503,7 @@ class Trainer:
         """
         self.wait_for_weights()
         inputs = self.objective.of_evaluation.inputs
-        rank, num_ranks = self._sample_rank, self._num_sample_ranks
+        rank, num_ranks = self.sample_rank, self.num_sample_ranks
         micro = self.settings.micro_batch_size(num_ranks)
         batches = held_out.batches(micro, rank, num_ranks, with_lengths=self._needs_lengths)
         if self._pipeline is None:

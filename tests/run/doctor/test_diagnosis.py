@@ -116,16 +116,22 @@ def run_doctor(folder: Path, source: Path, *arguments: str, exit_code: int) -> d
     return json.loads(program.stdout[program.stdout.index("{") :])
 
 
+def first_finding(fault: Fault, folder: Path, *arguments: str) -> dict[str, str]:
+    """Plant a fault in a copy of the source, and return what the doctor finds first."""
+    path, text = planted(fault)
+    shutil.copytree(SOURCE, folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "src" / path.relative_to(SOURCE)).write_text(text)
+    found = run_doctor(folder, folder / "src", *arguments, exit_code=1)
+    assert isinstance(found["findings"], list)
+    first: dict[str, str] = found["findings"][0]
+    return first
+
+
 @pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", OUR_FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_of_ours_is_named(fault: OurFault, tmp_path):
-    path, text = planted(Fault(fault.name, fault.function, fault.old, fault.new, ""))
-    shutil.copytree(SOURCE, tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "src" / path.relative_to(SOURCE)).write_text(text)
-    found = run_doctor(tmp_path, tmp_path / "src", *fault.arguments, exit_code=1)
-    assert isinstance(found["findings"], list)
-    first = found["findings"][0]
+    first = first_finding(Fault(fault.name, fault.function, fault.old, fault.new, ""), tmp_path, *fault.arguments)
     assert first["module"] in fault.modules, first
     assert first["kind"] == OTHER_KINDS.get(fault.name, fault.kind), first
 
@@ -162,8 +168,35 @@ LAYOUTS = {
     # Its first step overflows.
     "fp16": ("--tp", "2", "--training.dtype", "float16"),
     "tp and stages": ("--tp", "2", "--pp", "2"),
+    "positions": ("--nproc", "3", "--cp", "3", "--model.sequence-length", "47", "--model.dropout", "0"),
+    "positions, zero 1": ("--nproc", "4", "--cp", "2", "--zero", "1"),
+    "positions, fsdp": ("--nproc", "4", "--cp", "2", "--fsdp"),
+    "positions, tp and sequence parallelism": ("--cp", "2", "--tp", "2", "--sequence-parallel"),
     "tp and zero 1, bf16": ("--nproc", "4", "--tp", "2", "--zero", "1", "--training.dtype", "bfloat16"),
 }
+
+
+# Faults of ranks that share positions, where the first wrong tensor is, and the module.
+OF_POSITIONS = {
+    ("sequence_view:ContextShard.in_order", "sorted(range(len(runs)), key=runs.__getitem__)", "range(len(runs))"): (
+        "forward",
+        "decoder.layers.0.self_attention",
+    ),
+    ("moves:gather_for_parts", "partial(collectives.reduce_scatter, **along)", "partial(split_for_rank, **along)"): (
+        "backward",
+        "decoder.layers.1.self_attention",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("change", OF_POSITIONS, ids=lambda change: change[0])
+def test_a_fault_of_shared_positions_is_named(change, tmp_path):
+    first = first_finding(Fault("positions", *change, ""), tmp_path, *_SIZES, "--nproc", "2", "--cp", "2")
+    passes, module = OF_POSITIONS[change]
+    assert first["where"] == passes, first
+    assert first["module"].startswith(module), first
 
 
 @pytest.mark.slow

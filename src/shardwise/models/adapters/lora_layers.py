@@ -201,14 +201,17 @@ class LoraLinear(LoraLayer, ParallelLinear):
     def _adapters(self) -> list[LoraAdapter]:
         return [adapter for adapter in self.lora.values() if isinstance(adapter, LoraAdapter)]
 
-    def _low_rank(self, input_: Tensor, *, dim: int | None, sizes: Sequence[int] | None) -> Tensor:
+    def _low_rank(
+        self, input_: Tensor, sequence: SequenceView | None, *, dim: int | None, sizes: Sequence[int] | None
+    ) -> Tensor:
         """Return ``A x`` of all adapters, ``[..., ranks]``. The ranks split ``x`` along ``dim`` by ``sizes``."""
         adapters, p = self._adapters(), self.lora_config.lora_dropout
         if not self.training or p == 0:
             return self._down(input_, _side_by_side([adapter.lora_A for adapter in adapters], 0))
-        number, parts = self.layer_number, []
+        options: dict[str, Any] = {"dim": dim, "group": self.group, "sizes": sizes, "layer_number": self.layer_number}
+        parts = []
         for adapter in adapters:
-            kept = sharded_dropout(input_, p, dim=dim, group=self.group, sizes=sizes, layer_number=number)
+            kept = sharded_dropout(input_, p, context=None if sequence is None else sequence.context, **options)
             parts.append(self._down(kept, adapter.lora_A))
         return _side_by_side(parts, -1)
 
@@ -287,7 +290,7 @@ class LoraColumn(LoraLinear):
         if not self._is_active:
             return output
         sizes = sequence.sizes_to_gather(input_) if self.sequence_parallel and sequence is not None else None
-        low_rank = self._low_rank(input_, dim=0 if self.sequence_parallel else None, sizes=sizes)
+        low_rank = self._low_rank(input_, sequence, dim=0 if self.sequence_parallel else None, sizes=sizes)
         if self.sequence_parallel:
             low_rank = moves.gather_for_parts(low_rank, dim=0, group=self.group, sizes=sizes)
         elif self.group.size() > 1:
@@ -313,7 +316,8 @@ class LoraRow(LoraLinear):
             return super()._multiply(input_, weight, bias, sequence, parallelism)
         own_bias = None if self._is_dora else bias
         output = super()._multiply(input_, weight, own_bias, parallelism=LinearParallelism.LOCAL)
-        output = self._adapted(output, self._low_rank(input_, dim=-1, sizes=self._input_sizes), bias)
+        low_rank = self._low_rank(input_, sequence, dim=-1, sizes=self._input_sizes)
+        output = self._adapted(output, low_rank, bias)
         return reduce_product(output, self.parallelism, self.group)
 
 
@@ -374,7 +378,7 @@ class ExactLoraRow(_ExactLora, LoraRow):
         output = super(LoraRow, self)._multiply(input_, weight, bias, sequence, parallelism)
         if not self._is_active:
             return output
-        low_rank = self._low_rank(input_, dim=-1, sizes=self._input_sizes)
+        low_rank = self._low_rank(input_, sequence, dim=-1, sizes=self._input_sizes)
         up = linear_by_rows(low_rank, self._up(), group=self.group, sequence_parallel=self.sequence_parallel)
         return self._add(output, up)
 

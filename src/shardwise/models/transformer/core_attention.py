@@ -151,7 +151,7 @@ class CoreAttention(GroupModule):
             rotary = window_rotary
         query, key, value = self._project(hidden, rotary if self.rotates else None, sequence)
         mask = attention_mask if isinstance(attention_mask, AttentionMask) else AttentionMask(attention_mask)
-        output: Tensor = self.linear_proj(self.attended(query, key, value, mask, cache))
+        output: Tensor = self.linear_proj(self.attended(query, key, value, mask, cache), sequence=sequence)
         return output
 
     def _project(

@@ -161,13 +161,13 @@ class MLP(GroupModule):
     def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None) -> Tensor:
         """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape.
 
-        ``sequence`` is used with sequence parallelism; None if all ranks hold the same number of positions.
+        ``sequence`` has the positions of ``hidden``; None if all positions are split evenly, or not at all.
         """
         inner: Tensor = self.linear_fc1(hidden, sequence=sequence)
         if not self.recomputes_activation:
-            output: Tensor = self.linear_fc2(self._activate(inner))
+            output: Tensor = self.linear_fc2(self._activate(inner), sequence=sequence)
             return output
         recomputation = OutputRecomputation()
-        output = self.linear_fc2(recomputation.run(self._activate, inner))
+        output = self.linear_fc2(recomputation.run(self._activate, inner), sequence=sequence)
         recomputation.discard_(output)
         return output

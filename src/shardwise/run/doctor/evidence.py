@@ -81,11 +81,11 @@ class Case:
     def layouts(self, wrong: Judged) -> Iterator[tuple[dict[str, Kind], list[Sketch]]]:
         """Yield each layout, with the tensors that it gives."""
         axes = self.axes_of(wrong)
-        kinds = kinds_of(len(wrong.whole.shape))
         stated = [kind for kind in wrong.layouts.values() if kind[0].startswith("placed")]
         # Copies may be partial sums instead.
         stated += [("placed sums", *kind[1:]) for kind in stated if kind[0] == "placed"]
-        for chosen in itertools.product(kinds + stated, repeat=len(axes)):
+        options = [kinds_of(len(wrong.whole.shape), axis) + stated for axis in axes]
+        for chosen in itertools.product(*options):
             layouts = dict(zip(axes, chosen, strict=True))
             if any(
                 kind[0].startswith("placed") and wrong.layouts.get(axis, ())[1:] != kind[1:]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.sequence_view import runs_of_ranks
 from shardwise.run.doctor.places import Key
 from shardwise.run.doctor.recording import Entry, Recording
 from shardwise.run.doctor.sketches import Sketch, added, alike, concatenated, distance, placed, rms
@@ -24,8 +25,8 @@ MOST_ROUNDING = 20.0
 
 Kind = tuple[Any, ...]
 """How the ranks of an axis hold a tensor: copies ("I",), partial sums ("P",), shards ("V", dim), shards of each of so
-many sections ("sections", dim, number), or stated intervals ("placed", dim, intervals), which ("placed sums", ...) adds
-where they overlap."""
+many sections ("sections", dim, number), two runs of positions for each rank ("positions", dim), or stated intervals
+("placed", dim, intervals), which ("placed sums", ...) adds where they overlap."""
 
 RARE = 0.01
 """Share of a parameter's elements that may differ by whole updates.
@@ -295,19 +296,20 @@ def kind_of(stated: Sequence[Any] | None) -> Kind | None:
 
 def _candidates(axes: Mapping[str, int], stated: Mapping[str, Sequence[Any]], ndim: int) -> Iterator[dict[str, Kind]]:
     """Yield the layouts that agree with those that the model states."""
-    found = kinds_of(ndim)
     own = {axis: kind_of(stated.get(axis)) for axis in axes}
     own = {
         axis: (kind[0], kind[1] % max(ndim, 1), *kind[2:]) if kind is not None and len(kind) > 1 else kind
         for axis, kind in own.items()
     }
-    options = [[kind] if kind is not None else found for kind in own.values()]
+    options = [[kind] if kind is not None else kinds_of(ndim, axis) for axis, kind in own.items()]
     yield from (dict(zip(axes, kinds, strict=True)) for kinds in itertools.product(*options))
 
 
-def kinds_of(ndim: int) -> list[Kind]:
-    """Return all kinds that need no statement of the model, the simplest first."""
+def kinds_of(ndim: int, axis: str) -> list[Kind]:
+    """Return all kinds on an axis that need no statement of the model, the simplest first."""
     found: list[Kind] = [("I",), *(("V", dim) for dim in range(ndim)), ("P",)]
+    if axis == "cp":
+        found += [("positions", dim) for dim in range(ndim)]
     # Joint weights, such as gate and up, or query, key and value, are often split section by section.
     return found + [("sections", dim, number) for dim in range(ndim) for number in (2, 3)]
 
@@ -317,7 +319,8 @@ def shown_kind(kind: Kind) -> str:
     words = {"I": "copies", "P": "partial sums", "placed": "shards by intervals", "placed sums": "shards by intervals"}
     if kind[0] in words:
         return words[kind[0]] + (f" of dimension {kind[1]}" if len(kind) > 1 else "")
-    return f"shards of dimension {kind[1]}" + (f", in {kind[2]} sections" if kind[0] == "sections" else "")
+    more = {"sections": f", in {kind[-1]} sections", "positions": ", in two runs for each rank"}
+    return f"shards of dimension {kind[1]}" + more.get(kind[0], "")
 
 
 def shown_layouts(layouts: Mapping[str, Kind]) -> str:
@@ -376,6 +379,7 @@ def _merged(group: Sequence[Sketch], kind: Kind) -> list[Sketch]:
     if kind[0] == "P":
         return [added(group)]
     sizes = [shape[kind[1]] for shape in shapes]
+    intervals: Sequence[Sequence[Sequence[int]]]
     if kind[0] == "V":
         return [concatenated(group, kind[1])]
     if kind[0] == "sections":
@@ -385,7 +389,7 @@ def _merged(group: Sequence[Sketch], kind: Kind) -> list[Sketch]:
         starts = [[section * whole + rank * length for section in range(kind[2])] for rank in range(len(group))]
         intervals = [[[start, start + length] for start in each] for each in starts]
     else:
-        intervals = kind[2][: len(group)]
+        intervals = runs_of_ranks(sum(sizes), len(group)) if kind[0] == "positions" else kind[2][: len(group)]
         if sizes != [sum(stop - start for start, stop in own) for own in intervals]:
             return []
     return placed(group, kind[1], intervals, sums=kind[0] == "placed sums")

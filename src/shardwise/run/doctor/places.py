@@ -109,8 +109,11 @@ def axes_of(axes: Axes | DeviceMesh | Groups | None) -> dict[str, tuple[int, int
     if axes is None:
         return {"rank": (dist.get_rank(), dist.get_world_size())} if dist.is_initialized() else {}
     if isinstance(axes, Groups):
-        named = {"pp": axes.pp, "dp": axes.dp, "tp": axes.tp}
-        return {name: (group.rank(), group.size()) for name, group in named.items() if group is not None}
+        named = {"pp": axes.pp, "dp": axes.dp, "cp": axes.cp, "tp": axes.tp}
+        found = {name: (group.rank(), group.size()) for name, group in named.items() if group is not None}
+        if found.get("cp", (0, 1))[1] > 1:
+            return found | {"dp": axes.samples}
+        return {name: place for name, place in found.items() if name != "cp"}
     if isinstance(axes, DeviceMesh):
         names = axes.mesh_dim_names or tuple(f"axis {dim}" for dim in range(axes.ndim))
         return {name: (axes.get_local_rank(dim), axes.size(dim)) for dim, name in enumerate(names)}

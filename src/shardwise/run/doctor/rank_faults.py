@@ -86,7 +86,7 @@ def misplaced(case: Case, wrong: Judged) -> Explanation | None:
     for layouts, _ in case.layouts(wrong):
         for at, axis in enumerate(axes):
             size = case.axes.get(axis, 0)
-            if layouts[axis][0] not in ("V", "placed", "sections") or not 1 < size <= _MOST_SHARDS:
+            if layouts[axis][0] not in ("V", "placed", "sections", "positions") or not 1 < size <= _MOST_SHARDS:
                 continue
             for order in itertools.permutations(range(size)):
                 moved = {

@@ -172,15 +172,16 @@ class Recorder:
         for name, param, _, _ in self._params:
             if given is not None and param in given:
                 gradient, stated = given[param]
-                declared = self._declared[name] | stated
+                declared, memory = self._declared[name] | stated, gradient
             else:
                 found = gradient_of(param)
                 if found is None:
                     continue
                 gradient, declared = self._part(param, found, self._declared[name])
+                memory, _ = self._local(found, {})
             # Clipping changes this memory, so the factor is known when the optimizer begins.
-            self._gradients[name] = gradient
-            self._factors[name] = float(gradient.double().square().sum())
+            self._gradients[name] = memory
+            self._factors[name] = float(memory.double().square().sum())
             self._keep(Key("gradient", name, self._step), gradient, declared)
 
     def clipped(self, given: Given | None = None) -> None:
@@ -243,9 +244,14 @@ class Recorder:
 
     def _part(self, param: Tensor, tensor: Tensor, declared: Declared) -> tuple[Tensor, Declared]:
         """Return this rank's part of a parameter, or of its gradient, and how the ranks hold it."""
-        if group_of_rows(param) is not None:
-            rows = [[list(interval)] for interval in rows_of_ranks(param)]
-            return local_rows(tensor), declared | {"dp": ["placed", 0, rows]}
+        if (group := group_of_rows(param)) is not None:
+            own, rows = local_rows(tensor), rows_of_ranks(param)
+            if "cp" not in self.axes:
+                return own, declared | {"dp": ["placed", 0, [[list(interval)] for interval in rows]]}
+            # The ranks of both axes split the rows: each has its own, and zeros.
+            whole = own.new_zeros(param.shape)
+            whole[slice(*rows[group.rank()])] = own
+            return whole, declared | {"dp": ["P"], "cp": ["P"]}
         return self._local(tensor, declared)
 
     def _local(self, tensor: Tensor, declared: Declared) -> tuple[Tensor, Declared]:

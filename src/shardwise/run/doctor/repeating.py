@@ -119,8 +119,10 @@ def repeat(
 
 def alone(session: Session, dtype: str | None = None) -> Trainer:
     """Build the run's initial model on this rank alone, with its trainer, in another dtype if one is given."""
-    # The whole model is on one rank. These runs have no context parallelism, so the "cp" group has one rank.
-    groups = Groups.alone(session.topology.group("cp"))
+    single = next((group for group in session.topology.groups() if group.size() == 1), None)
+    if single is None:
+        raise ConfigError("no axis of the run has one rank; leave out one of tp, pp, cp, ep and data-parallel ranks")
+    groups = Groups.alone(single)
     training = session.settings.training
     if dtype is not None:
         training = dataclasses.replace(training, dtype=dtype)  # type: ignore[arg-type]

@@ -57,10 +57,6 @@ def diagnose_run(
     with open_ranks(settings.device, timeout=settings.timeout, overlaps=overlaps) as ranks:
         if ranks.world_size == 1:
             raise ConfigError("the doctor compares several ranks with one, and this run has one; give --nproc, --tp...")
-        if settings.parallel.cp > 1:
-            raise ConfigError(
-                f"the doctor cannot merge the positions of parallel.cp {settings.parallel.cp} ranks yet; leave it out"
-            )
         if settings.training.steps < steps:
             raise ConfigError(f"training.steps is {settings.training.steps}, and {steps} steps are recorded")
         if ranks.is_first:

@@ -128,17 +128,18 @@ class Workload:
         """The objective of a step; None for the cross entropy of each token."""
         settings = self.settings
         if isinstance(settings, DpoSettings):
-            return PreferenceObjective(settings.preference)
+            return PreferenceObjective(settings.preference, groups.cp)
         if isinstance(settings, DistillSettings) and self.teacher is not None:
             fields = {"sequence_parallel": settings.parallel.sequence_parallel and groups.tp.size() > 1}
             described = dataclasses.replace(self.teacher, vocab_size=self.model.vocab_size)
-            teacher = _built(described, Groups(tp=groups.tp), None, params_dtype=self.teacher_dtype, **fields)
+            shared_by = Groups(tp=groups.tp, dp=groups.dp, cp=groups.cp)
+            teacher = _built(described, shared_by, None, params_dtype=self.teacher_dtype, **fields)
             assert isinstance(teacher, GPT)
             teacher.requires_grad_(False).eval()
             shared = min(self.teacher.vocab_size, self.model.vocab_size)
             return DistillationObjective(settings.distillation, teacher, groups.tp, self.model.vocab_size, shared)
         head = self.model.classification
-        return None if head is None else Labelling(head, tuple(map(str, range(head.num_labels))))
+        return None if head is None else Labelling(head, tuple(map(str, range(head.num_labels))), groups.cp)
 
     def batch(self, samples: int, with_lengths: bool) -> Batch:
         """A micro-batch of the run, of its longest rows."""

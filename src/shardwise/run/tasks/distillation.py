@@ -43,6 +43,7 @@ class DistillationObjective(Objective):
     vocab_size: int
     num_shared: int
 
+    shares_samples = True
     names = ("cross_entropy", "divergence")
 
     @property
@@ -56,7 +57,8 @@ class DistillationObjective(Objective):
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
         """Return sums over trained labels. The divergence is reported without ``T²``."""
-        settings, labels = self.settings, batch.labels.t().contiguous()
+        settings, context = self.settings, self.teacher.view_of(batch.labels.size(1)).context
+        labels = (batch.labels if context is None else context.own(batch.labels, dim=1)).t().contiguous()
         with torch.no_grad():
             taught: Tensor = self.teacher(**self.inputs(batch))
         pair = (output, taught) if settings.divergence == "forward" else (taught, output)
@@ -121,7 +123,7 @@ class Teacher(Examples):
         vocab_size = self.source.folder.description.vocab_size
         teacher = load_pretrained(
             self.teacher.path,
-            groups=Groups(tp=groups.tp),
+            groups=Groups(tp=groups.tp, dp=groups.dp, cp=groups.cp),
             device=device,
             vocab_size=vocab_size,
             sequence_parallel=sequence_parallel,

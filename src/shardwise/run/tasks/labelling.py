@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from shardwise.core.communication.collectives import split_for_rank
 from shardwise.data import Batch, HeldOut
 from shardwise.models.classification import IGNORED_LABEL, Classification
 from shardwise.training.objective import Objective
@@ -49,11 +51,14 @@ class Labelling(Objective):
     Attributes:
         head: classification head of the model.
         label_names: names of the labels.
+        group: the ranks that share samples, each of which counts some of them; None if no ranks do.
     """
 
     head: Classification
     label_names: tuple[str, ...] = ()
+    group: ProcessGroup | None = None
 
+    shares_samples = True
     curves = ("loss", "held_out_loss")
     unit = "loss"
 
@@ -80,7 +85,7 @@ class Labelling(Objective):
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
         """See ``Objective``."""
-        logits, labels = self._counted(output, batch)
+        logits, labels = self._counted(output, self._labels(batch))
         loss = self.head.loss(logits, labels).sum(dtype=dtype)
         if self.is_regression:
             return loss, None
@@ -90,9 +95,12 @@ class Labelling(Objective):
             right = logits.argmax(dim=-1) == labels
         return loss, right.sum(dtype=torch.float64).view(1)
 
-    def _counted(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _labels(self, batch: Batch) -> Tensor:
+        """Return the labels of the samples whose logits this rank has."""
+        return batch.labels if self.group is None else split_for_rank(batch.labels, dim=0, group=self.group)
+
+    def _counted(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the texts or tokens except padding, and their labels; in training also tokens without a label."""
-        labels = batch.labels
         if self.head.is_of_tokens:
             logits, labels = logits.flatten(0, 1), labels.reshape(-1, 1)
         if torch.is_grad_enabled():
@@ -109,7 +117,7 @@ class Labelling(Objective):
     @property
     def of_evaluation(self) -> Objective:
         """Evaluate by counts for accuracy and F1."""
-        return HeldOutLabels(self.head, self.label_names)
+        return HeldOutLabels(self.head, self.label_names, self.group)
 
 
 class HeldOutLabels(Labelling):
@@ -139,7 +147,7 @@ class HeldOutLabels(Labelling):
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
         """See ``Objective``."""
-        logits, labels = self._counted(output, batch)
+        logits, labels = self._counted(output, self._labels(batch))
         loss = self.head.loss(logits, labels).sum(dtype=dtype)
         texts = loss.new_full((1,), len(logits), dtype=torch.float64)
         if self.is_regression:
@@ -147,7 +155,7 @@ class HeldOutLabels(Labelling):
         mine, truth = chosen(self.head, logits), _truth(self.head, labels)
         counts = [(mine == truth).all(dim=-1).sum().view(1)]
         if self._marks_entities:
-            counts.append(self._count_entities(output, batch.labels))
+            counts.append(self._count_entities(output, self._labels(batch)))
         else:
             counts += self._count_labels(mine, truth)
         return loss, torch.cat([texts, *(each.double() for each in counts)])

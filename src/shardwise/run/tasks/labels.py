@@ -100,6 +100,7 @@ class LabelledTexts(Method):
             labels=labels,
             max_length=self.settings.sequence_length,
             pad_id=self.pad_id,
+            shortest=self.settings.parallel.cp,
             kinds=self.source.folder.description.num_tokentypes,
             parse_special=self.settings.special_tokens,
         )
@@ -112,7 +113,7 @@ class LabelledTexts(Method):
         """The loss of ``transformers``, and the accuracy."""
         assert data.head is not None
         assert data.labels is not None
-        return Labelling(data.head, data.labels.names)
+        return Labelling(data.head, data.labels.names, groups.cp)
 
 
 def pad_id_of(

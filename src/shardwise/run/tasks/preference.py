@@ -16,9 +16,11 @@ import safetensors.numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from shardwise.core.communication import moves
 from shardwise.core.communication.agreement import agree, decide
-from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.collectives import all_reduce, split_for_rank
 from shardwise.core.errors import CheckpointError, DivergenceError
 from shardwise.core.files import open_regular, write_atomically
 from shardwise.core.topology import Groups
@@ -105,8 +107,8 @@ def log_probs(trainer: Trainer, dataset: PairRows) -> NDArray[np.float64]:
     Returns:
         ``[pairs, 2]``, the same on every rank.
     """
-    micro = trainer.settings.micro_batch_size(trainer.dp_group.size())
-    together = trainer.dp_group.size() * micro
+    micro = trainer.settings.micro_batch_size(trainer.num_sample_ranks)
+    together = trainer.num_sample_ranks * micro
     values = np.empty((len(dataset), 2))
     # Group pairs by length to reduce padding, if there are enough batches.
     for part in dataset.by_width(min(_WIDTHS, max(1, len(dataset) // (_BATCHES_OF_A_WIDTH * together)))):
@@ -121,12 +123,12 @@ def _log_probs(trainer: Trainer, pairs: HeldOut, micro: int) -> NDArray[np.float
         own.append(-output.sum(-1, dtype=torch.float64).view(-1, 2))
 
     trainer.measure(pairs, add)
-    num_ranks = trainer.dp_group.size()
+    num_ranks = trainer.num_sample_ranks
     num_batches = -(-len(pairs) // (num_ranks * micro))
-    # Each rank fills its part of the batches; the all-reduce adds the zeros of the other ranks.
+    # Each rank fills its part of the batches, or its positions' part of their sums; the all-reduce adds all parts.
     every = torch.zeros(num_batches, num_ranks, micro, 2, dtype=torch.float64, device=trainer.device)
     if own:
-        every[:, trainer.dp_group.rank()] = torch.stack(own)
+        every[:, trainer.sample_rank] = torch.stack(own)
     for group in (trainer.dp_group, trainer.pp_group):
         if group is not None:
             every = all_reduce(every, group=group)
@@ -177,12 +179,15 @@ def prepare_pairs(
     *,
     sequence_length: int,
     held_out_fraction: float,
+    shortest: int = 1,
 ) -> TaskData:
     """Split and encode pairs, or load them from the cache; arguments and errors as for ``prepare_samples``."""
     too_long = settings.too_long
     assert too_long != "split"
     beginning = encoder.tokenizer.beginning
-    rows_of = partial(PairRows, sequence_length=sequence_length, too_long=too_long, beginning=beginning)
+    rows_of = partial(
+        PairRows, sequence_length=sequence_length, too_long=too_long, beginning=beginning, shortest=shortest
+    )
     notes = _notes_on_prompts(encoder, examples)
     identity = {"too_long": too_long}
     return prepare_rows(name, examples, held_out, encoder, rows_of, held_out_fraction, "pair", identity, notes)
@@ -210,10 +215,13 @@ class PreferenceObjective(Objective):
 
     Attributes:
         settings: settings of the loss.
+        group: the ranks that share samples; None if no ranks do.
     """
 
     settings: PreferenceSettings
+    group: ProcessGroup | None = None
 
+    shares_samples = True
     names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
     curves = ("loss", "held_out_loss")
     unit = "loss of a pair"
@@ -222,9 +230,14 @@ class PreferenceObjective(Objective):
         """Sums over pairs; a pair without labels is padding and is ignored. See ``Objective``."""
         assert batch.reference is not None
         # Computed in fp64: the small differences are between sums over many tokens.
-        ratios = -output.sum(-1, dtype=torch.float64) - batch.reference
-        chosen, rejected = ratios.view(-1, 2).unbind(1)
-        num_chosen, num_rejected = (batch.labels != IGNORE_INDEX).sum(-1).view(-1, 2).unbind(1)
+        log_probs = -output.sum(-1, dtype=torch.float64).view(-1, 2)
+        reference, learned = batch.reference.view(-1, 2), (batch.labels != IGNORE_INDEX).sum(-1).view(-1, 2)
+        if self.group is not None:
+            # The sums have parts on all ranks that share the pairs. Each of these ranks goes on with some of the pairs.
+            log_probs = moves.reduce_scatter(log_probs, dim=0, group=self.group)
+            reference, learned = (split_for_rank(each, dim=0, group=self.group) for each in (reference, learned))
+        chosen, rejected = (log_probs - reference).unbind(1)
+        num_chosen, num_rejected = learned.unbind(1)
         settings, is_filling = self.settings, num_chosen == 0
         loss = preference_loss(
             chosen,
@@ -293,11 +306,12 @@ class Preferences(Method):
             settings.samples,
             sequence_length=settings.sequence_length,
             held_out_fraction=settings.corpus.held_out_fraction,
+            shortest=settings.parallel.cp,
         )
 
     def objective(self, data: TaskData, groups: Groups, device: torch.device) -> Objective:
         """The loss of pairs."""
-        return PreferenceObjective(self.settings.preference)
+        return PreferenceObjective(self.settings.preference, groups.cp)
 
     def before(self, session: Session) -> None:
         """Set the reference log-probabilities; every rank calls. Raises as ``set_reference_``."""
