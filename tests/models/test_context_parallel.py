@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from harness.live_bytes import LiveBytes
-from models.model_checks import check_gradients
+from models.model_checks import alone, check_gradients
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
@@ -98,8 +97,8 @@ def masks(kind: str, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     # Losses of padding have no meaning.
     padded = {"attention_mask": padding, "labels": batch["labels"].masked_fill(padding == 0, -100)}
     given = [{}, {"document_ids": documents}, {"attention_mask": forbidden}]
-    # One rank moves padding to the end, so that dropout and balance losses see other tokens there.
-    if kind not in ("learned", "experts"):
+    # One rank moves padding to the end, so that dropout sees other tokens there.
+    if kind != "learned":
         given.append(padded)
     if kind != "alibi":
         given.append({"document_ids": documents, "position_ids": positions})
@@ -121,7 +120,7 @@ def train(model: GPT, batches: list[dict[str, Tensor]], scale: float) -> list[Te
 
 def check(kind: str, topology: Topology, length: int, *, sequence_parallel: bool = False) -> None:
     groups = Groups.of(topology)
-    one = Groups.alone(alone(topology))
+    one = alone(topology)
     rank, number = groups.samples
     dense, split = build(kind, one), build(kind, groups, sequence_parallel=sequence_parallel)
     every = [batch_of(sample, length) for sample in range(number)]
@@ -140,10 +139,6 @@ def check(kind: str, topology: Topology, length: int, *, sequence_parallel: bool
         torch.testing.assert_close(
             global_grad_norm(split, tp_group=groups.tp, groups=groups), norm, rtol=1e-11, atol=0.0
         )
-
-
-def alone(topology: Topology) -> dist.ProcessGroup:
-    return next(group for group in topology.groups() if group.size() == 1)
 
 
 @pytest.mark.ranks(2, 3, 4)

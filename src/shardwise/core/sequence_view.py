@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -131,6 +131,8 @@ class SequenceView:
         group: the ranks that split the sequence, with sequence parallelism; None if every rank holds all positions.
         context: this rank's shard of a longer sequence, with context parallelism; its tensor-parallel ranks have the
             same.
+        is_token: ``[b, s]`` bools, False for padding, of the whole sequences that ranks share; None without padding,
+            and for models that do not ask.
 
     Raises:
         ShardingError: a negative length.
@@ -139,6 +141,7 @@ class SequenceView:
     length: int
     group: ProcessGroup | None = None
     context: ContextShard | None = None
+    is_token: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.length < 0:

@@ -185,7 +185,8 @@ class Bert(TransformerModel):
             hidden = self._input_of_a_later_stage()
         forbidden = None
         if attention_mask is not None:
-            forbidden = forbidden_keys(is_token(attention_mask, hidden.size(1), sequence.length))
+            tokens = is_token(attention_mask, hidden.size(1), sequence.length)
+            forbidden, sequence = forbidden_keys(tokens), dataclasses.replace(sequence, is_token=tokens)
         hidden = self.encoder(
             hidden,
             attention_mask=AttentionMask(forbidden, alibi_slopes=self.alibi_slopes),

@@ -343,6 +343,11 @@ class TransformerModel(FixedTensors, LanguageModel):
         """True if the rotary frequencies depend on the text length."""
         return self.rotary is not None and self.rotary.depends_on_length
 
+    @property
+    def needs_lengths(self) -> bool:
+        """True if training reads the lengths of texts: for rotary frequencies, or for experts, which skip padding."""
+        return self.depends_on_length or self.config.experts is not None
+
     def _rotary(
         self, position_ids: Tensor | None, sequence: SequenceView, hidden: Tensor, lengths: Tensor | None = None
     ) -> dict[str, tuple[Tensor, Tensor] | None]:

@@ -179,7 +179,7 @@ class Trainer:
             # With split state, other ranks' intervals of a bucket hold sums of this rank alone.
             self._fused.clears_gradients = isinstance(self.gradients, GradientBuffers) and self.zero is None
         self.objective = CrossEntropy(self.gradients.sum_of_losses) if objective is None else objective
-        self._needs_lengths = self.objective.depends_on_length or any(each.depends_on_length for each in self._chunks)
+        self._needs_lengths = self.objective.depends_on_length or any(each.needs_lengths for each in self._chunks)
         self._model_config = self._chunks[0].config
         self._of_experts = {
             layer.layer_number - 1: layer.mlp

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models.model_checks import check_gradients
+from models.model_checks import alone, check_gradients
 from torch import Tensor, nn
 
 from shardwise.core.communication.accounting import CollectiveCounter
@@ -92,10 +92,6 @@ def draw_bias_(shard: ParamShard) -> None:
     """Give a bias values other than 0, the same ones at every layout."""
     whole = torch.randn(shard.layout.global_shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     shard.data.copy_(shard.layout.take(whole, shard.rank))
-
-
-def alone(topology: Topology) -> Groups:
-    return Groups.alone(topology.group("cp"))
 
 
 def samples(number: int) -> Tensor:

@@ -37,7 +37,7 @@ from shardwise.kernels.planning import counts_on_host
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
 from shardwise.models.transformer.mlp import MLP, activated, layer_arguments
-from shardwise.models.transformer.router import Router, Routing, counts_of
+from shardwise.models.transformer.router import Router, Routing, Sequences, counts_of
 from shardwise.nn.module import GroupModule, ShardedModule
 
 
@@ -170,8 +170,9 @@ class MoELayer(GroupModule):
         shared: ``MLP`` or None.
         shared_gate: weight of the shared expert's gate, or None.
         loss_scale: factor of the gradient of the auxiliary losses, which ``begin`` sets.
-        statistics: ``[num + 2]`` in fp64, sums over this rank's tokens since ``begin``: those that went to each expert,
-            the entropy of the scores in nats, and the auxiliary losses of micro-batches; None without training steps.
+        statistics: ``[num + 2]`` in fp64, sums over this rank's tokens, without padding, since ``begin``: those that
+            chose each expert, the entropy of the scores in nats, and the auxiliary losses of micro-batches; None
+            without training steps.
 
     Source: Lepikhin et al. 2020 (arXiv:2006.16668); Megatron-LM's all-to-all dispatcher.
     """
@@ -223,33 +224,26 @@ class MoELayer(GroupModule):
     def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None) -> Tensor:
         """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape.
 
-        ``sequence`` is used with sequence parallelism; None if all ranks hold the same number of positions.
+        ``sequence`` is None if all ranks hold the same number of positions, and there is no padding.
         """
+        view = sequence or SequenceView.of(hidden, self._tp_group if self._sequence_parallel else None)
         tokens = hidden.reshape(-1, hidden.size(-1))
-        num_tokens = len(tokens)
         splits = self._tp_group.size() > 1 and not self._sequence_parallel
-        sizes = balanced_sizes(num_tokens, self._tp_group.size()) if splits else None
+        sizes = balanced_sizes(len(tokens), self._tp_group.size()) if splits else (len(tokens),)
+        start, stop = intervals_of_sizes(sizes)[self._tp_group.rank() if splits else 0]
         if splits:
             tokens = moves.scatter(tokens, dim=0, group=self._tp_group, sizes=sizes)
-        elif self._sequence_parallel:
-            length = num_tokens // hidden.size(1) * self._tp_group.size() if sequence is None else sequence.length
-            num_tokens = length * hidden.size(1)
-        context = None if sequence is None else sequence.context
-        if context is not None:
-            num_tokens = context.length * hidden.size(1)
         routing = self._route(tokens)
         output = self._through_experts(tokens, routing)
-        loss: Tensor | None = None
-        if self.training and (self.spec.aux_loss or self.spec.z_loss):
-            # Tokens are [s, b]; those of this rank begin with a whole position, or somewhere if all are split.
-            first = sum(sizes[: self._tp_group.rank()]) if sizes is not None else 0
-            sequences = (torch.arange(len(tokens), device=tokens.device) + first) % hidden.size(1)
-            group = None if context is None else context.group
-            loss = self.router.auxiliary_loss(routing, num_tokens, sequences, hidden.size(1), group)
-            output = _WithLoss.apply(output, loss, self.loss_scale)
-        # Not in a backward, which recomputes.
-        if self.training and self.statistics is not None and torch._C._current_graph_task_id() == -1:
-            self.router.count_(self.statistics, routing, loss)
+        if self.training:
+            sequences, loss = Sequences.of(hidden, view, start, stop), None
+            if self.spec.aux_loss or self.spec.z_loss:
+                context = None if view.context is None else view.context.group
+                loss = self.router.auxiliary_loss(routing, sequences, context)
+                output = _WithLoss.apply(output, loss, self.loss_scale)
+            # Not in a backward, which recomputes.
+            if self.statistics is not None and torch._C._current_graph_task_id() == -1:
+                self.router.count_(self.statistics, routing, sequences, loss)
         if splits:
             output = moves.gather(output, dim=0, group=self._tp_group, sizes=sizes)
         output = output.view(hidden.shape)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
@@ -32,6 +33,39 @@ class Routing(NamedTuple):
     weights: Tensor
     scores: Tensor
     logits: Tensor
+
+
+class Sequences(NamedTuple):
+    """The sequences of a rank's tokens.
+
+    Attributes:
+        of_tokens: ``[n]`` int64, the sequence of each token; for padding their number, ``b``.
+        lengths: ``[b]`` int64, number of tokens of each sequence on all ranks, without padding.
+    """
+
+    of_tokens: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, hidden: Tensor, view: SequenceView, first: int, stop: int) -> Sequences:
+        """Create those of the tokens from ``first`` to ``stop`` of ``hidden.flatten(0, 1)``, ``[s, b, h]``."""
+        b, context, is_token = hidden.size(1), view.context, view.is_token
+        numbers = torch.arange(first, stop, device=hidden.device) % b
+        if is_token is None:
+            return cls(numbers, numbers.new_full((b,), view.length if context is None else context.length))
+        own = is_token if context is None else context.own(is_token, dim=1)
+        own = own[:, slice(*view.interval)].t().flatten()[first:stop]
+        return cls(numbers.where(own, b), is_token.sum(dim=1))
+
+    @property
+    def joined(self) -> Sequences:
+        """All sequences as one."""
+        return Sequences(self.of_tokens.eq(len(self.lengths)).long(), self.lengths.sum().view(1))
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sum values ``[n, ...]`` of this rank's tokens over each sequence, without padding, ``[b, ...]``."""
+        total = values.new_zeros(len(self.lengths) + 1, *values.shape[1:])
+        return total.index_add(0, self.of_tokens, values)[:-1]
 
 
 class Router(ShardedModule):
@@ -125,45 +159,40 @@ class Router(ShardedModule):
     def auxiliary_loss(
         self,
         routing: Routing,
-        num_tokens: int,
-        sequences: Tensor,
-        num_sequences: int,
+        sequences: Sequences,
         context_group: ProcessGroup | None = None,
     ) -> Tensor:
         """Return this rank's part of the auxiliary losses of a micro-batch, a scalar.
 
         Args:
             routing: the choice of experts for this rank's tokens.
-            num_tokens: number of tokens on all ranks.
-            sequences: ``[n]`` int64, the sequence of each of this rank's tokens.
-            num_sequences: number of sequences.
+            sequences: the sequences of this rank's tokens.
             context_group: the ranks that share the sequences with context parallelism, or None.
         """
         spec = self.experts
         loss = routing.logits.new_zeros(())
         if spec.aux_loss:
-            if spec.balances == "micro_batch":
-                sequences, num_sequences = torch.zeros_like(sequences), 1
+            over = sequences.joined if spec.balances == "micro_batch" else sequences
             scores = self._distributions(routing)
-            chosen = torch.zeros_like(scores).scatter_(1, self._balanced(routing, scores), 1.0)
-            nothing = scores.new_zeros(num_sequences, spec.num)
-            counts = nothing.index_add(0, sequences, chosen)
+            counts = over.sums(torch.zeros_like(scores).scatter_(1, self._balanced(routing, scores), 1.0))
             for group in (self.group, context_group):
                 if group is not None and group.size() > 1:
                     counts = all_reduce(counts, group=group)
-            each = num_tokens // num_sequences
-            share = counts / (each * spec.per_token)
-            balance = (share * nothing.index_add(0, sequences, scores)).sum() / (each * num_sequences)
+            # A sequence of padding alone has a loss of 0.
+            lengths = over.lengths.clamp(min=1).unsqueeze(1)
+            balance = (counts / (lengths * spec.per_token) * over.sums(scores) / lengths).sum() / len(lengths)
             loss = loss + spec.aux_loss * spec.num * balance
         if spec.z_loss:
-            loss = loss + spec.z_loss * routing.logits.logsumexp(dim=-1).square().sum() / num_tokens
+            squares = sequences.sums(routing.logits.logsumexp(dim=-1).square())
+            loss = loss + spec.z_loss * (squares / sequences.lengths.clamp(min=1)).mean()
         return loss
 
     @torch.no_grad()
-    def count_(self, statistics: Tensor, routing: Routing, loss: Tensor | None) -> None:
+    def count_(self, statistics: Tensor, routing: Routing, sequences: Sequences, loss: Tensor | None) -> None:
         """Add to ``MoELayer.statistics`` those of a micro-batch, with its auxiliary losses if it has them."""
-        statistics[: self.experts.num] += counts_of(routing.experts.flatten(), self.experts.num)
-        statistics[-2] += torch.special.entr(self._distributions(routing)).sum()
+        num, is_padding = self.experts.num, sequences.of_tokens.eq(len(sequences.lengths)).unsqueeze(1)
+        statistics[:num] += counts_of(routing.experts.masked_fill(is_padding, num).flatten(), num + 1)[:num]
+        statistics[-2] += sequences.sums(torch.special.entr(self._distributions(routing))).sum()
         if loss is not None:
             statistics[-1] += loss
 
