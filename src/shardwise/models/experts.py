@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.core.errors import ConfigError
 
 RouterScores = Literal["softmax", "sigmoid"]
-Balanced = Literal["sequence", "micro_batch"]
+Balanced = Literal["sequence", "micro_batch", "global"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Experts:
         selection_bias: whether a bias is added to the scores for the choice alone.
         bias_rate: rate at which a trainer changes this bias after each step, by the sign of the mean load minus the
             expert's, which balances the experts without a loss; 0 to keep it.
+        centers_bias: whether the mean change of a layer's experts is subtracted from each change, so that the mean bias
+            stays the same.
         num_groups: number of groups of experts; a token considers the best ``groups_per_token`` of them.
         groups_per_token: number of groups that are considered, those with the highest scores: with ``"sigmoid"`` the
             sum of a group's two highest scores, else its highest.
@@ -75,7 +77,8 @@ class Experts:
             p)``, with each expert's share ``f`` of the tokens' choices, and its mean score ``p`` (a token's scores are
             divided by their sum).
         balances: whether ``f`` and ``p`` are those of each ``"sequence"``, and the loss is the mean over sequences,
-            which does not depend on the micro-batches; or of all tokens of a ``"micro_batch"``.
+            which does not depend on the micro-batches; or of all tokens of a ``"micro_batch"``; or, ``"global"``, of
+            all tokens of the micro-batches that the data-parallel ranks compute at the same time.
         forces_balance: whether the experts of each token follow those of the token before and scores are ignored; to
             measure and to debug.
         z_loss: coefficient of the mean square of the log of the sum of the logits' exponentials; 0 for none.
@@ -85,7 +88,7 @@ class Experts:
 
     Source: Shazeer et al. 2017 (arXiv:1701.06538); Fedus et al. 2021 (arXiv:2101.03961), section 2.2; Zoph et al. 2022
     (arXiv:2202.08906), section 3; Wang et al. 2024 (arXiv:2408.15664); DeepSeek-AI 2024 (arXiv:2412.19437), section
-    2.1.2.
+    2.1.2; Qiu et al. 2025 (arXiv:2501.11873), for ``"global"``; torchtitan, for ``centers_bias``.
     """
 
     num: int
@@ -98,6 +101,7 @@ class Experts:
     weight_scale: float = 1.0
     selection_bias: bool = False
     bias_rate: float = field(default=0.0, compare=False)
+    centers_bias: bool = field(default=False, compare=False)
     num_groups: int = 1
     groups_per_token: int = 1
     weighs_input: bool = False
@@ -139,6 +143,7 @@ class Experts:
         _require(
             self.selection_bias or not self.bias_rate, "bias_rate is about selection_bias, which is False; set both"
         )
+        _require(self.bias_rate > 0 or not self.centers_bias, "centers_bias is about bias_rate, which is 0; set both")
         for name in ("weight_scale", "aux_loss", "z_loss", "bias_rate"):
             value = getattr(self, name)
             _require(0 <= value < math.inf, f"{name} is {value}; it must be a finite number of at least 0")

@@ -31,6 +31,7 @@ def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
             selection_bias=model.router_bias_rate > 0,
             bias_rate=model.router_bias_rate,
             aux_loss=model.router_aux_loss,
+            balances=model.router_balance,
             z_loss=model.router_z_loss,
         )
     return ModelDescription(

@@ -41,26 +41,21 @@ def samples_of(number: int, padding: str) -> tuple[Tensor, Tensor]:
 
 def defined(spec: Experts, weight: Tensor, batches: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
     """Mean auxiliary loss of batches of sequences ``[n, h]`` without padding; and ``MoELayer.statistics`` of all."""
-    losses, statistics = [], torch.zeros(spec.num + 2, dtype=torch.float64)
-    for batch in batches:
-        loss = weight.sum() * 0
-        parts = batch if spec.balances == "sequence" else [torch.cat(batch)]
-        for tokens in parts:
-            scores = (tokens @ weight.t()).softmax(-1)
-            counts = torch.zeros(spec.num, dtype=torch.float64)
-            for token in scores:
-                counts[token.topk(spec.per_token).indices] += 1
-            statistics[:-2] += counts
-            statistics[-2] -= (scores * scores.log()).sum().detach()
-            if len(tokens):
-                balance = spec.num * (counts / counts.sum() * scores.mean(0)).sum()
-                loss = loss + spec.aux_loss * balance / len(parts)
-        for tokens in batch:
-            if len(tokens):
-                loss = loss + spec.z_loss * (tokens @ weight.t()).logsumexp(-1).square().mean() / len(batch)
-        losses.append(loss)
-    statistics[-1] = sum(loss.item() for loss in losses)
-    return torch.stack(losses).mean(), statistics
+    balance, statistics = [], torch.zeros(spec.num + 2, dtype=torch.float64)
+    every = [tokens for batch in batches for tokens in batch]
+    together = {"sequence": every, "micro_batch": [torch.cat(batch) for batch in batches], "global": [torch.cat(every)]}
+    for tokens in together[spec.balances]:
+        scores = (tokens @ weight.t()).softmax(-1)
+        counts = torch.zeros(spec.num, dtype=torch.float64)
+        for token in scores:
+            counts[token.topk(spec.per_token).indices] += 1
+        statistics[:-2] += counts
+        statistics[-2] -= (scores * scores.log()).sum().detach()
+        balance.append(spec.num * (counts / max(1, counts.sum()) * scores.sum(0) / max(1, len(tokens))).sum())
+    squares = [(tokens @ weight.t()).logsumexp(-1).square().sum() / max(1, len(tokens)) for tokens in every]
+    loss = spec.aux_loss * torch.stack(balance).mean() + spec.z_loss * torch.stack(squares).mean()
+    statistics[-1] = loss.detach() * len(batches)
+    return loss, statistics
 
 
 def check(spec: Experts, groups: Groups, *, sequence_parallel: bool, padding: str) -> None:
@@ -72,7 +67,7 @@ def check(spec: Experts, groups: Groups, *, sequence_parallel: bool, padding: st
     whole, weight = hidden.clone().requires_grad_(), layer.router.weight.detach().clone().requires_grad_()
     batches = [[each[:, at][tokens[at]] for at in range(BATCH)] for each, tokens in zip(whole, is_token, strict=True)]
     loss, statistics = defined(spec, weight, batches)
-    (loss + whole.sum() * 0).backward()
+    loss.backward()
     context = None if groups.cp is None or groups.cp.size() == 1 else ContextShard(LENGTH, groups.cp)
     length = LENGTH if context is None else context.size
     view = SequenceView(length, groups.tp if sequence_parallel else None, context, is_token[place])
@@ -98,7 +93,7 @@ def check(spec: Experts, groups: Groups, *, sequence_parallel: bool, padding: st
 
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("padding", ["some", "all"])
-@pytest.mark.parametrize("balances", ["sequence", "micro_batch"])
+@pytest.mark.parametrize("balances", ["sequence", "micro_batch", "global"])
 def test_padding_counts_nowhere(balances, padding, group):
     spec = dataclasses.replace(MIXTRAL, z_loss=0.03, balances=balances)
     for sizes, sequence_parallel in LAYOUTS[group.size()]:
@@ -157,3 +152,14 @@ def test_a_padded_batch_is_its_texts_alone(kind, group):
         assert {each for each, param in model.named_parameters() if param.grad is not None} == set(expected)
         for each, grad in expected.items():
             torch.testing.assert_close(model.get_parameter(each).grad, grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.ranks(1)
+def test_the_bias_of_the_choice_moves_against_loads(group):
+    spec = dataclasses.replace(MIXTRAL, num=4, selection_bias=True, bias_rate=0.5)
+    loads = torch.tensor([9.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    for centers_bias, expected in ((False, [-0.5, 0.5, 0.5, 0.5]), (True, [-0.75, 0.25, 0.25, 0.25])):
+        layer = moe_layer(dataclasses.replace(spec, centers_bias=centers_bias), Groups(group))
+        torch.nn.init.zeros_(layer.router.selection_bias)
+        layer.router.balance_(loads)
+        assert layer.router.selection_bias.tolist() == expected

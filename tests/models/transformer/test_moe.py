@@ -253,6 +253,8 @@ def test_wrong_experts():
         ({"num_groups": 3}, "num_groups 3 does not divide the 8 experts"),
         ({"num_groups": 4, "per_token": 3}, "per_token is 3, and 1 groups have 2 experts"),
         ({"scores": "relu"}, "scores is 'relu'; it must be one of softmax, sigmoid"),
+        ({"centers_bias": True}, "centers_bias is about bias_rate, which is 0; set both"),
+        ({"balances": "tokens"}, "balances is 'tokens'; it must be one of sequence, micro_batch, global"),
         ({"shared_gate": True}, "shared_gate is about the MLP of shared_ffn_hidden_size"),
         ({"aux_loss": float("nan")}, "aux_loss is nan; it must be a finite number"),
     ):

@@ -191,7 +191,7 @@ class MoELayer(GroupModule):
         self._tp_group, self._sequence_parallel = groups.tp, config.sequence_parallel
         self._group = groups.tp if groups.experts is None else groups.experts
         expert_tp = groups.expert_tp or groups.tp
-        self.router = router(config, self.spec, groups.tp)
+        self.router = router(config, self.spec, groups.tp, groups)
         self.experts = experts(config, self.spec, self._group, expert_tp)
         self.loss_scale = 1.0
         self.statistics: Tensor | None = None
@@ -238,8 +238,7 @@ class MoELayer(GroupModule):
         if self.training:
             sequences, loss = Sequences.of(hidden, view, start, stop), None
             if self.spec.aux_loss or self.spec.z_loss:
-                context = None if view.context is None else view.context.group
-                loss = self.router.auxiliary_loss(routing, sequences, context)
+                loss = self.router.auxiliary_loss(routing, sequences)
                 output = _WithLoss.apply(output, loss, self.loss_scale)
             # Not in a backward, which recomputes.
             if self.statistics is not None and torch._C._current_graph_task_id() == -1:

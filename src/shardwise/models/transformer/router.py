@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
+from shardwise.core.topology import Groups
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
 from shardwise.models.transformer.mlp import layer_arguments
@@ -75,6 +76,7 @@ class Router(ShardedModule):
         config: config of the model.
         experts: the experts.
         group: tensor-parallel group, whose ranks route different tokens.
+        groups: process groups of the model; None if the tensor-parallel ranks alone route tokens.
 
     Attributes:
         weight: ``[num, h]``.
@@ -86,9 +88,15 @@ class Router(ShardedModule):
     bias: Tensor | None
     selection_bias: Tensor | None
 
-    def __init__(self, config: ModelConfig, experts: Experts, group: ProcessGroup) -> None:
+    def __init__(
+        self, config: ModelConfig, experts: Experts, group: ProcessGroup, groups: Groups | None = None
+    ) -> None:
         super().__init__(**layer_arguments(config, group=group, linear=False))
         self.experts = experts
+        groups, is_global = groups or Groups(group), experts.balances == "global"
+        # The ranks, other than those of ``group``, whose tokens are balanced together.
+        self._balanced_with = groups.dp if is_global else groups.cp
+        self._num_together = groups.samples[1] if is_global else 1
         bias = torch.zeros(experts.num, dtype=torch.float32, device=self._device()) if experts.selection_bias else None
         self.register_buffer("selection_bias", bias)
         layout = ParamLayout.replicated((experts.num, config.hidden_size), group.size())
@@ -132,7 +140,10 @@ class Router(ShardedModule):
     def balance_(self, loads: Tensor) -> None:
         """Move the bias of each expert by ``bias_rate``, up if its load is under the mean; ``loads`` are ``[num]``."""
         if self.selection_bias is not None and self.experts.bias_rate:
-            self.selection_bias += self.experts.bias_rate * (loads.mean() - loads).sign().float()
+            signs = (loads.mean() - loads).sign()
+            if self.experts.centers_bias:
+                signs = signs - signs.mean()
+            self.selection_bias += self.experts.bias_rate * signs.float()
 
     def reset_parameters(self) -> None:
         """Set the parameters to their initial values, and the bias of the choice to 0."""
@@ -156,31 +167,21 @@ class Router(ShardedModule):
             )
         return entries
 
-    def auxiliary_loss(
-        self,
-        routing: Routing,
-        sequences: Sequences,
-        context_group: ProcessGroup | None = None,
-    ) -> Tensor:
-        """Return this rank's part of the auxiliary losses of a micro-batch, a scalar.
-
-        Args:
-            routing: the choice of experts for this rank's tokens.
-            sequences: the sequences of this rank's tokens.
-            context_group: the ranks that share the sequences with context parallelism, or None.
-        """
+    def auxiliary_loss(self, routing: Routing, sequences: Sequences) -> Tensor:
+        """Return this rank's part of the auxiliary losses of a micro-batch, a scalar."""
         spec = self.experts
         loss = routing.logits.new_zeros(())
         if spec.aux_loss:
-            over = sequences.joined if spec.balances == "micro_batch" else sequences
+            over = sequences if spec.balances == "sequence" else sequences.joined
             scores = self._distributions(routing)
             counts = over.sums(torch.zeros_like(scores).scatter_(1, self._balanced(routing, scores), 1.0))
-            for group in (self.group, context_group):
+            for group in (self.group, self._balanced_with):
                 if group is not None and group.size() > 1:
                     counts = all_reduce(counts, group=group)
             # A sequence of padding alone has a loss of 0.
-            lengths = over.lengths.clamp(min=1).unsqueeze(1)
-            balance = (counts / (lengths * spec.per_token) * over.sums(scores) / lengths).sum() / len(lengths)
+            choices = counts.sum(dim=1, keepdim=True).clamp(min=1)
+            means = over.sums(scores) * spec.per_token / choices
+            balance = (counts / choices * means).sum() * self._num_together / len(counts)
             loss = loss + spec.aux_loss * spec.num * balance
         if spec.z_loss:
             squares = sequences.sums(routing.logits.logsumexp(dim=-1).square())

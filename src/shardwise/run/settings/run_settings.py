@@ -14,6 +14,7 @@ import tyro
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.files import shown
+from shardwise.models.experts import Balanced
 from shardwise.models.recomputation import Recomputation
 from shardwise.training import bounds
 from shardwise.training.bounds import Checked, Folder, Range, checked, require, with_values
@@ -50,6 +51,8 @@ class ModelSettings(Checked, prefix="model."):
         expert_ffn_hidden_size: width of an expert; if not given, that of the MLP divided by num_experts_per_tok, and
             rounded up to a multiple of 8, so that a token costs as much as without experts.
         router_aux_loss: coefficient of the loss that balances the experts.
+        router_balance: tokens whose loads the loss balances: those of each "sequence", of a rank's "micro_batch", or of
+            the micro-batches that all data-parallel ranks compute at the same time ("global").
         router_bias_rate: rate of a bias that balances the experts without a loss, such as 0.001; 0 for none.
         router_z_loss: coefficient of the loss that bounds the logits of the router.
     """
@@ -69,12 +72,13 @@ class ModelSettings(Checked, prefix="model."):
     num_experts_per_tok: Annotated[int, _EXPERTS] = 2
     expert_ffn_hidden_size: Annotated[int | None, Range(1, 1 << 22)] = None
     router_aux_loss: Annotated[float, _COEFFICIENT] = 0.01
+    router_balance: Balanced = "sequence"
     router_bias_rate: Annotated[float, _COEFFICIENT] = 0.0
     router_z_loss: Annotated[float, _COEFFICIENT] = 0.0
 
     def _check_together(self) -> None:
         if self.num_experts is None:
-            of_router = ("router_aux_loss", "router_bias_rate", "router_z_loss")
+            of_router = ("router_aux_loss", "router_balance", "router_bias_rate", "router_z_loss")
             of_experts = ("num_experts_per_tok", "expert_ffn_hidden_size", *of_router)
             for name, value in self.changed(*of_experts):
                 require(False, f"{name} {value} is for --model.num-experts, which is not given; leave it out")
