@@ -133,6 +133,8 @@ class SequenceView:
             same.
         is_token: ``[b, s]`` bools, False for padding, of the whole sequences that ranks share; None without padding,
             and for models that do not ask.
+        choices: for a balance loss of all layers together, the choices of experts that each layer of this forward pass
+            appends; None for a loss of each layer.
 
     Raises:
         ShardingError: a negative length.
@@ -142,6 +144,7 @@ class SequenceView:
     group: ProcessGroup | None = None
     context: ContextShard | None = None
     is_token: Tensor | None = field(default=None, compare=False)
+    choices: list[Tensor] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.length < 0:

@@ -183,10 +183,11 @@ class Bert(TransformerModel):
             hidden: Tensor = self.embedding(input_ids, position_ids, tokentype_ids)
         else:
             hidden = self._input_of_a_later_stage()
-        forbidden = None
+        forbidden = tokens = None
         if attention_mask is not None:
             tokens = is_token(attention_mask, hidden.size(1), sequence.length)
-            forbidden, sequence = forbidden_keys(tokens), dataclasses.replace(sequence, is_token=tokens)
+            forbidden = forbidden_keys(tokens)
+        sequence = self._for_experts(sequence, tokens)
         hidden = self.encoder(
             hidden,
             attention_mask=AttentionMask(forbidden, alibi_slopes=self.alibi_slopes),

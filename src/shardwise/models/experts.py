@@ -79,6 +79,9 @@ class Experts:
         balances: whether ``f`` and ``p`` are those of each ``"sequence"``, and the loss is the mean over sequences,
             which does not depend on the micro-batches; or of all tokens of a ``"micro_batch"``; or, ``"global"``, of
             all tokens of the micro-batches that the data-parallel ranks compute at the same time.
+        pools_layers: whether ``f`` and ``p`` are those of all layers together, as in the balance loss of transformers,
+            instead of a loss for each layer. ``f`` is then an expert's choices per token and layer, ``k`` times its
+            share. It needs all layers on one pipeline stage.
         forces_balance: whether the experts of each token follow those of the token before and scores are ignored; to
             measure and to debug.
         z_loss: coefficient of the mean square of the log of the sum of the logits' exponentials; 0 for none.
@@ -111,6 +114,7 @@ class Experts:
     shared_gate: bool = False
     aux_loss: float = field(default=0.0, compare=False)
     balances: Balanced = field(default="sequence", compare=False)
+    pools_layers: bool = field(default=False, compare=False)
     forces_balance: bool = field(default=False, compare=False)
     z_loss: float = field(default=0.0, compare=False)
 
@@ -147,6 +151,7 @@ class Experts:
         for name in ("weight_scale", "aux_loss", "z_loss", "bias_rate"):
             value = getattr(self, name)
             _require(0 <= value < math.inf, f"{name} is {value}; it must be a finite number of at least 0")
+        _require(self.aux_loss > 0 or not self.pools_layers, "pools_layers is about aux_loss, which is 0; set both")
         shared = self.shared_ffn_hidden_size
         _require(shared is None or shared >= 1, f"shared_ffn_hidden_size is {shared}; it must be at least 1, or None")
         _require(

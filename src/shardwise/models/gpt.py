@@ -1,7 +1,5 @@
 """GPT: a decoder-only language model, split over the tensor-parallel group and, layer by layer, over stages."""
 
-import dataclasses
-
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError, ShardingError
@@ -143,8 +141,8 @@ class GPT(TransformerModel):
         else:
             hidden = self._input_of_a_later_stage()
         of_texts = self._own_lengths(lengths, document_ids, (hidden.size(1), s))
-        if self.config.experts is not None and cache is None:
-            sequence = dataclasses.replace(sequence, is_token=tokens_of(tokens, lengths, document_ids, s))
+        if cache is None:
+            sequence = self._for_experts(sequence, tokens_of(tokens, lengths, document_ids, s))
         hidden = self.decoder(
             hidden,
             attention_mask=AttentionMask(

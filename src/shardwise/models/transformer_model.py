@@ -275,7 +275,12 @@ class TransformerModel(FixedTensors, LanguageModel):
                 )
 
     def _check_stages(self) -> None:
-        num_stages = self.groups.num_stages
+        num_stages, experts = self.groups.num_stages, self.config.experts
+        if num_stages > 1 and experts is not None and experts.pools_layers:
+            raise ConfigError(
+                f"experts.pools_layers is for layers on one stage, and there are {num_stages} pipeline stages; use one "
+                'stage, or leave it at False ("output_router_logits": false in the config.json of a folder)'
+            )
         is_whole = self.pre_process and self.post_process
         if num_stages > 1 and self.config.pipeline_model_parallel_size == 1 and not is_whole:
             raise ConfigError(
@@ -383,6 +388,13 @@ class TransformerModel(FixedTensors, LanguageModel):
                 "with sequence or context parallelism a stage cannot tell the sequence's length; pass input_ids"
             )
         return SequenceView(hidden.size(0))
+
+    def _for_experts(self, sequence: SequenceView, tokens: Tensor | None) -> SequenceView:
+        """Return the view with what layers of experts read: the places of tokens ``[b, s]``, and a list of choices."""
+        experts = self.config.experts
+        if experts is None:
+            return sequence
+        return dataclasses.replace(sequence, is_token=tokens, choices=[] if experts.pools_layers else None)
 
     @property
     def _splits_context(self) -> bool:

@@ -100,6 +100,38 @@ def test_padding_counts_nowhere(balances, padding, group):
         check(spec, Groups.of(Topology.create(**sizes)), sequence_parallel=sequence_parallel, padding=padding)
 
 
+@pytest.mark.ranks(1, 2, 4)
+def test_a_loss_of_all_layers_together(group):
+    """Each layer's scores get a gradient that depends on choices in both layers, and in all ranks' batches."""
+    spec = dataclasses.replace(MIXTRAL, pools_layers=True, balances="global")
+    for sizes, sequence_parallel in LAYOUTS[group.size()]:
+        groups = Groups.of(Topology.create(**sizes))
+        if groups.cp is not None and groups.cp.size() > 1:
+            continue
+        place, number = groups.samples
+        layers = [moe_layer(spec, groups, tp=2, sequence_parallel=sequence_parallel) for _ in range(2)]
+        hidden, is_token = samples_of(number, "some")
+        view = SequenceView(LENGTH, groups.tp if sequence_parallel else None, is_token=is_token[place], choices=[])
+        outputs = []
+        for factor, layer in enumerate(layers, 1):
+            layer.begin(1 / number)
+            outputs.append(layer(hidden[place][slice(*view.interval)] * factor, sequence=view))
+        (outputs[0] * 0 + outputs[1] * 0).sum().backward()
+        weights = [layer.router.weight.detach().clone().requires_grad_() for layer in layers]
+        tokens = hidden.transpose(1, 2)[is_token]
+        scores = torch.cat([(tokens * factor @ weight.t()).softmax(-1) for factor, weight in enumerate(weights, 1)])
+        chosen = torch.zeros_like(scores).scatter_(1, scores.topk(spec.per_token).indices, 1.0)
+        loss = spec.aux_loss * spec.num * (chosen.mean(0) * scores.mean(0)).sum()
+        loss.backward()
+        total = layers[0].statistics[-1] + layers[1].statistics[-1]
+        for other in (groups.tp, groups.dp):
+            total = total if other is None else all_reduce(total, group=other)
+        torch.testing.assert_close(total / number, loss.detach(), rtol=1e-10, atol=0.0)
+        for layer, weight in zip(layers, weights, strict=True):
+            finalize_gradients_(layer, tp_group=groups.tp, dp_group=groups.dp, expert_dp_group=groups.expert_dp)
+            torch.testing.assert_close(layer.router.weight.grad, weight.grad, rtol=1e-10, atol=1e-14)
+
+
 def forms_of(lengths: Tensor) -> dict[str, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
     """For each way to say where padding is: rows with padding, and the argument, from rows with padding at the end."""
     is_token = torch.arange(LENGTH) < lengths.unsqueeze(1)

@@ -42,6 +42,7 @@ KINDS = {
     "biases, clamped": dataclasses.replace(
         MIXTRAL, biases=True, gate=ClampedGate(limit=0.3), softmax_after_choice=True, normalizes_weights=False
     ),
+    "pooled over layers": dataclasses.replace(MIXTRAL, pools_layers=True, z_loss=0.01),
     "shared, with a gate": dataclasses.replace(
         MIXTRAL, shared_ffn_hidden_size=26, shared_gate=True, layers=(False, True)
     ),
@@ -253,6 +254,7 @@ def test_wrong_experts():
         ({"num_groups": 3}, "num_groups 3 does not divide the 8 experts"),
         ({"num_groups": 4, "per_token": 3}, "per_token is 3, and 1 groups have 2 experts"),
         ({"scores": "relu"}, "scores is 'relu'; it must be one of softmax, sigmoid"),
+        ({"pools_layers": True, "aux_loss": 0.0}, "pools_layers is about aux_loss, which is 0; set both"),
         ({"centers_bias": True}, "centers_bias is about bias_rate, which is 0; set both"),
         ({"balances": "tokens"}, "balances is 'tokens'; it must be one of sequence, micro_batch, global"),
         ({"shared_gate": True}, "shared_gate is about the MLP of shared_ffn_hidden_size"),

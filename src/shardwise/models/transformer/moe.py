@@ -141,18 +141,18 @@ class ExpertWeights(ShardedModule):
 
 
 class _WithLoss(Function):
-    """Identity of an output, whose backward also gives a loss its gradient."""
+    """Identity of an output, whose backward also gives what a loss depends on the gradient that ``slopes`` returns."""
 
-    spmd_typecheck = computed_locally("output", "loss")
+    spmd_typecheck = computed_locally("output", "term")
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
+    def forward(ctx: Any, output: Tensor, term: Tensor, slopes: Callable[[], Tensor]) -> Tensor:
+        ctx.slopes = slopes
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, torch.full((), ctx.scale, dtype=ctx.dtype, device=ctx.device), None
+        return grad, ctx.slopes(), None
 
 
 class MoELayer(GroupModule):
@@ -236,12 +236,13 @@ class MoELayer(GroupModule):
         routing = self._route(tokens)
         output = self._through_experts(tokens, routing)
         if self.training:
-            sequences, loss = Sequences.of(hidden, view, start, stop), None
-            if self.spec.aux_loss or self.spec.z_loss:
-                loss = self.router.auxiliary_loss(routing, sequences)
-                output = _WithLoss.apply(output, loss, self.loss_scale)
-            # Not in a backward, which recomputes.
-            if self.statistics is not None and torch._C._current_graph_task_id() == -1:
+            sequences = Sequences.of(hidden, view, start, stop)
+            loss = self.router.auxiliary_loss(routing, sequences)
+            if loss.requires_grad:
+                output = _WithLoss.apply(output, loss, partial(torch.full_like, loss.detach(), self.loss_scale))
+            if self.spec.pools_layers:
+                output = self._with_pooled_loss(output, routing, sequences, view.choices)
+            if self.statistics is not None and not _is_backward():
                 self.router.count_(self.statistics, routing, sequences, loss)
         if splits:
             output = moves.gather(output, dim=0, group=self._tp_group, sizes=sizes)
@@ -253,6 +254,25 @@ class MoELayer(GroupModule):
             shared = self.shared_gate(hidden) * shared
         total: Tensor = output + shared
         return total
+
+    def _with_pooled_loss(
+        self, output: Tensor, routing: Routing, sequences: Sequences, pool: list[Tensor] | None
+    ) -> Tensor:
+        """Give the scores the gradient of a loss that depends on all layers' choices, which a backward knows."""
+        scores, choices = self.router.to_balance(routing, sequences)
+        pool = [] if pool is None else pool
+        if not _is_backward():
+            pool.append(choices)
+        scale, statistics, values = self.loss_scale, self.statistics, scores.detach()
+
+        def slopes() -> Tensor:
+            found = self.router.balance_slopes(torch.stack(pool).sum(0))
+            if statistics is not None:
+                statistics[-1] += (found * values).sum()
+            return found * scale
+
+        pooled: Tensor = _WithLoss.apply(output, scores, slopes)
+        return pooled
 
     def _route(self, tokens: Tensor) -> Routing:
         routing: Routing = self.router(tokens)
@@ -320,6 +340,11 @@ class SharedGate(ShardedModule):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map ``[..., h]`` to ``[..., 1]``."""
         return F.linear(hidden, self.weight).sigmoid()
+
+
+def _is_backward() -> bool:
+    """Whether a backward runs, which recomputes."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -168,34 +168,42 @@ class Router(ShardedModule):
         return entries
 
     def auxiliary_loss(self, routing: Routing, sequences: Sequences) -> Tensor:
-        """Return this rank's part of the auxiliary losses of a micro-batch, a scalar."""
+        """Return this rank's part of the auxiliary losses of a layer and a micro-batch, a scalar."""
         spec = self.experts
         loss = routing.logits.new_zeros(())
-        if spec.aux_loss:
-            over = sequences if spec.balances == "sequence" else sequences.joined
-            scores = self._distributions(routing)
-            counts = over.sums(torch.zeros_like(scores).scatter_(1, self._balanced(routing, scores), 1.0))
-            for group in (self.group, self._balanced_with):
-                if group is not None and group.size() > 1:
-                    counts = all_reduce(counts, group=group)
-            # A sequence of padding alone has a loss of 0.
-            choices = counts.sum(dim=1, keepdim=True).clamp(min=1)
-            means = over.sums(scores) * spec.per_token / choices
-            balance = (counts / choices * means).sum() * self._num_together / len(counts)
-            loss = loss + spec.aux_loss * spec.num * balance
+        if spec.aux_loss and not spec.pools_layers:
+            scores, choices = self.to_balance(routing, sequences)
+            loss = loss + (self.balance_slopes(choices) * scores).sum()
         if spec.z_loss:
             squares = sequences.sums(routing.logits.logsumexp(dim=-1).square())
             loss = loss + spec.z_loss * (squares / sequences.lengths.clamp(min=1)).mean()
         return loss
 
+    def to_balance(self, routing: Routing, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Return what is balanced together: sums of this rank's scores, and all ranks' choices, both ``[n, num]``."""
+        over = sequences if self.experts.balances == "sequence" else sequences.joined
+        scores = self._distributions(routing)
+        choices = over.sums(torch.zeros_like(scores).scatter_(1, self._balanced(routing, scores), 1.0))
+        for group in (self.group, self._balanced_with):
+            if group is not None and group.size() > 1:
+                choices = all_reduce(choices, group=group)
+        return over.sums(scores), choices
+
+    def balance_slopes(self, choices: Tensor) -> Tensor:
+        """Return the gradient ``[n, num]`` of the balance loss by the scores of ``to_balance``, a linear one."""
+        spec = self.experts
+        # A sequence of padding alone has a loss of 0.
+        total = choices.sum(dim=1, keepdim=True).clamp(min=1)
+        per_token = spec.per_token**2 if spec.pools_layers else spec.per_token
+        return choices / total * (spec.aux_loss * spec.num * per_token * self._num_together / len(choices) / total)
+
     @torch.no_grad()
-    def count_(self, statistics: Tensor, routing: Routing, sequences: Sequences, loss: Tensor | None) -> None:
-        """Add to ``MoELayer.statistics`` those of a micro-batch, with its auxiliary losses if it has them."""
+    def count_(self, statistics: Tensor, routing: Routing, sequences: Sequences, loss: Tensor) -> None:
+        """Add to ``MoELayer.statistics`` those of a micro-batch, with its auxiliary losses."""
         num, is_padding = self.experts.num, sequences.of_tokens.eq(len(sequences.lengths)).unsqueeze(1)
         statistics[:num] += counts_of(routing.experts.masked_fill(is_padding, num).flatten(), num + 1)[:num]
         statistics[-2] += sequences.sums(torch.special.entr(self._distributions(routing))).sum()
-        if loss is not None:
-            statistics[-1] += loss
+        statistics[-1] += loss
 
     def _balanced(self, routing: Routing, scores: Tensor) -> Tensor:
         """Return the experts ``[n, k]`` whose shares the balance loss counts."""
