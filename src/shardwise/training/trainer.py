@@ -415,7 +415,7 @@ class Trainer:
         """Return the statistics of this rank's layers of experts, with zeros for those of other stages."""
         assert self._model_config.experts is not None
         every = torch.zeros(
-            self._model_config.num_layers, self._model_config.experts.num + 2, dtype=torch.float64, device=self.device
+            self._model_config.num_layers, self._model_config.experts.num + 3, dtype=torch.float64, device=self.device
         )
         for number, layer in self._of_experts.items():
             assert layer.statistics is not None

@@ -41,7 +41,7 @@ def samples_of(number: int, padding: str) -> tuple[Tensor, Tensor]:
 
 def defined(spec: Experts, weight: Tensor, batches: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
     """Mean auxiliary loss of batches of sequences ``[n, h]`` without padding; and ``MoELayer.statistics`` of all."""
-    balance, statistics = [], torch.zeros(spec.num + 2, dtype=torch.float64)
+    balance, statistics = [], torch.zeros(spec.num + 3, dtype=torch.float64)
     every = [tokens for batch in batches for tokens in batch]
     together = {"sequence": every, "micro_batch": [torch.cat(batch) for batch in batches], "global": [torch.cat(every)]}
     for tokens in together[spec.balances]:
@@ -49,7 +49,7 @@ def defined(spec: Experts, weight: Tensor, batches: list[list[Tensor]]) -> tuple
         counts = torch.zeros(spec.num, dtype=torch.float64)
         for token in scores:
             counts[token.topk(spec.per_token).indices] += 1
-        statistics[:-2] += counts
+        statistics[:-3] += counts
         statistics[-2] -= (scores * scores.log()).sum().detach()
         balance.append(spec.num * (counts / max(1, counts.sum()) * scores.sum(0) / max(1, len(tokens))).sum())
     squares = [(tokens @ weight.t()).logsumexp(-1).square().sum() / max(1, len(tokens)) for tokens in every]

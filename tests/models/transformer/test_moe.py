@@ -255,6 +255,8 @@ def test_wrong_experts():
         ({"num_groups": 4, "per_token": 3}, "per_token is 3, and 1 groups have 2 experts"),
         ({"scores": "relu"}, "scores is 'relu'; it must be one of softmax, sigmoid"),
         ({"pools_layers": True, "aux_loss": 0.0}, "pools_layers is about aux_loss, which is 0; set both"),
+        ({"capacity_factor": 0.0}, r"capacity_factor is 0\.0; it must be a finite number over 0, or None"),
+        ({"drops_by": "position"}, "drops_by 'position' is about capacity_factor, which is None; set both"),
         ({"centers_bias": True}, "centers_bias is about bias_rate, which is 0; set both"),
         ({"balances": "tokens"}, "balances is 'tokens'; it must be one of sequence, micro_batch, global"),
         ({"shared_gate": True}, "shared_gate is about the MLP of shared_ffn_hidden_size"),

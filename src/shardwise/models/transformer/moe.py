@@ -4,7 +4,7 @@ Each rank routes its own tokens: with sequence parallelism its part of the seque
 all tensor-parallel ranks have. It sends each token to the ranks of the group ``experts`` that hold the token's experts;
 if an expert is split, to each rank that holds a part of it. These return their results, and the token's own rank adds
 the parts of each expert and, in the order of the experts, the experts' outputs. So no result depends on the layout
-beyond rounding, and no token is dropped.
+beyond rounding. No token is dropped, unless experts have a capacity.
 
 A router's gradient is the sum over the tokens of all ranks: over tensor-parallel ranks, which route different tokens,
 and over data-parallel ones. An expert's gradient is complete on the ranks that hold it for all tokens that were sent to
@@ -36,6 +36,7 @@ from shardwise.kernels.grouped import grouped_linear
 from shardwise.kernels.planning import counts_on_host
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
+from shardwise.models.transformer.capacity import taken
 from shardwise.models.transformer.mlp import MLP, activated, layer_arguments
 from shardwise.models.transformer.router import Router, Routing, Sequences, counts_of
 from shardwise.nn.module import GroupModule, ShardedModule
@@ -170,9 +171,9 @@ class MoELayer(GroupModule):
         shared: ``MLP`` or None.
         shared_gate: weight of the shared expert's gate, or None.
         loss_scale: factor of the gradient of the auxiliary losses, which ``begin`` sets.
-        statistics: ``[num + 2]`` in fp64, sums over this rank's tokens, without padding, since ``begin``: those that
-            chose each expert, the entropy of the scores in nats, and the auxiliary losses of micro-batches; None
-            without training steps.
+        statistics: ``[num + 3]`` in fp64, sums over this rank's tokens, without padding, since ``begin``: those that
+            chose each expert, choices that the expert did not take, the entropy of the scores in nats, and the
+            auxiliary losses of micro-batches; None without training steps.
 
     Source: Lepikhin et al. 2020 (arXiv:2006.16668); Megatron-LM's all-to-all dispatcher.
     """
@@ -209,7 +210,7 @@ class MoELayer(GroupModule):
             loss_scale: that of the loss, divided by the number of micro-batches of the step on all data-parallel ranks.
         """
         self.loss_scale = loss_scale
-        self.statistics = torch.zeros(self.spec.num + 2, dtype=torch.float64, device=self.router.weight.device)
+        self.statistics = torch.zeros(self.spec.num + 3, dtype=torch.float64, device=self.router.weight.device)
 
     @property
     def input_layout(self) -> Layout:
@@ -233,8 +234,11 @@ class MoELayer(GroupModule):
         start, stop = intervals_of_sizes(sizes)[self._tp_group.rank() if splits else 0]
         if splits:
             tokens = moves.scatter(tokens, dim=0, group=self._tp_group, sizes=sizes)
-        routing = self._route(tokens)
-        output = self._through_experts(tokens, routing)
+        routing, fits = self._route(tokens), None
+        if self.training and self.spec.capacity_factor is not None:
+            of_ranks = sizes if splits else [each * hidden.size(1) for each in view.sizes]
+            fits = taken(routing, self.spec, view, hidden.size(1), self._tp_group, of_ranks)
+        output = self._through_experts(tokens, routing, fits)
         if self.training:
             sequences = Sequences.of(hidden, view, start, stop)
             loss = self.router.auxiliary_loss(routing, sequences)
@@ -243,7 +247,7 @@ class MoELayer(GroupModule):
             if self.spec.pools_layers:
                 output = self._with_pooled_loss(output, routing, sequences, view.choices)
             if self.statistics is not None and not _is_backward():
-                self.router.count_(self.statistics, routing, sequences, loss)
+                self.router.count_(self.statistics, routing, sequences, loss, fits)
         if splits:
             output = moves.gather(output, dim=0, group=self._tp_group, sizes=sizes)
         output = output.view(hidden.shape)
@@ -278,18 +282,25 @@ class MoELayer(GroupModule):
         routing: Routing = self.router(tokens)
         return routing
 
-    def _through_experts(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """Return the weighted sum of the experts' outputs for each token, ``[n, h]``."""
+    def _through_experts(self, tokens: Tensor, routing: Routing, fits: Tensor | None) -> Tensor:
+        """Return the weighted sum of the experts' outputs for each token, ``[n, h]``; 0 where a choice does not fit."""
         spec, (n, k) = self.spec, routing.experts.shape
-        flat = routing.experts.flatten()
+        flat, number = routing.experts.flatten(), n * k
+        if fits is not None:
+            # Choices that do not fit come after all others, and are not sent.
+            flat = flat.masked_fill(~fits.flatten(), spec.num)
+            (number,) = counts_on_host(fits.sum().view(1), number)
         order = flat.argsort(stable=True)
-        counts = counts_of(flat, spec.num)
+        sent = order[:number]
+        counts = counts_of(flat, spec.num + 1)[:-1]
         weights = routing.weights.to(tokens.dtype)
         if spec.weighs_input:
-            rows = (tokens.unsqueeze(1) * weights.unsqueeze(-1)).flatten(0, 1)[order]
+            rows = (tokens.unsqueeze(1) * weights.unsqueeze(-1)).flatten(0, 1)[sent]
         else:
-            rows = tokens[order // k]
+            rows = tokens[sent // k]
         rows = self.experts(rows, counts) if self._group.size() == 1 else self._exchanged(rows, counts)
+        if number < n * k:
+            rows = F.pad(rows, (0, 0, 0, n * k - number))
         back = _inverse(order)
         rows = rows[back].view(n, k, tokens.size(-1))
         return rows.sum(dim=1) if spec.weighs_input else (rows * weights.unsqueeze(-1)).sum(dim=1)

@@ -198,10 +198,14 @@ class Router(ShardedModule):
         return choices / total * (spec.aux_loss * spec.num * per_token * self._num_together / len(choices) / total)
 
     @torch.no_grad()
-    def count_(self, statistics: Tensor, routing: Routing, sequences: Sequences, loss: Tensor) -> None:
+    def count_(
+        self, statistics: Tensor, routing: Routing, sequences: Sequences, loss: Tensor, fits: Tensor | None
+    ) -> None:
         """Add to ``MoELayer.statistics`` those of a micro-batch, with its auxiliary losses."""
         num, is_padding = self.experts.num, sequences.of_tokens.eq(len(sequences.lengths)).unsqueeze(1)
         statistics[:num] += counts_of(routing.experts.masked_fill(is_padding, num).flatten(), num + 1)[:num]
+        if fits is not None:
+            statistics[-3] += (~(fits | is_padding)).sum()
         statistics[-2] += sequences.sums(torch.special.entr(self._distributions(routing))).sum()
         statistics[-1] += loss
 
@@ -227,29 +231,31 @@ class Router(ShardedModule):
         return mask.unsqueeze(-1).expand_as(groups).flatten(1)
 
 
-METRICS = ("expert_load_max", "expert_load_min", "router_entropy", "auxiliary_loss")
+METRICS = ("expert_load_max", "expert_load_min", "dropped_tokens", "router_entropy", "auxiliary_loss")
 """Names of ``metrics_of``."""
 
 
 def metrics_of(statistics: Tensor, experts: Experts, num_micro_batches: int) -> Tensor:
-    """Return the largest and the smallest load of any layer's expert, the entropy of scores, and the auxiliary losses.
+    """Return the metrics of a step.
 
     Args:
-        statistics: ``[layers, num + 2]``, sums of ``MoELayer.statistics`` over all ranks; zeros for a layer without
+        statistics: ``[layers, num + 3]``, sums of ``MoELayer.statistics`` over all ranks; zeros for a layer without
             experts.
         experts: the experts.
         num_micro_batches: number of micro-batches of the step on all data-parallel ranks.
 
     Returns:
-        ``[4]``: loads are divided by the mean of a layer's experts; the entropy is the mean over tokens and layers, in
-        nats; of the auxiliary losses it is the sum over layers, the mean over micro-batches.
+        ``[5]``: the largest and the smallest load of any layer's expert, divided by the mean of the layer's experts;
+        the number of choices that experts did not take; the entropy of scores, the mean over tokens and layers, in
+        nats; the auxiliary losses, summed over layers, the mean over micro-batches.
     """
-    loads = statistics[:, :-2]
+    loads = statistics[:, :-3]
     choices = loads.sum(dim=1, keepdim=True)
     # Of a layer without experts, an even load.
     shares = torch.where(choices > 0, loads * loads.size(1) / choices.clamp(min=1.0), 1.0)
     entropy = statistics[:, -2].sum() * experts.per_token / choices.sum().clamp(min=1.0)
-    return torch.stack([shares.amax(), shares.amin(), entropy, statistics[:, -1].sum() / num_micro_batches])
+    dropped, losses = statistics[:, -3].sum(), statistics[:, -1].sum() / num_micro_batches
+    return torch.stack([shares.amax(), shares.amin(), dropped, entropy, losses])
 
 
 def counts_of(numbers: Tensor, stop: int) -> Tensor:
