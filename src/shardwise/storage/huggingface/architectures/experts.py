@@ -107,6 +107,16 @@ class WithExperts(Architecture):
         }
     )
 
+    @property
+    def fused(self) -> Table:
+        """Rows with the names in modules of transformers 5."""
+        router, up, down = (self.parameters[_MLP + name] for name in ("router.weight", "experts.up", "experts.down"))
+        return {
+            _MLP + "router.weight": whole(router),
+            _MLP + "experts.up": joint_experts(up),
+            _MLP + "experts.down": joint_experts(down, transposed=True),
+        }
+
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         """Read the experts, and the fields of the decoder."""
         experts = self.read_experts(fields, values["num_layers"])
@@ -253,7 +263,11 @@ class AfterDenseLayers(WithExperts):
 
 
 class _GraniteMoe(WithExperts):
-    """Granite MoE: the softmax is over the logits of the chosen experts."""
+    """Granite MoE: the softmax is over the logits of the chosen experts, and folders have one form."""
+
+    @property
+    def fused(self) -> Table:
+        return {}
 
     def read_experts(self, fields: Fields, num_layers: int) -> Experts:
         experts = super().read_experts(fields, num_layers)
