@@ -8,7 +8,7 @@ from harness.parity import assert_close_to, gather_all, gather_shards
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardwise.core.topology import Topology
+from shardwise.core.topology import Groups, Topology
 from shardwise.nn.replicated import replicas_of
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_
@@ -52,6 +52,11 @@ def assert_gradients_are(weights: dict[str, Tensor], model: nn.Module, group: Pr
             assert_close_to(
                 gather_shards(param.grad, layout, group), weights[name].grad, rtol_of_norm=100 * rtol, name=name
             )
+
+
+def alone(topology: Topology) -> Groups:
+    """Groups of a model that is whole on this rank."""
+    return Groups.alone(next(group for group in topology.groups() if group.size() == 1))
 
 
 def check_gradients(split, dense, groups, *, atol):

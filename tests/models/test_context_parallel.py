@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from harness.live_bytes import LiveBytes, Peak
-from models.model_checks import check_gradients, varlen_on_a_cpu
+from models.model_checks import alone, check_gradients, varlen_on_a_cpu
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
@@ -106,8 +105,8 @@ def masks(kind: str, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     # Losses of padding have no meaning.
     padded = {"attention_mask": padding, "labels": batch["labels"].masked_fill(padding == 0, -100)}
     given = [{}, {"document_ids": documents}, {"attention_mask": forbidden}]
-    # One rank moves padding to the end, so that dropout and balance losses see other tokens there.
-    if kind not in ("learned", "dropout", "experts"):
+    # One rank moves padding to the end, so that dropout sees other tokens there.
+    if kind not in ("learned", "dropout"):
         given.append(padded)
     if kind != "alibi":
         given.append({"document_ids": documents, "position_ids": positions})
@@ -129,7 +128,7 @@ def train(model: GPT, batches: list[dict[str, Tensor]], scale: float) -> list[Te
 
 def check(kind: str, topology: Topology, length: int, **fields: Any) -> None:
     groups = Groups.of(topology)
-    one = Groups.alone(alone(topology))
+    one = alone(topology)
     rank, number = groups.samples
     dense, split = build(kind, one), build(kind, groups, **fields)
     every = [batch_of(sample, length) for sample in range(number)]
@@ -148,10 +147,6 @@ def check(kind: str, topology: Topology, length: int, **fields: Any) -> None:
         torch.testing.assert_close(
             global_grad_norm(split, tp_group=groups.tp, groups=groups), norm, rtol=1e-11, atol=0.0
         )
-
-
-def alone(topology: Topology) -> dist.ProcessGroup:
-    return next(group for group in topology.groups() if group.size() == 1)
 
 
 @pytest.mark.sample(20)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from harness.program import Program
+from run.compared_runs import TEXT, run, sizes, train
 
 from shardwise.core.errors import ConfigError
 from shardwise.run.comparison import compare
@@ -14,13 +14,8 @@ from shardwise.run.plan.plan import plan_run
 from shardwise.run.settings import ParallelSettings, Settings
 from shardwise.training.bounds import with_values
 
-TEXT = Path(__file__).parents[2] / "README.md"
 # A length that nothing divides.
-SIZES = (
-    *("--model.num-layers", "2", "--model.hidden-size", "32", "--model.num-heads", "4", "--device", "cpu"),
-    *("--model.sequence-length", "61", "--model.vocab-size", "301", "--training.global-batch-size", "4"),
-    *("--training.steps", "6", "--training.save-every", "3", "--training.keep-checkpoints", "9"),
-)
+SIZES = sizes(61)
 LAYOUTS = {
     "cp 2": ("--nproc", "2", "--cp", "2"),
     "cp 4, zero 1": ("--nproc", "4", "--cp", "4", "--zero", "1", "--recompute.granularity", "full"),
@@ -32,38 +27,23 @@ LAYOUTS = {
 }
 
 
-def run(folder: Path, *arguments: str) -> None:
-    with Program("-m", "shardwise", *arguments, folder=folder) as program:
-        program.finish(exit_code=0)
-
-
-def train(folder: Path, name: str, *arguments: str) -> Path:
-    run(folder, "train", "--data", str(TEXT), "--out", str(folder / name), *SIZES, *arguments)
-    return folder / name
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("context")
-
-
-@pytest.fixture(scope="module")
-def one(folder):
-    return train(folder, "one")
+def one(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("context"), "one", *SIZES)
 
 
 @pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_trains_as_one_rank(folder, one, tmp_path, layout):
-    comparison = compare(one, train(tmp_path, "run", *LAYOUTS[layout]))
+def test_any_layout_trains_as_one_rank(one, tmp_path, layout):
+    comparison = compare(one, train(tmp_path, "run", *SIZES, *LAYOUTS[layout]))
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(folder, one, tmp_path):
-    stopped = train(tmp_path, "run", "--nproc", "2", "--cp", "2", "--training.steps", "3")
-    train(tmp_path, "run", "--nproc", "4", "--cp", "4", "--resume", "auto")
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(one, tmp_path):
+    stopped = train(tmp_path, "run", *SIZES, "--nproc", "2", "--cp", "2", "--training.steps", "3")
+    train(tmp_path, "run", *SIZES, "--nproc", "4", "--cp", "4", "--resume", "auto")
     comparison = compare(one, stopped)
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from harness.program import Program
+from run.compared_runs import sizes, train
 from run.plan.measured_layouts import CASES
 
 from shardwise.core.errors import ConfigError
 from shardwise.models.recomputation import Recomputation
 from shardwise.run.comparison import compare
+from shardwise.run.metrics import read_metrics
 from shardwise.run.plan.fit import fitted, layouts
 from shardwise.run.plan.plan import plan_run
 from shardwise.run.plan.rehearsal import Rehearsals
@@ -19,13 +19,7 @@ from shardwise.run.plan.workload import Mesh
 from shardwise.run.settings import ModelSettings, ParallelSettings, Settings
 from shardwise.training.bounds import with_values
 
-TEXT = Path(__file__).parents[2] / "README.md"
-SIZES = (
-    *("--model.num-layers", "2", "--model.hidden-size", "32", "--model.num-heads", "4", "--device", "cpu"),
-    *("--model.sequence-length", "23", "--model.vocab-size", "301", "--training.global-batch-size", "4"),
-    *("--model.num-experts", "8", "--model.num-experts-per-tok", "3", "--model.router-aux-loss", "0.5"),
-    *("--training.steps", "6", "--training.save-every", "3", "--training.keep-checkpoints", "9"),
-)
+SIZES = sizes(23, "--model.num-experts", "8", "--model.num-experts-per-tok", "3", "--model.router-aux-loss", "0.5")
 LAYOUTS = {
     "ep 2": ("--ep", "2", "--training.micro-batch-size", "1"),
     "tp 2, ep 2, sp": (
@@ -60,39 +54,42 @@ LAYOUTS = {
 }
 
 
-def train(folder: Path, name: str, *arguments: str) -> Path:
-    command = ("-m", "shardwise", "train", "--data", str(TEXT), "--out", str(folder / name), *SIZES, *arguments)
-    with Program(*command, folder=folder) as program:
-        program.finish(exit_code=0)
-    return folder / name
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("experts")
-
-
-@pytest.fixture(scope="module")
-def one(folder):
-    return train(folder, "one")
+def one(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("experts"), "one", *SIZES)
 
 
 @pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_trains_as_one_rank(folder, one, tmp_path, layout):
+def test_any_layout_trains_as_one_rank(one, tmp_path, layout):
     """Losses, gradient norms, weights and the optimizer's state, with balance losses and uneven tokens."""
-    comparison = compare(one, train(tmp_path, "run", *LAYOUTS[layout]))
+    comparison = compare(one, train(tmp_path, "run", *SIZES, *LAYOUTS[layout]))
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_at_another_layout(folder, one, tmp_path):
+def test_a_checkpoint_goes_on_at_another_layout(one, tmp_path):
     first = ("--nproc", "4", "--tp", "2", "--ep", "4", "--etp", "1")
-    stopped = train(tmp_path, "run", *first, "--training.steps", "3")
-    train(tmp_path, "run", "--nproc", "4", "--pp", "2", "--ep", "2", "--resume", "auto")
+    stopped = train(tmp_path, "run", *SIZES, *first, "--training.steps", "3")
+    train(tmp_path, "run", *SIZES, "--nproc", "4", "--pp", "2", "--ep", "2", "--resume", "auto")
     comparison = compare(one, stopped)
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drops_by", ["probability", "position"])
+def test_capacity_and_global_balance_are_those_of_one_rank(tmp_path, drops_by):
+    options = ("--model.expert-capacity-factor", "0.9", "--model.expert-drops-by", drops_by)
+    options += ("--model.router-balance", "global")
+    alone = train(tmp_path, "alone", *SIZES, *options)
+    split = train(tmp_path, "split", *SIZES, *options, "--nproc", "4", "--tp", "2", "--ep", "2", "--sequence-parallel")
+    comparison = compare(alone, split)
+    assert comparison.verdict == "rounding", "\n".join(comparison.lines)
+    metrics = [read_metrics(run / "metrics.jsonl") for run in (alone, split)]
+    dropped, others = ([each["dropped_tokens"] for each in rows if "loss" in each] for rows in metrics)
+    assert dropped == others
+    assert min(dropped) > 0
 
 
 def test_wrong_settings_are_refused():
@@ -111,6 +108,10 @@ def test_wrong_settings_are_refused():
         ModelSettings(num_experts=8, num_experts_per_tok=9)
     with pytest.raises(ConfigError, match=r"router-aux-loss 0.5 is for --model\.num-experts"):
         ModelSettings(router_aux_loss=0.5)
+    with pytest.raises(ConfigError, match=r"expert-drops-by position is for model\.expert-capacity-factor"):
+        ModelSettings(num_experts=8, expert_drops_by="position")
+    with pytest.raises(ConfigError, match=r"router-balance global is for --model\.num-experts"):
+        ModelSettings(router_balance="global")
     with pytest.raises(ConfigError, match="experts have no biases"):
         ModelSettings(architecture="gpt", num_experts=8)
     assert ParallelSettings(tp=2, ep=4, etp=1, pp=3).fewest_ranks == 12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.adapters import LoraConfig
 from shardwise.run.comparison import compare
+from shardwise.run.metrics import read_metrics
 from shardwise.run.settings import LoraSettings
 
 LAYOUTS = {
@@ -39,9 +41,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def finetune(folder, kind, out, num_ranks, *more):
+def finetune(folder, kind, out, num_ranks, *more, data=None):
     run_command(
-        folder, num_ranks, "finetune", folder / kind, "--out", out, "--data", folder / "text.txt", "--device", "cpu",
+        folder, num_ranks, "finetune", folder / kind, "--out", out, "--device", "cpu",
+        *(data or ("--data", folder / "text.txt")),
         *("--model.sequence-length", "16", "--training.steps", "4", "--training.global-batch-size", "4"),
         *("--training.save-every", "2", "--training.keep-checkpoints", "9", "--lora-rank", "4"),
         *("--optimizer.learning-rate", "0.01", *more),
@@ -60,6 +63,30 @@ def one(folder):
 def test_any_layout_trains_as_one_rank(folder, one, tmp_path, layout):
     comparison = compare(one, finetune(folder, "mixtral", tmp_path / "run", *LAYOUTS[layout]))
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)
+
+
+@pytest.mark.slow
+def test_the_balance_loss_of_a_folder(folder, tmp_path):
+    """The loss that all layers have together, and the loads of padded rows, are those of one rank."""
+    shutil.copytree(folder / "mixtral", folder / "balanced")
+    config = json.loads((folder / "balanced" / "config.json").read_text())
+    config |= {"output_router_logits": True, "router_aux_loss_coef": 0.2}
+    (folder / "balanced" / "config.json").write_text(json.dumps(config))
+    pairs = [{"prompt": "What is " * (k % 5 + 1), "completion": f"{k} " * (k % 3 + 1)} for k in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    data = ("--data", tmp_path / "pairs.jsonl")
+    runs = [
+        finetune(folder, "balanced", tmp_path / name, *layout, data=data)
+        for name, layout in (("one", (1,)), ("ep", (2, "--ep", "2")), ("cp", (4, "--cp", "2", "--tp", "2")))
+    ]
+    metrics = [[row for row in read_metrics(run / "metrics.jsonl") if "loss" in row] for run in runs]
+    assert all(row["auxiliary_loss"] > 0.2 for row in metrics[0])
+    for run, rows in zip(runs[1:], metrics[1:], strict=True):
+        comparison = compare(runs[0], run)
+        assert comparison.verdict == "rounding", "\n".join(comparison.lines)
+        for row, expected in zip(rows, metrics[0], strict=True):
+            for name in ("auxiliary_loss", "expert_load_max", "expert_load_min", "router_entropy"):
+                assert row[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
 @pytest.mark.slow

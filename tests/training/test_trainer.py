@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +12,8 @@ from run.tiny import tiny_settings
 from shardwise.core.errors import ConfigError, DesyncError
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.topology import Groups, Topology
-from shardwise.data import Batch
+from shardwise.data import Batch, DataLoader
+from shardwise.data.sample_rows import SampleRows, TokenSamples
 from shardwise.models.transformer.layer import ResidualDropout
 from shardwise.run.build import build_model
 from shardwise.tensor_parallel.layers import named_param_layouts
@@ -76,6 +78,28 @@ def test_a_trainer_needs_a_data_parallel_group(group, tmp_path):
     model = build_model(settings, VOCAB, groups=groups, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"Groups.dp is None.*a group of this rank alone"):
         Trainer(settings, model, groups)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("packing", [False, True])
+def test_experts_leave_the_padding_of_rows_out(group, tmp_path, packing):
+    """Losses, gradients, loads and entropy of samples do not depend on the length of their rows."""
+    groups = Groups.of(Topology.create())
+    experts = {"num_experts": 4, "router_aux_loss": 0.5, "router_z_loss": 0.1}
+    settings = tiny_settings(tmp_path, model=experts, dtype="float64", steps=1)
+    ids = torch.randint(VOCAB, (46,), generator=torch.Generator().manual_seed(3)).numpy()
+    starts = np.array([0, 10, 21, 33, 46])
+    samples = TokenSamples("samples", ids, np.ones(46, bool), starts, np.ones(46, np.uint32), eos_id=0)
+    results = []
+    # Each row has one sample.
+    for length in (13, 16):
+        torch.manual_seed(11)
+        trainer = Trainer(settings, build_model(settings, VOCAB, groups=groups, device=torch.device("cpu")), groups)
+        rows = SampleRows(samples, length, packing=packing, shortest=length)
+        results.append(trainer.train_step(0, DataLoader(rows, 4, seed=0)))
+    short, long = ({"loss": each.loss, "norm": each.grad_norm} | each.routing for each in results)
+    assert long == pytest.approx(short, rel=1e-12)
+    assert short["auxiliary_loss"] > 0.5
 
 
 @pytest.mark.ranks(2, 3, slow=(2,))

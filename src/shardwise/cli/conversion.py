@@ -62,6 +62,8 @@ class ExportArguments(SplitArguments):
         dtype: dtype of the weights; the checkpoint's own if not given.
         architecture: model_type to write, such as "mistral"; if not given, the one that was imported, or else the first
             that fits (llama or gpt2 for a training run).
+        expert_names: names of experts: "separate" for a tensor for each, or "fused" for one for all experts of a layer,
+            which transformers 5 reads too; if not given, the form that transformers writes.
         max_file_gb: largest size of a file of weights, in 1e9 bytes.
         merge: read checkpoint as a folder of adapters, which names its base model, and write the merged model.
     """
@@ -70,6 +72,7 @@ class ExportArguments(SplitArguments):
     out: Annotated[str, Folder()]
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
     architecture: str | None = None
+    expert_names: Literal["separate", "fused"] | None = None
     max_file_gb: Annotated[float, FILE_GB] = DEFAULT_FILE_GB
     merge: bool = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -155,6 +155,10 @@ class SequenceView:
         group: the ranks that split the sequence, with sequence parallelism; None if every rank holds all positions.
         context: this rank's shard of a longer sequence, with context parallelism; its tensor-parallel ranks have the
             same.
+        is_token: ``[b, s]`` bools, False for padding, of the whole sequences that ranks share; None without padding,
+            and for models that do not ask.
+        choices: for a balance loss of all layers together, the choices of experts that each layer of this forward pass
+            appends; None for a loss of each layer.
 
     Raises:
         ShardingError: a negative length.
@@ -163,6 +167,8 @@ class SequenceView:
     length: int
     group: ProcessGroup | None = None
     context: ContextShard | None = None
+    is_token: Tensor | None = field(default=None, compare=False)
+    choices: list[Tensor] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.length < 0:

@@ -190,10 +190,12 @@ class Bert(TransformerModel):
             hidden: Tensor = self.embedding(input_ids, position_ids, tokentype_ids, context=context)
         else:
             hidden = self._input_of_a_later_stage()
-        forbidden = None
+        forbidden = tokens = None
         if attention_mask is not None:
             s = sequence.length if context is None else context.length
-            forbidden = forbidden_keys(is_token(attention_mask, hidden.size(1), s))
+            tokens = is_token(attention_mask, hidden.size(1), s)
+            forbidden = forbidden_keys(tokens)
+        sequence = self._for_experts(sequence, tokens)
         hidden = self.encoder(
             hidden,
             attention_mask=AttentionMask(forbidden, alibi_slopes=self.alibi_slopes, context=context),

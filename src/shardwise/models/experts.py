@@ -12,7 +12,8 @@ from torch import Tensor
 from shardwise.core.errors import ConfigError
 
 RouterScores = Literal["softmax", "sigmoid"]
-Balanced = Literal["sequence", "micro_batch"]
+Balanced = Literal["sequence", "micro_batch", "global"]
+Dropped = Literal["probability", "position"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Experts:
         selection_bias: whether a bias is added to the scores for the choice alone.
         bias_rate: rate at which a trainer changes this bias after each step, by the sign of the mean load minus the
             expert's, which balances the experts without a loss; 0 to keep it.
+        centers_bias: whether the mean change of a layer's experts is subtracted from each change, so that the mean bias
+            stays the same.
         num_groups: number of groups of experts; a token considers the best ``groups_per_token`` of them.
         groups_per_token: number of groups that are considered, those with the highest scores: with ``"sigmoid"`` the
             sum of a group's two highest scores, else its highest.
@@ -71,11 +74,19 @@ class Experts:
         gate: activation of the experts; None for that of the model.
         shared_ffn_hidden_size: width of an additional MLP that sees all tokens; None for none.
         shared_gate: whether the sigmoid of a projection of each token multiplies that MLP's output.
+        capacity_factor: in training, an expert takes at most this factor times the mean number of a sequence's tokens,
+            rounded up; None for all. A token that it does not take gets nothing from it, as if its weight were 0.
+        drops_by: the tokens that an expert takes: those with the highest weights (``"probability"``), or the first ones
+            of the sequence (``"position"``).
         aux_loss: coefficient of the loss that balances the experts; 0 for none. For each layer it is ``num * sum(f *
             p)``, with each expert's share ``f`` of the tokens' choices, and its mean score ``p`` (a token's scores are
             divided by their sum).
         balances: whether ``f`` and ``p`` are those of each ``"sequence"``, and the loss is the mean over sequences,
-            which does not depend on the micro-batches; or of all tokens of a ``"micro_batch"``.
+            which does not depend on the micro-batches; or of all tokens of a ``"micro_batch"``; or, ``"global"``, of
+            all tokens of the micro-batches that the data-parallel ranks compute at the same time.
+        pools_layers: whether ``f`` and ``p`` are those of all layers together, as in the balance loss of transformers,
+            instead of a loss for each layer. ``f`` is then an expert's choices per token and layer, ``k`` times its
+            share. It needs all layers on one pipeline stage.
         forces_balance: whether the experts of each token follow those of the token before and scores are ignored; to
             measure and to debug.
         z_loss: coefficient of the mean square of the log of the sum of the logits' exponentials; 0 for none.
@@ -83,9 +94,10 @@ class Experts:
     Raises:
         ConfigError: a value is out of range, or values contradict each other.
 
-    Source: Shazeer et al. 2017 (arXiv:1701.06538); Fedus et al. 2021 (arXiv:2101.03961), section 2.2; Zoph et al. 2022
-    (arXiv:2202.08906), section 3; Wang et al. 2024 (arXiv:2408.15664); DeepSeek-AI 2024 (arXiv:2412.19437), section
-    2.1.2.
+    Source: Shazeer et al. 2017 (arXiv:1701.06538); Lepikhin et al. 2020 (arXiv:2006.16668), section 2.2; Fedus et al.
+    2021 (arXiv:2101.03961), section 2.2; Zoph et al. 2022 (arXiv:2202.08906), section 3; Wang et al. 2024
+    (arXiv:2408.15664); DeepSeek-AI 2024 (arXiv:2412.19437), section 2.1.2; Qiu et al. 2025 (arXiv:2501.11873), for
+    ``"global"``; torchtitan, for ``centers_bias``.
     """
 
     num: int
@@ -98,6 +110,7 @@ class Experts:
     weight_scale: float = 1.0
     selection_bias: bool = False
     bias_rate: float = field(default=0.0, compare=False)
+    centers_bias: bool = field(default=False, compare=False)
     num_groups: int = 1
     groups_per_token: int = 1
     weighs_input: bool = False
@@ -105,8 +118,11 @@ class Experts:
     gate: ClampedGate | None = None
     shared_ffn_hidden_size: int | None = None
     shared_gate: bool = False
+    capacity_factor: float | None = field(default=None, compare=False)
+    drops_by: Dropped = field(default="probability", compare=False)
     aux_loss: float = field(default=0.0, compare=False)
     balances: Balanced = field(default="sequence", compare=False)
+    pools_layers: bool = field(default=False, compare=False)
     forces_balance: bool = field(default=False, compare=False)
     z_loss: float = field(default=0.0, compare=False)
 
@@ -116,8 +132,8 @@ class Experts:
         _require(
             self.per_token <= self.num, f"per_token is {self.per_token}, and there are {self.num} experts; lower it"
         )
-        for name, known in (("scores", get_args(RouterScores)), ("balances", get_args(Balanced))):
-            value = getattr(self, name)
+        for name, kinds in (("scores", RouterScores), ("balances", Balanced), ("drops_by", Dropped)):
+            value, known = getattr(self, name), get_args(kinds)
             _require(value in known, f"{name} is {value!r}; it must be one of {', '.join(known)}")
         _require(
             self.scores == "softmax" or not self.softmax_after_choice,
@@ -139,9 +155,20 @@ class Experts:
         _require(
             self.selection_bias or not self.bias_rate, "bias_rate is about selection_bias, which is False; set both"
         )
+        _require(self.bias_rate > 0 or not self.centers_bias, "centers_bias is about bias_rate, which is 0; set both")
         for name in ("weight_scale", "aux_loss", "z_loss", "bias_rate"):
             value = getattr(self, name)
             _require(0 <= value < math.inf, f"{name} is {value}; it must be a finite number of at least 0")
+        _require(self.aux_loss > 0 or not self.pools_layers, "pools_layers is about aux_loss, which is 0; set both")
+        factor = self.capacity_factor
+        _require(
+            factor is None or 0 < factor < math.inf,
+            f"capacity_factor is {factor}; it must be a finite number over 0, or None",
+        )
+        _require(
+            factor is not None or self.drops_by == "probability",
+            f"drops_by {self.drops_by!r} is about capacity_factor, which is None; set both",
+        )
         shared = self.shared_ffn_hidden_size
         _require(shared is None or shared >= 1, f"shared_ffn_hidden_size is {shared}; it must be at least 1, or None")
         _require(

@@ -5,7 +5,14 @@ from torch import Tensor
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sequence_view import SequenceView
 from shardwise.models.classification import Classification
-from shardwise.models.token_embedding import TokensFirst, check_inputs, forbidden_keys, is_token, positions_of
+from shardwise.models.token_embedding import (
+    TokensFirst,
+    check_inputs,
+    forbidden_keys,
+    is_token,
+    positions_of,
+    tokens_of,
+)
 from shardwise.models.transformer.block import TransformerBlock
 from shardwise.models.transformer.core_attention import KeyValueCache
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType, document_lengths
@@ -74,10 +81,12 @@ class GPT(TransformerModel):
                 forbidden, broadcast to ``[b, heads/t, s, keys]``. Attention to later tokens is always forbidden.
             labels: ``[b, s]`` ids to predict; -100 has loss 0. With ``classification`` see ``Classification.loss``.
             document_ids: ``[b, s]`` integers, for several texts packed into one row: a token sees only tokens with the
-                same number. Positions continue from text to text unless ``position_ids`` are given.
-            lengths: ``[b]`` integers, number of tokens in each row without the padding after them; used only if rotary
-                frequencies depend on the text length. None means the length of each document or, without documents,
-                that of the longest row, padding included, for all rows, as in ``transformers``.
+                same number. Positions continue from text to text unless ``position_ids`` are given. Experts do not
+                count tokens with a negative number, which are padding.
+            lengths: ``[b]`` integers, number of tokens in each row without the padding after them; used only by
+                experts, which do not count padding, and if rotary frequencies depend on the text length. For the latter
+                None means the length of each document or, without documents, that of the longest row, padding included,
+                for all rows, as in ``transformers``.
             cache: keys and values of earlier tokens, for generation; give ``position_ids`` with it.
 
         Returns:
@@ -110,7 +119,7 @@ class GPT(TransformerModel):
         if context is not None and cache is not None:
             raise ConfigError("generation has no context parallelism; build the model without Groups.cp")
         s = sequence.length if context is None else context.length
-        forbidden, first, key_positions = attention_mask, None, None
+        forbidden, first, key_positions, tokens = attention_mask, None, None, None
         if attention_mask is not None and attention_mask.dim() == 2:
             b = (self._input_of_a_later_stage() if input_ids is None else input_ids.t()).size(1)
             tokens = is_token(attention_mask, b, s + getattr(cache, "length", 0))
@@ -119,6 +128,7 @@ class GPT(TransformerModel):
                 position_ids = positions_of(tokens)[:, -s:]
             if cache is None and document_ids is None and context is None and self._sees_all_before:
                 forbidden, first = None, TokensFirst(tokens)
+                tokens = first.move(tokens)
                 position_ids = first.order if position_ids is None else first.move(position_ids.expand(b, -1))
                 input_ids = None if input_ids is None else first.move(input_ids)
                 labels = None if labels is None or self.classification is not None else first.move(labels)
@@ -131,6 +141,9 @@ class GPT(TransformerModel):
         else:
             hidden = self._input_of_a_later_stage()
         of_texts = self._own_lengths(lengths, document_ids, hidden, s)
+        if cache is None:
+            places = tokens_of(tokens, lengths, document_ids, s)
+            sequence = self._for_experts(sequence, None if places is None else places.to(hidden.device))
         hidden = self.decoder(
             hidden,
             attention_mask=AttentionMask(

@@ -243,6 +243,22 @@ def is_token(attention_mask: Tensor, b: int, s: int) -> Tensor:
     return attention_mask != 0
 
 
+def tokens_of(tokens: Tensor | None, lengths: Tensor | None, document_ids: Tensor | None, s: int) -> Tensor | None:
+    """Return where a batch has tokens instead of padding, ``[b, s]`` bools; None if nothing says so.
+
+    Args:
+        tokens: ``[b, s]`` bools from a padding mask; the others are then not read.
+        lengths: ``[b]``, number of tokens before the padding of each row; read without ``document_ids``.
+        document_ids: ``[b, s]``, negative for padding.
+        s: number of positions.
+    """
+    if tokens is not None:
+        return tokens
+    if document_ids is not None:
+        return document_ids >= 0
+    return None if lengths is None else torch.arange(s, device=lengths.device) < lengths.unsqueeze(1)
+
+
 def forbidden_keys(tokens: Tensor) -> Tensor:
     """Convert ``[b, s]``, True for tokens, to ``[b, 1, 1, s]``, True for keys that no token may see."""
     return tokens.logical_not()[:, None, None, :]

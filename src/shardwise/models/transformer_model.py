@@ -282,7 +282,12 @@ class TransformerModel(FixedTensors, LanguageModel):
                 )
 
     def _check_stages(self) -> None:
-        num_stages = self.groups.num_stages
+        num_stages, experts = self.groups.num_stages, self.config.experts
+        if num_stages > 1 and experts is not None and experts.pools_layers:
+            raise ConfigError(
+                f"experts.pools_layers is for layers on one stage, and there are {num_stages} pipeline stages; use one "
+                'stage, or leave it at False ("output_router_logits": false in the config.json of a folder)'
+            )
         is_whole = self.pre_process and self.post_process
         if num_stages > 1 and self.config.pipeline_model_parallel_size == 1 and not is_whole:
             raise ConfigError(
@@ -350,6 +355,11 @@ class TransformerModel(FixedTensors, LanguageModel):
         """True if the rotary frequencies depend on the text length."""
         return self.rotary is not None and self.rotary.depends_on_length
 
+    @property
+    def needs_lengths(self) -> bool:
+        """True if training reads the lengths of texts: for rotary frequencies, or for experts, which skip padding."""
+        return self.depends_on_length or self.config.experts is not None
+
     def _rotary(
         self, position_ids: Tensor | None, sequence: SequenceView, hidden: Tensor, lengths: Tensor | None = None
     ) -> dict[str, tuple[Tensor, Tensor] | None]:
@@ -385,6 +395,13 @@ class TransformerModel(FixedTensors, LanguageModel):
                 "with sequence or context parallelism a stage cannot tell the sequence's length; pass input_ids"
             )
         return SequenceView(hidden.size(0))
+
+    def _for_experts(self, sequence: SequenceView, tokens: Tensor | None) -> SequenceView:
+        """Return the view with what layers of experts read: the places of tokens ``[b, s]``, and a list of choices."""
+        experts = self.config.experts
+        if experts is None:
+            return sequence
+        return dataclasses.replace(sequence, is_token=tokens, choices=[] if experts.pools_layers else None)
 
     @property
     def splits_context(self) -> bool:

@@ -180,7 +180,7 @@ class Trainer:
             # With split state, other ranks' intervals of a bucket hold sums of this rank alone.
             self._fused.clears_gradients = isinstance(self.gradients, GradientBuffers) and self.zero is None
         self.objective = CrossEntropy(self.gradients.sum_of_losses) if objective is None else objective
-        self._needs_lengths = self.objective.depends_on_length or any(each.depends_on_length for each in self._chunks)
+        self._needs_lengths = self.objective.depends_on_length or any(each.needs_lengths for each in self._chunks)
         self._model_config = self._chunks[0].config
         self._of_experts = {
             layer.layer_number - 1: layer.mlp
@@ -417,7 +417,7 @@ class Trainer:
         """Return the statistics of this rank's layers of experts, with zeros for those of other stages."""
         assert self._model_config.experts is not None
         every = torch.zeros(
-            self._model_config.num_layers, self._model_config.experts.num + 2, dtype=torch.float64, device=self.device
+            self._model_config.num_layers, self._model_config.experts.num + 3, dtype=torch.float64, device=self.device
         )
         for number, layer in self._of_experts.items():
             assert layer.statistics is not None

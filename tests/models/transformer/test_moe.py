@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models.model_checks import check_gradients
+from models.model_checks import alone, check_gradients
 from torch import Tensor, nn
 
 from shardwise.core.communication.accounting import CollectiveCounter
@@ -42,6 +42,7 @@ KINDS = {
     "biases, clamped": dataclasses.replace(
         MIXTRAL, biases=True, gate=ClampedGate(limit=0.3), softmax_after_choice=True, normalizes_weights=False
     ),
+    "pooled over layers": dataclasses.replace(MIXTRAL, pools_layers=True, z_loss=0.01),
     "shared, with a gate": dataclasses.replace(
         MIXTRAL, shared_ffn_hidden_size=26, shared_gate=True, layers=(False, True)
     ),
@@ -92,10 +93,6 @@ def draw_bias_(shard: ParamShard) -> None:
     """Give a bias values other than 0, the same ones at every layout."""
     whole = torch.randn(shard.layout.global_shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     shard.data.copy_(shard.layout.take(whole, shard.rank))
-
-
-def alone(topology: Topology) -> Groups:
-    return Groups.alone(topology.group("cp"))
 
 
 def samples(number: int) -> Tensor:
@@ -257,6 +254,11 @@ def test_wrong_experts():
         ({"num_groups": 3}, "num_groups 3 does not divide the 8 experts"),
         ({"num_groups": 4, "per_token": 3}, "per_token is 3, and 1 groups have 2 experts"),
         ({"scores": "relu"}, "scores is 'relu'; it must be one of softmax, sigmoid"),
+        ({"pools_layers": True, "aux_loss": 0.0}, "pools_layers is about aux_loss, which is 0; set both"),
+        ({"capacity_factor": 0.0}, r"capacity_factor is 0\.0; it must be a finite number over 0, or None"),
+        ({"drops_by": "position"}, "drops_by 'position' is about capacity_factor, which is None; set both"),
+        ({"centers_bias": True}, "centers_bias is about bias_rate, which is 0; set both"),
+        ({"balances": "tokens"}, "balances is 'tokens'; it must be one of sequence, micro_batch, global"),
         ({"shared_gate": True}, "shared_gate is about the MLP of shared_ffn_hidden_size"),
         ({"aux_loss": float("nan")}, "aux_loss is nan; it must be a finite number"),
     ):

@@ -334,6 +334,17 @@ def add_padded_values(reference: Reference) -> None:
     _save_values(reference, transformers_model(reference.name), "padded", PADDED, seed=2)
 
 
+def make_balanced(name: str, root: Path) -> Reference:
+    """Save a model in fp64 whose config asks for a balance loss, and what it computes of four padded rows."""
+    model = transformers_model(name, output_router_logits=True, router_aux_loss_coef=0.3).double()
+    reference = Reference(name, root / "model")
+    model.save_pretrained(reference.folder)
+    # In fp64 transformers gives NaN for tokens that see none: no padding is on the left, or longer than a window.
+    mask = torch.tensor([[1] * 9 + [0] * 2, [1] * 11, [1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0], [1] * 8 + [0] * 3])
+    _save_values(reference, model, "values", mask, seed=4)
+    return reference
+
+
 def make_classifier(name: str, root: Path) -> Reference:
     """Save a model of ``CLASSIFIERS`` below ``root``, and what it computes of a padded batch."""
     class_name, changes = CLASSIFIERS[name]
@@ -384,9 +395,13 @@ def _save_values(reference: Reference, model: Any, file: str, mask: Tensor | Non
         if name == "bert":
             values["sentence_logits"] = output.seq_relationship_logits
     else:
-        logits = model(input_ids=input_ids, attention_mask=mask).logits
+        output = model(input_ids=input_ids, attention_mask=mask)
+        logits = output.logits
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     total = loss + values["sentence_logits"].logsumexp(-1).sum() if "sentence_logits" in values else loss
+    if getattr(output, "aux_loss", None) is not None:
+        values["balance"] = model.config.router_aux_loss_coef * output.aux_loss
+        total = total + values["balance"]
     total.backward()
     values |= {"logits": logits, "loss": loss}
     names = STORED_NAMES.get(name, {})

@@ -95,7 +95,8 @@ def gathered_gradients(model: Any, reference: Reference) -> dict[str, Tensor]:
             continue
         grad = shard.data.grad
         assert grad is not None, f"{key} has no gradient"
-        whole = gather_shards(grad, shard.layout, model.tp_group)
+        group = model.groups.experts if shard.replicas.is_of_expert else model.tp_group
+        whole = gather_shards(grad, shard.layout, group)
         description = config.description
         composition = compose(table, key, shard.layout.global_shape, description.heads, description.num_experts)
         gradients |= composition.take_apart(whole)

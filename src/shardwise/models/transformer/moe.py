@@ -4,7 +4,7 @@ Each rank routes its own tokens: with sequence parallelism its part of the seque
 all tensor-parallel ranks have. It sends each token to the ranks of the group ``experts`` that hold the token's experts;
 if an expert is split, to each rank that holds a part of it. These return their results, and the token's own rank adds
 the parts of each expert and, in the order of the experts, the experts' outputs. So no result depends on the layout
-beyond rounding, and no token is dropped.
+beyond rounding. No token is dropped, unless experts have a capacity.
 
 A router's gradient is the sum over the tokens of all ranks: over tensor-parallel ranks, which route different tokens,
 and over data-parallel ones. An expert's gradient is complete on the ranks that hold it for all tokens that were sent to
@@ -36,8 +36,9 @@ from shardwise.kernels.grouped import grouped_linear
 from shardwise.kernels.planning import counts_on_host
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
+from shardwise.models.transformer.capacity import taken
 from shardwise.models.transformer.mlp import MLP, activated, layer_arguments
-from shardwise.models.transformer.router import Router, Routing, counts_of
+from shardwise.models.transformer.router import Router, Routing, Sequences, counts_of
 from shardwise.nn.module import GroupModule, ShardedModule
 
 
@@ -141,18 +142,18 @@ class ExpertWeights(ShardedModule):
 
 
 class _WithLoss(Function):
-    """Identity of an output, whose backward also gives a loss its gradient."""
+    """Identity of an output, whose backward also gives what a loss depends on the gradient that ``slopes`` returns."""
 
-    spmd_typecheck = computed_locally("output", "loss")
+    spmd_typecheck = computed_locally("output", "term")
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
+    def forward(ctx: Any, output: Tensor, term: Tensor, slopes: Callable[[], Tensor]) -> Tensor:
+        ctx.slopes = slopes
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, torch.full((), ctx.scale, dtype=ctx.dtype, device=ctx.device), None
+        return grad, ctx.slopes(), None
 
 
 class MoELayer(GroupModule):
@@ -170,8 +171,9 @@ class MoELayer(GroupModule):
         shared: ``MLP`` or None.
         shared_gate: weight of the shared expert's gate, or None.
         loss_scale: factor of the gradient of the auxiliary losses, which ``begin`` sets.
-        statistics: ``[num + 2]`` in fp64, sums over this rank's tokens since ``begin``: those that went to each expert,
-            the entropy of the scores in nats, and the auxiliary losses of micro-batches; None without training steps.
+        statistics: ``[num + 3]`` in fp64, sums over this rank's tokens, without padding, since ``begin``: those that
+            chose each expert, choices that the expert did not take, the entropy of the scores in nats, and the
+            auxiliary losses of micro-batches; None without training steps.
 
     Source: Lepikhin et al. 2020 (arXiv:2006.16668); Megatron-LM's all-to-all dispatcher.
     """
@@ -190,7 +192,7 @@ class MoELayer(GroupModule):
         self._tp_group, self._sequence_parallel = groups.tp, config.sequence_parallel
         self._group = groups.tp if groups.experts is None else groups.experts
         expert_tp = groups.expert_tp or groups.tp
-        self.router = router(config, self.spec, groups.tp)
+        self.router = router(config, self.spec, groups.tp, groups)
         self.experts = experts(config, self.spec, self._group, expert_tp)
         self.loss_scale = 1.0
         self.statistics: Tensor | None = None
@@ -208,7 +210,7 @@ class MoELayer(GroupModule):
             loss_scale: that of the loss, divided by the number of micro-batches of the step on all data-parallel ranks.
         """
         self.loss_scale = loss_scale
-        self.statistics = torch.zeros(self.spec.num + 2, dtype=torch.float64, device=self.router.weight.device)
+        self.statistics = torch.zeros(self.spec.num + 3, dtype=torch.float64, device=self.router.weight.device)
 
     @property
     def input_layout(self) -> Layout:
@@ -223,33 +225,29 @@ class MoELayer(GroupModule):
     def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None) -> Tensor:
         """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape.
 
-        ``sequence`` is used with sequence parallelism; None if all ranks hold the same number of positions.
+        ``sequence`` is None if all ranks hold the same number of positions, and there is no padding.
         """
+        view = sequence or SequenceView.of(hidden, self._tp_group if self._sequence_parallel else None)
         tokens = hidden.reshape(-1, hidden.size(-1))
-        num_tokens = len(tokens)
         splits = self._tp_group.size() > 1 and not self._sequence_parallel
-        sizes = balanced_sizes(num_tokens, self._tp_group.size()) if splits else None
+        sizes = balanced_sizes(len(tokens), self._tp_group.size()) if splits else (len(tokens),)
+        start, stop = intervals_of_sizes(sizes)[self._tp_group.rank() if splits else 0]
         if splits:
             tokens = moves.scatter(tokens, dim=0, group=self._tp_group, sizes=sizes)
-        elif self._sequence_parallel:
-            length = num_tokens // hidden.size(1) * self._tp_group.size() if sequence is None else sequence.length
-            num_tokens = length * hidden.size(1)
-        context = None if sequence is None else sequence.context
-        if context is not None:
-            num_tokens = context.length * hidden.size(1)
-        routing = self._route(tokens)
-        output = self._through_experts(tokens, routing)
-        loss: Tensor | None = None
-        if self.training and (self.spec.aux_loss or self.spec.z_loss):
-            # Tokens are [s, b]; those of this rank begin with a whole position, or somewhere if all are split.
-            first = sum(sizes[: self._tp_group.rank()]) if sizes is not None else 0
-            sequences = (torch.arange(len(tokens), device=tokens.device) + first) % hidden.size(1)
-            group = None if context is None else context.group
-            loss = self.router.auxiliary_loss(routing, num_tokens, sequences, hidden.size(1), group)
-            output = _WithLoss.apply(output, loss, self.loss_scale)
-        # Not in a backward, which recomputes.
-        if self.training and self.statistics is not None and torch._C._current_graph_task_id() == -1:
-            self.router.count_(self.statistics, routing, loss)
+        routing, fits = self._route(tokens), None
+        if self.training and self.spec.capacity_factor is not None:
+            of_ranks = sizes if splits else [each * hidden.size(1) for each in view.sizes]
+            fits = taken(routing, self.spec, view, hidden.size(1), self._tp_group, of_ranks)
+        output = self._through_experts(tokens, routing, fits)
+        if self.training:
+            sequences = Sequences.of(hidden, view, start, stop)
+            loss = self.router.auxiliary_loss(routing, sequences)
+            if loss.requires_grad:
+                output = _WithLoss.apply(output, loss, partial(torch.full_like, loss.detach(), self.loss_scale))
+            if self.spec.pools_layers:
+                output = self._with_pooled_loss(output, routing, sequences, view.choices)
+            if self.statistics is not None and not _is_backward():
+                self.router.count_(self.statistics, routing, sequences, loss, fits)
         if splits:
             output = moves.gather(output, dim=0, group=self._tp_group, sizes=sizes)
         output = output.view(hidden.shape)
@@ -261,22 +259,48 @@ class MoELayer(GroupModule):
         total: Tensor = output + shared
         return total
 
+    def _with_pooled_loss(
+        self, output: Tensor, routing: Routing, sequences: Sequences, pool: list[Tensor] | None
+    ) -> Tensor:
+        """Give the scores the gradient of a loss that depends on all layers' choices, which a backward knows."""
+        scores, choices = self.router.to_balance(routing, sequences)
+        pool = [] if pool is None else pool
+        if not _is_backward():
+            pool.append(choices)
+        scale, statistics, values = self.loss_scale, self.statistics, scores.detach()
+
+        def slopes() -> Tensor:
+            found = self.router.balance_slopes(torch.stack(pool).sum(0))
+            if statistics is not None:
+                statistics[-1] += (found * values).sum()
+            return found * scale
+
+        pooled: Tensor = _WithLoss.apply(output, scores, slopes)
+        return pooled
+
     def _route(self, tokens: Tensor) -> Routing:
         routing: Routing = self.router(tokens)
         return routing
 
-    def _through_experts(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """Return the weighted sum of the experts' outputs for each token, ``[n, h]``."""
+    def _through_experts(self, tokens: Tensor, routing: Routing, fits: Tensor | None) -> Tensor:
+        """Return the weighted sum of the experts' outputs for each token, ``[n, h]``; 0 where a choice does not fit."""
         spec, (n, k) = self.spec, routing.experts.shape
-        flat = routing.experts.flatten()
+        flat, number = routing.experts.flatten(), n * k
+        if fits is not None:
+            # Choices that do not fit come after all others, and are not sent.
+            flat = flat.masked_fill(~fits.flatten(), spec.num)
+            (number,) = counts_on_host(fits.sum().view(1), number)
         order = flat.argsort(stable=True)
-        counts = counts_of(flat, spec.num)
+        sent = order[:number]
+        counts = counts_of(flat, spec.num + 1)[:-1]
         weights = routing.weights.to(tokens.dtype)
         if spec.weighs_input:
-            rows = (tokens.unsqueeze(1) * weights.unsqueeze(-1)).flatten(0, 1)[order]
+            rows = (tokens.unsqueeze(1) * weights.unsqueeze(-1)).flatten(0, 1)[sent]
         else:
-            rows = tokens[order // k]
+            rows = tokens[sent // k]
         rows = self.experts(rows, counts) if self._group.size() == 1 else self._exchanged(rows, counts)
+        if number < n * k:
+            rows = F.pad(rows, (0, 0, 0, n * k - number))
         back = _inverse(order)
         rows = rows[back].view(n, k, tokens.size(-1))
         return rows.sum(dim=1) if spec.weighs_input else (rows * weights.unsqueeze(-1)).sum(dim=1)
@@ -327,6 +351,11 @@ class SharedGate(ShardedModule):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map ``[..., h]`` to ``[..., 1]``."""
         return F.linear(hidden, self.weight).sigmoid()
+
+
+def _is_backward() -> bool:
+    """Whether a backward runs, which recomputes."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
+from shardwise.core.topology import Groups
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
 from shardwise.models.transformer.mlp import layer_arguments
@@ -34,6 +36,39 @@ class Routing(NamedTuple):
     logits: Tensor
 
 
+class Sequences(NamedTuple):
+    """The sequences of a rank's tokens.
+
+    Attributes:
+        of_tokens: ``[n]`` int64, the sequence of each token; for padding their number, ``b``.
+        lengths: ``[b]`` int64, number of tokens of each sequence on all ranks, without padding.
+    """
+
+    of_tokens: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, hidden: Tensor, view: SequenceView, first: int, stop: int) -> Sequences:
+        """Create those of the tokens from ``first`` to ``stop`` of ``hidden.flatten(0, 1)``, ``[s, b, h]``."""
+        b, context, is_token = hidden.size(1), view.context, view.is_token
+        numbers = torch.arange(first, stop, device=hidden.device) % b
+        if is_token is None:
+            return cls(numbers, numbers.new_full((b,), view.length if context is None else context.length))
+        own = is_token if context is None else context.own(is_token, dim=1)
+        own = own[:, slice(*view.interval)].t().flatten()[first:stop]
+        return cls(numbers.where(own, b), is_token.sum(dim=1))
+
+    @property
+    def joined(self) -> Sequences:
+        """All sequences as one."""
+        return Sequences(self.of_tokens.eq(len(self.lengths)).long(), self.lengths.sum().view(1))
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sum values ``[n, ...]`` of this rank's tokens over each sequence, without padding, ``[b, ...]``."""
+        total = values.new_zeros(len(self.lengths) + 1, *values.shape[1:])
+        return total.index_add(0, self.of_tokens, values)[:-1]
+
+
 class Router(ShardedModule):
     """Scores of the experts for each token, and the choice among them, in fp32 at least.
 
@@ -41,6 +76,7 @@ class Router(ShardedModule):
         config: config of the model.
         experts: the experts.
         group: tensor-parallel group, whose ranks route different tokens.
+        groups: process groups of the model; None if the tensor-parallel ranks alone route tokens.
 
     Attributes:
         weight: ``[num, h]``.
@@ -52,9 +88,15 @@ class Router(ShardedModule):
     bias: Tensor | None
     selection_bias: Tensor | None
 
-    def __init__(self, config: ModelConfig, experts: Experts, group: ProcessGroup) -> None:
+    def __init__(
+        self, config: ModelConfig, experts: Experts, group: ProcessGroup, groups: Groups | None = None
+    ) -> None:
         super().__init__(**layer_arguments(config, group=group, linear=False))
         self.experts = experts
+        groups, is_global = groups or Groups(group), experts.balances == "global"
+        # The ranks, other than those of ``group``, whose tokens are balanced together.
+        self._balanced_with = groups.dp if is_global else groups.cp
+        self._num_together = groups.samples[1] if is_global else 1
         bias = torch.zeros(experts.num, dtype=torch.float32, device=self._device()) if experts.selection_bias else None
         self.register_buffer("selection_bias", bias)
         layout = ParamLayout.replicated((experts.num, config.hidden_size), group.size())
@@ -98,7 +140,10 @@ class Router(ShardedModule):
     def balance_(self, loads: Tensor) -> None:
         """Move the bias of each expert by ``bias_rate``, up if its load is under the mean; ``loads`` are ``[num]``."""
         if self.selection_bias is not None and self.experts.bias_rate:
-            self.selection_bias += self.experts.bias_rate * (loads.mean() - loads).sign().float()
+            signs = (loads.mean() - loads).sign()
+            if self.experts.centers_bias:
+                signs = signs - signs.mean()
+            self.selection_bias += self.experts.bias_rate * signs.float()
 
     def reset_parameters(self) -> None:
         """Set the parameters to their initial values, and the bias of the choice to 0."""
@@ -122,50 +167,47 @@ class Router(ShardedModule):
             )
         return entries
 
-    def auxiliary_loss(
-        self,
-        routing: Routing,
-        num_tokens: int,
-        sequences: Tensor,
-        num_sequences: int,
-        context_group: ProcessGroup | None = None,
-    ) -> Tensor:
-        """Return this rank's part of the auxiliary losses of a micro-batch, a scalar.
-
-        Args:
-            routing: the choice of experts for this rank's tokens.
-            num_tokens: number of tokens on all ranks.
-            sequences: ``[n]`` int64, the sequence of each of this rank's tokens.
-            num_sequences: number of sequences.
-            context_group: the ranks that share the sequences with context parallelism, or None.
-        """
+    def auxiliary_loss(self, routing: Routing, sequences: Sequences) -> Tensor:
+        """Return this rank's part of the auxiliary losses of a layer and a micro-batch, a scalar."""
         spec = self.experts
         loss = routing.logits.new_zeros(())
-        if spec.aux_loss:
-            if spec.balances == "micro_batch":
-                sequences, num_sequences = torch.zeros_like(sequences), 1
-            scores = self._distributions(routing)
-            chosen = torch.zeros_like(scores).scatter_(1, self._balanced(routing, scores), 1.0)
-            nothing = scores.new_zeros(num_sequences, spec.num)
-            counts = nothing.index_add(0, sequences, chosen)
-            for group in (self.group, context_group):
-                if group is not None and group.size() > 1:
-                    counts = all_reduce(counts, group=group)
-            each = num_tokens // num_sequences
-            share = counts / (each * spec.per_token)
-            balance = (share * nothing.index_add(0, sequences, scores)).sum() / (each * num_sequences)
-            loss = loss + spec.aux_loss * spec.num * balance
+        if spec.aux_loss and not spec.pools_layers:
+            scores, choices = self.to_balance(routing, sequences)
+            loss = loss + (self.balance_slopes(choices) * scores).sum()
         if spec.z_loss:
-            loss = loss + spec.z_loss * routing.logits.logsumexp(dim=-1).square().sum() / num_tokens
+            squares = sequences.sums(routing.logits.logsumexp(dim=-1).square())
+            loss = loss + spec.z_loss * (squares / sequences.lengths.clamp(min=1)).mean()
         return loss
 
+    def to_balance(self, routing: Routing, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Return what is balanced together: sums of this rank's scores, and all ranks' choices, both ``[n, num]``."""
+        over = sequences if self.experts.balances == "sequence" else sequences.joined
+        scores = self._distributions(routing)
+        choices = over.sums(torch.zeros_like(scores).scatter_(1, self._balanced(routing, scores), 1.0))
+        for group in (self.group, self._balanced_with):
+            if group is not None and group.size() > 1:
+                choices = all_reduce(choices, group=group)
+        return over.sums(scores), choices
+
+    def balance_slopes(self, choices: Tensor) -> Tensor:
+        """Return the gradient ``[n, num]`` of the balance loss by the scores of ``to_balance``, a linear one."""
+        spec = self.experts
+        # A sequence of padding alone has a loss of 0.
+        total = choices.sum(dim=1, keepdim=True).clamp(min=1)
+        per_token = spec.per_token**2 if spec.pools_layers else spec.per_token
+        return choices / total * (spec.aux_loss * spec.num * per_token * self._num_together / len(choices) / total)
+
     @torch.no_grad()
-    def count_(self, statistics: Tensor, routing: Routing, loss: Tensor | None) -> None:
-        """Add to ``MoELayer.statistics`` those of a micro-batch, with its auxiliary losses if it has them."""
-        statistics[: self.experts.num] += counts_of(routing.experts.flatten(), self.experts.num)
-        statistics[-2] += torch.special.entr(self._distributions(routing)).sum()
-        if loss is not None:
-            statistics[-1] += loss
+    def count_(
+        self, statistics: Tensor, routing: Routing, sequences: Sequences, loss: Tensor, fits: Tensor | None
+    ) -> None:
+        """Add to ``MoELayer.statistics`` those of a micro-batch, with its auxiliary losses."""
+        num, is_padding = self.experts.num, sequences.of_tokens.eq(len(sequences.lengths)).unsqueeze(1)
+        statistics[:num] += counts_of(routing.experts.masked_fill(is_padding, num).flatten(), num + 1)[:num]
+        if fits is not None:
+            statistics[-3] += (~(fits | is_padding)).sum()
+        statistics[-2] += sequences.sums(torch.special.entr(self._distributions(routing))).sum()
+        statistics[-1] += loss
 
     def _balanced(self, routing: Routing, scores: Tensor) -> Tensor:
         """Return the experts ``[n, k]`` whose shares the balance loss counts."""
@@ -189,29 +231,31 @@ class Router(ShardedModule):
         return mask.unsqueeze(-1).expand_as(groups).flatten(1)
 
 
-METRICS = ("expert_load_max", "expert_load_min", "router_entropy", "auxiliary_loss")
+METRICS = ("expert_load_max", "expert_load_min", "dropped_tokens", "router_entropy", "auxiliary_loss")
 """Names of ``metrics_of``."""
 
 
 def metrics_of(statistics: Tensor, experts: Experts, num_micro_batches: int) -> Tensor:
-    """Return the largest and the smallest load of any layer's expert, the entropy of scores, and the auxiliary losses.
+    """Return the metrics of a step.
 
     Args:
-        statistics: ``[layers, num + 2]``, sums of ``MoELayer.statistics`` over all ranks; zeros for a layer without
+        statistics: ``[layers, num + 3]``, sums of ``MoELayer.statistics`` over all ranks; zeros for a layer without
             experts.
         experts: the experts.
         num_micro_batches: number of micro-batches of the step on all data-parallel ranks.
 
     Returns:
-        ``[4]``: loads are divided by the mean of a layer's experts; the entropy is the mean over tokens and layers, in
-        nats; of the auxiliary losses it is the sum over layers, the mean over micro-batches.
+        ``[5]``: the largest and the smallest load of any layer's expert, divided by the mean of the layer's experts;
+        the number of choices that experts did not take; the entropy of scores, the mean over tokens and layers, in
+        nats; the auxiliary losses, summed over layers, the mean over micro-batches.
     """
-    loads = statistics[:, :-2]
+    loads = statistics[:, :-3]
     choices = loads.sum(dim=1, keepdim=True)
     # Of a layer without experts, an even load.
     shares = torch.where(choices > 0, loads * loads.size(1) / choices.clamp(min=1.0), 1.0)
     entropy = statistics[:, -2].sum() * experts.per_token / choices.sum().clamp(min=1.0)
-    return torch.stack([shares.amax(), shares.amin(), entropy, statistics[:, -1].sum() / num_micro_batches])
+    dropped, losses = statistics[:, -3].sum(), statistics[:, -1].sum() / num_micro_batches
+    return torch.stack([shares.amax(), shares.amin(), dropped, entropy, losses])
 
 
 def counts_of(numbers: Tensor, stop: int) -> Tensor:

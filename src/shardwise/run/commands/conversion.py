@@ -29,7 +29,7 @@ from shardwise.run.tasks.model_card import model_card, of_merged
 from shardwise.storage import checkpoint as checkpoints
 from shardwise.storage.adapters import merge_lora_, remove_lora_
 from shardwise.storage.huggingface import load_pretrained, save_pretrained
-from shardwise.storage.huggingface.architectures.architecture import label_fields, label_names
+from shardwise.storage.huggingface.architectures.architecture import ExpertNames, label_fields, label_names
 from shardwise.storage.huggingface.exporting import check_target
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.pretrained import ADAPTER_CONFIG_NAME, CONFIG_NAME, PretrainedFolder
@@ -64,6 +64,7 @@ def export_hf(
     *,
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None,
     architecture: str | None = None,
+    expert_names: ExpertNames | None = None,
     max_file_gb: Annotated[float, FILE_GB] = DEFAULT_FILE_GB,
     merge: bool = False,
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
@@ -77,6 +78,8 @@ def export_hf(
         dtype: dtype of the weights; if None, the dtype of the checkpoint.
         architecture: model_type to write, such as "mistral". If None, the model_type of the import, else the first
             that fits.
+        expert_names: names of experts: "separate" for a tensor for each, or "fused" for one for all experts of a layer,
+            which transformers 5 reads too. If None, the form that transformers writes.
         max_file_gb: maximum size of a file of weights, in 1e9 bytes.
         merge: export the base model with the adapters merged into it; ``checkpoint`` is a folder of adapters that names
             the folder of its base model.
@@ -110,6 +113,7 @@ def export_hf(
             fspath(out),
             source=opened.folder,
             architecture=architecture,
+            expert_names=expert_names,
             dtype=None if dtype is None else getattr(torch, dtype),
             max_file_size=int(max_file_gb * 1e9),
             fields=fields,

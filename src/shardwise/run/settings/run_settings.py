@@ -14,6 +14,7 @@ import tyro
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.files import shown
+from shardwise.models.experts import Balanced, Dropped
 from shardwise.models.recomputation import Recomputation
 from shardwise.training import bounds
 from shardwise.training.bounds import Checked, Folder, Range, checked, require, with_values
@@ -49,7 +50,13 @@ class ModelSettings(Checked, prefix="model."):
         num_experts_per_tok: number of experts that each token goes to.
         expert_ffn_hidden_size: width of an expert; if not given, that of the MLP divided by num_experts_per_tok, and
             rounded up to a multiple of 8, so that a token costs as much as without experts.
+        expert_capacity_factor: in training, an expert takes at most this factor times the mean number of a sequence's
+            tokens; if not given, all tokens.
+        expert_drops_by: tokens that a full expert takes: those with the highest weights ("probability"), or the first
+            ones of a sequence ("position").
         router_aux_loss: coefficient of the loss that balances the experts.
+        router_balance: tokens whose loads the loss balances: those of each "sequence", of a rank's "micro_batch", or of
+            the micro-batches that all data-parallel ranks compute at the same time ("global").
         router_bias_rate: rate of a bias that balances the experts without a loss, such as 0.001; 0 for none.
         router_z_loss: coefficient of the loss that bounds the logits of the router.
     """
@@ -68,14 +75,18 @@ class ModelSettings(Checked, prefix="model."):
     num_experts: Annotated[int | None, _EXPERTS] = None
     num_experts_per_tok: Annotated[int, _EXPERTS] = 2
     expert_ffn_hidden_size: Annotated[int | None, Range(1, 1 << 22)] = None
+    expert_capacity_factor: Annotated[float | None, Range(0, 1 << 20, low_included=False)] = None
+    expert_drops_by: Dropped = "probability"
     router_aux_loss: Annotated[float, _COEFFICIENT] = 0.01
+    router_balance: Balanced = "sequence"
     router_bias_rate: Annotated[float, _COEFFICIENT] = 0.0
     router_z_loss: Annotated[float, _COEFFICIENT] = 0.0
 
     def _check_together(self) -> None:
         if self.num_experts is None:
-            of_router = ("router_aux_loss", "router_bias_rate", "router_z_loss")
-            of_experts = ("num_experts_per_tok", "expert_ffn_hidden_size", *of_router)
+            of_router = ("router_aux_loss", "router_balance", "router_bias_rate", "router_z_loss")
+            of_capacity = ("expert_capacity_factor", "expert_drops_by")
+            of_experts = ("num_experts_per_tok", "expert_ffn_hidden_size", *of_capacity, *of_router)
             for name, value in self.changed(*of_experts):
                 require(False, f"{name} {value} is for --model.num-experts, which is not given; leave it out")
         else:
@@ -83,6 +94,10 @@ class ModelSettings(Checked, prefix="model."):
                 self.num_experts_per_tok <= self.num_experts,
                 f"model.num-experts-per-tok {self.num_experts_per_tok} is more than model.num-experts "
                 f"{self.num_experts}",
+            )
+            require(
+                self.expert_capacity_factor is not None or self.expert_drops_by == "probability",
+                f"model.expert-drops-by {self.expert_drops_by} is for model.expert-capacity-factor, which is not given",
             )
             require(
                 self.architecture == "llama",

@@ -28,6 +28,7 @@ from shardwise.models.description import Model, ModelChunks, describe_model
 from shardwise.nn.quantization import QuantizedTensor
 from shardwise.storage.checkpoint.folder import fsync
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
+from shardwise.storage.huggingface.architectures.architecture import ExpertNames
 from shardwise.storage.huggingface.mapping import Composition, Shape, compose
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME, config_to_json
 from shardwise.storage.huggingface.tensor_folder import (
@@ -48,6 +49,7 @@ def save_pretrained(
     source: str | Path | None = None,
     architecture: str | None = None,
     dtype: torch.dtype | None = None,
+    expert_names: ExpertNames | None = None,
     max_file_size: int = DEFAULT_MAX_FILE_SIZE,
     fields: Mapping[str, Any] | None = None,
     card: str | None = None,
@@ -65,13 +67,15 @@ def save_pretrained(
             its ``config.json`` has the same architecture, its fields are kept unless they contradict this model.
         architecture: the ``model_type`` to write; None for that of ``source``, or else the first that fits.
         dtype: dtype of the stored weights; None for the parameters' own.
+        expert_names: "separate" for a tensor for each expert, or "fused" for one for all experts of a layer, as
+            transformers 5 has in memory; None for the form that transformers writes.
         max_file_size: maximum bytes of weights in a file, unless one parameter has more. Each stage writes its own
             files.
         fields: further fields of ``config.json``, such as the ids of special tokens.
         card: text of ``README.md``; the readme of ``source`` is then copied to ``BASE_README.md``.
 
     Raises:
-        ConfigError: the architecture cannot express the model, or ``folder`` exists.
+        ConfigError: the architecture cannot express the model or has no choice of names, or ``folder`` exists.
         CheckpointError: the folder cannot be written (no permission, disk full). Every rank raises the same error, and
             all new files are removed.
     """
@@ -84,7 +88,9 @@ def save_pretrained(
     is_first = replicas is None or replicas.rank() == 0
 
     def export(ranks: Sequence[ProcessGroup]) -> None:
-        content = agree(lambda: _prepare(models, source, architecture, dtype, fields or {}, card), group=ranks)
+        content = agree(
+            lambda: _prepare(models, source, architecture, dtype, fields or {}, card, expert_names), group=ranks
+        )
         _write_folder(target, content, groups, ranks, max_file_size, writes=is_first)
 
     if replicas is None or replicas.size() == 1:
@@ -131,6 +137,7 @@ def _prepare(
     dtype: torch.dtype | None,
     fields: Mapping[str, Any],
     card: str | None,
+    expert_names: ExpertNames | None,
 ) -> _Export:
     folder = None if source is None else Path(source)
     if folder is not None and not folder.is_dir():
@@ -144,7 +151,7 @@ def _prepare(
         base = None
     stored_dtype = dtype or models[0].config.params_dtype
     config = config_to_json(description, architecture=architecture, dtype=stored_dtype, base=base)
-    table = ARCHITECTURES[config["model_type"]].table_of(description.classification)
+    table = ARCHITECTURES[config["model_type"]].table_of(description.classification, expert_names)
     parts = {
         key: _StoredParameter(
             shard,

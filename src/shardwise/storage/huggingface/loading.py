@@ -157,7 +157,7 @@ def _compositions_and_names(
 
     def compositions() -> dict[str, tuple[ParamShard, Composition]]:
         heads, num_experts = source.description.heads, source.description.num_experts
-        table = source.architecture.table_of(source.description.classification)
+        table = source.table
         return {
             key: (shard, compose(table, key, source.stored_shape(key, shard.layout.global_shape), heads, num_experts))
             for model in models

@@ -19,6 +19,7 @@ from shardwise.storage.huggingface.architectures import ARCHITECTURES, Architect
 from shardwise.storage.huggingface.architectures.architecture import with_label_fields
 from shardwise.storage.huggingface.architectures.experts import WithExperts
 from shardwise.storage.huggingface.fields import Fields
+from shardwise.storage.huggingface.mapping import Table
 from shardwise.storage.huggingface.mxfp4 import Mxfp4Folder
 from shardwise.storage.huggingface.tensor_folder import TensorFolder, is_weight_dtype, read_json, weight_dtype
 
@@ -200,6 +201,12 @@ class PretrainedFolder:
         if self.config.dtype is not None or first is None:
             return self.config.dtype or torch.float32
         return weight_dtype(first)
+
+    @property
+    def table(self) -> Table:
+        """Stored tensors of each parameter, by the names of experts that the folder has."""
+        fused = self.architecture.fused and any(each.endswith(".experts.gate_up_proj") for each in self.tensors.tensors)
+        return self.architecture.table_of(self.description.classification, "fused" if fused else None)
 
     def change_head_(self, head: Classification) -> None:
         """Set the classification head: the folder's if it has the same task and size, otherwise a new one.

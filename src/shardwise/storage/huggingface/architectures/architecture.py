@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.core.errors import ConfigError
 from shardwise.models.classification import Classification, HeadTask
@@ -13,6 +13,9 @@ from shardwise.storage.huggingface.fields import ACTIVATION_NAMES, Fields
 from shardwise.storage.huggingface.mapping import Table, whole
 
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+
+ExpertNames = Literal["separate", "fused"]
+"""A tensor for each expert, as on the hub, or one for all experts of a layer, as in modules of transformers 5."""
 
 _USUAL_NUM_LABELS = 2
 _USUAL_DROPOUT = 0.1
@@ -258,11 +261,26 @@ class Architecture:
         """Return the same model with another head."""
         return dataclasses.replace(model, classification=head, add_binary_head=False)
 
-    def table_of(self, head: Classification | None) -> Table:
-        """Return ``table``, with a row for the classification head, if any."""
+    @property
+    def fused(self) -> Table:
+        """Rows that replace those of ``table`` for fused names of experts; none if there is no choice of names."""
+        return {}
+
+    def table_of(self, head: Classification | None, expert_names: ExpertNames | None = None) -> Table:
+        """Return ``table``, with a row for the classification head, if any, and the names of experts that are wanted.
+
+        Raises:
+            ConfigError: names are given, and the architecture has no choice of them.
+        """
+        if expert_names is not None and not self.fused:
+            raise ConfigError(
+                f"expert_names is {expert_names!r}, and {self.model_type} folders have no choice of names of experts; "
+                "leave it out"
+            )
+        table = {**self.table, **self.fused} if expert_names == "fused" else self.table
         if head is None:
-            return self.table
-        return {**self.table, "classifier.*": whole(f"{self.classifier_of(head.task).tensor}.*")}
+            return table
+        return {**table, "classifier.*": whole(f"{self.classifier_of(head.task).tensor}.*")}
 
     @property
     def tensors_of_heads(self) -> set[str]:

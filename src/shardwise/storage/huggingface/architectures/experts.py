@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.core.errors import ConfigError
+from shardwise.models.classification import Classification
 from shardwise.models.description import ModelDescription
 from shardwise.models.experts import Experts
 from shardwise.storage.huggingface.architectures.architecture import Architecture, Setting, classifiers
@@ -86,6 +87,7 @@ class WithExperts(Architecture):
         normalizes: default of ``norm_topk_prob``; None if there is no such field, and weights are normalized.
         chooses_layers: whether ``decoder_sparse_step`` and ``mlp_only_layers`` say which layers have experts.
         shared: default of ``shared_expert_intermediate_size``; None if there is no shared expert.
+        aux_loss: default of ``router_aux_loss_coef``; None if ``output_router_logits`` adds no loss in transformers.
     """
 
     decoder: Architecture
@@ -96,6 +98,7 @@ class WithExperts(Architecture):
     normalizes: bool | None = None
     chooses_layers: bool = False
     shared: int | None = None
+    aux_loss: float | None = 0.001
     parameters: Mapping[str, str] = field(
         default_factory=lambda: {
             _MLP + "router.weight": _STORED + "gate.weight",
@@ -104,11 +107,22 @@ class WithExperts(Architecture):
         }
     )
 
+    @property
+    def fused(self) -> Table:
+        """Rows with the names in modules of transformers 5."""
+        router, up, down = (self.parameters[_MLP + name] for name in ("router.weight", "experts.up", "experts.down"))
+        return {
+            _MLP + "router.weight": whole(router),
+            _MLP + "experts.up": joint_experts(up),
+            _MLP + "experts.down": joint_experts(down, transposed=True),
+        }
+
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         """Read the experts, and the fields of the decoder."""
-        # Their loss is pooled over all layers; a run of ours balances each layer (router_aux_loss).
-        fields.require("output_router_logits", False)
         experts = self.read_experts(fields, values["num_layers"])
+        if self.aux_loss is not None and fields.get(bool, "output_router_logits", default=False):
+            coefficient = fields.get(float, "router_aux_loss_coef", default=self.aux_loss)
+            experts = replace(experts, aux_loss=coefficient, balances="global", pools_layers=coefficient != 0)
         if experts.per_token == 1 and experts.normalizes_weights:
             # ``Router`` does not normalize a single weight, because it would be 1 at every score.
             raise fields.error("num_experts_per_tok", 1, "at least 2, as weights are divided by their sum")
@@ -139,7 +153,14 @@ class WithExperts(Architecture):
                 "the weight of a token's only expert is its score here, and 1 in transformers; set "
                 "Experts.normalizes_weights to False, or use more experts per token"
             )
-        return {**self.decoder.write_others(model), **self.write_experts(experts, model)}
+        loss = {"output_router_logits": True, "router_aux_loss_coef": experts.aux_loss} if experts.pools_layers else {}
+        return {**self.decoder.write_others(model), **self.write_experts(experts, model), **loss}
+
+    def with_head(self, model: ModelDescription, head: Classification) -> ModelDescription:
+        """Return the same model with another head, to whose loss transformers adds none that balances the experts."""
+        assert model.experts is not None
+        experts = replace(model.experts, aux_loss=0.0, pools_layers=False)
+        return replace(super().with_head(model, head), experts=experts)
 
     def write_experts(self, experts: Experts, model: ModelDescription) -> dict[str, Any]:
         """Return the fields of the experts."""
@@ -196,6 +217,7 @@ class AfterDenseLayers(WithExperts):
         groups: defaults of ``n_group`` and ``topk_group``.
     """
 
+    aux_loss: float | None = None
     num_dense: int = 1
     num_shared: int = 1
     scale: float = 1.0
@@ -241,7 +263,11 @@ class AfterDenseLayers(WithExperts):
 
 
 class _GraniteMoe(WithExperts):
-    """Granite MoE: the softmax is over the logits of the chosen experts."""
+    """Granite MoE: the softmax is over the logits of the chosen experts, and folders have one form."""
+
+    @property
+    def fused(self) -> Table:
+        return {}
 
     def read_experts(self, fields: Fields, num_layers: int) -> Experts:
         experts = super().read_experts(fields, num_layers)
@@ -342,6 +368,7 @@ OLMOE = WithExperts(
     module_targets=MODULE_TARGETS,
     per_token=8,
     normalizes=False,
+    aux_loss=0.01,
 )
 _GLM_SETTINGS = {
     **decoder_settings(

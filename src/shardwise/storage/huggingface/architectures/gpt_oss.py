@@ -20,7 +20,7 @@ from shardwise.storage.huggingface.architectures.llama import (
     read_layer_types,
 )
 from shardwise.storage.huggingface.fields import Fields, read_rope
-from shardwise.storage.huggingface.mapping import joint_experts, whole
+from shardwise.storage.huggingface.mapping import Table, joint_experts, whole
 
 # Rotary positions of files that do not state any.
 _YARN = {
@@ -48,6 +48,10 @@ class _Decoder(Decoder):
 
 
 class _GptOss(WithExperts):
+    @property
+    def fused(self) -> Table:
+        return {}
+
     def read_experts(self, fields: Fields, num_layers: int) -> Experts:
         usual = ClampedGate()
         return replace(

@@ -1,0 +1,31 @@
+"""Runs of a tiny model by the command line, at any layout, whose results a test compares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.program import Program
+
+TEXT = Path(__file__).parents[2] / "README.md"
+
+
+def sizes(sequence_length: int, *more: str) -> tuple[str, ...]:
+    """Arguments of a model and of six steps, with a checkpoint after three."""
+    return (
+        *("--model.num-layers", "2", "--model.hidden-size", "32", "--model.num-heads", "4", "--device", "cpu"),
+        *("--model.sequence-length", str(sequence_length), "--model.vocab-size", "301"),
+        *("--training.global-batch-size", "4", "--training.steps", "6", "--training.save-every", "3"),
+        *("--training.keep-checkpoints", "9", *more),
+    )
+
+
+def run(folder: Path, *arguments: str) -> None:
+    """Run ``shardwise ARGUMENTS`` in ``folder``, to its end."""
+    with Program("-m", "shardwise", *arguments, folder=folder) as program:
+        program.finish(exit_code=0)
+
+
+def train(folder: Path, name: str, *arguments: str) -> Path:
+    """Train on this project's README, and return the run's folder, ``folder/name``."""
+    run(folder, "train", "--data", str(TEXT), "--out", str(folder / name), *arguments)
+    return folder / name
