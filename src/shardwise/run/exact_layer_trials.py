@@ -32,6 +32,7 @@ from shardwise.core.communication.trees import tree_sum
 from shardwise.core.errors import ConfigError
 from shardwise.core.random import seed_streams
 from shardwise.core.sharding import LocalParts, ParamLayout, balanced_sizes, local_parts
+from shardwise.exact.context import Place
 from shardwise.exact.products import ExactProducts
 from shardwise.exact.strategies import add_bias_by_parts, linear_by_parts, norm_by_parts
 from shardwise.models.adapters.lora_layers import LoraLinear
@@ -351,20 +352,6 @@ def try_rows(run: TrialRun, operation: RowOperation, parts: int) -> Iterator[Sid
             yield Sides(found, expected, f"{of}{what}, {list(input_.shape)}, {how_split(ranks)},")
 
 
-@dataclass(frozen=True)
-class _Rank:
-    """Stands in for a process group in attention, which calls only these two methods."""
-
-    number: int
-    ranks: int
-
-    def rank(self) -> int:
-        return self.number
-
-    def size(self) -> int:
-        return self.ranks
-
-
 def attention_layers(run: TrialRun) -> list[tuple[SelfAttention, bool]]:
     """Return each kind of attention layer of a model, without dropout, and also with dropout if the model has it."""
     kinds = {(layer.window_size, layer.rotates): layer for layer in run.layers(SelfAttention)}
@@ -401,7 +388,7 @@ def try_attention(run: TrialRun, kind: tuple[SelfAttention, bool], parts: int) -
         return _intervals(tensor, split.qkv_layout((), width).intervals[rank])
 
     def attended(split: HeadSplit, rank: int) -> tuple[Tensor, Tensor]:
-        of_rank = layer.with_heads_of(split, cast(Any, _Rank(rank, len(split.queries))))
+        of_rank = layer.with_heads_of(split, cast(Any, Place(rank, len(split.queries))))
         of_rank.training = has_dropout
         slopes = alibi_slopes(heads)[slice(*split.queries[rank])] if has_alibi else None
         # As in a run, all ranks together draw the same random numbers as one rank.

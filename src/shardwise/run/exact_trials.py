@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from shardwise.core.communication.trees import deterministic_sum
 from shardwise.core.errors import REPORT, ConfigError
 from shardwise.core.random import streams
 from shardwise.core.sharding import balanced_sizes, intervals_of_sizes
@@ -53,7 +54,6 @@ from shardwise.run.exact_layer_trials import (
     try_summed,
 )
 from shardwise.run.settings import OptimizerSettings, RunSettings
-from shardwise.training.gradients import GradientTrees
 from shardwise.training.optimizer.adamw import STATE_NAMES, VECTOR
 from shardwise.training.optimizer.gradients import sums_of_squares
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
@@ -243,7 +243,7 @@ def _try_loss(run: TrialRun, vocab_size: int, parts: int) -> Iterator[Sides]:
 def _try_sum_of_losses(run: TrialRun, _: object, __: int) -> Iterator[Sides]:
     losses = run.numbers(run.batch, run.length).to(torch.promote_types(run.dtype, torch.float32))
     for dtype in (None, torch.float64):
-        summed = partial(GradientTrees.sum_of_losses, losses, dtype)
+        summed = partial(deterministic_sum, losses, dtype)
         what = f"the sum of the losses of {list(losses.shape)} tokens, on one thread,"
         yield Sides(on_threads(1, summed), on_several_threads(summed), what)
 

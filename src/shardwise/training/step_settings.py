@@ -93,10 +93,6 @@ class ParallelSettings(Checked, prefix="parallel."):
             "gradients of a layer when its backward ends, and zero-bubble computes those of weights later; use '1f1b', "
             "'gpipe' or 'interleaved'",
         )
-        require(
-            not (self.exact and self.cp > 1),
-            f"parallel.exact and parallel.cp {self.cp} exclude each other; leave one out",
-        )
         parts = self.exact_parts
         require(parts & (parts - 1) == 0, f"parallel.exact-parts is {parts}; it must be a power of two, such as 8")
 
@@ -115,7 +111,14 @@ class ParallelSettings(Checked, prefix="parallel."):
         if not self.exact:
             return
         parts = self.exact_parts
-        for axis, size in (("parallel.tp", self.tp), ("parallel.pp", self.pp), ("data-parallel ranks", dp)):
+        shared = max(self.tp, 2, dp) * self.cp if self.cp > 1 else 1
+        sizes = {
+            "parallel.tp": self.tp,
+            "parallel.pp": self.pp,
+            "data-parallel ranks": dp,
+            f"parallel.cp {self.cp} x parallel.tp, 2 or data-parallel ranks": shared,
+        }
+        for axis, size in sizes.items():
             require(
                 size & (size - 1) == 0 and size <= parts,
                 f"parallel.exact is for powers of two up to parallel.exact-parts {parts}, and there are {size} for "

@@ -1,11 +1,12 @@
 """The core of attention: heads that are split over the tensor-parallel group, with a configurable kernel."""
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +21,14 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
 from shardwise.core.random import streams
 from shardwise.core.sequence_view import ContextShard, SequenceView
+from shardwise.exact.context import Place, heads_for_positions, positions_for_heads
 from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.kernels.partial_attention import has_flash_for_parts
 from shardwise.kernels.planning import device_type_of
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention_blocks import Block, Part, attend_in_blocks
-from shardwise.models.transformer.heads import HeadSplit
+from shardwise.models.transformer.heads import HeadSplit, split_heads
 from shardwise.models.transformer.masks import AttentionMask, AttentionSinks, AttnMaskType
 from shardwise.models.transformer.mlp import softcap
 from shardwise.nn import GroupModule, RowLinear, arithmetic_of
@@ -95,6 +97,7 @@ class CoreAttention(GroupModule):
         self.window_size = config.window_size if config.windows(layer_number) else None
         self.rotates = config.rotates(layer_number)
         self._norm, self._activation = arithmetic.norm(group), arithmetic.activation
+        self._context, self._num_heads = arithmetic.context, config.heads[:2]
         self.rotary_interleaved = config.rotary_interleaved
         self.recomputes_core = config.recompute.recomputes("core_attn")
         self._backend = config.attention_backend
@@ -172,7 +175,8 @@ class CoreAttention(GroupModule):
             key, value = cache.append(self.layer_number, key, value)
         attend: Callable[..., Tensor] = self._attend
         if mask.context is not None:
-            attend = partial(self._attend_to_all, shard=mask.context)
+            way = self._attend_to_all if self._context is None else self._attend_with_some_heads
+            attend = partial(way, shard=mask.context)
         if self.recomputes_core and cache is None:
             attend = partial(recomputed, attend)
         context = attend(query, key, value, mask)
@@ -194,6 +198,31 @@ class CoreAttention(GroupModule):
         with nullcontext() if is_kept_briefly() else made_again(whole, again):
             keys, values = whole.permute(1, 2, 0, 3).split(widths, dim=-1)
             return self._attend(query, keys, values, mask)
+
+    def _attend_with_some_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, *, shard: ContextShard
+    ) -> Tensor:
+        """Attend with some of the heads at all positions, after an exchange of positions for heads."""
+        tp, cp = self.group, shard.group
+        whole = split_heads(*self._num_heads, tp.size() * cp.size())
+        first, place = tp.rank() * cp.size(), Place(tp.rank() * cp.size() + cp.rank(), tp.size() * cp.size())
+        of_ranks = slice(first, first + cp.size())
+        queries, groups = ([stop - start for start, stop in each[of_ranks]] for each in (whole.queries, whole.groups))
+        start, stop = (head - whole.queries[first][0] for head in whole.queries[place.number])
+        exchanged = [
+            heads_for_positions(each, sizes, shard)
+            for each, sizes in ((query, queries), (key, groups), (value, groups))
+        ]
+        context = self.with_heads_of(whole, cast(ProcessGroup, place))._attend(*exchanged, mask.of_heads(start, stop))
+        return positions_for_heads(context, queries, shard)
+
+    def with_heads_of(self, split: HeadSplit, group: ProcessGroup) -> Self:
+        """Return a copy that attends with this rank's heads of another split, without query and key norms."""
+        other = copy.copy(self)
+        other._hold(split, group)
+        # A new dictionary, because the copy shares the original's.
+        other._modules = {**self._modules, "q_layernorm": None, "k_layernorm": None}
+        return other
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         if mask.query_position is not None:

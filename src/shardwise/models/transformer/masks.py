@@ -1,5 +1,7 @@
 """Attention masks, ALiBi's slopes, and sinks."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from enum import Enum
@@ -117,6 +119,21 @@ class AttentionMask:
         self._made: dict[object, Tensor] = {}
         self._strips: dict[_Rule, _Strip] = {}
         self._ends: list[list[int]] | None = None
+        self._of_heads: AttentionMask | None = None
+
+    def of_heads(self, start: int, stop: int) -> AttentionMask:
+        """Return the mask of an interval of this rank's heads at all positions, the same object for all layers."""
+        if self._of_heads is None:
+            forbidden, slopes = self.forbidden, self.alibi_slopes
+            if forbidden is not None and forbidden.dim() > 2 and forbidden.size(-3) > 1:
+                forbidden = forbidden[..., start:stop, :, :]
+            self._of_heads = AttentionMask(
+                forbidden,
+                document_ids=self.document_ids,
+                alibi_slopes=None if slopes is None else slopes[start:stop],
+                key_positions=self.key_positions,
+            )
+        return self._of_heads
 
     def blocks(
         self,
