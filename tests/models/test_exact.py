@@ -9,6 +9,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.random import seed_streams
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.topology import Groups, Topology
+from shardwise.exact.context import whole_losses
 from shardwise.models.bert import Bert
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
@@ -50,20 +51,22 @@ OPTIONS = {
 }
 
 
-def one_step(kind, topology, **options):
+def one_step(kind, topology, *, batch=3, **options):
     """The loss of each token, and every gradient of the whole model."""
     fields, arguments = KINDS[kind]
     groups = Groups.of(topology)
     torch.manual_seed(1)
     model = GPT(ModelConfig(**(fields | options)), VOCAB, LENGTH, groups=groups, **arguments)
     seed_streams(2, groups.tp.rank(), rng="global")
-    ids, labels = torch.randint(VOCAB, (2, 3, LENGTH), generator=torch.Generator().manual_seed(3)).unbind(0)
+    ids, labels = torch.randint(VOCAB, (2, batch, LENGTH), generator=torch.Generator().manual_seed(3)).unbind(0)
     loss = model(ids, labels=labels)
+    if groups.cp is not None and groups.cp.size() > 1:
+        loss = whole_losses(loss, group=groups.cp)
     (loss.sum(-1).sum() / ids.numel()).backward()
     for layer in model.modules():
         if isinstance(layer, ParallelLinear):
             layer.backward_dw()
-    finalize_gradients_(model, tp_group=groups.tp, dp_group=None)
+    finalize_gradients_(model, tp_group=groups.tp, dp_group=groups.cp)
     whole = {
         name: gather_parameter(param.grad, layout, group=groups.tp)
         for name, param, layout in named_param_layouts(model, groups.tp.size())
@@ -90,6 +93,25 @@ def test_loss_and_gradients(group, kind, options, monkeypatch):
     assert any(not torch.equal(plain[0][name], plain[1][name]) for name in plain[0]), "without exact bits differ"
     for topology in (alone, split, *others):
         topology.destroy()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(("kind", "options"), [(kind, each) for kind in KINDS for each in [{}, *OPTIONS[kind]]])
+def test_context_parallelism(group, kind, options, monkeypatch):
+    monkeypatch.setattr(core_attention, "_SCORES_OF_BLOCK", 1 << 12)
+    # 32 tokens on each of 4 ranks.
+    options = {"exact_parts": 8, "batch": 8, **options}
+    alone = Topology.create(tp=1)
+    expected = one_step(kind, alone, **options)
+    layouts = [{"cp": group.size()}, *([{"cp": 2, "tp": 2, "sequence_parallel": True}] if group.size() == 4 else [])]
+    for axes in layouts:
+        sequence_parallel = axes.pop("sequence_parallel", False)
+        split = Topology.create(**axes)
+        found = one_step(kind, split, sequence_parallel=sequence_parallel, **options)
+        for name, value in expected.items():
+            assert_bit_equal(found[name], value, name=f"{name} at {axes}")
+        split.destroy()
+    alone.destroy()
 
 
 @pytest.mark.ranks(2)

@@ -1,9 +1,9 @@
 """Exact mode with context parallelism: gradients of parameters are computed from all positions of a sample.
 
-A gradient of a weight is a sum over positions. Instead of adding the sums of several ranks, which would round in another
-order, the ranks exchange what is summed, so that one rank has the terms of all positions, in their order, and computes
-what a single rank would compute. Each rank computes other rows or columns of the weights of linear layers, and the first
-rank all other gradients. Elsewhere a rank's gradient is -0.0, which changes no bit of a sum.
+A gradient of a weight is a sum over positions. A sum of the ranks' sums would round in another order. So the ranks
+exchange the terms: one rank has those of all positions, in order, and computes the sum of a single rank. For the weight
+of a linear layer, each rank computes some rows or columns. For other parameters, the first rank computes the gradient.
+Elsewhere a rank's gradient is -0.0, which changes no bit of a sum.
 
 Attention is computed head by head: the ranks exchange positions for heads, so a rank attends with some heads at all
 positions. Everything else is computed token by token.
@@ -76,26 +76,29 @@ def own_columns(rows: Tensor, columns: Sequence[Sequence[Interval]], *, group: P
 
 
 def heads_for_positions(heads: Tensor, sizes: Sequence[int], shard: ContextShard) -> Tensor:
-    """Exchange ``[b, heads, s/c, d]`` for this rank's heads at all positions, ``[b, sizes[rank], s, d]``."""
+    """Exchange ``[s/c, b, heads, d]`` for this rank's heads at all positions, ``[s, b, sizes[rank], d]``."""
     own = sizes[shard.group.rank()]
     exchanged = moves.all_to_all(
-        heads.transpose(0, 1).contiguous(), group=shard.group, input_sizes=sizes, output_sizes=(own,) * len(sizes)
+        heads.permute(2, 0, 1, 3).contiguous(),
+        group=shard.group,
+        input_sizes=sizes,
+        output_sizes=(own,) * len(sizes),
     )
-    # [c, own, b, s/c, d] -> [b, own, c * s/c, d]
-    whole = exchanged.unflatten(0, (-1, own)).permute(2, 1, 0, 3, 4).flatten(2, 3)
-    return shard.in_order(whole, dim=2)
+    # [c, own, s/c, b, d] -> [c * s/c, b, own, d]
+    whole = exchanged.unflatten(0, (-1, own)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+    return shard.in_order(whole, dim=0)
 
 
 def positions_for_heads(heads: Tensor, sizes: Sequence[int], shard: ContextShard) -> Tensor:
     """Undo ``heads_for_positions``."""
-    own = [torch.cat([heads[:, :, start:stop] for start, stop in runs], dim=2) for runs in shard.intervals_of_ranks]
+    of_ranks = shard.by_rank(heads, dim=0).unflatten(0, (len(sizes), -1))
     exchanged: Tensor = moves.all_to_all(
-        torch.cat([each.transpose(0, 1) for each in own]),
+        of_ranks.permute(0, 3, 1, 2, 4).flatten(0, 1),
         group=shard.group,
-        input_sizes=(heads.size(1),) * len(sizes),
+        input_sizes=(heads.size(2),) * len(sizes),
         output_sizes=sizes,
     )
-    return exchanged.transpose(0, 1)
+    return exchanged.permute(1, 2, 0, 3)
 
 
 class _WholeLosses(Function):
@@ -156,7 +159,8 @@ class _WholeGradients(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         function, gather, dim, computes, number = ctx.options
-        inputs, params = ctx.saved_tensors[:number], ctx.saved_tensors[number:]
+        saved = ctx.saved_tensors
+        inputs, params = saved[:number], saved[number:]
         needs = ctx.needs_input_grad[2 + number :]
         *inputs, whole = (gather(each, dim) for each in (*inputs, grad))
         gradients = [

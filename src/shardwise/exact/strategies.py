@@ -364,11 +364,11 @@ def sum_in_parts(group: ProcessGroup, parts: int, *, context: ProcessGroup | Non
     if context is not None and context.size() == 1:
         context = None
     if context is not None:
-        ranks = max(2, group.size()) * context.size()
-        if not trees.is_power_of_two(ranks) or ranks > parts:
+        own, shared = group.size(), context.size()
+        if not trees.is_power_of_two(shared) or max(2, own) * shared > parts:
             raise ConfigError(
-                f"exact sums over {parts} parts need a power of two of context-parallel ranks, with tensor-parallel ranks "
-                f"(at least 2) x context-parallel ranks at most {parts}, and there are {group.size()} x {context.size()}; "
-                "use fewer ranks, or more exact_parts"
+                f"exact sums over {parts} parts need a power of two of context-parallel ranks (cp), at most {parts} / "
+                f"2, and tp x cp of at most {parts}, and there are tp {own} and cp {shared}; use fewer ranks, or more "
+                "exact_parts"
             )
     context_of(group).arithmetic = ExactArithmetic(context)

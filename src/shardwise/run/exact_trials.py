@@ -1,6 +1,7 @@
 """Trials of all properties that exact runs rely on, on the run's device and with its shapes, before the run starts.
 
-- A product by parts has the same bits whether one rank has all parts or each rank has some.
+- A product by parts has the same bits whether one rank has all parts or each rank has some, and with context
+  parallelism whether one rank has all tokens or each rank has some.
 - Attention is deterministic, and a head has the same bits whichever other heads are computed with it.
 - Norms, biases, factors of adapters, embedding and loss have the same bits whichever part of the tokens or of the
   vocabulary a rank has.
@@ -62,6 +63,8 @@ from shardwise.training.optimizer.muon import matrix_shapes, orthogonalized, pro
 _REPORT = REPORT.format("other devices refuse it too")
 # Maximum weights of an embedding. If there are more, only some of its rows are tried.
 _MOST_WEIGHTS = 1 << 21
+# In 16 bits, libraries multiply fewer rows in another order than more.
+_LEAST_TOKENS_OF_A_RANK = 32
 # Minimum tokens of a loss, which is computed token by token.
 _LEAST_TOKENS = 256
 # Sizes of pieces that consist of whole vectors, and of any number of elements.
@@ -70,7 +73,12 @@ _ELEMENTS = [1, 17, 1000, 3, 31, 256]
 
 
 def check_device(
-    model: TransformerModel | ModelChunks, *, micro_batch_size: int, sequence_length: int, is_packed: bool = False
+    model: TransformerModel | ModelChunks,
+    *,
+    micro_batch_size: int,
+    sequence_length: int,
+    is_packed: bool = False,
+    context: int = 1,
 ) -> None:
     """Run the trials of layers, loss and gradients with the model's shapes; the default generator keeps its state.
 
@@ -79,14 +87,22 @@ def check_device(
         micro_batch_size: samples per forward pass.
         sequence_length: tokens per sample.
         is_packed: True if a row holds several samples, separated by a mask.
+        context: number of ranks that share the tokens of a sample.
 
     Raises:
-        ConfigError: some results differ on this device; the message names them with their shapes, and the largest
-            number of parts that works.
+        ConfigError: some results differ on this device, and the message names them with their shapes, and the largest
+            number of parts that works; or ranks that share samples have too few tokens.
     """
     parts = model.config.exact_parts
     assert parts is not None
-    run = TrialRun(model, model.config.params_dtype, parts, micro_batch_size, sequence_length, is_packed)
+    tokens = micro_batch_size * sequence_length // context
+    if context > 1 and tokens < _LEAST_TOKENS_OF_A_RANK:
+        raise ConfigError(
+            f"exact: {context} context-parallel ranks share {micro_batch_size * sequence_length} tokens of a "
+            f"micro-batch, and products of fewer than {_LEAST_TOKENS_OF_A_RANK} rows round in another way; use a lower "
+            "parallel.cp, longer samples, or a larger training.micro-batch-size"
+        )
+    run = TrialRun(model, model.config.params_dtype, parts, micro_batch_size, sequence_length, is_packed, context)
     differences, fitting = _differences(run)
     works = f"the largest exact-parts that works is {fitting}; use it," if fitting else "no exact-parts works; use"
     _refuse(run, differences, works)

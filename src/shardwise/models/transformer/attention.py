@@ -60,9 +60,8 @@ class SelfAttention(CoreAttention):
         arithmetic = arithmetic_of(group)
         if arithmetic.context is not None and num_groups % (group.size() * arithmetic.context.size()):
             arithmetic.refuse(
-                f"exact: num_query_groups is {num_groups}, and the {group.size()} tensor-parallel x "
-                f"{arithmetic.context.size()} context-parallel ranks each attend with equally many key-value heads; use "
-                "numbers of ranks that divide it"
+                f"exact: num_query_groups is {num_groups}, and tp {group.size()} x cp {arithmetic.context.size()} "
+                "ranks share the key-value heads equally; use numbers of ranks whose product divides it"
             )
         if num_groups < group.size():
             arithmetic.refuse(

@@ -209,12 +209,13 @@ class CoreAttention(GroupModule):
         of_ranks = slice(first, first + cp.size())
         queries, groups = ([stop - start for start, stop in each[of_ranks]] for each in (whole.queries, whole.groups))
         start, stop = (head - whole.queries[first][0] for head in whole.queries[place.number])
-        exchanged = [
-            heads_for_positions(each, sizes, shard)
+        query, key, value = (
+            heads_for_positions(each.permute(2, 0, 1, 3), sizes, shard).permute(1, 2, 0, 3)
             for each, sizes in ((query, queries), (key, groups), (value, groups))
-        ]
-        context = self.with_heads_of(whole, cast(ProcessGroup, place))._attend(*exchanged, mask.of_heads(start, stop))
-        return positions_for_heads(context, queries, shard)
+        )
+        attention = self.with_heads_of(whole, cast(ProcessGroup, place))
+        context = attention._attend(query, key, value, mask.of_heads(start, stop))
+        return positions_for_heads(context.permute(2, 0, 1, 3), queries, shard).permute(1, 2, 0, 3)
 
     def with_heads_of(self, split: HeadSplit, group: ProcessGroup) -> Self:
         """Return a copy that attends with this rank's heads of another split, without query and key norms."""

@@ -119,7 +119,7 @@ class GradientTrees(Gradients):
             of_dtype, scatters = [param for _, param in params], params[0][1] not in whole
             self.buckets += make_buckets(of_dtype, dtype, "auto", group=group, is_scattered=scatters)[1]
 
-    def sum_of_losses(self, losses: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def sum_of_losses(self, losses: Tensor, dtype: torch.dtype | None) -> Tensor:
         if self.context is not None and self.context.size() > 1:
             losses = whole_losses(losses, group=self.context)
         return deterministic_sum(losses, dtype)

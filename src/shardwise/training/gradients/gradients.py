@@ -60,8 +60,7 @@ class Gradients:
     are_clear = False
     _trained: Sequence[Parameter] = ()
 
-    @staticmethod
-    def sum_of_losses(losses: Tensor, dtype: torch.dtype | None, /) -> Tensor:
+    def sum_of_losses(self, losses: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Sum the losses of one micro-batch in the given dtype."""
         return losses.sum(dtype=dtype)
 
