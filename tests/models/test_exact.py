@@ -135,6 +135,21 @@ def test_what_has_no_exact_form_is_refused(group, options, message):
     topology.destroy()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exact_parts": 2}, "need a power of two of context-parallel ranks .* there are tp 1 and cp 2"),
+        ({"exact_parts": 8, "num_query_groups": 1}, "num_query_groups is 1, and tp 1 x cp 2 ranks share"),
+    ],
+)
+def test_context_parallelism_that_has_no_exact_form(group, options, message):
+    topology = Topology.create(cp=2)
+    with pytest.raises(ConfigError, match=message):
+        one_step("llama", topology, **options)
+    topology.destroy()
+
+
 @pytest.mark.ranks(1)
 def test_bert_has_no_exact_form(group):
     with pytest.raises(ConfigError, match="BERT has no exact form"):

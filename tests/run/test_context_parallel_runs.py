@@ -92,8 +92,6 @@ def test_packed_rows_with_adapters_are_fine_tuned_as_on_one_rank(folder, one, tm
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(ConfigError, match=r"parallel\.exact and parallel\.cp 2 exclude each other"):
-        ParallelSettings(exact=True, cp=2)
     sizes = {"data": ("text",), "parallel": {"cp": 4}, "model": {"sequence_length": 3}}
     with pytest.raises(ConfigError, match=r"model\.sequence-length 3 is less than parallel\.cp 4; each rank needs"):
         with_values(Settings, sizes).check_world(4)

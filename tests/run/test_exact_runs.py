@@ -186,6 +186,11 @@ def test_the_same_micro_batches_at_every_layout():
             "is for powers of two up to parallel.exact-parts 8, and there are 3 for parallel.tp",
         ),
         ({"parallel": {"tp": 2, "exact_parts": 1}}, 2, "up to parallel.exact-parts 1, and there are 2 for parallel.tp"),
+        (
+            {"parallel": {"cp": 8}},
+            8,
+            "there are 16 for parallel.cp times the largest of 2, parallel.tp and the number of data-parallel ranks",
+        ),
         ({"parallel": {"exact_parts": 32}}, 1, "it has 16 tokens; the largest exact-parts that works is 16"),
         ({"parallel": {"fsdp": True}}, 2, "no exact form of parallel.fsdp"),
         ({"rng": "per_rank"}, 1, "no exact form of training.rng per_rank"),

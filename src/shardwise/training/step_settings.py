@@ -39,12 +39,12 @@ class ParallelSettings(Checked, prefix="parallel."):
             layer's weights are gathered when it is computed.
         zero: 1 splits the optimizer state and the fp32 copies of weights over the data-parallel ranks; 0 keeps all of
             them on each rank.
-        exact: give results the same bits at every tp, pp and number of data-parallel ranks, with or without
+        exact: give results the same bits at every tp, pp, cp and number of data-parallel ranks, with or without
             sequence_parallel; costs some time.
         ep: number of ranks that divide the experts of a model between them; they may be data-parallel ranks.
         etp: number of ranks that split each expert; if not given, tp.
         exact_parts: with exact, number of parts into which sums are cut, a power of two; tp, pp and dp may be at most
-            this.
+            this, and cp times tp, 2 or dp.
     """
 
     tp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--tp",))] = 1
@@ -111,13 +111,10 @@ class ParallelSettings(Checked, prefix="parallel."):
         if not self.exact:
             return
         parts = self.exact_parts
-        shared = max(self.tp, 2, dp) * self.cp if self.cp > 1 else 1
-        sizes = {
-            "parallel.tp": self.tp,
-            "parallel.pp": self.pp,
-            "data-parallel ranks": dp,
-            f"parallel.cp {self.cp} x parallel.tp, 2 or data-parallel ranks": shared,
-        }
+        sizes = {"parallel.tp": self.tp, "parallel.pp": self.pp, "data-parallel ranks": dp}
+        if self.cp > 1:
+            what = "parallel.cp times the largest of 2, parallel.tp and the number of data-parallel ranks"
+            sizes[what] = self.cp * max(2, self.tp, dp)
         for axis, size in sizes.items():
             require(
                 size & (size - 1) == 0 and size <= parts,
