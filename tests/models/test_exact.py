@@ -9,6 +9,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.random import seed_streams
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.topology import Groups, Topology
+from shardwise.exact.context import whole_losses
 from shardwise.models.bert import Bert
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
@@ -50,20 +51,22 @@ OPTIONS = {
 }
 
 
-def one_step(kind, topology, **options):
+def one_step(kind, topology, *, batch=3, **options):
     """The loss of each token, and every gradient of the whole model."""
     fields, arguments = KINDS[kind]
     groups = Groups.of(topology)
     torch.manual_seed(1)
     model = GPT(ModelConfig(**(fields | options)), VOCAB, LENGTH, groups=groups, **arguments)
     seed_streams(2, groups.tp.rank(), rng="global")
-    ids, labels = torch.randint(VOCAB, (2, 3, LENGTH), generator=torch.Generator().manual_seed(3)).unbind(0)
+    ids, labels = torch.randint(VOCAB, (2, batch, LENGTH), generator=torch.Generator().manual_seed(3)).unbind(0)
     loss = model(ids, labels=labels)
+    if groups.cp is not None and groups.cp.size() > 1:
+        loss = whole_losses(loss, group=groups.cp)
     (loss.sum(-1).sum() / ids.numel()).backward()
     for layer in model.modules():
         if isinstance(layer, ParallelLinear):
             layer.backward_dw()
-    finalize_gradients_(model, tp_group=groups.tp, dp_group=None)
+    finalize_gradients_(model, tp_group=groups.tp, dp_group=groups.cp)
     whole = {
         name: gather_parameter(param.grad, layout, group=groups.tp)
         for name, param, layout in named_param_layouts(model, groups.tp.size())
@@ -92,6 +95,25 @@ def test_loss_and_gradients(group, kind, options, monkeypatch):
         topology.destroy()
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(("kind", "options"), [(kind, each) for kind in KINDS for each in [{}, *OPTIONS[kind]]])
+def test_context_parallelism(group, kind, options, monkeypatch):
+    monkeypatch.setattr(core_attention, "_SCORES_OF_BLOCK", 1 << 12)
+    # 32 tokens on each of 4 ranks.
+    options = {"exact_parts": 8, "batch": 8, **options}
+    alone = Topology.create(tp=1)
+    expected = one_step(kind, alone, **options)
+    layouts = [{"cp": group.size()}, *([{"cp": 2, "tp": 2, "sequence_parallel": True}] if group.size() == 4 else [])]
+    for axes in layouts:
+        sequence_parallel = axes.pop("sequence_parallel", False)
+        split = Topology.create(**axes)
+        found = one_step(kind, split, sequence_parallel=sequence_parallel, **options)
+        for name, value in expected.items():
+            assert_bit_equal(found[name], value, name=f"{name} at {axes}")
+        split.destroy()
+    alone.destroy()
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -108,6 +130,21 @@ def test_loss_and_gradients(group, kind, options, monkeypatch):
 )
 def test_what_has_no_exact_form_is_refused(group, options, message):
     topology = Topology.create(tp=2)
+    with pytest.raises(ConfigError, match=message):
+        one_step("llama", topology, **options)
+    topology.destroy()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exact_parts": 2}, "need a power of two of context-parallel ranks .* there are tp 1 and cp 2"),
+        ({"exact_parts": 8, "num_query_groups": 1}, "num_query_groups is 1, and tp 1 x cp 2 ranks share"),
+    ],
+)
+def test_context_parallelism_that_has_no_exact_form(group, options, message):
+    topology = Topology.create(cp=2)
     with pytest.raises(ConfigError, match=message):
         one_step("llama", topology, **options)
     topology.destroy()

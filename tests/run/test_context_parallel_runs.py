@@ -96,8 +96,6 @@ def test_any_task_is_learned_as_on_one_rank(pretrained, tmp_path, task):
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(ConfigError, match=r"parallel\.exact and parallel\.cp 2 exclude each other"):
-        ParallelSettings(exact=True, cp=2)
     with pytest.raises(
         ConfigError, match=r"parallel\.cp-comm-type a2a is for --parallel\.cp of at least 2, and it is 1"
     ):

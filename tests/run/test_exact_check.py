@@ -1,6 +1,7 @@
 """Before an exact run starts, what it relies on is tried on its device, and what does not hold is named."""
 
 import dataclasses
+import functools
 import os
 from types import SimpleNamespace
 
@@ -228,7 +229,8 @@ def test_trials_of_large_layers_are_bounded(monkeypatch):
             return result
 
     rows, parts = 4096, 8
-    run = SimpleNamespace(rows=rows, numbers=lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+    numbers = functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    run = SimpleNamespace(rows=rows, numbers=numbers, tokens=tuple)
     for split in ("output", "input"):
         kind = exact_layer_trials.LinearKind(split, 128_256, 8_192, 1)
         with Counted():
@@ -294,3 +296,24 @@ def test_a_session_tells_of_packing_and_explains_what_runs_out_of_memory(group, 
         with pytest.raises(OutOfMemoryError, match="out of memory on a rank"):
             session._try_device(settings, SimpleNamespace(config=None), 1, loader, shortage)
         assert told == [packing]
+
+
+@pytest.mark.ranks(1)
+def test_tokens_of_ranks_that_share_samples(group):
+    model = model_of("llama")
+    check_device(model, micro_batch_size=2, sequence_length=64, context=4)
+    with pytest.raises(ConfigError, match=r"4 context-parallel ranks share 64 tokens .* fewer than 32 rows"):
+        check_device(model, micro_batch_size=1, sequence_length=64, context=4)
+
+
+@pytest.mark.ranks(1)
+def test_products_that_depend_on_the_number_of_tokens(group, monkeypatch):
+    def by_rows(self, input_, *_):
+        return type(self)._of_any_rows(self, input_, *_) + input_.size(0)
+
+    monkeypatch.setattr(ExactProducts, "_of_any_rows", ExactProducts._multiply, raising=False)
+    monkeypatch.setattr(ExactProducts, "_multiply", by_rows)
+    model = model_of("llama")
+    check_device(model, micro_batch_size=2, sequence_length=64)
+    with pytest.raises(ConfigError, match=r"the product for the output of a linear layer, .* of 1 in 2 tokens"):
+        check_device(model, micro_batch_size=2, sequence_length=64, context=2)

@@ -7,6 +7,7 @@ from run.run_processes import hashes, run_in_processes
 from storage.adapters.tiny_models import save_model
 
 from shardwise.cli.main import main
+from shardwise.core.errors import ConfigError
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.settings import (
     FinetuneOptimizerSettings,
@@ -17,6 +18,7 @@ from shardwise.run.settings import (
     SampleSettings,
     TrainingSettings,
 )
+from shardwise.run.tasks import task_of
 
 SIZES = {"hidden_size": 64, "intermediate_size": 136, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
 
@@ -45,6 +47,17 @@ def test_a_run_without_a_length_of_its_own(root, tmp_path, monkeypatch, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_ranks_that_share_samples_need_rows_of_one_length(root):
+    settings = FinetuneSettings(
+        base=str(root / "base"),
+        data=(str(root / "samples.jsonl"),),
+        parallel=ParallelSettings(exact=True, cp=2),
+        model=PretrainedSettings(sequence_length=64),
+    )
+    with pytest.raises(ConfigError, match=r"parallel\.cp 2 needs rows of one length, .*; use --packing"):
+        task_of(settings).method.prepare()
+
+
 @pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -52,16 +65,19 @@ def test_a_run_without_a_length_of_its_own(root, tmp_path, monkeypatch, capsys):
     [
         (False, 4, {"tp": 2, "sequence_parallel": True, "pp": 2}),
         (True, None, {"tp": 4}),
+        (True, 4, {"cp": 2, "tp": 2, "sequence_parallel": True}),
     ],
 )
 def test_layouts(root, tmp_path, packing, lora_rank, parallel):
+    length = 32 * parallel.get("cp", 1)
+
     def run(name, world_size, **parallel):
         settings = FinetuneSettings(
             base=str(root / "base"),
             data=(str(root / "samples.jsonl"),),
             out=str(tmp_path / name),
             device="cpu",
-            model=PretrainedSettings(sequence_length=32, dropout=0.1),
+            model=PretrainedSettings(sequence_length=length, dropout=0.1),
             parallel=ParallelSettings(exact=True, **parallel),
             optimizer=FinetuneOptimizerSettings(learning_rate=1e-2, warmup_steps=1),
             training=TrainingSettings(steps=3, global_batch_size=4, micro_batch_size=1, eval_every=1, save_every=3),

@@ -39,7 +39,7 @@ def settings_of(
         out=str(folder / name),
         resume=resume,
         device="cpu",
-        model=ModelSettings(**SIZES, **model, dropout=0.1),
+        model=ModelSettings(**(SIZES | model), dropout=0.1),
         parallel=ParallelSettings(**({"exact": True} | (parallel or {}))),
         recompute=RecomputeSettings(**(recompute or {})),
         # So high that gradients are clipped.
@@ -132,6 +132,33 @@ def test_the_layout_changes_in_the_middle_and_ranks_are_killed(tmp_path):
     # Half the ranks.
     assert "resumed at step 4\n" in go_on("third", 2, zero=1)
     assert hashes(tmp_path / "often") == hashes(tmp_path / "one")
+
+
+def test_the_number_of_context_parallel_ranks_changes_in_the_middle(tmp_path):
+    # 32 tokens of a micro-batch on each of four ranks.
+    options = {"model": LLAMA | {"num_layers": 2, "sequence_length": 128}, "steps": 4, "save_every": 2}
+    options |= {"batch": 2, "asynchronous_saves": False}
+    run_in_processes(settings_of(tmp_path, "one", **options), 1, tmp_path / "alone")
+
+    def go_on(number, killed_at=None, **parallel):
+        settings = settings_of(tmp_path, "often", **options, resume="auto", parallel=parallel)
+        return run_in_processes(settings, 4, tmp_path / number, killed_at=killed_at)
+
+    go_on("first", killed_at=3, cp=4)
+    assert "resumed at step 2\n" in go_on("second", cp=2, tp=2, sequence_parallel=True)
+    assert hashes(tmp_path / "often") == hashes(tmp_path / "one")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("parallel", [{"cp": 8}, {"cp": 4, "pp": 2}, {"cp": 2, "zero": 1}, {"cp": 4, "tp": 2}])
+def test_eight_ranks_with_context_parallelism(tmp_path, parallel):
+    # Two ranks hold whole parts of 16.
+    sizes = {"num_layers": 2, "sequence_length": 256, "ffn_hidden_size": 144, "vocab_size": 272}
+    options = {"model": LLAMA | sizes}
+    alone = {"exact": True, "exact_parts": 16}
+    run_in_processes(settings_of(tmp_path, "one", **options, parallel=alone), 1, tmp_path / "alone")
+    run_in_processes(settings_of(tmp_path, "split", **options, parallel=alone | parallel), 8, tmp_path / "ranks")
+    assert hashes(tmp_path / "split") == hashes(tmp_path / "one")
 
 
 @pytest.mark.matrix

@@ -28,7 +28,7 @@ ZERO_BUBBLE = {"pp": 2, "pipeline_schedule": "zero-bubble"}
 SELECTIVE = {"granularity": "selective", "modules": ("core_attn", "layernorm", "mlp_act")}
 
 
-def settings_of(kind, *, exact=True, recompute=None, parallel=None, optimizer=None, **training):
+def settings_of(kind, *, exact=True, recompute=None, parallel=None, optimizer=None, length=LENGTH, **training):
     return Settings(
         data=("text",),
         device="cpu",
@@ -40,7 +40,7 @@ def settings_of(kind, *, exact=True, recompute=None, parallel=None, optimizer=No
             num_query_groups=8,
             ffn_hidden_size=136,
             vocab_size=VOCAB,
-            sequence_length=LENGTH,
+            sequence_length=length,
             tie_embeddings=kind == "gpt",
             dropout=0.1,
         ),
@@ -58,10 +58,12 @@ def train(settings, groups, steps=range(STEPS), begin=lambda trainer: None, prep
     prepare(model)
     trainer = Trainer(settings, model, groups)
     begin(trainer)
-    per_rank = BATCH // groups.dp.size()
-    first, numbers = groups.dp.rank() * per_rank, []
+    rank, num_ranks = groups.samples
+    per_rank = BATCH // num_ranks
+    first, numbers = rank * per_rank, []
     for step in steps:
-        ids = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+        shape = BATCH, settings.model.sequence_length + 1
+        ids = torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(step))
         rows = [ids[place : place + 1] for place in range(first, first + per_rank)]
         result = trainer.step(step, [Batch(row[:, :-1], row[:, 1:]) for row in rows])
         numbers.append((result.loss.hex(), result.grad_norm.hex()))
@@ -98,7 +100,7 @@ def check(kind, layouts, prepare=lambda model: None, **options):
     expected_state = state_of(alone)
     for parallel in layouts:
         extra = {"recompute": parallel.pop("recompute")} if "recompute" in parallel else {}
-        split = Topology.create(tp=parallel.get("tp", 1), pp=parallel.get("pp", 1))
+        split = Topology.create(**{axis: parallel.get(axis, 1) for axis in ("tp", "pp", "cp")})
         trainer, numbers = train(
             settings_of(kind, parallel=parallel, **options | extra), Groups.of(split), prepare=prepare
         )
@@ -117,6 +119,24 @@ def check(kind, layouts, prepare=lambda model: None, **options):
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_two_ranks_of_a_kind(group, kind):
     check(kind, [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, ZERO_BUBBLE])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
+def test_context_parallelism_on_two_ranks(group, kind):
+    check(kind, [{"cp": 2}, {"cp": 2, "zero": 1, "recompute": SELECTIVE}], length=64)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "llama"), ("bfloat16", "gpt")])
+def test_context_parallelism_on_four_ranks(group, kind, dtype):
+    layouts = [
+        {"cp": 4, "recompute": {"granularity": "full"}},
+        {"cp": 2, "zero": 1},
+        {"cp": 2, "tp": 2, "sequence_parallel": True},
+        {"cp": 2} | ZERO_BUBBLE,
+    ]
+    check(kind, layouts, dtype=dtype, length=128)
 
 
 @pytest.mark.sample(1)
@@ -166,6 +186,11 @@ def test_the_same_micro_batches_at_every_layout():
             "is for powers of two up to parallel.exact-parts 8, and there are 3 for parallel.tp",
         ),
         ({"parallel": {"tp": 2, "exact_parts": 1}}, 2, "up to parallel.exact-parts 1, and there are 2 for parallel.tp"),
+        (
+            {"parallel": {"cp": 8}},
+            8,
+            "there are 16 for parallel.cp times the largest of 2, parallel.tp and the number of data-parallel ranks",
+        ),
         ({"parallel": {"exact_parts": 32}}, 1, "it has 16 tokens; the largest exact-parts that works is 16"),
         ({"parallel": {"fsdp": True}}, 2, "no exact form of parallel.fsdp"),
         ({"rng": "per_rank"}, 1, "no exact form of training.rng per_rank"),

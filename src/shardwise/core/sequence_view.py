@@ -133,14 +133,17 @@ class ContextShard:
     def in_order(self, gathered: Tensor, *, dim: int) -> Tensor:
         """Put the positions of all ranks, one rank after the other, into the order of the sequence."""
         runs = [run for of_rank in self.intervals_of_ranks for run in of_rank]
-        parts = gathered.split([stop - start for start, stop in runs], dim=dim)
-        in_order = sorted(range(len(runs)), key=runs.__getitem__)
-        return torch.cat([parts[number] for number in in_order], dim=dim)
+        return self._reordered(gathered, runs, sorted(runs), dim)
 
     def by_rank(self, whole: Tensor, *, dim: int) -> Tensor:
-        """Put positions in the order of the sequence one rank after the other; the inverse of ``in_order``."""
+        """Undo ``in_order``: put the positions of one rank after those of another."""
         runs = [run for of_rank in self.intervals_of_ranks for run in of_rank]
-        return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim=dim)
+        return self._reordered(whole, sorted(runs), runs, dim)
+
+    @staticmethod
+    def _reordered(tensor: Tensor, given: list[Interval], wanted: list[Interval], dim: int) -> Tensor:
+        parts = dict(zip(given, tensor.split([stop - start for start, stop in given], dim=dim), strict=True))
+        return torch.cat([parts[run] for run in wanted], dim=dim)
 
 
 @dataclass(frozen=True)

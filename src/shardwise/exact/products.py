@@ -13,6 +13,7 @@ Where the number of threads affects that order in MKL (``products.sums_by_thread
 too.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -20,10 +21,12 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.trees import tree_sum, tree_sum_stacked_
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import Interval, LocalParts
+from shardwise.exact.context import gathered, own_columns
 from shardwise.kernels import products
 from shardwise.kernels.products import Products
 
@@ -42,6 +45,8 @@ class ExactProducts(Products):
         size: size of the split dimension, over all ranks.
         num_parts: number of parts, over all ranks.
         is_narrow: whether the other dimension is narrow; then every part is a separate product everywhere.
+        context: ranks that share the positions of a sample, or None. Each computes the gradients of some of the parts
+            from all positions (``exact.context``); elsewhere its gradients are -0.0.
     """
 
     parts: LocalParts
@@ -49,6 +54,7 @@ class ExactProducts(Products):
     size: int
     num_parts: int
     is_narrow: bool = False
+    context: ProcessGroup | None = None
 
     is_usual = False
     adds_bias = False
@@ -92,6 +98,12 @@ class ExactProducts(Products):
         return torch.cat([_product(grad_output, weight[:, run], _needs_onednn(weight)) for run in runs], -1)
 
     def weight_gradient(self, grad_output: Tensor, input_: Tensor) -> Tensor:
+        if self.context is not None:
+            split, other = (grad_output, input_) if self.split == "output" else (input_, grad_output)
+            own, rows = self._own_columns(split), gathered(other, group=self.context)
+            factors = (own, rows) if self.split == "output" else (rows, own)
+            dim = 0 if self.split == "output" else 1
+            return self._among_others(self._share.weight_gradient(*factors), split.size(1), dim)
         runs = self._runs(input_)
         if runs is None:
             return self._weight_gradient(grad_output.contiguous(), input_.contiguous())
@@ -101,14 +113,57 @@ class ExactProducts(Products):
 
     def bias_gradient(self, grad_output: Tensor) -> Tensor:
         """Sum each column of ``[n, o]``, part by part of a split output."""
+        if self.context is not None:
+            own = self._share.bias_gradient(self._own_columns(grad_output))
+            return self._among_others(own, grad_output.size(1), 0)
         return torch.cat([grad_output[:, start:stop].sum(dim=0) for start, stop in self._intervals])
+
+    @cached_property
+    def _columns(self) -> list[list[Interval]]:
+        """The columns of a split dimension for which each context-parallel rank computes gradients."""
+        assert self.context is not None
+        each = len(self.parts) // self.context.size()
+        shares = (self.parts[first : first + each] for first in range(0, len(self.parts), each))
+        return [sorted(interval for part in share for interval in part) for share in shares]
+
+    @cached_property
+    def _share(self) -> "ExactProducts":
+        """The products of this rank's columns at all positions."""
+        assert self.context is not None
+        each, start, places = len(self.parts) // self.context.size(), 0, {}
+        for low, high in self._columns[self.context.rank()]:
+            places[low, high] = (start, start + high - low)
+            start += high - low
+        own = self.parts[self.context.rank() * each :][:each]
+        parts = tuple(tuple(places[interval] for interval in part) for part in own)
+        return dataclasses.replace(self, parts=parts, context=None)
+
+    def _own_columns(self, rows: Tensor) -> Tensor:
+        assert self.context is not None
+        return own_columns(rows, self._columns, group=self.context)
+
+    def _among_others(self, own: Tensor, size: int, dim: int) -> Tensor:
+        """Return a gradient with this rank's columns, and -0.0 in those of other context-parallel ranks."""
+        assert self.context is not None
+        shape = list(own.shape)
+        shape[dim] = size
+        result, columns = own.new_full(shape, -0.0), self._columns[self.context.rank()]
+        sections = own.split([stop - start for start, stop in columns], dim)
+        for (start, stop), section in zip(columns, sections, strict=True):
+            result.narrow(dim, start, stop - start).copy_(section)
+        return result
+
+    @property
+    def _num_shares(self) -> int:
+        """Number of ranks that share the rows; the rows of all of them decide which library multiplies."""
+        return 1 if self.context is None else self.context.size()
 
     def _sum(self, left: Tensor, right: Tensor) -> Tensor:
         """Compute ``left @ right`` by parts and add them by the tree: ``[..., k]`` and ``[k, m]`` to ``[..., m]``."""
         rows = left.reshape(left.shape[:-1].numel(), left.size(-1))
         # Choose by the largest part, since no rank sees all parts.
         length, rest = divmod(self.size, len(self.parts[0]) * self.num_parts)
-        size = rows.size(0) * (length + (rest > 0)) * right.size(1)
+        size = self._num_shares * rows.size(0) * (length + (rest > 0)) * right.size(1)
         onednn = products.prefers_onednn(rows[:0], right[:0], size)
         if rest == 0 and not self.is_narrow and rows.is_cpu and rows.dtype == torch.float32 and not onednn:
             total = self._sum_in_one_call(rows, right)
@@ -143,7 +198,9 @@ class ExactProducts(Products):
     def _multiply(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``input_ @ weight.T + bias`` with the library that suits the whole layer's product."""
         input_ = input_.contiguous()
-        if products.prefers_onednn(input_, weight, input_.numel() * self.size) or _needs_onednn(weight):
+        if products.prefers_onednn(input_, weight, self._num_shares * input_.numel() * self.size) or _needs_onednn(
+            weight
+        ):
             return products.onednn_linear(input_, weight, bias)
         return F.linear(input_, weight, bias)
 

@@ -1,9 +1,11 @@
 """The arithmetic of exact mode, for layers whose group sums over parts (``core.communication.trees``).
 
 The gradient of a replicated parameter is a sum over tokens. The sequence is cut into ``exact_parts`` parts, and the
-tokens of each part are summed separately. With sequence parallelism a rank has some of the parts, otherwise all.
+tokens of each part are summed separately. With sequence parallelism a rank has some of the parts, otherwise all. With
+context parallelism the first rank sums the parts of all ranks (``exact.context``).
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -16,14 +18,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import moves, trees
-from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.collectives import all_gather, all_reduce
 from shardwise.core.communication.context import context_of
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sharding import Interval, ParamLayout, balanced_sizes, intervals_of_sizes, local_parts
+from shardwise.exact.context import gathered, with_whole_gradients
 from shardwise.exact.products import ExactProducts
 from shardwise.kernels import compiled, dispatch
 from shardwise.kernels.elementwise import blockwise
-from shardwise.nn.arithmetic import Activation, Arithmetic, Norm
+from shardwise.nn.arithmetic import Activation, Arithmetic, Norm, arithmetic_of
 from shardwise.nn.norm import HeadsRMSNorm, NormFunction
 
 # For fewer than 12 rows, the way in which MKL multiplies depends on the number of threads.
@@ -71,7 +74,7 @@ def linear_by_rows(input_: Tensor, weight: Tensor, *, group: ProcessGroup, seque
     Raises:
         ShardingError: the parts do not all have the same size.
     """
-    return linear_by_parts(input_, weight, *_own_parts(input_, group, sequence_parallel))
+    return _by_parts(linear_by_parts, input_, [weight], group, sequence_parallel)
 
 
 def linear_by_parts(input_: Tensor, weight: Tensor, number: int, others: ProcessGroup | None = None) -> Tensor:
@@ -190,6 +193,28 @@ class _AddBias(Function):
         return grad, total, None, None
 
 
+def _by_parts(
+    function: Callable[..., Tensor],
+    input_: Tensor,
+    params: Sequence[Tensor],
+    group: ProcessGroup,
+    sequence_parallel: bool,
+) -> Tensor:
+    """Compute ``function(input_, *params, number, others)``; see ``norm_by_parts`` for the last two arguments."""
+    context, number = arithmetic_of(group).context, trees.exact_parts(group)
+    if context is None:
+        return function(input_, *params, *_own_parts(input_, group, sequence_parallel))
+
+    def gather(own: Tensor, dim: int) -> Tensor:
+        return gathered(all_gather(own.contiguous(), group=group, dim=dim) if sequence_parallel else own, group=context)
+
+    def of_all(whole: Tensor, *params: Tensor) -> Tensor:
+        return function(whole, *params, number, None)
+
+    output = function(input_, *(param.detach() for param in params), 1, None)
+    return with_whole_gradients(output, of_all, [input_], params, gather=gather, group=context)
+
+
 def _own_parts(input_: Tensor, group: ProcessGroup, sequence_parallel: bool) -> tuple[int, ProcessGroup | None]:
     """Return the number of parts of the sequence that this rank has, and the group that has the other parts."""
     parts = trees.exact_parts(group)
@@ -212,20 +237,31 @@ class ExactNorm(Norm):
     partial_gradients = False
 
     def __call__(self, norm: nn.Module, input_: Tensor) -> Tensor:
-        return norm_by_parts(norm, input_, *self._parts(input_))
+        return self._of_module(norm_by_parts, norm, input_)
 
     def add_and_norm(self, norm: nn.Module, residual: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         total = residual + added
         return total, self(norm, total)
 
     def heads(self, query_norm: nn.Module, key_norm: nn.Module, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return _norm_heads(query_norm, query, self.group), _norm_heads(key_norm, key, self.group)
+        def by_heads(norm: nn.Module, heads: Tensor, *_: object) -> Tensor:
+            return _norm_heads(norm, heads, self.group)
+
+        return self._of_module(by_heads, query_norm, query), self._of_module(by_heads, key_norm, key)
 
     def add_bias(self, output: Tensor, bias: Tensor) -> Tensor:
-        return add_bias_by_parts(output, bias, *self._parts(output))
+        return _by_parts(add_bias_by_parts, output, [bias], self.group, self.sequence_parallel)
 
-    def _parts(self, input_: Tensor) -> tuple[int, ProcessGroup | None]:
-        return _own_parts(input_, self.group, self.sequence_parallel)
+    def _of_module(self, function: Callable[..., Tensor], norm: nn.Module, input_: Tensor) -> Tensor:
+        names, params = zip(*norm.named_parameters(), strict=True)
+
+        def normed(input_: Tensor, *given: Any) -> Tensor:
+            *params, number, others = given
+            with_params = copy.copy(norm)
+            with_params._parameters = dict(zip(names, params, strict=True))
+            return function(with_params, input_, number, others)
+
+        return _by_parts(normed, input_, params, self.group, self.sequence_parallel)
 
 
 class ExactActivation(Activation):
@@ -245,7 +281,11 @@ class ExactActivation(Activation):
 
 
 class ExactArithmetic(Arithmetic):
-    """The arithmetic of a group that sums over parts."""
+    """The arithmetic of a group that sums over parts.
+
+    Args:
+        context: see ``Arithmetic``.
+    """
 
     norm = ExactNorm
     activation = ExactActivation()
@@ -255,13 +295,31 @@ class ExactArithmetic(Arithmetic):
     # Sums are over all tokens, including those that do not count.
     leaves_out_tokens = False
 
+    def __init__(self, context: ProcessGroup | None = None) -> None:
+        self.context = context
+
+    def look_up(self, function: Callable[[Tensor, Tensor], Tensor], ids: Tensor, weight: Tensor, *, dim: int) -> Tensor:
+        """See ``Arithmetic``."""
+        if self.context is None:
+            return function(ids, weight)
+        context = self.context
+        return with_whole_gradients(
+            function(ids, weight.detach()),
+            function,
+            [ids],
+            [weight],
+            gather=lambda own, dim: gathered(own, group=context, dim=dim),
+            group=context,
+            dim=dim,
+        )
+
     def products(self, layout: ParamLayout, split: Literal["output", "input"], *, group: ProcessGroup) -> ExactProducts:
         """See ``Arithmetic``; raise ConfigError if the ranks cannot share the parts."""
         number = trees.exact_parts(group)
         assert number is not None
         assert layout.dim is not None
         parts = local_parts(layout, group.rank(), number, what=f"the {split} of a linear layer")
-        return ExactProducts(parts, split, layout.global_shape[layout.dim], number)
+        return ExactProducts(parts, split, layout.global_shape[layout.dim], number, context=self.context)
 
     def parts_of_vocabulary(
         self, ranges: Sequence[Interval], *, group: ProcessGroup
@@ -277,7 +335,9 @@ class ExactArithmetic(Arithmetic):
                 f"({list(ranges)}) are not among the cuts; use a vocabulary that {number} divides, without padding"
             )
         own = parts[group.rank() * per_rank : (group.rank() + 1) * per_rank]
-        return [(start - first, stop - first) for start, stop in own], parts, vocab_size
+        # The tokens of all context-parallel ranks decide, too.
+        columns = vocab_size * (1 if self.context is None else self.context.size())
+        return [(start - first, stop - first) for start, stop in own], parts, columns
 
     def sums_in_order(self, ids: Tensor) -> bool:
         """True on CUDA, where the zeros that replace other ranks' ids would shift the runs that are added."""
@@ -288,13 +348,27 @@ class ExactArithmetic(Arithmetic):
         raise ConfigError(message)
 
 
-_EXACT = ExactArithmetic()
-
-
-def sum_in_parts(group: ProcessGroup, parts: int) -> None:
+def sum_in_parts(group: ProcessGroup, parts: int, *, context: ProcessGroup | None = None) -> None:
     """Sum over ``group`` by a tree over ``parts`` parts from now on, also in layers created on it later.
 
     For arguments and errors see ``core.communication.trees.sum_in_parts``.
+
+    Args:
+        context: the ranks that share the positions of the layers' samples; None if each has whole samples.
+
+    Raises:
+        ConfigError: ``context`` and ``group`` together have more ranks than there are parts, or a part of a sequence
+            lies on several ranks.
     """
     trees.sum_in_parts(group, parts)
-    context_of(group).arithmetic = _EXACT
+    if context is not None and context.size() == 1:
+        context = None
+    if context is not None:
+        own, shared = group.size(), context.size()
+        if not trees.is_power_of_two(shared) or max(2, own) * shared > parts:
+            raise ConfigError(
+                f"exact sums over {parts} parts need a power of two of context-parallel ranks (cp), at most {parts} / "
+                f"2, and tp x cp of at most {parts}, and there are tp {own} and cp {shared}; use fewer ranks, or more "
+                "exact_parts"
+            )
+    context_of(group).arithmetic = ExactArithmetic(context)

@@ -64,7 +64,7 @@ class LanguageModel(GroupModule):
                     raise ConfigError(
                         f"exact_parts is {config.exact_parts}, and {name} has no exact form; turn one of them off"
                     )
-            sum_in_parts(groups.tp, config.exact_parts)
+            sum_in_parts(groups.tp, config.exact_parts, context=groups.cp)
         self._arithmetic = arithmetic_of(groups.tp)
 
     @property

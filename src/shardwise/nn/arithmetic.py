@@ -91,6 +91,7 @@ class Arithmetic:
         sequence_first: whether embeddings look up ids in the order ``[s, b]``.
         fuses_loss: whether the output layer and the loss may be fused.
         leaves_out_tokens: whether the output layer may skip tokens that the loss ignores.
+        context: context-parallel ranks, if gradients must not depend on their number; otherwise None.
     """
 
     norm: type[Norm] = Norm
@@ -98,6 +99,11 @@ class Arithmetic:
     sequence_first = False
     fuses_loss = True
     leaves_out_tokens = True
+    context: ProcessGroup | None = None
+
+    def look_up(self, function: Callable[[Tensor, Tensor], Tensor], ids: Tensor, weight: Tensor, *, dim: int) -> Tensor:
+        """Return ``function(ids, weight)``; the ids have positions of the sequence along ``dim``."""
+        return function(ids, weight)
 
     def products(self, layout: ParamLayout, split: Literal["output", "input"], *, group: ProcessGroup) -> Products:
         """Return the products of a linear layer.

@@ -91,24 +91,29 @@ class VocabEmbedding(ShardedModule):
         sequence_first = self._arithmetic.sequence_first
         if sequence_first or (self.sequence_parallel and self.group.size() > 1):
             input_ = input_.transpose(0, 1)
+        along = {"dim": 0 if sequence_first else input_.dim() - 1}
         if self.group.size() == 1:
-            output = self._look_up(safe_to_look_up(input_, self.num_embeddings))
+            ids = safe_to_look_up(input_, self.num_embeddings)
+            output = self._arithmetic.look_up(self._look_up, ids, self.weight, **along)
             if sequence_first:
                 return output if self.sequence_parallel else output.transpose(0, 1)
             return output.transpose(0, 1).contiguous() if self.sequence_parallel else output
-        output = look_up_own(input_, self.vocab_start_index, self.vocab_end_index, self._look_up_or_none)
+        output = self._arithmetic.look_up(self._look_up_own, input_, self.weight, **along)
         if self.sequence_parallel:
             return moves.reduce_scatter(output, dim=0, group=self.group)
         output = moves.reduce(output, group=self.group)
         return output.transpose(0, 1) if sequence_first else output
 
-    def _look_up_or_none(self, ids: Tensor) -> Tensor:
-        if self.weight.size(0):
-            return self._look_up(ids)
-        return self.weight.new_zeros(*ids.shape, self.embedding_dim) + self.weight.sum()
+    def _look_up_own(self, ids: Tensor, weight: Tensor) -> Tensor:
+        def look_up_or_none(ids: Tensor) -> Tensor:
+            if weight.size(0):
+                return self._look_up(ids, weight)
+            return weight.new_zeros(*ids.shape, self.embedding_dim) + weight.sum()
 
-    def _look_up(self, ids: Tensor) -> Tensor:
-        return look_up(ids, self.weight, deterministic=self.deterministic or self._arithmetic.sums_in_order(ids))
+        return look_up_own(ids, self.vocab_start_index, self.vocab_end_index, look_up_or_none)
+
+    def _look_up(self, ids: Tensor, weight: Tensor) -> Tensor:
+        return look_up(ids, weight, deterministic=self.deterministic or self._arithmetic.sums_in_order(ids))
 
     def extra_repr(self) -> str:
         return (

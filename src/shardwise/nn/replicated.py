@@ -17,6 +17,7 @@ from shardwise.core.sharding import ParamLayout, Replicas
 from shardwise.core.topology import Groups
 from shardwise.core.typed import letter
 from shardwise.core.validation import safe_to_look_up
+from shardwise.nn.arithmetic import arithmetic_of
 from shardwise.nn.module import ShardedModule
 
 
@@ -103,6 +104,7 @@ class ReplicatedEmbedding(ShardedModule):
     ) -> None:
         super().__init__(group, **options)
         self.what = what
+        self._arithmetic = arithmetic_of(group)
         self._make_parameter("weight", ParamLayout.replicated((num_embeddings, embedding_dim), group.size()), init)
 
     def forward(self, input_: Tensor) -> Tensor:
@@ -113,7 +115,8 @@ class ReplicatedEmbedding(ShardedModule):
         """
         num_embeddings = self.weight.size(0)
         check_ids_alike(input_, num_embeddings, what=self.what, group=self.group)
-        return F.embedding(safe_to_look_up(input_, num_embeddings), self.weight)
+        ids = safe_to_look_up(input_, num_embeddings)
+        return self._arithmetic.look_up(F.embedding, ids, self.weight, dim=ids.dim() - 1)
 
     def first(self, count: int, start: int = 0) -> Tensor:
         """Return a view of ``count`` rows from ``start``, ``[count, h]``, without a check of ids."""

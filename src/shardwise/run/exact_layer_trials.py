@@ -5,7 +5,8 @@ the table of all trials and compares the bits.
 
 Linear layers: an output dimension that is not summed is compared column by column: the whole layer on several threads
 against the shards of each rank on one thread. A summed dimension is compared in the order of its sum: one rank with all
-parts against several ranks with fewer parts each. The trial always uses the run's summed dimension and number of rows,
+parts against several ranks with fewer parts each. With context parallelism, the products of some tokens are compared
+with the same rows of the products of all. The trial always uses the run's summed dimension and number of rows,
 because libraries choose kernels by these sizes. It also uses the run's other dimension and number of parts, unless that
 exceeds ``MOST_ELEMENTS`` or ``_MOST_MULTIPLICATIONS``. Beyond these limits it assumes that libraries multiply a wide
 matrix like a wider one if both widths have the same remainder modulo 64.
@@ -32,6 +33,7 @@ from shardwise.core.communication.trees import tree_sum
 from shardwise.core.errors import ConfigError
 from shardwise.core.random import seed_streams
 from shardwise.core.sharding import LocalParts, ParamLayout, balanced_sizes, local_parts
+from shardwise.exact.context import Place
 from shardwise.exact.products import ExactProducts
 from shardwise.exact.strategies import add_bias_by_parts, linear_by_parts, norm_by_parts
 from shardwise.models.adapters.lora_layers import LoraLinear
@@ -88,6 +90,7 @@ class TrialRun:
         parts: ``exact_parts`` of the run.
         batch, length: number of samples of a forward pass, and number of tokens of a sample.
         is_packed: True if a row holds several samples, separated by a mask.
+        context: number of ranks that share the tokens of a sample.
     """
 
     model: TransformerModel | ModelChunks
@@ -96,6 +99,7 @@ class TrialRun:
     batch: int = 1
     length: int = 1
     is_packed: bool = False
+    context: int = 1
 
     def __post_init__(self) -> None:
         self.device, self.rows = next(self.model.parameters()).device, self.batch * self.length
@@ -110,6 +114,12 @@ class TrialRun:
     def ids(self, most: int, *shape: int) -> Tensor:
         """Return random integers from 0 to ``most - 1``."""
         return torch.randint(most, shape, generator=self._generator, device=self.device)
+
+    def tokens(self) -> Iterator[tuple[int, slice]]:
+        """Yield numbers of context-parallel ranks, with rows of the first and the last of them."""
+        for ranks in powers_of_two(self.context if self.context > 1 else 0):
+            for rank in {0, ranks - 1} if ranks > 1 else ():
+                yield ranks, slice(rank * self.rows // ranks, (rank + 1) * self.rows // ranks)
 
     def layers(self, kind: type[_T]) -> list[_T]:
         """Return the model's modules of one class."""
@@ -171,9 +181,10 @@ class LinearKind:
         shape, dim = ((of_split, other), 0) if self.split == "output" else ((other, of_split), 1)
         return ParamLayout.split(shape, dim, ranks, stride=self.sections)
 
-    def products(self, own: LocalParts, parts: int) -> ExactProducts:
+    def products(self, own: LocalParts, parts: int, context: int = 1) -> ExactProducts:
         # The size of the whole layer decides which library multiplies.
-        return ExactProducts(own, self.split, self.size, parts, self.is_narrow)
+        group = cast(Any, Place(0, context)) if context > 1 else None
+        return ExactProducts(own, self.split, self.size, parts, self.is_narrow, group)
 
     def shards(self, section: int, other: int, parts: int) -> Iterator[tuple[int, ParamLayout, list[LocalParts]]]:
         """Yield each number of ranks that divides the layer into whole parts, its layout and the parts of each rank."""
@@ -238,6 +249,17 @@ def try_split(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[Sides]:
 
     ((_, one, (everything,)), *_) = kind.shards(section, kind.other, parts)
     whole = on_several_threads(partial(of_rank, one, 0, everything))
+
+    def of_tokens(ranks: int, tokens: slice) -> Tensor:
+        products = kind.products(everything, parts, ranks)
+        if kind.split == "input":
+            return products.input_gradient(narrow[tokens].clone(), weight)
+        return products.linear(narrow[tokens].clone(), weight, bias if kind.has_bias else None)
+
+    for ranks, tokens in run.tokens():
+        name, _, expected = whole[0]
+        found = on_threads(1, partial(of_tokens, ranks, tokens))
+        yield Sides(found, expected[tokens], f"{kind.named(name, rows, 1)} of 1 in {ranks} tokens,")
     for ranks, layout, owns in kind.shards(section, kind.other, parts):
         for rank in {0, ranks // 2, ranks - 1} if ranks == parts else {ranks // 2}:
             results = on_threads(1, partial(of_rank, layout, rank, owns[rank]))
@@ -267,6 +289,14 @@ def try_summed(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[Sides]:
     ranks, each, owns = layouts[-1]
     whole = on_several_threads(partial(of_rank, one, 0, everything))
     yield Sides(on_threads(1, partial(of_rank, one, 0, everything)), whole, kind.named(name, rows, 1))
+
+    def of_tokens(ranks: int, tokens: slice) -> Tensor:
+        products, own = kind.products(everything, held, ranks), left[tokens].clone()
+        return products.input_gradient(own, weight) if kind.split == "output" else products.linear(own, weight, None)
+
+    for number, tokens in run.tokens():
+        found = on_threads(1, partial(of_tokens, number, tokens))
+        yield Sides(found, whole[tokens], f"{kind.named(name, rows, 1)} of 1 in {number} tokens,")
     terms = [on_threads(1, partial(of_rank, each, rank, owns[rank])) for rank in range(ranks)]
     yield Sides(tree_sum(terms), whole, kind.named(name, rows, ranks))
     for fewer, layout, owns in layouts[1:-1]:
@@ -351,20 +381,6 @@ def try_rows(run: TrialRun, operation: RowOperation, parts: int) -> Iterator[Sid
             yield Sides(found, expected, f"{of}{what}, {list(input_.shape)}, {how_split(ranks)},")
 
 
-@dataclass(frozen=True)
-class _Rank:
-    """Stands in for a process group in attention, which calls only these two methods."""
-
-    number: int
-    ranks: int
-
-    def rank(self) -> int:
-        return self.number
-
-    def size(self) -> int:
-        return self.ranks
-
-
 def attention_layers(run: TrialRun) -> list[tuple[SelfAttention, bool]]:
     """Return each kind of attention layer of a model, without dropout, and also with dropout if the model has it."""
     kinds = {(layer.window_size, layer.rotates): layer for layer in run.layers(SelfAttention)}
@@ -401,7 +417,7 @@ def try_attention(run: TrialRun, kind: tuple[SelfAttention, bool], parts: int) -
         return _intervals(tensor, split.qkv_layout((), width).intervals[rank])
 
     def attended(split: HeadSplit, rank: int) -> tuple[Tensor, Tensor]:
-        of_rank = layer.with_heads_of(split, cast(Any, _Rank(rank, len(split.queries))))
+        of_rank = layer.with_heads_of(split, cast(Any, Place(rank, len(split.queries))))
         of_rank.training = has_dropout
         slopes = alibi_slopes(heads)[slice(*split.queries[rank])] if has_alibi else None
         # As in a run, all ranks together draw the same random numbers as one rank.

@@ -1,6 +1,7 @@
 """Trials of all properties that exact runs rely on, on the run's device and with its shapes, before the run starts.
 
-- A product by parts has the same bits whether one rank has all parts or each rank has some.
+- A product by parts has the same bits whether one rank has all parts or each rank has some, and with context
+  parallelism whether one rank has all tokens or each rank has some.
 - Attention is deterministic, and a head has the same bits whichever other heads are computed with it.
 - Norms, biases, factors of adapters, embedding and loss have the same bits whichever part of the tokens or of the
   vocabulary a rank has.
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from shardwise.core.communication.trees import deterministic_sum
 from shardwise.core.errors import REPORT, ConfigError
 from shardwise.core.random import streams
 from shardwise.core.sharding import balanced_sizes, intervals_of_sizes
@@ -53,7 +55,6 @@ from shardwise.run.exact_layer_trials import (
     try_summed,
 )
 from shardwise.run.settings import OptimizerSettings, RunSettings
-from shardwise.training.gradients import GradientTrees
 from shardwise.training.optimizer.adamw import STATE_NAMES, VECTOR
 from shardwise.training.optimizer.gradients import sums_of_squares
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
@@ -62,6 +63,8 @@ from shardwise.training.optimizer.muon import matrix_shapes, orthogonalized, pro
 _REPORT = REPORT.format("other devices refuse it too")
 # Maximum weights of an embedding. If there are more, only some of its rows are tried.
 _MOST_WEIGHTS = 1 << 21
+# In 16 bits, libraries multiply fewer rows in another order than more.
+_LEAST_TOKENS_OF_A_RANK = 32
 # Minimum tokens of a loss, which is computed token by token.
 _LEAST_TOKENS = 256
 # Sizes of pieces that consist of whole vectors, and of any number of elements.
@@ -70,7 +73,12 @@ _ELEMENTS = [1, 17, 1000, 3, 31, 256]
 
 
 def check_device(
-    model: TransformerModel | ModelChunks, *, micro_batch_size: int, sequence_length: int, is_packed: bool = False
+    model: TransformerModel | ModelChunks,
+    *,
+    micro_batch_size: int,
+    sequence_length: int,
+    is_packed: bool = False,
+    context: int = 1,
 ) -> None:
     """Run the trials of layers, loss and gradients with the model's shapes; the default generator keeps its state.
 
@@ -79,14 +87,22 @@ def check_device(
         micro_batch_size: samples per forward pass.
         sequence_length: tokens per sample.
         is_packed: True if a row holds several samples, separated by a mask.
+        context: number of ranks that share the tokens of a sample.
 
     Raises:
-        ConfigError: some results differ on this device; the message names them with their shapes, and the largest
-            number of parts that works.
+        ConfigError: some results differ on this device, and the message names them with their shapes, and the largest
+            number of parts that works; or ranks that share samples have too few tokens.
     """
     parts = model.config.exact_parts
     assert parts is not None
-    run = TrialRun(model, model.config.params_dtype, parts, micro_batch_size, sequence_length, is_packed)
+    tokens = micro_batch_size * sequence_length // context
+    if context > 1 and tokens < _LEAST_TOKENS_OF_A_RANK:
+        raise ConfigError(
+            f"exact: {context} context-parallel ranks share {micro_batch_size * sequence_length} tokens of a "
+            f"micro-batch, and products of fewer than {_LEAST_TOKENS_OF_A_RANK} rows round in another way; use a lower "
+            "parallel.cp, longer samples, or a larger training.micro-batch-size"
+        )
+    run = TrialRun(model, model.config.params_dtype, parts, micro_batch_size, sequence_length, is_packed, context)
     differences, fitting = _differences(run)
     works = f"the largest exact-parts that works is {fitting}; use it," if fitting else "no exact-parts works; use"
     _refuse(run, differences, works)
@@ -243,7 +259,7 @@ def _try_loss(run: TrialRun, vocab_size: int, parts: int) -> Iterator[Sides]:
 def _try_sum_of_losses(run: TrialRun, _: object, __: int) -> Iterator[Sides]:
     losses = run.numbers(run.batch, run.length).to(torch.promote_types(run.dtype, torch.float32))
     for dtype in (None, torch.float64):
-        summed = partial(GradientTrees.sum_of_losses, losses, dtype)
+        summed = partial(deterministic_sum, losses, dtype)
         what = f"the sum of the losses of {list(losses.shape)} tokens, on one thread,"
         yield Sides(on_threads(1, summed), on_several_threads(summed), what)
 

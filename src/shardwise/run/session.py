@@ -96,6 +96,7 @@ def _try_device(
             micro_batch_size=settings.micro_batch_size(dp),
             sequence_length=settings.sequence_length,
             is_packed=isinstance(loader.rows, SampleRows) and loader.rows.packing,
+            context=settings.parallel.cp,
         )
         check_updates(model, settings)
 

@@ -84,7 +84,7 @@ class CrossEntropy(Objective):
     """
 
     shares_samples = True
-    sum_of_losses: Callable[[Tensor, torch.dtype | None], Tensor] = Gradients.sum_of_losses
+    sum_of_losses: Callable[[Tensor, torch.dtype | None], Tensor] = Gradients().sum_of_losses
 
     def sums(self, output: Tensor, batch: Batch, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
         """Sum the token losses that the model returns; see ``Objective``."""

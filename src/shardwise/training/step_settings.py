@@ -43,12 +43,12 @@ class ParallelSettings(Checked, prefix="parallel."):
             layer's weights are gathered when it is computed.
         zero: 1 splits the optimizer state and the fp32 copies of weights over the data-parallel ranks; 0 keeps all of
             them on each rank.
-        exact: give results the same bits at every tp, pp and number of data-parallel ranks, with or without
+        exact: give results the same bits at every tp, pp, cp and number of data-parallel ranks, with or without
             sequence_parallel; costs some time.
         ep: number of ranks that divide the experts of a model between them; they may be data-parallel ranks.
         etp: number of ranks that split each expert; if not given, tp.
         exact_parts: with exact, number of parts into which sums are cut, a power of two; tp, pp and dp may be at most
-            this.
+            this, and cp times tp, 2 or dp.
     """
 
     tp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--tp",))] = 1
@@ -103,10 +103,6 @@ class ParallelSettings(Checked, prefix="parallel."):
             "gradients of a layer when its backward ends, and zero-bubble computes those of weights later; use '1f1b', "
             "'gpipe' or 'interleaved'",
         )
-        require(
-            not (self.exact and self.cp > 1),
-            f"parallel.exact and parallel.cp {self.cp} exclude each other; leave one out",
-        )
         parts = self.exact_parts
         require(parts & (parts - 1) == 0, f"parallel.exact-parts is {parts}; it must be a power of two, such as 8")
 
@@ -125,7 +121,11 @@ class ParallelSettings(Checked, prefix="parallel."):
         if not self.exact:
             return
         parts = self.exact_parts
-        for axis, size in (("parallel.tp", self.tp), ("parallel.pp", self.pp), ("data-parallel ranks", dp)):
+        sizes = {"parallel.tp": self.tp, "parallel.pp": self.pp, "data-parallel ranks": dp}
+        if self.cp > 1:
+            what = "parallel.cp times the largest of 2, parallel.tp and the number of data-parallel ranks"
+            sizes[what] = self.cp * max(2, self.tp, dp)
+        for axis, size in sizes.items():
             require(
                 size & (size - 1) == 0 and size <= parts,
                 f"parallel.exact is for powers of two up to parallel.exact-parts {parts}, and there are {size} for "
@@ -136,6 +136,10 @@ class ParallelSettings(Checked, prefix="parallel."):
         refuse(
             "parallel.exact has no exact form of {}; leave one of them out",
             (self.fsdp, "parallel.fsdp, whose sums are PyTorch's"),
+            (
+                self.cp_comm_type not in ("auto", "a2a"),
+                f"parallel.cp-comm-type {self.cp_comm_type}, whose sums of gradients round by the number of ranks",
+            ),
             (training.dtype == "float64", "training.dtype float64, whose products differ with the layout"),
             (training.rng != "global", f"training.rng {training.rng}, by which each rank draws its own"),
         )

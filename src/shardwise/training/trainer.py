@@ -188,10 +188,16 @@ class Trainer:
             for layer in each.block.layers
             if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, MoELayer)
         }
-        if self.num_sample_ranks < self.dp_group.size() and not self.objective.shares_samples:
+        is_shared = self.num_sample_ranks < self.dp_group.size()
+        if is_shared and not self.objective.shares_samples:
             raise ConfigError(
                 f"ranks share samples (cp), and {type(self.objective).__name__} has no sums for that (shares_samples); "
                 "leave cp at 1"
+            )
+        if is_shared and exact_parts(groups.tp) is not None and not isinstance(self.objective, CrossEntropy):
+            raise ConfigError(
+                f"exact: ranks share samples (cp), and the sums of {type(self.objective).__name__} over them have no "
+                "exact form; leave cp at 1, or use no exact mode"
             )
         self._groups = [self.tp_group, self.dp_group, *([] if self.pp_group is None else [self.pp_group])]
         self._reduce = self._reduced if exact_parts(groups.tp) is None else self._reduced_exactly

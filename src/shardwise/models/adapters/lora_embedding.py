@@ -77,8 +77,8 @@ class LoraEmbedding(LoraLayer, VocabEmbedding):
         assert isinstance(adapter, LoraEmbeddingAdapter)
         return adapter
 
-    def _look_up(self, ids: Tensor) -> Tensor:
-        output = super()._look_up(ids)
+    def _look_up(self, ids: Tensor, weight: Tensor) -> Tensor:
+        output = super()._look_up(ids, weight)
         if not self._is_active:
             return output
         adapter = self._adapter

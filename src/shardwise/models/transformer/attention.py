@@ -1,7 +1,6 @@
 """Self-attention whose heads are split over the tensor-parallel group."""
 
-import copy
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +57,14 @@ class SelfAttention(CoreAttention):
         num_heads, num_groups, head_dim = config.heads
         split = split_heads(num_heads, num_groups, group.size())
         super().__init__(config, layer_number, split, group, attn_mask_type)
+        arithmetic = arithmetic_of(group)
+        if arithmetic.context is not None and num_groups % (group.size() * arithmetic.context.size()):
+            arithmetic.refuse(
+                f"exact: num_query_groups is {num_groups}, and tp {group.size()} x cp {arithmetic.context.size()} "
+                "ranks share the key-value heads equally; use numbers of ranks whose product divides it"
+            )
         if num_groups < group.size():
-            arithmetic_of(group).refuse(
+            arithmetic.refuse(
                 f"exact: num_query_groups is {num_groups}, fewer than the {group.size()} tensor-parallel ranks, which "
                 "hold copies of key-value heads, and the sum of their gradients has no exact form; use "
                 f"tp {1 << num_groups.bit_length() - 1} at most, or no exact mode"
@@ -96,14 +101,6 @@ class SelfAttention(CoreAttention):
     def input_layout(self) -> Layout:
         """Layout of hidden states, I or V(dim=0)."""
         return self.linear_qkv.input_layout
-
-    def with_heads_of(self, split: HeadSplit, group: ProcessGroup) -> Self:
-        """Return a copy that attends with this rank's heads of another split, without query and key norms."""
-        other = copy.copy(self)
-        other._hold(split, group)
-        # A new dictionary, because the copy shares the original's.
-        other._modules = {**self._modules, "q_layernorm": None, "k_layernorm": None}
-        return other
 
     def _make_norms(self, config: ModelConfig, split: HeadSplit) -> tuple[nn.Module, nn.Module]:
         rank, head_dim = self.group.rank(), self.head_dim

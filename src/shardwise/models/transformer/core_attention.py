@@ -1,11 +1,12 @@
 """The core of attention: heads that are split over the tensor-parallel group, with a configurable kernel."""
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -103,6 +104,7 @@ class CoreAttention(GroupModule):
         self.window_size = config.window_size if config.windows(layer_number) else None
         self.rotates = config.rotates(layer_number)
         self._norm, self._activation = arithmetic.norm(group), arithmetic.activation
+        self._context = arithmetic.context
         self.rotary_interleaved = config.rotary_interleaved
         self.recomputes_core = config.recompute.recomputes("core_attn")
         self._backend = config.attention_backend
@@ -186,6 +188,9 @@ class CoreAttention(GroupModule):
 
     def _way(self, mask: AttentionMask, shard: ContextShard) -> Way:
         draws = self.training and self.dropout > 0 and streams().rule == "global"
+        if self._context is not None:
+            # A sum of gradients of keys and values would round in another order.
+            return WAYS["a2a"]
         is_plain = mask.is_plain and self.window_size is None
         way = chosen_way(self._way_asked, self.local_heads, shard.group.size(), is_plain=is_plain, draws=draws)
         return self._attend_in_ring if way == "p2p" else WAYS[way]
@@ -210,6 +215,14 @@ class CoreAttention(GroupModule):
         blocks = mask.blocks(query, shard.length, **sees, has_parts=True)
         sinks = None if self.sinks is None else self.sinks.logits
         return attend_in_ring(query, own, blocks, shard, scale=self.softmax_scale, sinks=sinks)[..., :width]
+
+    def with_heads_of(self, split: HeadSplit, group: ProcessGroup) -> Self:
+        """Return a copy that attends with this rank's heads of another split, without query and key norms."""
+        other = copy.copy(self)
+        other._hold(split, group)
+        # A new dictionary, because the copy shares the original's.
+        other._modules = {**self._modules, "q_layernorm": None, "k_layernorm": None}
+        return other
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         heads = mask.heads or self.local_heads

@@ -169,7 +169,7 @@ def combine(every: Tensor, ranges: Sequence[Interval], ignored: Tensor, options:
     vocab_size, smoothing, z_loss = ranges[-1][1], options.label_smoothing, options.z_loss
     maximum = every[..., 0].amax(dim=0)
     below = every[..., 0] - maximum
-    sum_exp = (every[..., 1] * below.exp()).sum(dim=0)
+    sum_exp = _in_order(every[..., 1] * below.exp())
     log_sum_exp = sum_exp.log()
     nll = log_sum_exp - (every[..., 2] + below).amax(dim=0)
 
@@ -180,7 +180,7 @@ def combine(every: Tensor, ranges: Sequence[Interval], ignored: Tensor, options:
     if smoothing > 0:
         counts = numbers_without_sync([float(stop - start) for start, stop in ranges], every)
         # Empty shards have no finite maximum and add nothing to the sum.
-        differences = (every[..., 3] + counts[:, None] * below.nan_to_num(neginf=0.0)).sum(dim=0)
+        differences = _in_order(every[..., 3] + counts[:, None] * below.nan_to_num(neginf=0.0))
         of_others = smoothing / (vocab_size - 1)
         loss = (1.0 - smoothing - of_others) * nll + of_others * (vocab_size * log_sum_exp - differences)
         rest = torch.full_like(nll, of_others).masked_fill_(ignored, 0.0)
@@ -192,6 +192,14 @@ def combine(every: Tensor, ranges: Sequence[Interval], ignored: Tensor, options:
         at_target = at_target + slope * torch.exp(-nll)
     loss, weight, at_target = (x.masked_fill(ignored, 0.0) for x in (loss, weight, at_target))
     return Combined(loss, maximum, weight, at_target, rest)
+
+
+def _in_order(terms: Tensor) -> Tensor:
+    """Sum ``[t, n]`` over ``t`` in order. The order of ``Tensor.sum`` depends on a column's place among the others."""
+    total, *others = terms.unbind(0)
+    for term in others:
+        total = total + term
+    return total
 
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}

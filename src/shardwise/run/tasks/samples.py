@@ -117,6 +117,12 @@ class Examples(Method):
             if held_out is None:
                 train, held_out = corpus.split(held_out_fraction=settings.corpus.held_out_fraction)
             data = corpus.name, _as_examples(train), _as_examples(held_out)
+        parallel = settings.parallel
+        if parallel.exact and parallel.cp > 1 and not settings.samples.packing:
+            raise ConfigError(
+                f"parallel.exact with parallel.cp {parallel.cp} needs rows of one length, and samples have several; "
+                "use --packing"
+            )
         return prepare_samples(
             *data,
             self.encoder(),
@@ -124,9 +130,9 @@ class Examples(Method):
             sequence_length=settings.sequence_length,
             held_out_fraction=settings.corpus.held_out_fraction,
             # Exact runs sum over equal parts of a sequence.
-            multiple_of=settings.parallel.exact_parts if settings.parallel.exact else 1,
+            multiple_of=parallel.exact_parts if parallel.exact else 1,
             # Each rank that shares a sample has a position.
-            shortest=settings.parallel.cp,
+            shortest=parallel.cp,
         )
 
     def _stream(self, corpus: Corpus, held_out: Corpus | None) -> TaskData:

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from shardwise.core.communication.collectives import all_reduce, reduce_scatter
 from shardwise.core.communication.trees import TreeCounter, deterministic_sum, exact_total
 from shardwise.core.errors import ConfigError
+from shardwise.exact.context import whole_losses
 from shardwise.training.gradients.gradients import (
     DEFAULT_BUCKET_SIZE,
     Bucket,
@@ -33,14 +34,21 @@ from shardwise.training.gradients.gradients import (
 
 
 class ExactTotal(Total):
-    """A ``Total`` of the loss that is rounded once, so that it does not depend on how micro-batches are distributed."""
+    """A ``Total`` of the loss that is rounded once, so that it does not depend on how micro-batches are distributed.
 
-    def __init__(self, zeros: Tensor) -> None:
+    Args:
+        zeros: as for ``Total``.
+        counts: whether this rank's values are counted, and not those of another rank that has the same values.
+    """
+
+    def __init__(self, zeros: Tensor, *, counts: bool = True) -> None:
         super().__init__(zeros)
         self._losses: list[Tensor] = []
+        self._counts = counts
 
     def add(self, values: Tensor) -> None:
-        self._losses.append(values.to(self.tensor.dtype))
+        if self._counts:
+            self._losses.append(values.to(self.tensor.dtype))
 
     def over(self, groups: Sequence[ProcessGroup]) -> Tensor:
         losses: list[float] = torch.cat(self._losses).tolist() if self._losses else []
@@ -57,6 +65,8 @@ class GradientTrees(Gradients):
         model: the module with the trained parameters, or a pipeline stage's chunks.
         group: the ranks that see different samples; it sums over parts (``core.communication.trees.sum_in_parts``).
         dtype: dtype of the sums; each parameter's own if None.
+        context: the ranks of ``group`` that share the positions of a sample, or None. Losses are summed over all
+            positions on each, and gradients are those of ``exact.context``.
         scatter, whole: as for ``GradientBuffers``; ``main_grad`` is a view of the bucket.
 
     Attributes:
@@ -68,8 +78,6 @@ class GradientTrees(Gradients):
             ``scatter``.
     """
 
-    total = ExactTotal
-    sum_of_losses = staticmethod(deterministic_sum)
     seeds_micro_batches = True
 
     def __init__(
@@ -78,11 +86,14 @@ class GradientTrees(Gradients):
         *,
         group: ProcessGroup,
         dtype: torch.dtype | None = None,
+        context: ProcessGroup | None = None,
         scatter: bool = False,
         whole: Collection[Parameter] = (),
     ) -> None:
         self.group = group
         self.dtype = dtype
+        self.context = context
+        self.total = partial(ExactTotal, counts=context is None or context.rank() == 0)
         self.buckets: list[Bucket] = []
         self.before_reducing: Callable[[], None] | None = None
         self._run = 1
@@ -107,6 +118,11 @@ class GradientTrees(Gradients):
         for _, params in trained_by_dtype(modules, whole.__contains__) if scatter else ():
             of_dtype, scatters = [param for _, param in params], params[0][1] not in whole
             self.buckets += make_buckets(of_dtype, dtype, "auto", group=group, is_scattered=scatters)[1]
+
+    def sum_of_losses(self, losses: Tensor, dtype: torch.dtype | None) -> Tensor:
+        if self.context is not None and self.context.size() > 1:
+            losses = whole_losses(losses, group=self.context)
+        return deterministic_sum(losses, dtype)
 
     def begin(self, num_micro_batches: int) -> None:
         self._run = num_micro_batches // (num_micro_batches & -num_micro_batches)

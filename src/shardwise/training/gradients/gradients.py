@@ -49,19 +49,18 @@ class Gradients:
     """Gradients in ``param.grad``, for one data-parallel rank; base class of the other implementations.
 
     Attributes:
-        total: class that sums losses over a step.
+        total: makes a sum of losses over a step from zeros.
         seeds_micro_batches: True if dropout masks depend on a micro-batch's position in the global batch, not on its
             rank.
         are_clear: set by an optimizer that has cleared all gradients; ``zero_`` need not clear them again.
     """
 
-    total: type[Total] = Total
+    total: Callable[[Tensor], Total] = Total
     seeds_micro_batches = False
     are_clear = False
     _trained: Sequence[Parameter] = ()
 
-    @staticmethod
-    def sum_of_losses(losses: Tensor, dtype: torch.dtype | None, /) -> Tensor:
+    def sum_of_losses(self, losses: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Sum the losses of one micro-batch in the given dtype."""
         return losses.sum(dtype=dtype)
 

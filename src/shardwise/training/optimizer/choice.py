@@ -83,7 +83,7 @@ def build_optimizer(
     if parts is None:
         gradients = GradientBuffers(chunks, other_groups=others, **options)
     else:
-        gradients = GradientTrees(chunks, **options)
+        gradients = GradientTrees(chunks, context=groups.cp, **options)
     if splits_state:
         return ZeroOptimizer(optimizer, chunks, gradients, has_masters=has_masters), gradients
     return MasterWeights(optimizer, model) if has_masters else optimizer, gradients
