@@ -128,14 +128,15 @@ def test_context_parallelism_on_two_ranks(group, kind):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("dtype", "kind"), [("float32", "llama"), ("bfloat16", "gpt")])
-def test_context_parallelism_on_four_ranks(group, kind, dtype):
-    layouts = [
-        {"cp": 4, "recompute": {"granularity": "full"}},
-        {"cp": 2, "zero": 1},
-        {"cp": 2, "tp": 2, "sequence_parallel": True},
-        {"cp": 2} | ZERO_BUBBLE,
-    ]
+@pytest.mark.parametrize(
+    ("dtype", "kind", "layouts"),
+    [
+        ("float32", "llama", [{"cp": 2, "zero": 1}, {"cp": 2, "tp": 2, "sequence_parallel": True}]),
+        ("bfloat16", "gpt", [{"cp": 4, "recompute": {"granularity": "full"}}, {"cp": 2} | ZERO_BUBBLE]),
+    ],
+)
+def test_context_parallelism_on_four_ranks(group, dtype, kind, layouts):
+    # 32 tokens on each of four ranks; with fewer, 16 bits would differ.
     check(kind, layouts, dtype=dtype, length=128)
 
 
