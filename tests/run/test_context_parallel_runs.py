@@ -12,6 +12,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.run.comparison import compare
 from shardwise.run.plan.plan import plan_run
 from shardwise.run.settings import ParallelSettings, Settings
+from shardwise.storage.checkpoint.comparing import StoredCheckpoint, tensor_differences
+from shardwise.storage.checkpoint.folder import latest
 from shardwise.training.bounds import with_values
 
 # A length that nothing divides.
@@ -67,8 +69,9 @@ TASKS = {
 
 
 @pytest.fixture(scope="module")
-def pretrained(folder, one):
+def pretrained(tmp_path_factory, one):
     """A folder of Hugging Face, and files of samples of each kind."""
+    folder = tmp_path_factory.mktemp("pretrained")
     run(folder, "export-hf", str(one), "--out", str(folder / "hf"))
     texts = [{"prompt": "What is " * (k % 5 + 1), "completion": f"{k} " * (k % 3 + 1)} for k in range(60)]
     records = {
@@ -93,6 +96,48 @@ def test_any_task_is_learned_as_on_one_rank(pretrained, tmp_path, task):
         run(tmp_path, *arguments, "--out", str(tmp_path / name))
     comparison = compare(tmp_path / "alone", tmp_path / "shared")
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)
+
+
+# Thirty steps in fp64: layouts of 4 or 8 ranks, each with one of the ways.
+THIRTY = {
+    "cp 2, tp 2": ("--nproc", "4", "--cp", "2", "--tp", "2", "--cp-comm-type", "p2p"),
+    "cp 2, pp 2": ("--nproc", "4", "--cp", "2", "--pp", "2", "--cp-comm-type", "a2a"),
+    "cp 2, dp 2": ("--nproc", "4", "--cp", "2", "--cp-comm-type", "p2p"),
+    "cp 2, zero 1": ("--nproc", "4", "--cp", "2", "--zero", "1", "--cp-comm-type", "all_gather"),
+    "cp 2, fsdp": ("--nproc", "4", "--cp", "2", "--fsdp", "--cp-comm-type", "a2a"),
+    "cp 4, tp 2": ("--nproc", "8", "--cp", "4", "--tp", "2", "--sequence-parallel", "--cp-comm-type", "p2p"),
+    "cp 4, pp 2": ("--nproc", "8", "--cp", "4", "--pp", "2", "--cp-comm-type", "p2p"),
+    "cp 4, dp 2": ("--nproc", "8", "--cp", "4", "--cp-comm-type", "a2a"),
+    "cp 4, zero 1": ("--nproc", "4", "--cp", "4", "--zero", "1", "--cp-comm-type", "p2p"),
+    "cp 4, fsdp": ("--nproc", "8", "--cp", "4", "--fsdp", "--cp-comm-type", "all_gather"),
+}
+
+
+def thirty_steps(pretrained, folder, packs, *layout):
+    options = ("--training.steps", "30", "--training.dtype", "float64", "--training.save-every", "30")
+    if not packs:
+        return train(folder, "run", *SIZES, *options, *layout)
+    model, data = str(pretrained / "hf"), str(pretrained / "texts.jsonl")
+    batch = ("--training.global-batch-size", "4", "--packing", "--sequence-length", "61", "--device", "cpu")
+    run(folder, "finetune", model, "--data", data, *batch, *options, *layout, "--out", str(folder / "run"))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(pretrained, tmp_path_factory):
+    """Runs of one rank, on texts and on packed rows."""
+    return [thirty_steps(pretrained, tmp_path_factory.mktemp("thirty"), packs) for packs in (False, True)]
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("layout", "packs"), [(layout, packs) for layout in THIRTY for packs in (False, True)])
+def test_thirty_steps_give_the_weights_of_one_rank(pretrained, on_one_rank, tmp_path, layout, packs):
+    runs = on_one_rank[packs], thirty_steps(pretrained, tmp_path, packs, *THIRTY[layout])
+    one, other = (StoredCheckpoint(latest(folder)) for folder in runs)
+    differences = list(tensor_differences(one, other))
+    assert differences
+    assert {each.name: each.distance for each in differences if not each.distance < 1e-9} == {}
 
 
 def test_wrong_settings_are_refused():

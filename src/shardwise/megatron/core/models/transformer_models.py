@@ -314,7 +314,7 @@ class GPTModel(_MegatronTransformer, GPT):
                 ``document_ids`` and ``packed_seq_params`` are given, or ``packed_seq_params`` with context parallelism.
             ShardingError: with context parallelism, an odd number of positions.
         """
-        if self._splits_context:
+        if self.splits_context:
             if packed_seq_params is not None:
                 raise ConfigError(
                     "packed_seq_params describes a row whose sequences context-parallel ranks cut one by one, and here "
