@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from models.model_checks import check_gradients, randomise_small_parameters
-from models.test_context_parallel import VOCABULARY, alone
+from models.model_checks import alone, check_gradients, randomise_small_parameters
+from models.test_context_parallel import VOCABULARY
 from torch import Tensor
 
 from shardwise.core.random import seed_streams
@@ -69,7 +69,7 @@ def test_losses_and_gradients_are_those_of_one_rank(group, kind):
     """With lengths that nothing divides, down to a position for each rank, and with fewer samples than ranks."""
     for sizes in LAYOUTS[group.size()]:
         topology = Topology.create(**sizes)
-        groups, one = Groups.of(topology), Groups.alone(alone(topology))
+        groups, one = Groups.of(topology), alone(topology)
         dense = build(kind, one, sequence_parallel=False)
         split = build(kind, groups, sequence_parallel="tp" in sizes)
         for count, length in ((3, 13), (1, group.size())):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from harness.parity import gather_all
 from models import test_heads_over_positions as heads
-from models.model_checks import check_gradients
-from models.test_context_parallel import VOCABULARY, alone, build
+from models.model_checks import alone, check_gradients
+from models.test_context_parallel import VOCABULARY, build
 from torch import Tensor
 
 from shardwise.core.random import seed_streams
@@ -46,7 +46,7 @@ build_causal = partial(build, "window")
 def check(number: int, objective_of: Callable[[Groups], Objective], batch: Batch, build_of: Any = build_causal) -> None:
     """Hold the sums of a step, the gradients, and the sums of an evaluation against those of one rank."""
     topology = Topology.create(cp=2, tp=2) if number == 4 else Topology.create(cp=number)
-    groups, one = Groups.of(topology), Groups.alone(alone(topology))
+    groups, one = Groups.of(topology), alone(topology)
     models = build_of(one, sequence_parallel=False), build_of(groups, sequence_parallel=number == 4)
     sums = []
     for model, own in zip(models, (one, groups), strict=True):

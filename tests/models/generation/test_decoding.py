@@ -14,6 +14,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.generation import GREEDY, PreallocatedCache, Sampling, generate
 from shardwise.models.generation.decoding import DecodeStep
 from shardwise.models.gpt import GPT
+from shardwise.models.transformer.heads import LocalHeads
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -113,7 +114,7 @@ def test_what_is_read_as_any_other_input(group, monkeypatch):
     assert DecodeStep.why_not(model) == "there is no kernel for torch.float64"
     monkeypatch.setattr(dispatch.DECODE_TRITON, "dtypes", ())
     assert DecodeStep.why_not(model) is None
-    model.decoder.layers[0].self_attention._is_even = False
+    model.decoder.layers[0].self_attention.local_heads = LocalHeads((1, 2))
     assert DecodeStep.why_not(model).startswith("its layers attend otherwise")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models.model_checks import check_gradients
-from models.test_context_parallel import alone, batch_of, build, train
+from models.model_checks import alone, check_gradients
+from models.test_context_parallel import batch_of, build, train
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups, Topology
@@ -39,7 +39,7 @@ def test_losses_and_gradients_are_those_of_one_rank(group):
         options = dict(sizes)
         sequence_parallel = bool(options.pop("sp", False))
         topology = Topology.create(**options)
-        groups, one = Groups.of(topology), Groups.alone(alone(topology))
+        groups, one = Groups.of(topology), alone(topology)
         dense, split = adapted(one), adapted(groups, sequence_parallel=sequence_parallel)
         for length in (29, 4):
             dense.zero_grad()
