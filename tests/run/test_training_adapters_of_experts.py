@@ -77,7 +77,7 @@ def test_the_balance_loss_of_a_folder(folder, tmp_path):
     data = ("--data", tmp_path / "pairs.jsonl")
     runs = [
         finetune(folder, "balanced", tmp_path / name, *layout, data=data)
-        for name, layout in (("one", (1,)), ("ep", (2, "--ep", "2")), ("cp", (4, "--cp", "2", "--tp", "2")))
+        for name, layout in (("one", (1,)), ("fsdp", (2, "--ep", "2", "--fsdp")), ("cp", (4, "--cp", "2", "--tp", "2")))
     ]
     metrics = [[row for row in read_metrics(run / "metrics.jsonl") if "loss" in row] for run in runs]
     assert all(row["auxiliary_loss"] > 0.2 for row in metrics[0])

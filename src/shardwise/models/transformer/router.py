@@ -190,7 +190,10 @@ class Router(ShardedModule):
         return over.sums(scores), choices
 
     def balance_slopes(self, choices: Tensor) -> Tensor:
-        """Return the gradient ``[n, num]`` of the balance loss by the scores of ``to_balance``, a linear one."""
+        """Return the gradient ``[n, num]`` of the balance loss by the scores of ``to_balance``.
+
+        The loss is linear in the scores, so that it is the sum of the products.
+        """
         spec = self.experts
         # A sequence of padding alone has a loss of 0.
         total = choices.sum(dim=1, keepdim=True).clamp(min=1)
