@@ -32,9 +32,10 @@ LAYOUTS = {
 }
 
 
-def run(folder: Path, *arguments: str) -> None:
+def run(folder: Path, *arguments: str) -> str:
     with Program("-m", "shardwise", *arguments, folder=folder) as program:
         program.finish(exit_code=0)
+    return program.stdout
 
 
 def train(folder: Path, name: str, *arguments: str) -> Path:
@@ -87,7 +88,8 @@ def test_packed_rows_with_adapters_are_fine_tuned_as_on_one_rank(folder, one, tm
     )
     for name, more in (("alone", ()), ("shared", ("--nproc", "4", "--cp", "2", "--tp", "2"))):
         command = ("finetune", str(tmp_path / "hf"), "--data", str(tmp_path / "pairs.jsonl"), *options, *more)
-        run(tmp_path, *command, "--out", str(tmp_path / name))
+        banner = run(tmp_path, *command, "--out", str(tmp_path / name))
+    assert "context parallel 2 (a2a, or all_gather under a mask), data parallel 1" in banner
     comparison = compare(tmp_path / "alone", tmp_path / "shared")
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)
 
