@@ -11,13 +11,14 @@ from shardwise.megatron.distributed import DistributedDataParallel, DistributedD
 from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.packed_seq_params import PackedSeqParams
+from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.schedules import get_forward_backward_func
 from shardwise.megatron.utils import get_batch_on_this_cp_rank
 
 V, S = 23, 12
 
 
-def make_gpt(cp=1, way=None):
+def make_gpt(cp=1, way=None, *, pg_collection=None, **settings):
     torch.manual_seed(3)
     config = TransformerConfig(
         num_layers=2,
@@ -28,8 +29,10 @@ def make_gpt(cp=1, way=None):
         params_dtype=torch.float64,
         context_parallel_size=cp,
         cp_comm_type=way,
+        **settings,
     )
-    return GPTModel(config, get_gpt_layer_local_spec(), V, S, position_embedding_type="rope")
+    options = {"position_embedding_type": "rope", "pg_collection": pg_collection}
+    return GPTModel(config, get_gpt_layer_local_spec(), V, S, **options)
 
 
 def batch_of(number):
@@ -76,6 +79,17 @@ def test_a_step_is_that_of_one_rank(group, way):
     assert_close_to(mean, expected.detach(), rtol_of_norm=1e-12)
     for (name, param), own in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert_close_to(own.main_grad, param.grad, rtol_of_norm=1e-10, name=name)
+
+
+@pytest.mark.ranks(4)
+def test_losses_with_tensor_and_sequence_parallelism(group):
+    parallel_state.initialize_model_parallel(2, context_parallel_size=2)
+    alone = ProcessGroupCollection(tp=parallel_state.get_pipeline_model_parallel_group())
+    expected = loss_of(make_gpt(pg_collection=alone), batch_of(0))
+    model = make_gpt(2, sequence_parallel=True, tensor_model_parallel_size=2)
+    losses = loss_of(model, get_batch_on_this_cp_rank(batch_of(0)))
+    own = get_batch_on_this_cp_rank({"losses": expected.detach()})["losses"]
+    assert_close_to(losses.detach(), own, rtol_of_norm=1e-12)
 
 
 @pytest.mark.ranks(2)

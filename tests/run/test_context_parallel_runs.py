@@ -29,6 +29,20 @@ LAYOUTS = {
 }
 
 
+<<<<<<< HEAD
+=======
+def run(folder: Path, *arguments: str) -> str:
+    with Program("-m", "shardwise", *arguments, folder=folder) as program:
+        program.finish(exit_code=0)
+    return program.stdout
+
+
+def train(folder: Path, name: str, *arguments: str) -> Path:
+    run(folder, "train", "--data", str(TEXT), "--out", str(folder / name), *SIZES, *arguments)
+    return folder / name
+
+
+>>>>>>> 5c7d7464cc6e6734743e1046bd9054367c8fc1ae
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     return train(tmp_path_factory.mktemp("context"), "one", *SIZES)
@@ -84,6 +98,7 @@ def pretrained(tmp_path_factory, one):
 
 
 @pytest.mark.slow
+<<<<<<< HEAD
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("task", TASKS)
 def test_any_task_is_learned_as_on_one_rank(pretrained, tmp_path, task):
@@ -94,6 +109,28 @@ def test_any_task_is_learned_as_on_one_rank(pretrained, tmp_path, task):
     for name, more in (("alone", ()), ("shared", layout)):
         arguments = (command, model, "--data", str(pretrained / f"{data}.jsonl"), *given, *steps, *more)
         run(tmp_path, *arguments, "--out", str(tmp_path / name))
+=======
+def test_packed_rows_with_adapters_are_fine_tuned_as_on_one_rank(folder, one, tmp_path):
+    """Texts in a row see themselves alone, and their positions start at 0, wherever the ranks cut the row."""
+    run(tmp_path, "export-hf", str(one), "--out", str(tmp_path / "hf"))
+    samples = [{"prompt": "What is " * (k % 5 + 1), "completion": f"{k} " * (k % 3 + 1)} for k in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, samples)))
+    options = (
+        "--device",
+        "cpu",
+        "--packing",
+        "--training.steps",
+        "3",
+        "--training.global-batch-size",
+        "2",
+        "--lora-rank",
+        "4",
+    )
+    for name, more in (("alone", ()), ("shared", ("--nproc", "4", "--cp", "2", "--tp", "2"))):
+        command = ("finetune", str(tmp_path / "hf"), "--data", str(tmp_path / "pairs.jsonl"), *options, *more)
+        banner = run(tmp_path, *command, "--out", str(tmp_path / name))
+    assert "context parallel 2 (a2a, or all_gather under a mask), data parallel 1" in banner
+>>>>>>> 5c7d7464cc6e6734743e1046bd9054367c8fc1ae
     comparison = compare(tmp_path / "alone", tmp_path / "shared")
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)
 

@@ -89,7 +89,7 @@ class LocalHeads:
         """Split all heads of a tensor-parallel rank over other ranks, as ``HeadSplit`` does.
 
         >>> [part.groups for part in LocalHeads((2, 2)).over(3)]
-        [(0, 1), (0, 1), (1, 2)]
+        [(0, 1), (1, 2), (1, 2)]
 
         Args:
             ranks: number of ranks, at most the number of query heads.
