@@ -67,7 +67,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(folder, one, tmp_path
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)
 
 
-# What is learned from which file, with which options, and a layout. ``test_dpo.py`` has steps of preferences.
+# What is learned from which file, with which options, and a layout.
 TASKS = {
     # Texts in a row see themselves alone, and their positions start at 0, wherever the ranks cut the row.
     "packed rows, adapters with dropout": (
@@ -92,6 +92,10 @@ def pretrained(folder, one):
     texts = [{"prompt": "What is " * (k % 5 + 1), "completion": f"{k} " * (k % 3 + 1)} for k in range(60)]
     records = {
         "texts": texts,
+        "pairs": [
+            {"prompt": each["prompt"], "chosen": each["completion"], "rejected": f"no {k % 7}"}
+            for k, each in enumerate(texts)
+        ],
         "labels": [{"text": each["prompt"] + each["completion"], "label": k % 3} for k, each in enumerate(texts)],
     }
     for name, each in records.items():
@@ -112,6 +116,14 @@ def test_any_task_is_learned_as_on_one_rank(pretrained, tmp_path, task):
         run(tmp_path, *arguments, "--out", str(tmp_path / name))
     comparison = compare(tmp_path / "alone", tmp_path / "shared")
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)
+
+
+@pytest.mark.slow
+def test_the_doctor_finds_no_fault_in_preferences(pretrained, tmp_path):
+    """Metrics of such runs are not compared: an accuracy of rewards that are equal at first is any number."""
+    steps = ("--training.steps", "2", "--training.global-batch-size", "4", "--device", "cpu", "--out", "run")
+    data = ("--data", str(pretrained / "pairs.jsonl"))
+    run(tmp_path, "doctor", "dpo", str(pretrained / "hf"), *data, *steps, "--nproc", "3", "--cp", "3")
 
 
 def test_wrong_settings_are_refused():
