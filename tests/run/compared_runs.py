@@ -19,10 +19,11 @@ def sizes(sequence_length: int, *more: str) -> tuple[str, ...]:
     )
 
 
-def run(folder: Path, *arguments: str) -> None:
-    """Run ``shardwise ARGUMENTS`` in ``folder``, to its end."""
+def run(folder: Path, *arguments: str) -> str:
+    """Run ``shardwise ARGUMENTS`` in ``folder``, to its end, and return its output."""
     with Program("-m", "shardwise", *arguments, folder=folder) as program:
         program.finish(exit_code=0)
+    return program.stdout
 
 
 def train(folder: Path, name: str, *arguments: str) -> Path:

@@ -111,6 +111,7 @@ def repeat(
         if saved is not None:
             check_belongs(session, saved)
         with session.shortage.explained():
+            session.task.method.before(session)
             own = _steps(session, session.trainer, base, steps, evaluated, kept)
             with twin_of(session, folder, steps=len(steps)) as twin:
                 other = _steps(session, twin, base, steps, evaluated, kept)

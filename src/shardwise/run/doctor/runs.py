@@ -63,6 +63,7 @@ def diagnose_run(
             shutil.rmtree(folder, ignore_errors=True)
         session = open_session(settings, ranks, make_task)
         with session.shortage.explained():
+            session.task.method.before(session)
             agree(lambda: _record_alone(session, folder, steps, budget), group=ranks.control)
             _record(session.trainer, session, folder / "parallel", steps, budget, Groups.of(session.topology))
         # The recordings of all ranks are complete.
