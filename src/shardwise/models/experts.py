@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, get_args
 
 from shardwise.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    # Settings import this file before PyTorch, whose import takes time.
+    from torch import Tensor
 
 RouterScores = Literal["softmax", "sigmoid"]
 Balanced = Literal["sequence", "micro_batch", "global"]
