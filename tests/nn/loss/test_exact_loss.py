@@ -7,6 +7,8 @@ from harness.parity import assert_bit_equal
 from shardwise.core.topology import Topology
 from shardwise.exact import sum_in_parts
 from shardwise.nn.loss.cross_entropy import vocab_parallel_cross_entropy
+from shardwise.nn.loss.options import LossOptions
+from shardwise.nn.loss.vocabulary import combine
 
 PARTS = 4
 
@@ -33,3 +35,13 @@ def test_the_loss_and_its_gradient(group, shape):
     assert_bit_equal(found[1], own, name="gradient")
     for topology in topologies:
         topology.destroy()
+
+
+def test_statistics_of_some_tokens_have_the_bits_of_all():
+    ranges = [(first, first + 5) for first in range(0, 40, 5)]
+    every = torch.randn(len(ranges), 48, 4, generator=torch.Generator().manual_seed(0)).abs()
+    ignored, options = torch.zeros(48, dtype=torch.bool), LossOptions(label_smoothing=0.1)
+    whole = combine(every, ranges, ignored, options)
+    for start in range(0, 48, 12):
+        some = combine(every[:, start : start + 12].contiguous(), ranges, ignored[:12], options)
+        assert_bit_equal(some.loss, whole.loss[start : start + 12], name="loss")
