@@ -162,7 +162,7 @@ class KeepsItsInput(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1, dtype=dtype))
 
-    def forward(self, input_):
+    def forward(self, input_, sequence=None):
         return input_ * self.scale
 
 
