@@ -16,7 +16,7 @@ from shardwise.core.topology import Groups
 from shardwise.exact import sum_in_parts
 from shardwise.models.classification import Classification
 from shardwise.models.config import ModelConfig
-from shardwise.models.transformer.core_attention import check_attention_backend
+from shardwise.models.transformer.attention_backends import check_attention_backend
 from shardwise.nn import GroupModule, arithmetic_of, parameter_device, viewless
 from shardwise.nn.loss.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.nn.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy

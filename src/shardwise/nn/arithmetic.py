@@ -65,7 +65,7 @@ class Activation:
         at_any_size: whether kernels compute the same bits for an element at every size of the tensor.
         rotates_while_splitting: whether heads may be split and rotated in one pass.
         reads_a_cache: whether the decoding kernel may compute the attention of a single query.
-        adds_parts: whether attention may add what parts of the keys contribute.
+        adds_parts: whether attention may add what parts of the keys contribute, in any order.
     """
 
     at_any_size = False

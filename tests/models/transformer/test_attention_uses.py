@@ -30,8 +30,8 @@ from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.random import seed_streams
 from shardwise.models.generation.cache import PreallocatedCache
 from shardwise.models.transformer import core_attention, masks
+from shardwise.models.transformer.attention_backends import check_attention_backend
 from shardwise.models.transformer.attention_blocks import Part
-from shardwise.models.transformer.core_attention import check_attention_backend
 from shardwise.models.transformer.masks import (
     AttentionMask,
     AttnMaskType,

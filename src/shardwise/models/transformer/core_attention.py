@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -12,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias
 
 from shardwise.core.errors import ConfigError
@@ -24,6 +22,7 @@ from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.kernels.partial_attention import has_flash_for_parts, takes_packed
 from shardwise.kernels.planning import device_type_of
 from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.attention_backends import kernels_of
 from shardwise.models.transformer.attention_blocks import (
     Block,
     Packed,
@@ -40,16 +39,6 @@ from shardwise.models.transformer.ring_attention import attend_in_ring
 from shardwise.nn import GroupModule, RowLinear, arithmetic_of
 from shardwise.nn.dropout import sharded_dropout
 from shardwise.nn.recompute import recomputed
-
-_KERNELS = {
-    "flash": [SDPBackend.FLASH_ATTENTION],
-    "fused": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION],
-    "unfused": [SDPBackend.MATH],
-}
-"""Kernels that PyTorch may use, by ``config.attention_backend``; all for "auto", none for "local"."""
-
-# cuDNN's kernel builds a plan for each number of keys, which takes longer than the attention of one token.
-_KERNELS_ON_A_CACHE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # Maximum number of scores in a block, 64 MiB in fp32.
 _SCORES_OF_BLOCK = 1 << 24
@@ -108,7 +97,6 @@ class CoreAttention(GroupModule):
         self.rotary_interleaved = config.rotary_interleaved
         self.recomputes_core = config.recompute.recomputes("core_attn")
         self._backend = config.attention_backend
-        self._kernels = _KERNELS.get(config.attention_backend)
         self._hold(split, group)
         self.sinks = AttentionSinks(config, split, group) if config.attention_sinks else None
 
@@ -281,8 +269,8 @@ class CoreAttention(GroupModule):
     def _packed_runs(
         self, query: Tensor, mask: AttentionMask, num_keys: int, dropout: float
     ) -> Sequence[Packed] | None:
-        """Return the runs of documents if flash attention takes them."""
-        takes = dropout == 0 and self.logit_softcap is None and self.sinks is None
+        """Return the runs of documents if flash attention takes them, whose gradients round in any order."""
+        takes = dropout == 0 and self.logit_softcap is None and self.sinks is None and self._activation.adds_parts
         takes = takes and mask.document_ids is not None and self._backend in ("auto", "flash")
         if not takes or not takes_packed(query) or torch.compiler.is_compiling():
             return None
@@ -307,12 +295,9 @@ class CoreAttention(GroupModule):
             key, value, grouped = _for_all_queries(key, heads), _for_all_queries(value, heads), False
         value_width = value.size(-1)
         query, key, value = of_one_width(query, key, value)
-        kernels = self._kernels
-        if query.is_cuda and query.size(2) != key.size(2):
-            kernels = [each for each in kernels or _KERNELS_ON_A_CACHE if each is not SDPBackend.CUDNN_ATTENTION]
         with (
             streams().fork() if dropout > 0 else nullcontext(),
-            sdpa_kernel(kernels) if kernels is not None else nullcontext(),
+            kernels_of(self._backend, query, key),
         ):
             context = F.scaled_dot_product_attention(
                 query,
@@ -383,48 +368,3 @@ def _block_by_block(
         for samples, queries, (part,) in blocks
     ]
     return results[0] if len(results) == 1 else torch.cat(results, dim=2)
-
-
-def check_attention_backend(config: ModelConfig, device: torch.device, *, masked: bool = False) -> None:
-    """Try ``config.attention_backend`` on a device; raise ConfigError with PyTorch's reasons if it does not work.
-
-    No-op on the meta device. ``masked`` means that attention has a mask or bias (padding, documents, ALiBi), which some
-    kernels do not support.
-    """
-    kernels = _KERNELS.get(config.attention_backend)
-    if kernels is None or device.type == "meta":
-        return
-    heads, groups, _ = config.heads
-    # Kernels get queries, keys and values of one width.
-    head_dim = max(config.heads.width, config.value_width)
-    masked = masked or config.window_size is not None
-    repeated = why_repeat_keys(
-        config.attention_backend, device.type, config.params_dtype, head_dim=head_dim, masked=masked
-    )
-    query = torch.zeros(1, min(heads, 2), 16, head_dim, dtype=config.params_dtype, device=device, requires_grad=True)
-    key = query if repeated is not None or groups == heads else query[:, :1]
-    mask = query.new_zeros(16, 16) if masked else None
-    devices = [device] if device.type != "cpu" else []
-    with (
-        warnings.catch_warnings(record=True) as reasons,
-        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
-        sdpa_kernel(kernels),
-    ):
-        warnings.simplefilter("always")
-        try:
-            F.scaled_dot_product_attention(
-                query,
-                key,
-                key,
-                attn_mask=mask,
-                dropout_p=config.attention_dropout,
-                is_causal=not masked,
-                enable_gqa=key is not query,
-            ).sum().backward()
-        except RuntimeError as error:
-            said = "; ".join(dict.fromkeys(str(reason.message).splitlines()[0] for reason in reasons))
-            raise ConfigError(
-                f"attention_backend {config.attention_backend!r} does not work on {device} in {config.params_dtype} "
-                f"with heads of width {head_dim}, attention_dropout {config.attention_dropout} and "
-                f"{'a' if masked else 'no'} mask: {said or error}; use 'auto'"
-            ) from error

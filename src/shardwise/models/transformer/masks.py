@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from shardwise.core.sharding import ParamLayout
 from shardwise.kernels.planning import device_type_of, outside_of_plans, planned_device
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention_blocks import Block, Packed, Part, Run, runs_of_documents
+from shardwise.models.transformer.distance_bias import DistanceBias, Rule
 from shardwise.models.transformer.heads import HeadSplit, LocalHeads, split_heads
 from shardwise.models.transformer.mlp import layer_arguments
 from shardwise.nn.module import ShardedModule
@@ -46,32 +46,9 @@ class AttnMaskType(Enum):
         return self in (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
 
-# Queries of a block with a bias, which has as many rows.
+# Queries of a block with a bias, which has as many rows; and numbers of a bias that differs between heads.
 _ROWS = 512
-
-
-class _Rule(NamedTuple):
-    """What a layer forbids by distance, -1 for no bound, and the kind of tensor that a bias is."""
-
-    causal: bool
-    before: int
-    after: int
-    dtype: torch.dtype
-    device: torch.device
-
-
-class _Strip(NamedTuple):
-    """Biases ``[1, heads/t or 1, rows, columns]`` of the distances ``row - column + first``."""
-
-    first: int
-    bias: Tensor
-
-    def of(self, rows: int, keys: int, first: int) -> Tensor | None:
-        """Return the part whose first distance is ``first``; None if the strip is too small."""
-        start = self.first - first
-        if start < 0 or start + keys > self.bias.size(-1) or rows > self.bias.size(-2):
-            return None
-        return self.bias[..., :rows, start : start + keys]
+_NUMBERS = 1 << 24
 
 
 class AttentionMask:
@@ -122,7 +99,7 @@ class AttentionMask:
         self.heads: LocalHeads | None = None
         self.is_plain = forbidden is None and document_ids is None and alibi_slopes is None
         self._made: dict[object, Tensor] = {}
-        self._strips: dict[_Rule, _Strip] = {}
+        self._by_distance = DistanceBias(alibi_slopes, key_positions)
         self._ends: list[list[int]] | None = None
         self._packed: list[Packed] | None = None
         self._of_heads: dict[LocalHeads, AttentionMask] = {}
@@ -183,11 +160,13 @@ class AttentionMask:
             ShardingError: the mask or ``document_ids`` have the wrong shape, or ``document_ids`` come with a cache.
         """
         rows = rows or _ROWS
+        if has_parts and self.alibi_slopes is not None:
+            rows = max(1, min(rows, _NUMBERS // (query.size(1) * num_keys)))
         self._check(query, num_keys)
         new, first_row, blocks = query.size(2), 0, []
         ends = self._ends_of_documents() if has_parts and num_keys > rows else None
         on_cuda = for_kernels and device_type_of(query) == "cuda"
-        rule = _Rule(causal, *(window or (-1, -1)), query.dtype, query.device)
+        rule = Rule(causal, *(window or (-1, -1)), query.dtype, query.device)
         for start, stop in ((num_keys - new, num_keys),) if self.context is None else self.context.intervals:
             whole = Run(slice(None), (start, stop), (0, num_keys), self.document_ids is not None)
             for run in [whole] if ends is None else runs_of_documents(ends, (start, stop), rows):
@@ -220,7 +199,7 @@ class AttentionMask:
                 first = queries.stop
         return self._packed
 
-    def _blocks_of(self, run: Run, rule: _Rule, offset: int, rows: int, has_parts: bool, on_cuda: bool) -> list[Block]:
+    def _blocks_of(self, run: Run, rule: Rule, offset: int, rows: int, has_parts: bool, on_cuda: bool) -> list[Block]:
         """``offset`` is the position of a query less its index."""
         samples, (start, stop), (first_key, last_key), is_mixed = run
         # A window that contains all positions restricts nothing.
@@ -275,9 +254,9 @@ class AttentionMask:
             self._made[key] = bias(keys)
         return self._made[key]
 
-    def _bias(self, rule: _Rule, queries: slice, offset: int, samples: slice, by_document: bool, keys: slice) -> Tensor:
+    def _bias(self, rule: Rule, queries: slice, offset: int, samples: slice, by_document: bool, keys: slice) -> Tensor:
         """Make the bias of positions ``queries`` on ``keys``; ``offset`` is the position of a query less its index."""
-        bias = self._by_distance(rule, queries, keys, samples)
+        bias = self._by_distance.of(rule, queries, keys, samples)
         forbidden = []
         if self.document_ids is not None and by_document:
             ids = self._ids_on(rule.device)[samples]
@@ -297,52 +276,6 @@ class AttentionMask:
         if self.document_ids.device != device and device.type == "cuda":
             self.document_ids = self.document_ids.pin_memory().to(device, non_blocking=True)
         return self.document_ids
-
-    def _by_distance(self, rule: _Rule, queries: slice, keys: slice, samples: slice) -> Tensor:
-        """Return what depends on distances alone, ``[1, heads/t or 1, s, keys]`` or a scalar."""
-        if rule.before < 0 and rule.after < 0 and not rule.causal and self.alibi_slopes is None:
-            return torch.zeros((), dtype=rule.dtype, device=rule.device)
-        of_queries = torch.arange(queries.start, queries.stop, device=rule.device)[:, None]
-        of_keys = torch.arange(keys.start, keys.stop, device=rule.device)
-        if self.alibi_slopes is not None and self.key_positions is not None:
-            places = self.key_positions[samples, None, None, :]
-            between = places[..., queries].transpose(-1, -2) - places[..., keys]
-            return self._of_distances(rule, of_queries - of_keys, between)
-        rows, first = len(of_queries), queries.start - keys.start
-        strip = self._strips.get(rule)
-        found = None if strip is None else strip.of(rows, len(of_keys), first)
-        if found is None:
-            after = len(of_keys) - first
-            if strip is not None:
-                # The next blocks are further from their first keys.
-                first, after = 2 * max(first, strip.first), max(after, strip.bias.size(-1) - strip.first)
-                rows = max(rows, strip.bias.size(-2))
-            distances = torch.arange(rows, device=rule.device)[:, None] - torch.arange(
-                -first, after, device=rule.device
-            )
-            strip = _Strip(first, self._of_distances(rule, distances, distances))
-            if not torch.compiler.is_compiling():
-                self._strips[rule] = strip
-            found = strip.of(len(of_queries), len(of_keys), queries.start - keys.start)
-        assert found is not None
-        return found
-
-    def _of_distances(self, rule: _Rule, distances: Tensor, between: Tensor) -> Tensor:
-        """Return the bias of distances in a row and, for ALiBi, of distances ``between`` positions."""
-        # In the query's dtype. From bools, each layer would create such a tensor, and save it.
-        bias = torch.zeros((1, 1, 1, 1), dtype=rule.dtype, device=rule.device)
-        if self.alibi_slopes is not None:
-            wide = torch.promote_types(rule.dtype, torch.float32)
-            slopes = self.alibi_slopes.to(rule.device, wide)[:, None, None]
-            bias = (slopes * -between.abs().to(wide)).to(rule.dtype).view(-1, len(self.alibi_slopes), *distances.shape)
-        forbidden = torch.zeros_like(distances, dtype=torch.bool)
-        if rule.causal:
-            forbidden = distances < 0
-        if rule.before >= 0:
-            forbidden = forbidden | (distances > rule.before)
-        if rule.after >= 0:
-            forbidden = forbidden | (distances < -rule.after)
-        return bias.masked_fill(forbidden, -torch.inf)
 
     def _check(self, query: Tensor, num_keys: int) -> None:
         b, heads, new, _ = query.shape
