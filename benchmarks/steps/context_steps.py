@@ -66,6 +66,7 @@ class ContextRunner:
             num_layers=sizes.num_layers,
             num_attention_heads=sizes.num_heads,
             num_query_groups=sizes.num_groups,
+            kv_channels=sizes.hidden_size // sizes.num_heads,
             ffn_hidden_size=3 * sizes.hidden_size,
             normalization="RMSNorm",
             gated_linear_unit=True,

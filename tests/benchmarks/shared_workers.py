@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import multiprocessing
 import os
 import runpy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -102,3 +104,27 @@ def run_script(path: Path, arguments: Sequence[str], shared: SharedWorkers, monk
     with pytest.raises(SystemExit) as exit_:
         runpy.run_path(str(path), run_name="__main__")
     return exit_.value.code
+
+
+def measured(
+    script: ModuleType,
+    arguments: Sequence[str],
+    sizes: Mapping[str, int],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> tuple[dict[str, Any], str]:
+    """Run two rounds of a script whose ``start_workers`` starts all ranks; return its JSON, and what it printed."""
+    specs: list[WorkerSpec] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "Workers", specs.extend)
+        script.start_workers(folder)
+    file = folder / "result.json"
+    words = [str(word) for name, value in sizes.items() for word in ("--" + name.replace("_", "-"), value)]
+    shared = SharedWorkers(specs, folder / "log")
+    with shared.workers:
+        given = [*arguments, *words, "--rounds", "2", "--json", str(file)]
+        code = run_script(Path(str(script.__file__)), given, shared, monkeypatch)
+    printed = capsys.readouterr()
+    assert code == 0, printed.err + shared.log.read_text()
+    return json.loads(file.read_text()), printed.out

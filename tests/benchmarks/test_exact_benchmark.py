@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import exact
 import pytest
-from shared_workers import SharedWorkers, run_script
+from shared_workers import measured
 from steps.exact_steps import EXACT_VARIANTS
-from workers import WorkerSpec
 
 from shardwise.cli.arguments import parse_command
 from shardwise.cli.trainings import TrainArguments
@@ -27,19 +23,9 @@ SIZES = {
 
 @pytest.mark.slow
 def test_the_cost_is_measured_where_bits_are_the_same(tmp_path, monkeypatch, capsys):
-    specs: list[WorkerSpec] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(exact, "Workers", specs.extend)
-        exact.start_workers(tmp_path)
-    file = tmp_path / "result.json"
-    words = [str(word) for name, value in SIZES.items() for word in ("--" + name.replace("_", "-"), value)]
-    arguments = ["--model", "llama", *words, "--rounds", "2", "--steps", "1", "--json", str(file)]
-    shared = SharedWorkers(specs, tmp_path / "log")
-    with shared.workers:
-        code = run_script(Path(exact.__file__), arguments, shared, monkeypatch)
-    printed = capsys.readouterr()
-    assert code == 0, printed.err + shared.log.read_text()
-    result = json.loads(file.read_text())["llama"]
+    arguments = ["--model", "llama", "--steps", "1"]
+    results, printed = measured(exact, arguments, SIZES, tmp_path, monkeypatch, capsys)
+    result = results["llama"]
     assert result["sizes"] == SIZES | {"tie_embeddings": False}
     assert exact.GOALS.keys() == exact.STEPS.keys() == exact.MODELS.keys()
     for place in exact.PLACES:
@@ -48,7 +34,7 @@ def test_the_cost_is_measured_where_bits_are_the_same(tmp_path, monkeypatch, cap
         assert list(seconds) == list(EXACT_VARIANTS)
         assert all(len(values) == 2 and min(values) > 0 for values in seconds.values())
         assert [(r["numerator"], r["denominator"]) for r in result[place]["ratios"]] == list(exact.RATIOS)
-    assert "tp 2: exact / plain" in printed.out
+    assert "tp 2: exact / plain" in printed
 
 
 @pytest.mark.parametrize("name", exact.RUNS)

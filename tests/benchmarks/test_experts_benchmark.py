@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 
 import experts
 import pytest
-from shared_workers import SharedWorkers, run_script
+from shared_workers import measured
 from steps.expert_steps import EXPERT_VARIANTS, ExpertSizes
-from workers import WorkerSpec
 
 SIZES = {
     "hidden_size": 32,
@@ -27,19 +24,8 @@ SIZES = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_losses_are_those_of_transformers_and_steps_are_timed(tmp_path, monkeypatch, capsys):
-    specs: list[WorkerSpec] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(experts, "Workers", specs.extend)
-        experts.start_workers(tmp_path)
-    file = tmp_path / "result.json"
-    words = [str(word) for name, value in SIZES.items() for word in ("--" + name.replace("_", "-"), value)]
-    shared = SharedWorkers(specs, tmp_path / "log")
-    with shared.workers:
-        code = run_script(Path(experts.__file__), [*words, "--rounds", "2", "--json", str(file)], shared, monkeypatch)
-    printed = capsys.readouterr()
-    assert code == 0, printed.err + shared.log.read_text()
-    result = json.loads(file.read_text())
+    result, printed = measured(experts, [], SIZES, tmp_path, monkeypatch, capsys)
     assert result["sizes"] == dataclasses.asdict(ExpertSizes(**SIZES))
     assert list(result["seconds_per_step"]) == list(EXPERT_VARIANTS)
     assert [(each["numerator"], each["denominator"]) for each in result["ratios"]] == list(experts.RATIOS)
-    assert "balanced / dense" in printed.out
+    assert "balanced / dense" in printed
