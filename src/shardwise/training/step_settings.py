@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from shardwise.models.config import ContextWay
 from shardwise.training import bounds
 from shardwise.training.bounds import Checked, Range, refuse, require
 
@@ -56,7 +55,9 @@ class ParallelSettings(Checked, prefix="parallel."):
     tp_comm_overlap: Annotated[bool, tyro.conf.arg(aliases=("--tp-comm-overlap",))] = False
     pp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--pp",))] = 1
     cp: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--cp",))] = 1
-    cp_comm_type: Annotated[ContextWay, tyro.conf.arg(aliases=("--cp-comm-type",))] = "auto"
+    cp_comm_type: Annotated[Literal["auto", "all_gather", "a2a", "p2p"], tyro.conf.arg(aliases=("--cp-comm-type",))] = (
+        "auto"
+    )
     pipeline_schedule: Annotated[
         Literal["gpipe", "1f1b", "interleaved", "zero-bubble"], tyro.conf.arg(aliases=("--pipeline-schedule",))
     ] = "1f1b"
