@@ -89,6 +89,8 @@ class Experts:
         pools_layers: whether ``f`` and ``p`` are those of all layers together, as in the balance loss of transformers,
             instead of a loss for each layer. ``f`` is then an expert's choices per token and layer, ``k`` times its
             share. It needs all layers on one pipeline stage.
+        init_scale: factor of the initial standard deviation of the second projection. With normalised weights, ``k``
+            experts of a ``k``-th of an MLP's width together start with a ``k``-th of its scale.
         forces_balance: whether the experts of each token follow those of the token before and scores are ignored; to
             measure and to debug.
         z_loss: coefficient of the mean square of the log of the sum of the logits' exponentials; 0 for none.
@@ -125,6 +127,7 @@ class Experts:
     aux_loss: float = field(default=0.0, compare=False)
     balances: Balanced = field(default="sequence", compare=False)
     pools_layers: bool = field(default=False, compare=False)
+    init_scale: float = field(default=1.0, compare=False)
     forces_balance: bool = field(default=False, compare=False)
     z_loss: float = field(default=0.0, compare=False)
 
@@ -158,7 +161,7 @@ class Experts:
             self.selection_bias or not self.bias_rate, "bias_rate is about selection_bias, which is False; set both"
         )
         _require(self.bias_rate > 0 or not self.centers_bias, "centers_bias is about bias_rate, which is 0; set both")
-        for name in ("weight_scale", "aux_loss", "z_loss", "bias_rate"):
+        for name in ("weight_scale", "init_scale", "aux_loss", "z_loss", "bias_rate"):
             value = getattr(self, name)
             _require(0 <= value < math.inf, f"{name} is {value}; it must be a finite number of at least 0")
         _require(self.aux_loss > 0 or not self.pools_layers, "pools_layers is about aux_loss, which is 0; set both")

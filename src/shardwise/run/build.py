@@ -30,6 +30,8 @@ def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
             ffn_hidden_size=model.expert_ffn_hidden_size or -(-ffn_hidden_size // (8 * per_token)) * 8,
             selection_bias=model.router_bias_rate > 0,
             bias_rate=model.router_bias_rate,
+            # The experts of a token together start at the scale of an MLP.
+            init_scale=per_token,
             capacity_factor=model.expert_capacity_factor,
             drops_by=model.expert_drops_by,
             aux_loss=model.router_aux_loss,

@@ -248,6 +248,21 @@ def test_biases_and_the_clamped_gate_equal_a_definition(sequence_parallel, group
         )
 
 
+@pytest.mark.ranks(1)
+def test_experts_together_start_at_the_scale_of_an_mlp(group):
+    layers = []
+    for scale in (1.0, 2.0):
+        torch.manual_seed(5)
+        layers.append(moe_layer(dataclasses.replace(MIXTRAL, init_scale=scale), Groups(tp=group)))
+    one, two = (dict(layer.named_parameters()) for layer in layers)
+    for name, param in one.items():
+        torch.testing.assert_close(two[name], param * (2.0 if name == "experts.down" else 1.0), rtol=1e-6, atol=0.0)
+    with pytest.raises(ConfigError, match=r"init_scale 2.0 is a factor of init_method_std, and this model has another"):
+        moe_layer(
+            dataclasses.replace(MIXTRAL, init_scale=2.0), Groups(tp=group), output_layer_init_method=nn.init.zeros_
+        )
+
+
 def test_wrong_experts():
     for values, message in (
         ({"per_token": 9}, "per_token is 9, and there are 8 experts"),

@@ -13,6 +13,7 @@ them; the sum is over ``expert_dp``, the ranks that hold the same part.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication import moves
 from shardwise.core.communication.collectives import all_to_all
 from shardwise.core.errors import ConfigError
+from shardwise.core.initialization import CounterNormal
 from shardwise.core.layout import Layout, hidden_layout
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout, Replicas, intervals_of_sizes
@@ -90,10 +92,17 @@ class ExpertWeights(ShardedModule):
         assert config.output_layer_init_method is not None
         h, f = config.hidden_size, experts.ffn_hidden_size
         up, down = partial(self.layout_of, sections, f), partial(self.layout_of, 1)
-        zeros = torch.nn.init.zeros_
+        zeros, down_init = torch.nn.init.zeros_, config.output_layer_init_method
+        if experts.init_scale != 1.0:
+            if not isinstance(down_init, CounterNormal):
+                raise ConfigError(
+                    f"experts: init_scale {experts.init_scale} is a factor of init_method_std, and this model has "
+                    "another output_layer_init_method; leave one out"
+                )
+            down_init = dataclasses.replace(down_init, std=down_init.std * experts.init_scale)
         for name, layout, init in (
             ("up", up(h), config.init_method),
-            ("down", down(f, h), config.output_layer_init_method),
+            ("down", down(f, h), down_init),
             ("up_bias", up() if experts.biases else None, zeros),
             ("down_bias", down(h) if experts.biases else None, zeros),
         ):
