@@ -178,7 +178,7 @@ LAYOUTS = {
 
 # Faults of ranks that share positions, where the first wrong tensor is, and the module.
 OF_POSITIONS = {
-    ("sequence_view:ContextShard.in_order", "sorted(range(len(runs)), key=runs.__getitem__)", "range(len(runs))"): (
+    ("sequence_view:ContextShard.in_order", "sorted(runs)", "runs"): (
         "forward",
         "decoder.layers.0.self_attention",
     ),
@@ -193,7 +193,8 @@ OF_POSITIONS = {
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("change", OF_POSITIONS, ids=lambda change: change[0])
 def test_a_fault_of_shared_positions_is_named(change, tmp_path):
-    first = first_finding(Fault("positions", *change, ""), tmp_path, *_SIZES, "--nproc", "2", "--cp", "2")
+    layout = ("--nproc", "2", "--cp", "2", "--cp-comm-type", "all_gather")
+    first = first_finding(Fault("positions", *change, ""), tmp_path, *_SIZES, *layout)
     passes, module = OF_POSITIONS[change]
     assert first["where"] == passes, first
     assert first["module"].startswith(module), first
