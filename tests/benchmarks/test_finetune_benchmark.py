@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import finetune
 import pytest
-from shared_workers import SharedWorkers, run_script
-from workers import WorkerSpec
+from shared_workers import measured
 
 SIZES = {
     "hidden_size": 32,
@@ -27,19 +23,7 @@ SIZES = {
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_all_sides_train_alike_on_the_same_files(tmp_path, monkeypatch, capsys):
-    specs: list[WorkerSpec] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(finetune, "Workers", specs.extend)
-        finetune.start_workers(tmp_path)
-    file = tmp_path / "result.json"
-    words = [str(word) for name, value in SIZES.items() for word in ("--" + name.replace("_", "-"), value)]
-    shared = SharedWorkers(specs, tmp_path / "log")
-    with shared.workers:
-        arguments = [*words, "--rounds", "2", "--steps", "1", "--json", str(file)]
-        code = run_script(Path(finetune.__file__), arguments, shared, monkeypatch)
-    printed = capsys.readouterr()
-    assert code == 0, printed.err + shared.log.read_text()
-    report = json.loads(file.read_text())
+    report, printed = measured(finetune, ["--steps", "1"], SIZES, tmp_path, monkeypatch, capsys)
     assert report["sizes"] == SIZES | {"tie_embeddings": False}
     # They train alike, or there would be no result.
     assert 0 <= report["first_loss_relative_difference"] <= 1e-6
@@ -47,5 +31,5 @@ def test_all_sides_train_alike_on_the_same_files(tmp_path, monkeypatch, capsys):
     assert list(seconds) == list(finetune.VARIANTS)
     assert all(len(values) == 2 and min(values) > 0 for values in seconds.values())
     assert {(ratio["numerator"], ratio["denominator"]) for ratio in report["ratios"]} == set(finetune.RATIOS)
-    assert "tp_plan / ours" in printed.out
-    assert "tokens per second" in printed.out
+    assert "tp_plan / ours" in printed
+    assert "tokens per second" in printed

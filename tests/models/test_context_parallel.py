@@ -259,6 +259,22 @@ def test_the_way_is_described(asked, queries_of_groups, ranks, draws, said):
     assert described_way(asked, LocalHeads(queries_of_groups), ranks, draws=draws) == said
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention_logit_softcap": 2.0}, "attention_logit_softcap is 2.0, which cp_comm_type 'p2p' does not offer"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, which cp_comm_type 'p2p' does not offer; use 'all_ga"),
+        ({"attention_backend": "local"}, "attention_backend is 'local', and cp_comm_type 'p2p' chooses kernels by"),
+        ({"cp_comm_type": "ring"}, "cp_comm_type is 'ring'; it must be one of auto, all_gather, a2a, p2p"),
+    ],
+    ids=["soft cap", "dropout", "backend", "name"],
+)
+def test_what_a_ring_does_not_offer_is_refused(fields, message):
+    given: dict[str, Any] = {"attention_dropout": 0.0, "cp_comm_type": "p2p"} | fields
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ModelConfig(num_layers=1, hidden_size=12, num_attention_heads=2, **given)
+
+
 def test_heads_of_context_parallel_ranks():
     uneven = LocalHeads((1, 2, 1)).over(2)
     assert [(part.queries_of_groups, part.groups, part.queries) for part in uneven] == [

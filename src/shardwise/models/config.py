@@ -330,8 +330,8 @@ class ModelConfig(LayerConfig, TransformerFields):
                     )
             if self.attention_backend not in ("auto", "flash"):
                 raise ConfigError(
-                    f"attention_backend is {self.attention_backend!r}, and cp_comm_type 'p2p' has its kernels; "
-                    "use 'auto', or another cp_comm_type"
+                    f"attention_backend is {self.attention_backend!r}, and cp_comm_type 'p2p' chooses kernels by "
+                    "the device; use 'auto', or another cp_comm_type"
                 )
         if self.softmax_scale is not None and not 0 < self.softmax_scale < math.inf:
             raise ConfigError(

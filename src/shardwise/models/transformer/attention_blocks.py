@@ -94,7 +94,7 @@ class Packed(NamedTuple):
 
     @classmethod
     def of(cls, runs: Iterable[Run], first: int, device: torch.device) -> Packed:
-        """Make the value of successive runs of each sample, the queries of which start at position ``first``."""
+        """Join successive runs of each sample; their queries start at position ``first``."""
         several = list(runs)
         of_samples = [[run for run in several if run.samples.start == i] for i in range(several[-1].samples.stop)]
         stop = several[-1].queries[1]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Rule(NamedTuple):
-    """What a layer forbids by distance.
+    """The distances at which a layer forbids attention.
 
     Attributes:
         causal: whether positions after a token are forbidden.

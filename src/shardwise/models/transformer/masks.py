@@ -101,7 +101,8 @@ class AttentionMask:
         self._made: dict[object, Tensor] = {}
         self._by_distance = DistanceBias(alibi_slopes, key_positions)
         self._ends: list[list[int]] | None = None
-        self._packed: list[Packed] | None = None
+        self._moved_ids: Tensor | None = None
+        self._packed: dict[bool, list[Packed]] = {}
         self._of_heads: dict[LocalHeads, AttentionMask] = {}
 
     def of_heads(self, heads: LocalHeads, of: LocalHeads) -> AttentionMask:
@@ -187,17 +188,17 @@ class AttentionMask:
         ends = self._ends_of_documents()
         if ends is None or self.forbidden is not None or self.alibi_slopes is not None:
             return None
-        if self._packed is None:
-            self._packed, first = [], 0
+        if causal not in self._packed:
+            self._packed[causal], first = [], 0
             for positions in ((0, num_keys),) if self.context is None else self.context.intervals:
                 runs = runs_of_documents(ends, positions, rows=0)
                 if causal:
                     runs = (run._replace(keys=(run.keys[0], run.queries[1])) for run in runs)
                 found = Packed.of(runs, positions[0], query.device)
                 queries = slice(first, first + found.queries.stop)
-                self._packed.append(found._replace(queries=queries))
+                self._packed[causal].append(found._replace(queries=queries))
                 first = queries.stop
-        return self._packed
+        return self._packed[causal]
 
     def _blocks_of(self, run: Run, rule: Rule, offset: int, rows: int, has_parts: bool, on_cuda: bool) -> list[Block]:
         """``offset`` is the position of a query less its index."""
@@ -273,9 +274,12 @@ class AttentionMask:
 
     def _ids_on(self, device: torch.device) -> Tensor:
         assert self.document_ids is not None
-        if self.document_ids.device != device and device.type == "cuda":
-            self.document_ids = self.document_ids.pin_memory().to(device, non_blocking=True)
-        return self.document_ids
+        if self.document_ids.device == device or device.type != "cuda":
+            return self.document_ids
+        if self._moved_ids is None:
+            # In addition to those on the CPU, which other layers read.
+            self._moved_ids = self.document_ids.pin_memory().to(device, non_blocking=True)
+        return self._moved_ids
 
     def _check(self, query: Tensor, num_keys: int) -> None:
         b, heads, new, _ = query.shape
