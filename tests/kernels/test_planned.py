@@ -52,6 +52,10 @@ def parts(*shape, dtype):
     return torch.randn(*shape[:-1], shape[-1] + 3, dtype=dtype)[..., 1:-2]
 
 
+# Functions in place of PyTorch's kernels, with their own tests.
+SEPARATE = ("functions_on_cuda", "attend")
+
+
 class Unlaunched:
     """In place of a kernel: the function around it allocates, and nothing is computed."""
 
@@ -94,5 +98,16 @@ def test_functions_allocate_what_the_kernels_allocate(monkeypatch, random, dtype
     assert called == {
         name
         for name, each in functions
-        if each.__module__ == planned.__name__ and name != "functions_on_cuda" and not name.startswith("_")
+        if each.__module__ == planned.__name__ and name not in SEPARATE and not name.startswith("_")
     }
+
+
+@pytest.mark.parametrize("has_sums", [False, True])
+def test_attention_has_the_results_of_flexible_attention(has_sums):
+    """FlexAttention keeps them and its inputs for the backward, as PyTorch's other kernels of attention do."""
+    query, key = torch.randn(2, 4, 5, 6, dtype=torch.bfloat16), torch.randn(2, 2, 7, 6, dtype=torch.bfloat16)
+    output, sums = planned.attend(query, key, key, pytest.fail, scale=0.5, has_sums=has_sums)
+    assert (output.shape, output.dtype) == (query.shape, query.dtype)
+    assert (sums is not None) == has_sums
+    if sums is not None:
+        assert (sums.shape, sums.dtype) == (query.shape[:3], torch.float32)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 from harness.parity import assert_close_to, gather_all, gather_shards
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from shardwise.core.topology import Groups, Topology
+from shardwise.kernels import dispatch, flexible_attention
+from shardwise.models.transformer import core_attention
 from shardwise.nn.replicated import replicas_of
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_
@@ -110,3 +116,50 @@ def varlen_on_a_cpu(
         )
     assert most == [most_queries, most_keys]
     return torch.cat(results)
+
+
+def flexible_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Let attention use ``flexible_attention`` with a definition of FlexAttention; return its future outputs.
+
+    PyTorch's own FlexAttention has no backward on a CPU.
+    """
+    found: list[Tensor] = []
+
+    def defined(*given: Any, **options: Any) -> tuple[Tensor, AuxOutput]:
+        output, sums = flexible_attention_defined(*given, **options)
+        found.append(output)
+        return output, AuxOutput(lse=sums)
+
+    for name, value in {"device_type": "cpu", "dtypes": (), "min_size": 1, "missing": lambda call: None}.items():
+        monkeypatch.setattr(dispatch.FLEXIBLE_ATTENTION, name, value)
+    monkeypatch.setattr(core_attention, "_NARROWEST", 1)
+    monkeypatch.setattr(flexible_attention, "flex_attention", defined)
+    return found
+
+
+def flexible_attention_defined(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score_mod: flexible_attention.Changed | None,
+    block_mask: BlockMask,
+    scale: float,
+    enable_gqa: bool,
+    return_aux: AuxRequest,
+) -> tuple[Tensor, Tensor]:
+    """What ``torch.nn.attention.flex_attention.flex_attention`` documents, written out; with log-sum-exp."""
+    assert enable_gqa == (query.size(1) > key.size(1))
+    key, value = (each.repeat_interleave(query.size(1) // key.size(1), dim=1) for each in (key, value))
+    scores = query @ key.mT * scale
+    places = torch.meshgrid(*(torch.arange(size) for size in scores.shape), indexing="ij")
+    if score_mod is not None:
+        scores = score_mod(scores, *places)
+    seen = block_mask.mask_mod(*places).expand(scores.shape)
+    # The blocks of the mask have each key that a query sees.
+    rows, columns = (place[0, 0] // size for place, size in zip(places[2:], block_mask.BLOCK_SIZE, strict=True))
+    assert bool((block_mask.to_dense()[..., rows, columns].bool() | ~seen).all())
+    scores = scores.masked_fill(~seen, -torch.inf)
+    sums = scores.logsumexp(dim=-1)
+    weights = (scores - sums.masked_fill(sums == -torch.inf, 0.0).unsqueeze(-1)).exp()
+    return weights @ value, sums

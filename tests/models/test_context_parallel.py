@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.live_bytes import LiveBytes, Peak
-from models.model_checks import alone, check_gradients, varlen_on_a_cpu
+from models.model_checks import alone, check_gradients, flexible_on_a_cpu, varlen_on_a_cpu
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
@@ -182,11 +182,20 @@ def test_blocks_of_a_run_add_up(group, monkeypatch, kind):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", ["one key-value head", "window", "latent"])
-def test_documents_need_no_mask_on_cuda(group, monkeypatch, kind):
+def test_documents_and_windows_need_no_mask_on_cuda(group, monkeypatch, kind):
     """With a definition of the kernel, which PyTorch has on CUDA only."""
     monkeypatch.setattr(core_attention, "takes_packed", lambda query: True)
     monkeypatch.setattr(attention_blocks, "varlen_attn", varlen_on_a_cpu)
     check(kind, Topology.create(cp=group.size()), LENGTHS[0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["one key-value head", "window", "alibi", "soft cap", "sinks", "latent"])
+def test_functions_of_positions_are_those_of_all_ranks(group, monkeypatch, kind):
+    found = flexible_on_a_cpu(monkeypatch)
+    for way in ("all_gather", "a2a"):
+        check(kind, Topology.create(cp=2), LENGTHS[0], cp_comm_type=way)
+    assert found
 
 
 @pytest.mark.ranks(2)
@@ -231,12 +240,12 @@ def test_heads_are_exchanged_and_nothing_else_is_sent(group, groups_of_model):
 
 
 @pytest.mark.ranks(2)
-def test_auto_chooses_by_heads_and_mask(group):
+def test_auto_chooses_by_heads(group):
     groups, batch = Groups.of(Topology.create(cp=2)), batch_of(0, 29)
     documents = torch.arange(29).expand(BATCH, -1) // 10
     for fields, given, ways in (
         ({}, {}, ["all_to_all"] * 8),
-        ({}, {"document_ids": documents}, ["all_gather"] * 2 + ["all_gather", "reduce_scatter"] * 2),
+        ({}, {"document_ids": documents}, ["all_to_all"] * 8),
         ({"num_query_groups": 1}, {}, ["all_gather"] * 2 + ["all_gather", "reduce_scatter"] * 2),
     ):
         model = build("learned", groups, hidden_dropout=0.0, **fields)
@@ -249,7 +258,7 @@ def test_auto_chooses_by_heads_and_mask(group):
     ("asked", "queries_of_groups", "ranks", "draws", "said"),
     [
         ("a2a", (1, 1), 2, False, "a2a"),
-        ("auto", (1, 1, 1, 1), 2, False, "a2a, or all_gather under a mask"),
+        ("auto", (1, 1, 1, 1), 2, False, "a2a: 2 ranks divide 4 key-value heads"),
         ("auto", (1, 1, 1, 1), 2, True, "a2a: dropout of attention weights with rng global"),
         ("auto", (2, 2), 4, False, "all_gather: 2 key-value heads on 4 ranks"),
         ("auto", (4, 4), 2, False, "all_gather: 8 query heads, which are more to send than 2 key-value heads"),

@@ -268,6 +268,17 @@ DECODE_TRITON = FastPath(
     missing=_triton("decode_attention"),
     module="decode_attention_triton",
 )
+FLEXIBLE_ATTENTION = FastPath(
+    "FlexAttention",
+    "for windows, ALiBi, soft caps, sinks and other masks, from 2^24 scores on",
+    "cuda",
+    (torch.bfloat16, torch.float16, torch.float32),
+    1 << 24,
+    "scores",
+    missing=_triton("flexible_attention"),
+    trial=lambda call: _no_triton(call.device_index),
+    module="flexible_attention",
+)
 ADAMW_TRITON = FastPath(
     "Triton update of AdamW",
     "for fp32 weights and fp32 copies of weights, but not in exact runs",
@@ -327,7 +338,15 @@ REDUCE_NORM = FastPath(
 
 
 _CPU_PATHS = (LOSS_CPU, ELEMENTWISE, RMS_NORM, ONEDNN, HUGE_PAGES, PLACED_OUTPUTS)
-_CUDA_PATHS = (LOSS_TRITON, ELEMENTWISE_TRITON, ADD_NORM_TRITON, ADAMW_TRITON, DECODE_TRITON, CUDA_GRAPHS)
+_CUDA_PATHS = (
+    LOSS_TRITON,
+    ELEMENTWISE_TRITON,
+    ADD_NORM_TRITON,
+    FLEXIBLE_ATTENTION,
+    ADAMW_TRITON,
+    DECODE_TRITON,
+    CUDA_GRAPHS,
+)
 PATHS = (*_CPU_PATHS, *_CUDA_PATHS)
 
 

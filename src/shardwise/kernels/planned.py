@@ -1,7 +1,7 @@
 """The allocations of kernels on CUDA, for a plan that computes with fake CPU tensors (``dispatch.planning_for``).
 
-Each function of Triton's kernels has the name and the arguments of the original in ``loss_triton``,
-``elementwise_triton`` or ``norms_triton``, and allocates the same without values: results, sums, and copies of strided
+Each function has the name and the arguments of the original in ``loss_triton``, ``elementwise_triton``,
+``norms_triton`` or ``flexible_attention``, and allocates the same without values: results, sums, and copies of strided
 arguments while it runs.
 ``functions_on_cuda`` does the same for attention, RMSNorm and dropout: PyTorch's kernels for them on CUDA keep other
 tensors for the backward than its operations on a CPU.
@@ -98,6 +98,15 @@ def add_rms_norm_gradient(
     gradient = torch.empty_like(total)
     sums = scale.new_empty(min(rows.size(0), _PROGRAMS) if needs_weight else 0, rows.size(1))
     return gradient, sums.sum(0).to(weight.dtype) if needs_weight else None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, functions: Callable[[], Any], *, scale: float, has_sums: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As ``flexible_attention.attend``; its functions, and the blocks of its mask, take little memory."""
+    grouped = query.size(1) > key.size(1)
+    output = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped)
+    return output, query.new_empty(query.shape[:-1], dtype=torch.float32) if has_sums else None
 
 
 def functions_on_cuda(count_flops: Callable[[int], None]) -> dict[str, Callable[..., Tensor]]:

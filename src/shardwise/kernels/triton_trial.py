@@ -134,6 +134,39 @@ def _try_decode_attention(dtype: torch.dtype, device: torch.device) -> Iterator[
     yield decode_attention_triton.attend_to_cache(query, keys, values, position, 0.25, -1, None, None, None), expected
 
 
+def _try_flexible_attention(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    from shardwise.kernels import flexible_attention
+
+    size, window, slope, cap = 300, 140, 0.01, 4.0
+    tensors = _numbers(1, 4, size, 16, dtype=dtype), *(_numbers(1, 2, size, 16, dtype=dtype) for _ in range(2))
+    incoming, places = _numbers(1, 4, size, 16, dtype=dtype), torch.arange(size, device="cpu")
+    distances = places[:, None] - places
+    with torch.enable_grad():
+        leaves = [each.double().requires_grad_() for each in tensors]
+        query, key, value = leaves[0], *(each.repeat_interleave(2, dim=1) for each in leaves[1:])
+        scores = (query @ key.mT * 0.25 / cap).tanh() * cap - slope * distances
+        scores = scores.masked_fill((distances < 0) | (distances > window), -torch.inf)
+        sums = scores.logsumexp(dim=-1)
+        output = (scores - sums.unsqueeze(-1)).exp() @ value * sums.sigmoid().unsqueeze(-1)
+        expected = output, *torch.autograd.grad(output, leaves, incoming.double())
+
+        def sees(sample: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & (q - k <= window)
+
+        def changed(score: Tensor, sample: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return torch.tanh(score / cap) * cap - slope * (q - k)
+
+        query, key, value = there = [each.to(device).requires_grad_() for each in tensors]
+        functions = flexible_attention.Functions(
+            flexible_attention.blocks_of(sees, (1, 1, size, size), device), changed
+        )
+        found, found_sums = flexible_attention.attend(query, key, value, lambda: functions, scale=0.25, has_sums=True)
+        assert found_sums is not None
+        found = found * found_sums.sigmoid().unsqueeze(-1)
+        gradients = torch.autograd.grad(found, there, incoming.to(device, found.dtype))
+    return zip((found, *gradients), expected, strict=True)
+
+
 def _try_reduce_norm(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     from shardwise.kernels import norms, norms_triton
 
@@ -180,6 +213,7 @@ _TRIALS = {
     "add_rms_norm": _try_add_rms_norm,
     "adamw": _try_adamw,
     "decode_attention": _try_decode_attention,
+    "flexible_attention": _try_flexible_attention,
     "reduce_norm": _try_reduce_norm,
 }
 NAMES = tuple(_TRIALS)

@@ -21,8 +21,8 @@ from shardwise.models.language_model import LanguageModel
 from shardwise.models.token_embedding import PositionEmbedding, TokenEmbedding, losses_at, places_learned, tokens_at
 from shardwise.models.transformer.block import TransformerBlock, layers_of_this_stage
 from shardwise.models.transformer.context_attention import check_way
+from shardwise.models.transformer.distance_bias import local_alibi_slopes
 from shardwise.models.transformer.layer import TransformerLayerSpec
-from shardwise.models.transformer.masks import local_alibi_slopes
 from shardwise.models.transformer.mlp import layer_arguments, softcap
 from shardwise.models.transformer.rotary import FixedTensors, RotaryEmbedding, RotaryScaling, on_default_device
 from shardwise.nn import ColumnLinear, parameter_device, viewless

@@ -39,8 +39,9 @@ from shardwise.exact.strategies import add_bias_by_parts, linear_by_parts, norm_
 from shardwise.models.adapters.lora_layers import LoraLinear
 from shardwise.models.description import ModelChunks
 from shardwise.models.transformer.attention import SelfAttention
+from shardwise.models.transformer.distance_bias import alibi_slopes
 from shardwise.models.transformer.heads import HeadSplit, split_heads
-from shardwise.models.transformer.masks import AttentionMask, alibi_slopes
+from shardwise.models.transformer.masks import AttentionMask
 from shardwise.models.transformer.rotary import RotaryEmbedding
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import RowLinear

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from shardwise.megatron.config import TransformerConfig
+from shardwise.models.transformer.distance_bias import local_alibi_slopes
 from shardwise.models.transformer.heads import LatentAttention
 from shardwise.models.transformer.layer import TransformerLayer, TransformerLayerSpec, attention_of
-from shardwise.models.transformer.masks import AttentionMask, AttnMaskType, local_alibi_slopes
+from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.models.transformer.mlp import ACTIVATIONS
 from shardwise.models.transformer.rotary import RotaryEmbedding
 from shardwise.tensor_parallel.layers import named_param_layouts

@@ -32,12 +32,11 @@ from shardwise.models.generation.cache import PreallocatedCache
 from shardwise.models.transformer import core_attention, masks
 from shardwise.models.transformer.attention_backends import check_attention_backend
 from shardwise.models.transformer.attention_blocks import Part
+from shardwise.models.transformer.distance_bias import alibi_slopes, local_alibi_slopes
 from shardwise.models.transformer.masks import (
     AttentionMask,
     AttnMaskType,
-    alibi_slopes,
     document_ids_of,
-    local_alibi_slopes,
 )
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_

@@ -10,7 +10,7 @@ from dense_layer import dense_layer
 from harness.groups import alone
 from harness.parity import assert_close_to, assert_unmodified, gather_shards
 from layer_cases import CASES, DOCUMENTS, SLOPES, B, H, S, layer_of, mask_of, rotary_of
-from models.model_checks import varlen_on_a_cpu
+from models.model_checks import flexible_on_a_cpu, varlen_on_a_cpu
 
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import balanced_range
@@ -36,7 +36,7 @@ def test_options_hold_in_blocks(group, monkeypatch, rows):
 
 
 @pytest.mark.ranks(1, 2)
-def test_packed_documents_need_no_mask_on_cuda(group, monkeypatch):
+def test_documents_and_windows_need_no_mask_on_cuda(group, monkeypatch):
     """With a definition of the kernel, which PyTorch has on CUDA only."""
     used = []
     monkeypatch.setattr(core_attention, "takes_packed", lambda query: True)
@@ -53,12 +53,28 @@ def test_packed_documents_need_no_mask_on_cuda(group, monkeypatch):
         ),
         "packed, uneven heads": dataclasses.replace(CASES["one key-value head"], documents=in_order),
         "packed, latent": dataclasses.replace(CASES["latent"], documents=in_order),
+        "window": CASES["mistral"],
+        "window on both sides": CASES["window on both sides"],
     }
     check_options(group, sequence_parallel=False, cases=cases)
     assert len(used) == len(cases)
     # A document in two pieces has a mask.
     check_options(group, sequence_parallel=False, cases={"in pieces": CASES["packed"]})
     assert len(used) == len(cases)
+
+
+@pytest.mark.ranks(1, 2, slow=(2,))
+def test_flexible_attention_equals_the_dense_layer(group, monkeypatch):
+    """With a definition of PyTorch's FlexAttention, which has no backward on a CPU."""
+    found = flexible_on_a_cpu(monkeypatch)
+    check_options(group, sequence_parallel=False)
+    has_functions = [
+        case.alibi or case.forbidden is not None or case.documents is not None
+        or not case.options.keys().isdisjoint(("window_size", "attention_sinks"))
+        for case in CASES.values()
+        if "attention_backend" not in case.options
+    ]  # fmt: skip
+    assert len(found) == sum(has_functions)
 
 
 def check_options(group, sequence_parallel, cases=CASES):

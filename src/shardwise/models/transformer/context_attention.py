@@ -130,47 +130,38 @@ WAYS: dict[str, Way] = {"all_gather": attend_to_gathered, "a2a": attend_with_own
 """Functions by ``config.cp_comm_type``."""
 
 
-def why_gather(heads: LocalHeads, ranks: int) -> str | None:
-    """Return why ``"auto"`` gathers keys and values under every mask; None if it exchanges heads without a mask.
+def _choice(heads: LocalHeads, ranks: int, *, draws: bool) -> tuple[str, str]:
+    """Return the way of ``"auto"``, and the reason.
 
     In a forward and a backward a rank receives the keys and values of all positions three times if it gathers them.
-    If heads are exchanged, it receives its part of queries, keys, values and outputs twice.
+    If heads are exchanged, it receives its part of queries, keys, values and outputs twice, and has as much work as the
+    other ranks, also if a row has documents of several lengths.
     """
     queries, groups = _num(heads.queries), _num(heads.groups)
+    if draws and queries >= ranks:
+        return "a2a", "dropout of attention weights with rng global"
     if groups % ranks != 0:
-        return f"{groups} key-value heads on {ranks} ranks"
+        return "all_gather", f"{groups} key-value heads on {ranks} ranks"
     if 2 * (queries + groups) >= 3 * groups * ranks:
-        return f"{queries} query heads, which are more to send than {groups} key-value heads"
-    return None
+        return "all_gather", f"{queries} query heads, which are more to send than {groups} key-value heads"
+    return "a2a", f"{ranks} ranks divide {groups} key-value heads"
 
 
-def chosen_way(asked: str, heads: LocalHeads, ranks: int, *, is_plain: bool, draws: bool) -> str:
-    """Return the name of the way in which a layer attends.
+def chosen_way(asked: str, heads: LocalHeads, ranks: int, *, draws: bool) -> str:
+    """Return the name of the way in which attention works.
 
     Args:
         asked: ``config.cp_comm_type``.
         heads: heads of the tensor-parallel rank.
         ranks: number of context-parallel ranks.
-        is_plain: whether attention has no mask. With heads exchanged, a mask has the queries of all positions, and is
-            ``ranks`` times as large.
         draws: whether dropout draws masks of whole sequences, which only ``"a2a"`` supports.
     """
-    if asked != "auto":
-        return asked
-    if draws and _num(heads.queries) >= ranks:
-        return "a2a"
-    return "a2a" if is_plain and why_gather(heads, ranks) is None else "all_gather"
+    return asked if asked != "auto" else _choice(heads, ranks, draws=draws)[0]
 
 
 def described_way(asked: str, heads: LocalHeads, ranks: int, *, draws: bool) -> str:
-    """Return the ways of a model's layers with and without masks, and the reason, for people; arguments as above."""
-    plain, masked = (chosen_way(asked, heads, ranks, is_plain=is_plain, draws=draws) for is_plain in (True, False))
-    if asked != "auto":
-        return asked
-    if plain != masked:
-        return f"{plain}, or {masked} under a mask"
-    reason = "dropout of attention weights with rng global" if plain == "a2a" else why_gather(heads, ranks)
-    return f"{plain}: {reason}"
+    """Return the name of the way, and the reason of ``"auto"``, for people; arguments as for ``chosen_way``."""
+    return asked if asked != "auto" else ": ".join(_choice(heads, ranks, draws=draws))
 
 
 def check_way(config: ModelConfig, tp: int, ranks: int) -> None:

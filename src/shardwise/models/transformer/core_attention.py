@@ -18,7 +18,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.random import streams
 from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.kernels.decode_attention import attend_to_cache
-from shardwise.kernels.dispatch import why_repeat_keys
+from shardwise.kernels.dispatch import FLEXIBLE_ATTENTION, WIDEST_HEAD, why_repeat_keys
 from shardwise.kernels.partial_attention import has_flash_for_parts, takes_packed
 from shardwise.kernels.planning import device_type_of
 from shardwise.models.config import ModelConfig
@@ -30,6 +30,7 @@ from shardwise.models.transformer.attention_blocks import (
     attend_in_blocks,
     attend_to_packed,
     of_one_width,
+    with_sinks,
 )
 from shardwise.models.transformer.context_attention import WAYS, Attend, Way, chosen_way
 from shardwise.models.transformer.heads import HeadSplit, LocalHeads
@@ -42,6 +43,8 @@ from shardwise.nn.recompute import recomputed
 
 # Maximum number of scores in a block, 64 MiB in fp32.
 _SCORES_OF_BLOCK = 1 << 24
+# The narrowest head of FlexAttention.
+_NARROWEST = 16
 
 
 class KeyValueCache(Protocol):
@@ -168,19 +171,18 @@ class CoreAttention(GroupModule):
             key, value = cache.append(self.layer_number, key, value)
         attend: Callable[..., Tensor] = self._attend
         if mask.context is not None:
-            attend = partial(self._way(mask, mask.context), attend, shard=mask.context, heads=self.local_heads)
+            attend = partial(self._way(mask.context), attend, shard=mask.context, heads=self.local_heads)
         if self.recomputes_core and cache is None:
             attend = partial(recomputed, attend)
         context = attend(query, key, value, mask)
         return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
-    def _way(self, mask: AttentionMask, shard: ContextShard) -> Way:
+    def _way(self, shard: ContextShard) -> Way:
         draws = self.training and self.dropout > 0 and streams().rule == "global"
         if self._context is not None:
             # A sum of gradients of keys and values would round in another order.
             return WAYS["a2a"]
-        is_plain = mask.is_plain and self.window_size is None
-        way = chosen_way(self._way_asked, self.local_heads, shard.group.size(), is_plain=is_plain, draws=draws)
+        way = chosen_way(self._way_asked, self.local_heads, shard.group.size(), draws=draws)
         return self._attend_in_ring if way == "p2p" else WAYS[way]
 
     def _attend_in_ring(
@@ -238,6 +240,9 @@ class CoreAttention(GroupModule):
         packed = self._packed_runs(query, mask, key.size(2), dropout)
         if packed is not None:
             return self._attend_to_packed(query, key, value, packed, heads)
+        kernels = self._flexible_kernels(query, key, value, mask, dropout)
+        if kernels is not None:
+            return self._attend_flexibly(kernels, query, key, value, mask, heads)
         options: dict[str, Any] = {"causal": self.attn_mask_type.is_causal, "window": self.window_size}
         cut = partial(mask.blocks, query, key.size(2), **options)
         if draws_whole or self._backend == "local":
@@ -269,10 +274,11 @@ class CoreAttention(GroupModule):
     def _packed_runs(
         self, query: Tensor, mask: AttentionMask, num_keys: int, dropout: float
     ) -> Sequence[Packed] | None:
-        """Return the runs of documents if flash attention takes them, whose gradients round in any order."""
+        """Return the runs that flash attention takes for documents or a window; its gradients round in any order."""
         takes = dropout == 0 and self.logit_softcap is None and self.sinks is None and self._activation.adds_parts
-        takes = takes and mask.document_ids is not None and self._backend in ("auto", "flash")
-        if not takes or not takes_packed(query) or torch.compiler.is_compiling():
+        takes = takes and self._backend in ("auto", "flash")
+        is_restricted = mask.document_ids is not None or self.window_size is not None
+        if not takes or not is_restricted or not takes_packed(query) or torch.compiler.is_compiling():
             return None
         return mask.packed(query, num_keys, causal=self.attn_mask_type.is_causal)
 
@@ -285,6 +291,30 @@ class CoreAttention(GroupModule):
         query, key, padded = of_one_width(query, key, padded)
         context = attend_to_packed(query, key, padded, runs, scale=self.softmax_scale, window=window)
         return context[..., : value.size(-1)]
+
+    def _flexible_kernels(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, dropout: float) -> Any:
+        """Return the kernels of FlexAttention if scores need a mask or change, and it takes them; otherwise None."""
+        is_plain = mask.is_plain and self.window_size is None and self.logit_softcap is None and self.sinks is None
+        if is_plain or dropout > 0 or self._backend != "auto" or not self._activation.adds_parts:
+            return None
+        widths = query.size(-1), value.size(-1)
+        scores = query.shape[:3].numel() * key.size(2)
+        return FLEXIBLE_ATTENTION.kernels(
+            query, key, value, size=scores, fits=lambda: min(widths) >= _NARROWEST and max(widths) <= WIDEST_HEAD
+        )
+
+    def _attend_flexibly(
+        self, kernels: Any, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, heads: LocalHeads
+    ) -> Tensor:
+        options: dict[str, Any] = {"causal": self.attn_mask_type.is_causal, "window": self.window_size}
+        functions = partial(mask.functions, query, key.size(2), **options, cap=self.logit_softcap)
+        key, value = (_made_even(each, heads) for each in (key, value))
+        has_sums = self.sinks is not None
+        output, sums = kernels.attend(query, key, value, functions, scale=self.softmax_scale, has_sums=has_sums)
+        if self.sinks is not None:
+            output, _ = with_sinks(output, sums, self.sinks.logits[slice(*heads.queries)])
+        result: Tensor = output.to(query.dtype)
+        return result
 
     def _attend_by_kernel(
         self, query: Tensor, key: Tensor, value: Tensor, part: Part, *, dropout: float, heads: LocalHeads

@@ -1,4 +1,4 @@
-"""Attention masks, ALiBi's slopes, and sinks."""
+"""Attention masks and sinks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from shardwise.core.errors import ShardingError
 from shardwise.core.initialization import CounterNormal
 from shardwise.core.sequence_view import ContextShard
 from shardwise.core.sharding import ParamLayout
+from shardwise.kernels.flexible_attention import Functions
 from shardwise.kernels.planning import device_type_of, outside_of_plans, planned_device
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention_blocks import Block, Packed, Part, Run, runs_of_documents
+from shardwise.models.transformer.attention_functions import functions_of
 from shardwise.models.transformer.distance_bias import DistanceBias, Rule
-from shardwise.models.transformer.heads import HeadSplit, LocalHeads, split_heads
+from shardwise.models.transformer.heads import HeadSplit, LocalHeads
 from shardwise.models.transformer.mlp import layer_arguments
 from shardwise.nn.module import ShardedModule
 
@@ -103,6 +105,7 @@ class AttentionMask:
         self._ends: list[list[int]] | None = None
         self._moved_ids: Tensor | None = None
         self._packed: dict[bool, list[Packed]] = {}
+        self._functions: dict[object, Functions] = {}
         self._of_heads: dict[LocalHeads, AttentionMask] = {}
 
     def of_heads(self, heads: LocalHeads, of: LocalHeads) -> AttentionMask:
@@ -176,7 +179,9 @@ class AttentionMask:
         return blocks
 
     def packed(self, query: Tensor, num_keys: int, *, causal: bool) -> list[Packed] | None:
-        """Return runs of documents; None if documents are not known here, or not the only restriction.
+        """Return runs of documents, or of samples without documents, for a layer that has at most a window.
+
+        It is None if documents are not known here, or there are other restrictions.
 
         Args:
             query, num_keys, causal: as for ``blocks``.
@@ -185,12 +190,13 @@ class AttentionMask:
             ShardingError: as for ``blocks``.
         """
         self._check(query, num_keys)
-        ends = self._ends_of_documents()
+        b, _, new, _ = query.shape
+        ends = [[num_keys]] * b if self.document_ids is None else self._ends_of_documents()
         if ends is None or self.forbidden is not None or self.alibi_slopes is not None:
             return None
         if causal not in self._packed:
             self._packed[causal], first = [], 0
-            for positions in ((0, num_keys),) if self.context is None else self.context.intervals:
+            for positions in ((num_keys - new, num_keys),) if self.context is None else self.context.intervals:
                 runs = runs_of_documents(ends, positions, rows=0)
                 if causal:
                     runs = (run._replace(keys=(run.keys[0], run.queries[1])) for run in runs)
@@ -199,6 +205,34 @@ class AttentionMask:
                 self._packed[causal].append(found._replace(queries=queries))
                 first = queries.stop
         return self._packed[causal]
+
+    def functions(
+        self, query: Tensor, num_keys: int, *, causal: bool, window: tuple[int, int] | None, cap: float | None
+    ) -> Functions:
+        """Return the mask as functions of positions, made once for all layers.
+
+        Args:
+            query, num_keys, causal, window: as for ``blocks``.
+            cap: soft cap of the scores, or None.
+
+        Raises:
+            ShardingError: as for ``blocks``.
+        """
+        key = causal, window, cap, query.shape, num_keys
+        if key not in self._functions:
+            self._check(query, num_keys)
+            self._functions[key] = functions_of(
+                query,
+                num_keys,
+                Rule(causal, *(window or (-1, -1)), query.dtype, query.device),
+                cap=cap,
+                forbidden=self.forbidden,
+                document_ids=None if self.document_ids is None else self._ids_on(query.device),
+                slopes=self.alibi_slopes,
+                key_positions=self.key_positions,
+                context=self.context,
+            )
+        return self._functions[key]
 
     def _blocks_of(self, run: Run, rule: Rule, offset: int, rows: int, has_parts: bool, on_cuda: bool) -> list[Block]:
         """``offset`` is the position of a query less its index."""
@@ -333,30 +367,6 @@ def document_ids_of(cu_seqlens: Tensor, length: int) -> Tensor:
     """
     positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True).unsqueeze(0)
-
-
-def alibi_slopes(num_heads: int) -> Tensor:
-    """Return the decrease of each head's scores per position, ``[num_heads]`` in fp64, on the CPU.
-
-    For a power of two, ``2 ** (-8 i / num_heads)`` for ``i`` from 1. For another number, the slopes of the next smaller
-    power of two, then every other slope of the next greater one, as in the authors' code and BLOOM.
-
-    >>> alibi_slopes(4).tolist()
-    [0.25, 0.0625, 0.015625, 0.00390625]
-
-    Source: Press et al. 2021 (arXiv:2108.12409).
-    """
-    smaller = 1 << (num_heads.bit_length() - 1)
-    exponents = [-8 * i / smaller for i in range(1, smaller + 1)]
-    exponents += [-8 * i / (2 * smaller) for i in range(1, 2 * (num_heads - smaller), 2)]
-    return torch.tensor([2.0**exponent for exponent in exponents], dtype=torch.float64, device="cpu")
-
-
-def local_alibi_slopes(config: ModelConfig, tp_group: ProcessGroup) -> Tensor:
-    """Return the slopes of this rank's query heads, for ``AttentionMask``: ``[heads/t]`` in fp64, on the CPU."""
-    num_heads, num_groups, _ = config.heads
-    start, stop = split_heads(num_heads, num_groups, tp_group.size()).queries[tp_group.rank()]
-    return alibi_slopes(num_heads)[start:stop]
 
 
 class AttentionSinks(ShardedModule):
