@@ -12,6 +12,8 @@ from harness.program import Program
 from run.doctor.planted import OUR_FAULTS
 
 from shardwise.run.comparison import compare
+from shardwise.run.doctor.judged_runs import OneRun, _metrics
+from shardwise.run.doctor.repeating import Repetition
 
 TEXT = Path(__file__).parents[3] / "README.md"
 STEPS = 6
@@ -96,6 +98,15 @@ def test_a_fault(folder, one, tmp_path, name, layout, part):
     assert lines[-1] == f"  shardwise doctor train, with the flags of {wrong}, names the first wrong module"
     if "of norms" in name:
         assert "layernorm.weight" in lines[-2], "the parameters whose gradients were not summed"
+
+
+def test_a_share_of_samples_is_not_judged():
+    """In the first step of DPO all rewards are 0 but for rounding."""
+    rows = [{"loss": 1.0, "rewards/accuracies": share} for share in (0.25, 0.5, 0.5, 0.75)]
+    own, other = (Repetition("float32", {0: row}) for row in rows[:2])
+    runs = [OneRun(Path(name), {0: row}, {}) for name, row in zip("ab", rows[2:], strict=True)]
+    found = _metrics((runs[0], runs[1]), [(0, "rewards/accuracies"), (0, "loss")], own, other)
+    assert [(each.name, each.is_wrong) for each in found] == [("loss", False)]
 
 
 def why(*runs: Path) -> str:

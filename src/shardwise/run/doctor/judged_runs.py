@@ -48,6 +48,8 @@ _NO_EXPERIMENT = {
 _MAX_BYTES = 1 << 24
 # The rounding of a metric is the largest of its first steps at least, since two roundings may agree by chance in one.
 _FEW_STEPS = 4
+# Shares of samples, in which rounding decides ties; the losses and rewards that they count are judged.
+_COUNTED = ("accuracy", "accuracies", "f1")
 # Kinds of the optimizer's tensors that grow in proportion to the gradient.
 _OF_GRADIENTS = ("exp_avg", "momentum")
 _BACKWARD = "the backward, or a sum of it"
@@ -263,6 +265,8 @@ def _metrics(
             apart = abs(other.rows[step].get(name, math.nan) - value)
             relative.setdefault(name, {})[step] = apart / abs(value) if value and math.isfinite(apart) else 0.0
     for step, name in differing:
+        if name.endswith(_COUNTED):
+            continue
         reference = own.rows[step].get(name, math.nan)
         values = [float(run.rows[step][name]) for run in runs]
         until = max(step, min(own.rows) + _FEW_STEPS - 1)
