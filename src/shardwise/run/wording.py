@@ -189,6 +189,10 @@ def speed(session: Session) -> str:
     if config.normalization == "RMSNorm":
         sizes[dispatch.RMS_NORM] = sizes[dispatch.ELEMENTWISE] = tokens * config.hidden_size
         sizes[dispatch.ADD_NORM_TRITON] = sizes[dispatch.ELEMENTWISE_TRITON] = tokens * config.hidden_size
+    changes_scores = config.attention_sinks or config.attention_logit_softcap is not None
+    if changes_scores and config.attention_dropout == 0 and not settings.parallel.exact:
+        heads = config.num_attention_heads // tp
+        sizes[dispatch.FLEXIBLE_ATTENTION] = tokens * settings.sequence_length * heads
     precision = PRECISIONS[settings.training.dtype]
     if settings.optimizer.name == "adamw" and (precision.has_masters or precision.params_dtype == torch.float32):
         sizes |= {} if settings.parallel.exact else {dispatch.ADAMW_TRITON: session.num_parameters}
