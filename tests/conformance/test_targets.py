@@ -50,6 +50,13 @@ def test_the_door_passes_every_case_that_it_offers(cases):
     assert all(own.intersection(each.case.needs) for each in report.of("not offered"))
 
 
+@pytest.mark.slow
+def test_the_ring_of_pytorch_passes_the_cases_of_context_parallelism_that_it_offers():
+    report = run("dtensor", "context/*")
+    assert not failures_of(report)
+    assert len(report.of("passed")) == 7
+
+
 def test_mistakes_fail_the_cases_that_know_them():
     cases = [
         "vocabulary/repeated*",

@@ -1,6 +1,7 @@
 """The dense language model that cases compare with: plain PyTorch, on one rank, in fp64."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.conformance.comparing import summed
 from shardwise.conformance.dense_latent import Latent, LatentProjections, Rotation, Yarn
+from shardwise.core.topology import Groups
 
 IGNORED = -100
 """Label that has no loss."""
@@ -97,28 +100,36 @@ class DenseBlock(nn.Module):
 
     def _attention(self, x: Tensor, documents: Tensor | None) -> Tensor:
         q, k, v = self._heads(x, documents)
-        s = q.size(1)
         k, v = (each.repeat_interleave(q.size(2) // k.size(2), dim=2) for each in (k, v))
+        out: Tensor = self.o(self.attended(q, k, v, documents).flatten(2))
+        return out
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+        """Return the outputs of the heads ``[b, s, heads, width]`` for queries, keys and values of that shape."""
+        s = q.size(1)
         factor = 1.0 if self.sizes.yarn is None else self.sizes.yarn.score_factor
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (factor / math.sqrt(q.size(-1)))
         scores = scores.masked_fill(self._forbidden(s, documents, scores.device), -torch.inf)
         if self.sizes.sinks:
             scores = torch.cat([scores, self.sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)], -1)
         weights = scores.softmax(-1)[..., :s]
-        out: Tensor = self.o(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))
-        return out
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    def angles(self, s: int, documents: Tensor | None) -> Tensor:
+        """Return the rotary angles of ``s`` tokens, as of ``Rotation``."""
+        return self.sizes.rotation.angles(s, documents)
 
     def _heads(self, x: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries and keys, and values, ``[b, s, heads, width]``."""
         rotation = self.sizes.rotation
         if self.sizes.latent is not None:
-            result: tuple[Tensor, Tensor, Tensor] = self.latent(x, rotation, rotation.angles(x.size(1), documents))
+            result: tuple[Tensor, Tensor, Tensor] = self.latent(x, rotation, self.angles(x.size(1), documents))
             return result
         q, k, v = (layer(x).unflatten(-1, (-1, self.sizes.head_dim)) for layer in (self.q, self.k, self.v))
         if self.sizes.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         # The projections may have gathered the sequence.
-        angles = rotation.angles(q.size(1), documents)
+        angles = self.angles(q.size(1), documents)
         return rotation.turned(q, angles), rotation.turned(k, angles), v
 
     def _forbidden(self, s: int, documents: Tensor | None, device: torch.device) -> Tensor:
@@ -138,13 +149,14 @@ class DenseModel(nn.Module):
 
     Args:
         sizes: sizes of the model.
+        block: makes the layer of a number.
     """
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, block: Callable[[Sizes, int], DenseBlock] = DenseBlock) -> None:
         super().__init__()
         self.sizes = sizes
         self.embedding = nn.Embedding(sizes.vocab, sizes.hidden)
-        self.layers = nn.ModuleList(DenseBlock(sizes, number) for number in range(sizes.layers))
+        self.layers = nn.ModuleList(block(sizes, number) for number in range(sizes.layers))
         self.norm = nn.RMSNorm(sizes.hidden, eps=sizes.epsilon)
         if not sizes.tied:
             self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
@@ -203,12 +215,29 @@ def batch(sizes: Sizes, b: int = 2, s: int = 8, *, ignored: int = 0) -> Batch:
     return ids, labels
 
 
-def backward_of_mean(model: nn.Module, batches: list[Batch]) -> Tensor:
-    """Run forward and backward of the mean loss over the labels of all batches together; return that mean."""
-    count = sum(int((labels != IGNORED).sum()) for _, labels in batches)
+def num_labels(batches: Sequence[Batch], groups: Groups) -> Tensor:
+    """Return the number of labels of all data-parallel ranks; context-parallel ranks have the same batches."""
+    assert groups.dp is not None
+    own = sum(int((labels != IGNORED).sum()) for _, labels in batches)
+    _, num_ranks = groups.samples
+    return summed(torch.tensor(own, dtype=torch.float64), groups.dp) * (num_ranks / groups.dp.size())
+
+
+def backward_of_mean(model: nn.Module, batches: Sequence[Batch], count: Tensor | None = None) -> Tensor:
+    """Run forward and backward of the mean loss over the labels of all batches together; return that mean.
+
+    Args:
+        model: a ``language_model`` or ``context_model``.
+        batches: micro-batches.
+        count: number to divide by, if other ranks have labels too; then this rank's term of the mean is returned.
+    """
+    if count is None:
+        count = torch.tensor(sum(int((labels != IGNORED).sum()) for _, labels in batches))
     total = torch.zeros((), dtype=torch.float64)
     for ids, labels in batches:
-        loss = model(ids, labels).sum() / count
+        output = model(ids, labels)
+        losses = output[0] if isinstance(output, tuple) else output
+        loss = losses.sum() / count
         loss.backward()
         total += loss.detach()
     return total

@@ -1,18 +1,13 @@
-"""Target ``dtensor``: PyTorch's own ``parallelize_module``, ``loss_parallel`` and ``DistributedDataParallel``.
-
-The language model is the dense one with a plan, as PyTorch's tutorial and torchtitan write it.
-"""
+"""Target ``dtensor``: PyTorch's own ``parallelize_module``, ``loss_parallel``, data parallelism and ring attention."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -22,7 +17,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.conformance.dense import IGNORED, Batch, DenseModel, Sizes, backward_of_mean
+from shardwise.conformance.comparing import summed
+from shardwise.conformance.dense import IGNORED, Batch, backward_of_mean, num_labels
+from shardwise.conformance.targets.dtensor_models import (
+    context_model as context_model,
+    language_model as language_model,
+    mesh_of,
+)
 from shardwise.core.topology import Groups
 
 versions: dict[str, str] = {}
@@ -47,10 +48,6 @@ def sizes(n: int, t: int) -> list[int]:
     return [max(min(each, n - rank * each), 0) for rank in range(t)]
 
 
-def _mesh(groups: Groups) -> DeviceMesh:
-    return DeviceMesh.from_group(groups.tp, "cpu")
-
-
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     layer = nn.Linear(weight.size(1), weight.size(0), bias is not None, dtype=weight.dtype)
     with torch.no_grad():
@@ -72,7 +69,7 @@ def column_linear(
         input_layouts=Replicate() if sequence_length is None else Shard(0),
         output_layouts=Replicate() if gather_output else Shard(-1),
     )
-    return parallelize_module(_linear(weight, bias), _mesh(groups), style)
+    return parallelize_module(_linear(weight, bias), mesh_of(groups), style)
 
 
 def row_linear(
@@ -87,13 +84,13 @@ def row_linear(
         input_layouts=Shard(-1) if input_is_parallel else Replicate(),
         output_layouts=Replicate() if sequence_length is None else Shard(0),
     )
-    return parallelize_module(_linear(weight, bias), _mesh(groups), style)
+    return parallelize_module(_linear(weight, bias), mesh_of(groups), style)
 
 
 def norm(weight: Tensor, bias: Tensor, groups: Groups) -> nn.Module:
     layer = nn.LayerNorm(weight.numel(), dtype=weight.dtype)
     layer.load_state_dict({"weight": weight, "bias": bias})
-    return parallelize_module(layer, _mesh(groups), SequenceParallel(sequence_dim=0, use_local_output=True))
+    return parallelize_module(layer, mesh_of(groups), SequenceParallel(sequence_dim=0, use_local_output=True))
 
 
 class _SequenceFirst(nn.Module):
@@ -113,14 +110,14 @@ def embedding(weight: Tensor, groups: Groups, *, sequence_length: int | None = N
     style = RowwiseParallel(
         input_layouts=Replicate(), output_layouts=Replicate() if sequence_length is None else Shard(0)
     )
-    parallelize_module(layer.inner, _mesh(groups), style)
+    parallelize_module(layer.inner, mesh_of(groups), style)
     return layer
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, groups: Groups, *, vocab: int) -> Tensor:
     shape = (labels.numel(), vocab)
     split = DTensor.from_local(
-        logits.flatten(0, -2), _mesh(groups), [Shard(-1)], shape=torch.Size(shape), stride=(vocab, 1)
+        logits.flatten(0, -2), mesh_of(groups), [Shard(-1)], shape=torch.Size(shape), stride=(vocab, 1)
     )
     losses: Any = F.cross_entropy(split, labels.flatten(), ignore_index=IGNORED, reduction="none")
     local: Tensor = losses.to_local() if isinstance(losses, DTensor) else losses
@@ -128,7 +125,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, groups: Groups, *, vocab: int)
 
 
 def _moved(tensor: Tensor, groups: Groups, before: Any, after: Any, gradient: Any = None) -> Tensor:
-    moved = DTensor.from_local(tensor, _mesh(groups), [before]).redistribute(placements=[after])
+    moved = DTensor.from_local(tensor, mesh_of(groups), [before]).redistribute(placements=[after])
     return moved.to_local(grad_placements=None if gradient is None else [gradient])
 
 
@@ -210,51 +207,9 @@ def data_parallel(module: nn.Module, groups: Groups) -> _DataParallel:
     return _DataParallel(module, groups)
 
 
-def _replicated(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Make the parameters of a module that every rank applies to the same tensor DTensors, as torchtitan does."""
-
-    def give(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        return (DTensor.from_local(inputs[0], mesh, [Replicate()]),)
-
-    def take(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-        return output.to_local()
-
-    distribute_module(module, mesh, input_fn=give, output_fn=take)
-
-
-def language_model(
-    sizes: Sizes, weights: dict[str, Tensor], groups: Groups, *, sequence_parallel: bool = False
-) -> nn.Module:
-    if sizes.tied or groups.tp.size() != dist.get_world_size():
-        raise NotImplementedError("tied weights" if sizes.tied else "tensor parallelism alone")
-    if max(sizes.heads, sizes.kv_heads) % groups.tp.size() or sizes.kv_heads % groups.tp.size():
-        raise NotImplementedError("heads that the ranks do not divide")
-    model, mesh = DenseModel(sizes), _mesh(groups)
-    model.load_state_dict(weights)
-    positions = Shard(1) if sequence_parallel else Replicate()
-    column, row = ColwiseParallel(input_layouts=positions), RowwiseParallel(output_layouts=positions)
-    plan: dict[str, Any] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=positions),
-        "head": ColwiseParallel(input_layouts=positions, output_layouts=Replicate()),
-    }
-    for number in range(sizes.layers):
-        plan |= {f"layers.{number}.{name}": column for name in ("q", "k", "v", "gate", "up")}
-        plan |= {f"layers.{number}.{name}": row for name in ("o", "down")}
-        if sizes.qk_norm:
-            # Their input is split by heads.
-            heads = SequenceParallel(sequence_dim=2, use_local_output=True)
-            plan |= {f"layers.{number}.{name}": heads for name in ("q_norm", "k_norm")}
-    norms = ["norm", *(f"layers.{number}.{name}" for number in range(sizes.layers) for name in ("norm1", "norm2"))]
-    if sequence_parallel:
-        plan |= {name: SequenceParallel(use_local_output=True) for name in norms}
-    else:
-        for name in norms:
-            _replicated(model.get_submodule(name), mesh)
-    return parallelize_module(model, mesh, plan)
-
-
 def accumulate(model: nn.Module, batches: Sequence[Batch], groups: Groups) -> Tensor:
-    return backward_of_mean(model, list(batches))
+    assert groups.dp is not None
+    return summed(backward_of_mean(model, batches, num_labels(batches, groups)), groups.dp)
 
 
 class _Optimizer:
@@ -268,10 +223,12 @@ class _Optimizer:
         self._optimizer.zero_grad()
 
     def num_state_elements(self) -> int:
-        return sum(s[name].numel() for s in self._optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
+        kept = [each[name] for each in self._optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        return sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in kept)
 
 
-def optimizer(model: nn.Module, groups: Groups) -> _Optimizer:
+def optimizer(model: nn.Module, groups: Groups, *, split_state: bool = False) -> _Optimizer:
+    """Make the optimizer. FSDP splits the parameters of a context model, and so the state."""
     return _Optimizer(model)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import shardwise
-from shardwise.conformance.dense import IGNORED, Batch, Sizes
+from shardwise.conformance.dense import Batch, Sizes, backward_of_mean, num_labels
 from shardwise.conformance.targets.expert_names import from_engine
 from shardwise.conformance.targets.megatron_names import from_megatron
 from shardwise.conformance.targets.shardwise_models import (
@@ -267,24 +267,10 @@ def optimizer(model: nn.Module, groups: Groups, *, split_state: bool = False) ->
     return _Optimizer(model, groups, split_state)
 
 
-def num_labels(batches: Sequence[Batch], groups: Groups) -> Tensor:
-    """Return the number of labels of all data-parallel ranks; context-parallel ranks have the same batches."""
-    assert groups.dp is not None
-    own = sum(int((labels != IGNORED).sum()) for _, labels in batches)
-    _, num_ranks = groups.samples
-    return all_reduce(torch.tensor(float(own), dtype=torch.float64), group=groups.dp) * (num_ranks / groups.dp.size())
-
-
 def accumulate(model: nn.Module, batches: Sequence[Batch], groups: Groups) -> Tensor:
     assert groups.dp is not None
-    count, total = num_labels(batches, groups), torch.zeros((), dtype=torch.float64)
     buffers: GradientBuffers | None = getattr(model, "case_buffers", None)
-    for ids, labels in batches:
-        output = model(ids, labels)
-        losses = output[0] if isinstance(output, tuple) else output
-        loss = losses.sum() / count
-        loss.backward()
-        total += loss.detach()
+    total = backward_of_mean(model, batches, num_labels(batches, groups))
     if buffers is not None:
         buffers.finish()
     dp_group = groups.dp if buffers is None else None

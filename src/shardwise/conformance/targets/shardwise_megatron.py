@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from shardwise.conformance.dense import Batch, Sizes
+from shardwise.conformance.dense import Batch, Sizes, num_labels
 from shardwise.conformance.targets import shardwise_engine as engine, shardwise_models as models
 from shardwise.conformance.targets.megatron_names import to_megatron
 from shardwise.core.communication.collectives import all_reduce
@@ -293,7 +293,7 @@ def language_model(
 def accumulate(model: nn.Module, batches: Sequence[Batch], groups: Groups) -> Tensor:
     assert groups.dp is not None
     wrapped: Any = model
-    count, total = engine.num_labels(batches, groups), torch.zeros((), dtype=torch.float64)
+    count, total = num_labels(batches, groups), torch.zeros((), dtype=torch.float64)
     own = torch.tensor(float(sum(int((labels >= 0).sum()) for _, labels in batches)), dtype=torch.float64)
     for number, (ids, labels) in enumerate(batches, 1):
         with nullcontext() if number == len(batches) else wrapped.ddp.no_sync():
