@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Tests of several ranks wait for each other, others for programs that start: side by side they fill two cores.
 SIDE_BY_SIDE := $(MAKE) --no-print-directory -j4 tests-of-ranks tests-of-programs other-tests
-PROGRAMS := $(addprefix tests/,benchmarks cli examples harness_test hostile)
+PROGRAMS := $(addprefix tests/,benchmarks cli examples harness_test hostile run/doctor)
 PYTEST := $(BIN)/python -m pytest -q
 
 .PHONY: demo gpu gpus test test-all test-fast typed test-under-load tests-of-ranks tests-of-programs other-tests check install clean

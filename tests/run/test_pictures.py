@@ -12,20 +12,24 @@ import sys
 from pathlib import Path
 from shardwise.run.metrics import draw_loss
 rows = [{"step": step, "bits_per_byte": 2.0, "held_out_bits_per_byte": 2.1} for step in range(3)]
+if len(sys.argv) > 3:
+    rows = [row | {"expert_load_max": 1.5, "expert_load_min": 0.2} for row in rows]
 print(draw_loss(rows, Path(sys.argv[1]), references={"zlib -9": 2.5}, title=sys.argv[2]))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("title", ["cost in $ and $^{", "中文.txt"])
-def test_nothing_but_the_picture_comes_of_it(tmp_path: Path, title: str) -> None:
+@pytest.mark.parametrize(
+    "words", [("cost in $ and $^{",), ("中文.txt",), ("loads", "of experts")], ids=["$", "中文", "loads"]
+)
+def test_nothing_but_the_picture_comes_of_it(tmp_path: Path, words: tuple[str, ...]) -> None:
     pytest.importorskip("matplotlib")
     # No home folder for matplotlib's own files, which it would tell of at length.
     done = run(
         "-c",
         DRAW,
         tmp_path / "loss.png",
-        title,
+        *words,
         HOME="/dev/null",
         MPLCONFIGDIR="",
         XDG_CONFIG_HOME="",

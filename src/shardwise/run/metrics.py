@@ -146,7 +146,7 @@ def draw_loss(
     curves: tuple[str, str] = ("bits_per_byte", "held_out_bits_per_byte"),
     unit: str = "bits per byte",
 ) -> str | None:
-    """Plot two metrics over the steps: one of the training batches and one of held-out data.
+    """Plot two metrics over the steps, one of the training batches and one of held-out data; and loads of experts.
 
     Args:
         rows: rows of ``metrics.jsonl``.
@@ -163,7 +163,10 @@ def draw_loss(
         pyplot = import_pyplot()
     except ConfigError as error:
         return str(error)
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    loads = [(row["step"], row["expert_load_min"], row["expert_load_max"]) for row in rows if "expert_load_max" in row]
+    size = (8, 7.5 if loads else 4.5)
+    figure, panels = pyplot.subplots(2 if loads else 1, figsize=size, layout="constrained", sharex=True, squeeze=False)
+    axes = panels[0, 0]
     for key, label, style in (
         (curves[0], "training batch", {"linewidth": 1.0, "alpha": 0.7}),
         (curves[1], "held-out data", {"marker": "o", "linewidth": 2.0}),
@@ -179,6 +182,14 @@ def draw_loss(
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
+    if loads:
+        axes.set_xlabel(None)
+        below = panels[1, 0]
+        below.fill_between(*zip(*loads, strict=True), alpha=0.5, label="experts, from the least to the most loaded")
+        below.axhline(1.0, linestyle="--", linewidth=1.0, color="C1", label="equal loads")
+        below.set(xlabel="step", ylabel="load, over the mean", ylim=(0, None))
+        below.grid(alpha=0.3)
+        below.legend()
     with warnings.catch_warnings():
         # The font may lack characters of the title.
         warnings.simplefilter("ignore")
