@@ -143,7 +143,8 @@ class GPT(TransformerModel):
         of_texts = self._own_lengths(lengths, document_ids, hidden, s)
         if cache is None:
             places = tokens_of(tokens, lengths, document_ids, s)
-            sequence = self._for_experts(sequence, None if places is None else places.to(hidden.device))
+            places = None if places is None else places.to(hidden.device)
+            sequence = self._for_experts(sequence, places, hidden.size(1), own_ids)
         hidden = self.decoder(
             hidden,
             attention_mask=AttentionMask(

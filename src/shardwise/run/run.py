@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -76,6 +76,9 @@ def train(session: Session) -> Outcome:
         keep_freed_memory()
     first_step, checkpoint = start_or_resume(session)
     session.settings.profile.check_steps(first_step, session.settings.training.steps)
+    if (routing := session.routing) is not None:
+        steps = range(first_step, session.settings.training.steps)
+        agree(lambda: routing.check_steps(steps), group=session.ranks.control)
     agree(lambda: _leave_settings(session), group=session.ranks.control)
     if checkpoint is not None and session.ranks.is_first:
         print(f"resumed at step {first_step}", flush=True)
@@ -150,6 +153,7 @@ class _Training:
         self._started = time.perf_counter()
         is_first = step == self.first_step
         with (
+            nullcontext() if session.routing is None else session.routing.step(step),
             session.ranks.phase(f"at step {step}", limited=True),
             self._counting,
             # Ranks that disagree are detected in the first step.

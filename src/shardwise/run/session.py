@@ -17,6 +17,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.description import ModelChunks, ModelDescription
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import named_param_layouts, replicas_of
+from shardwise.run.doctor.routing import RoutingRecorder, RoutingReplay
 from shardwise.run.exact_surroundings import check_arithmetic, use_deterministic_algorithms
 from shardwise.run.exact_trials import check_device, check_updates
 from shardwise.run.processes.ranks import Ranks
@@ -80,7 +81,14 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
         num_parameters=count_parameters(model, topology),
         utilisation=_utilisation(task, ranks, described),
         shortage=shortage,
+        routing=_routing(settings, model),
     )
+
+
+def _routing(settings: RunSettings, model: TransformerModel | ModelChunks) -> RoutingRecorder | RoutingReplay | None:
+    if settings.record_routing is not None:
+        return RoutingRecorder(model, settings.record_routing)
+    return None if settings.replay_routing is None else RoutingReplay(model, settings.replay_routing)
 
 
 def _try_device(

@@ -243,7 +243,7 @@ class MoELayer(GroupModule):
         start, stop = intervals_of_sizes(sizes)[self._tp_group.rank() if splits else 0]
         if splits:
             tokens = moves.scatter(tokens, dim=0, group=self._tp_group, sizes=sizes)
-        routing, fits = self._route(tokens), None
+        routing, fits = self._route(tokens, self._reroute(view, hidden.size(1), start, stop)), None
         if self.training and self.spec.capacity_factor is not None:
             of_ranks = sizes if splits else [each * hidden.size(1) for each in view.sizes]
             fits = taken(routing, self.spec, view, hidden.size(1), self._tp_group, of_ranks)
@@ -287,9 +287,25 @@ class MoELayer(GroupModule):
         pooled: Tensor = _WithLoss.apply(output, scores, slopes)
         return pooled
 
-    def _route(self, tokens: Tensor) -> Routing:
-        routing: Routing = self.router(tokens)
+    def _route(self, tokens: Tensor, reroute: Callable[[Tensor], Tensor] | None) -> Routing:
+        routing: Routing = self.router(tokens, reroute)
         return routing
+
+    def _reroute(self, view: SequenceView, b: int, first: int, stop: int) -> Callable[[Tensor], Tensor] | None:
+        """Return what replaces the choices of the tokens from ``first`` to ``stop`` of ``[s, b]``; None for nothing."""
+        spec, device = self.router.experts, self.router.weight.device
+        if view.reroute is None and not spec.forces_balance:
+            return None
+        numbers = torch.arange(first, stop, device=device)
+        samples, positions = numbers % b, view.positions(device)[numbers // b]
+
+        def reroute(chosen: Tensor) -> Tensor:
+            if spec.forces_balance:
+                every = positions.unsqueeze(1) * spec.per_token + torch.arange(spec.per_token, device=device)
+                chosen = every % spec.num
+            return chosen if view.reroute is None else view.reroute(self, chosen, samples, positions)
+
+        return reroute
 
     def _through_experts(self, tokens: Tensor, routing: Routing, fits: Tensor | None) -> Tensor:
         """Return the weighted sum of the experts' outputs for each token, ``[n, h]``; 0 where a choice does not fit."""

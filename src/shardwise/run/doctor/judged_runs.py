@@ -31,7 +31,10 @@ MOST_STEPS = 20
 
 # Sections and fields that choose a layout, what is stored or how fast it goes, but not the results.
 _NO_EXPERIMENT = {
-    "": {"out", "data", "resume", "device", "timeout", "validate", "peak_tflops", "parallel", "recompute", "profile"},
+    "": {
+        *("out", "data", "resume", "device", "timeout", "validate", "peak_tflops", "parallel", "recompute", "profile"),
+        "record_routing",
+    },
     "lora": {"lora_merge"},
     "training": {
         "micro_batch_size",
