@@ -53,6 +53,7 @@ LAYOUTS = {
         "full",
     ),
     "ep 2, pp 2": ("--nproc", "4", "--pp", "2", "--ep", "2"),
+    "ep 2, pp 2, zero bubble": ("--nproc", "4", "--pp", "2", "--ep", "2", "--pipeline-schedule", "zero-bubble"),
 }
 
 
