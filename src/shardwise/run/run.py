@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -76,7 +76,7 @@ def train(session: Session) -> Outcome:
         keep_freed_memory()
     first_step, checkpoint = start_or_resume(session)
     session.settings.profile.check_steps(first_step, session.settings.training.steps)
-    if (routing := session.routing) is not None:
+    if (routing := session.trainer.routing) is not None:
         steps = range(first_step, session.settings.training.steps)
         agree(lambda: routing.check_steps(steps), group=session.ranks.control)
     agree(lambda: _leave_settings(session), group=session.ranks.control)
@@ -153,7 +153,6 @@ class _Training:
         self._started = time.perf_counter()
         is_first = step == self.first_step
         with (
-            nullcontext() if session.routing is None else session.routing.step(step),
             session.ranks.phase(f"at step {step}", limited=True),
             self._counting,
             # Ranks that disagree are detected in the first step.

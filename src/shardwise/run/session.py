@@ -65,6 +65,9 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
     with shortage.explained():
         model = task.source.build(settings, data, groups=groups, device=ranks.device)
         trainer = Trainer(settings, model, groups, task.method.objective(data, groups, ranks.device))
+    trainer.routing = replay_of(settings, model)
+    if settings.record_routing is not None:
+        trainer.routing = RoutingRecorder(model, settings.record_routing)
     if settings.parallel.exact:
         check_arithmetic(ranks.device, group=ranks.control)
         agree(lambda: _try_device(settings, model, topology.size("dp"), loader, shortage), group=ranks.control)
@@ -81,13 +84,11 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
         num_parameters=count_parameters(model, topology),
         utilisation=_utilisation(task, ranks, described),
         shortage=shortage,
-        routing=_routing(settings, model),
     )
 
 
-def _routing(settings: RunSettings, model: TransformerModel | ModelChunks) -> RoutingRecorder | RoutingReplay | None:
-    if settings.record_routing is not None:
-        return RoutingRecorder(model, settings.record_routing)
+def replay_of(settings: RunSettings, model: TransformerModel | ModelChunks) -> RoutingReplay | None:
+    """Return the replay of the routing that the settings name, if any; every rank of the model calls."""
     return None if settings.replay_routing is None else RoutingReplay(model, settings.replay_routing)
 
 

@@ -86,6 +86,17 @@ def test_any_layout_records_and_replays_one_routing(layout, group, tmp_path):
     torch.testing.assert_close(curve(split, RoutingReplay(split.model, alone)), replayed, rtol=1e-10, atol=0)
 
 
+@pytest.mark.ranks(2)
+def test_samples_that_ranks_cannot_share(group, tmp_path):
+    one, folder = trainer(tmp_path), tmp_path / f"{group.rank()}"
+    with RoutingRecorder(one.model, folder).step(0):
+        one.model(torch.zeros(3, LENGTH, dtype=torch.int64))
+    split = trainer_of(tmp_path, groups=Groups.of(Topology.create()), model=EXPERTS)
+    replay = RoutingReplay(split.model, folder).step(0)
+    with pytest.raises(ConfigError, match="has 3 samples, which 2 data-parallel ranks cannot share"):
+        replay.__enter__()
+
+
 @pytest.mark.ranks(1)
 def test_evaluation_is_not_recorded(group, tmp_path):
     model = trainer(tmp_path).model

@@ -157,6 +157,12 @@ class ExpertWeights(ShardedModule):
             bias = F.pad(self.down_bias.view(self.num_own, stop - start), (start, down.size(-1) - stop))
         return grouped_linear(inner, down.transpose(1, 2), counts, bias, delay=self._delay("down"))
 
+    def backward_dw(self) -> None:
+        """Compute the gradients of ``up`` and ``down`` that ``delay_wgrad_compute`` left out of the backward."""
+        for module in () if self.delayed is None else self.delayed.values():
+            assert isinstance(module, DelayedRuns)
+            module.backward_dw()
+
     def _delay(self, name: str) -> Delay | None:
         delayed: Any = None if self.delayed is None else self.delayed[name]
         return delayed.add if delayed is not None and delayed.delays_weight_gradients else None

@@ -20,7 +20,6 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader
 from shardwise.models.description import ModelChunks, ModelDescription
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.run.doctor.routing import RoutingRecorder, RoutingReplay
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import FinetuneSettings, RunSettings
 from shardwise.run.tasks.task_data import TaskData, share
@@ -102,7 +101,6 @@ class Session:
         num_parameters: number of parameters of the whole model, tied weights counted once.
         utilisation: reference for the hardware utilisation of the steps.
         shortage: explanation for the error when a rank runs out of memory.
-        routing: recorder or replay of the choices of experts; None for neither.
     """
 
     task: Task
@@ -117,7 +115,6 @@ class Session:
     num_parameters: int
     utilisation: Utilisation
     shortage: Shortage
-    routing: RoutingRecorder | RoutingReplay | None = None
 
     @property
     def out(self) -> Path:
