@@ -126,7 +126,9 @@ class GPT(TransformerModel):
             forbidden = forbidden_keys(tokens)
             if position_ids is None and self.positions_skip_padding:
                 position_ids = positions_of(tokens)[:, -s:]
-            if cache is None and document_ids is None and context is None and self._sees_all_before:
+            # A routing names the places of tokens in rows as they are given.
+            moves = cache is None and document_ids is None and context is None and self.rerouting is None
+            if moves and self._sees_all_before:
                 forbidden, first = None, TokensFirst(tokens)
                 tokens = first.move(tokens)
                 position_ids = first.order if position_ids is None else first.move(position_ids.expand(b, -1))

@@ -87,6 +87,22 @@ def test_any_layout_records_and_replays_one_routing(layout, group, tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_padding_on_the_left_keeps_the_places_of_tokens(group, tmp_path):
+    """Without context parallelism, a model would move it behind the tokens."""
+    ids = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(4))
+    is_token = torch.arange(LENGTH) >= torch.tensor([[0], [4]])
+    found = []
+    for parallel, folder in ((ONE, tmp_path / f"{group.rank()}"), (ParallelSettings(cp=2), tmp_path / "cp")):
+        groups = None if parallel == ONE else Groups.of(Topology.create(cp=2))
+        model = trainer_of(tmp_path, parallel, groups=groups, model=EXPERTS, dtype="float64").model
+        with RoutingRecorder(model, folder).step(0):
+            model(ids, attention_mask=is_token.long())
+        found.append(load_file(folder / "step_00000000.safetensors"))
+    for layer in ("1", "4"):
+        assert torch.equal(*(each[layer][is_token] for each in found))
+
+
+@pytest.mark.ranks(2)
 def test_samples_that_ranks_cannot_share(group, tmp_path):
     one, folder = trainer(tmp_path), tmp_path / f"{group.rank()}"
     with RoutingRecorder(one.model, folder).step(0):
