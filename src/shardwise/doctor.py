@@ -23,8 +23,9 @@ from shardwise.core.topology import Groups
 from shardwise.run.doctor.diagnosis import Diagnosis, Finding, diagnose
 from shardwise.run.doctor.places import Axes
 from shardwise.run.doctor.recorder import BUDGET, Recorder
+from shardwise.run.doctor.routing import RoutingRecorder, RoutingReplay
 
-__all__ = ["Diagnosis", "Finding", "Recorder", "diagnose", "record"]
+__all__ = ["Diagnosis", "Finding", "Recorder", "RoutingRecorder", "RoutingReplay", "diagnose", "record"]
 
 
 def record(

@@ -7,7 +7,7 @@ import torch
 from harness.parity import assert_close_to
 from torch import Tensor
 
-from shardwise.kernels.grouped import grouped_linear, why_not_grouped
+from shardwise.kernels.grouped import grouped_linear, grouped_weight_gradient, why_not_grouped
 
 # A run without rows, and one that is long.
 COUNTS = [3, 0, 1, 1000]
@@ -28,12 +28,20 @@ def test_runs_equal_a_loop(dtype: torch.dtype, with_biases: bool) -> None:
     assert (why_not_grouped("cpu", dtype, sizes[1][1:]) is None) == (dtype != torch.float64)
     rows, weights, *biases = inputs
     actual = with_gradients(grouped_linear(rows, weights, torch.tensor(COUNTS), *biases), grad, *inputs)
+    kept: list[tuple[Tensor, Tensor, Tensor]] = []
+    output = grouped_linear(rows, weights, torch.tensor(COUNTS), *biases, delay=lambda *given: kept.append(given))
+    others = with_gradients(output, grad, rows, *biases)
+    ((input_, grad_output, counts),) = kept
+    others.insert(2, grouped_weight_gradient(grad_output, input_, counts))
 
     wide = [each.detach().double().requires_grad_() for each in inputs]
     products = [run @ weight.T for run, weight in zip(wide[0].split(COUNTS), wide[1], strict=True)]
     if with_biases:
         products = [product + bias for product, bias in zip(products, wide[2], strict=True)]
     expected = with_gradients(torch.cat(products), grad.double(), *wide)
-    for name, one, other in zip(("output", "input", "weights", "biases"), actual, expected, strict=False):
-        assert one.dtype == dtype
+    for name, one, later, other in zip(
+        ("output", "input", "weights", "biases"), actual, others, expected, strict=False
+    ):
+        assert one.dtype == later.dtype == dtype
         assert_close_to(one.double(), other, rtol_of_norm=RTOL[dtype], name=name)
+        assert_close_to(later.double(), other, rtol_of_norm=RTOL[dtype], name=f"{name}, delayed")

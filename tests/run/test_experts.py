@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from run.compared_runs import sizes, train
+from harness.program import Program
+from run.compared_runs import TEXT, sizes, train
 from run.plan.measured_layouts import CASES
 
 from shardwise.core.errors import ConfigError
@@ -51,6 +53,7 @@ LAYOUTS = {
         "full",
     ),
     "ep 2, pp 2": ("--nproc", "4", "--pp", "2", "--ep", "2"),
+    "ep 2, pp 2, zero bubble": ("--nproc", "4", "--pp", "2", "--ep", "2", "--pipeline-schedule", "zero-bubble"),
 }
 
 
@@ -92,6 +95,40 @@ def test_capacity_and_global_balance_are_those_of_one_rank(tmp_path, drops_by):
     assert min(dropped) > 0
 
 
+def loads(run: Path) -> list[tuple[float, float]]:
+    """The largest and the smallest load of each step, over the mean."""
+    return [
+        (step["expert_load_max"], step["expert_load_min"])
+        for step in read_metrics(run / "metrics.jsonl")
+        if "loss" in step
+    ]
+
+
+@pytest.mark.slow
+def test_a_run_replays_the_routing_of_another(one, tmp_path):
+    """Recording changes nothing. The loads of a run that replays choices are those of the recorded run."""
+    folder = str(tmp_path / "routing")
+    recorded = train(tmp_path, "recorded", *SIZES, "--record-routing", folder)
+    assert compare(one, recorded).verdict == "same bits"
+    replays = ("--replay-routing", folder, "--training.dtype", "float64")
+    assert loads(train(tmp_path, "wide", *SIZES, *LAYOUTS["ep 2, pp 2"], *replays)) == loads(recorded)
+    split = train(tmp_path, "split", *SIZES, *LAYOUTS["ep 2"], *replays[:2])
+    assert loads(split) == loads(recorded)
+    comparison = compare(recorded, split)
+    assert comparison.verdict == "rounding", "\n".join(comparison.lines)
+    arguments = ("train", "--data", str(TEXT), *SIZES, "--training.steps", "7", *replays)
+    with Program("-m", "shardwise", *arguments, folder=tmp_path) as program:
+        program.finish(exit_code=2)
+    assert "has no routing of step 6; replay fewer steps" in program.stderr
+
+
+@pytest.mark.slow
+def test_forced_balance_is_even(tmp_path):
+    run = train(tmp_path, "run", *SIZES, "--model.router-force-balance", "--nproc", "4", "--tp", "2", "--ep", "2")
+    # A sequence has 23 * 3 choices, 8 or 9 for each of the 8 experts.
+    assert set(loads(run)) == {(9 * 8 / 69, 8 * 8 / 69)}
+
+
 def test_wrong_settings_are_refused():
     experts = {"num_experts": 8}
     for model, parallel, world_size, message in (
@@ -110,6 +147,10 @@ def test_wrong_settings_are_refused():
         ModelSettings(router_aux_loss=0.5)
     with pytest.raises(ConfigError, match=r"expert-drops-by position is for model\.expert-capacity-factor"):
         ModelSettings(num_experts=8, expert_drops_by="position")
+    with pytest.raises(ConfigError, match="record-routing and replay-routing exclude each other"):
+        Settings(data=("text",), record_routing="a", replay_routing="b")
+    with pytest.raises(ConfigError, match=r"router-force-balance True is for --model\.num-experts"):
+        ModelSettings(router_force_balance=True)
     with pytest.raises(ConfigError, match=r"router-balance global is for --model\.num-experts"):
         ModelSettings(router_balance="global")
     with pytest.raises(ConfigError, match="experts have no biases"):

@@ -42,7 +42,7 @@ def trainer_of(
     if groups is None:
         groups = Groups.of(Topology.create(tp=parallel.tp, pp=parallel.pp))
         if parallel == ONE:
-            groups = Groups(tp=groups.tp, dp=groups.tp)
+            groups = Groups.alone(groups.tp)
     torch.manual_seed(settings.training.seed)
     return Trainer(settings, build_model(settings, VOCAB, groups=groups, device=torch.device("cpu")), groups)
 

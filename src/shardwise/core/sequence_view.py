@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,11 @@ from shardwise.core.errors import ShardingError
 from shardwise.core.layout import R, V
 from shardwise.core.sharding import Interval, balanced_sizes, intervals_of_sizes, uneven_sizes
 from shardwise.core.typed import check_move
+
+Reroute = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+"""Function that returns the experts of tokens, ``[n, k]``, from the layer of experts, the choices of its router, and
+the tokens' samples in the batch and positions in whole sequences, both ``[n]``.
+"""
 
 
 class _Own(Function):
@@ -162,6 +168,8 @@ class SequenceView:
             and for models that do not ask.
         choices: for a balance loss of all layers together, the choices of experts that each layer of this forward pass
             appends; None for a loss of each layer.
+        reroute: function that records or replaces the experts that routers choose in this forward pass; None for none.
+            A recomputation calls it again.
 
     Raises:
         ShardingError: a negative length.
@@ -172,6 +180,7 @@ class SequenceView:
     context: ContextShard | None = None
     is_token: Tensor | None = field(default=None, compare=False)
     choices: list[Tensor] | None = field(default=None, compare=False)
+    reroute: Reroute | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.length < 0:
@@ -197,6 +206,13 @@ class SequenceView:
         """Number of positions that this rank holds."""
         start, stop = self.interval
         return stop - start
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return this rank's positions in the whole sequence, ``[size]`` int64."""
+        start, stop = self.interval
+        if self.context is None:
+            return torch.arange(start, stop, device=device)
+        return self.context.positions(device)[start:stop]
 
     def sizes_to_gather(self, shard: Tensor) -> tuple[int, ...] | None:
         """Return the sizes for a gather of ``shard``, ``[s/t, ...]``; None if all ranks have the same size.

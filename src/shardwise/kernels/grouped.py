@@ -1,12 +1,19 @@
 """Products of runs of rows with one matrix each, as experts need them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
+from shardwise.core.typed import computed_locally
 from shardwise.kernels.planning import counts_on_host, device_type_of
+
+Delay = Callable[[Tensor, Tensor, Tensor], None]
+"""Function of input rows ``[n, i]``, the output's gradient ``[n, o]`` and the counts ``[e]`` of runs."""
 
 # Dtypes in which PyTorch multiplies all runs at once, by the device.
 _DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
@@ -28,7 +35,49 @@ def why_not_grouped(device_type: str, dtype: torch.dtype, widths: Sequence[int])
     return f"rows of {wrong[0]} elements are no multiple of {_ALIGNMENT} bytes" if wrong else None
 
 
-def grouped_linear(input_: Tensor, weights: Tensor, counts: Tensor, biases: Tensor | None = None) -> Tensor:
+class _Delayed(Function):
+    """``grouped_linear`` whose backward passes on what the gradient of the weights needs, instead of computing it."""
+
+    spmd_typecheck = computed_locally("input_", "weights", "counts")
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, weights: Tensor, counts: Tensor, delay: Delay) -> Tensor:
+        ctx.save_for_backward(input_, weights, counts)
+        ctx.delay = delay
+        return grouped_linear(input_, weights, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        input_, weights, counts = ctx.saved_tensors
+        grad = grad.contiguous()
+        ctx.delay(input_, grad, counts)
+        grad_input = grouped_linear(grad, weights.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
+        return grad_input, None, None, None
+
+
+def grouped_weight_gradient(grad_output: Tensor, input_: Tensor, counts: Tensor) -> Tensor:
+    """Multiply, for each run, the transpose of its rows of ``grad_output`` by its rows of ``input_``.
+
+    Args:
+        grad_output: ``[n, o]``, the runs one after the other.
+        input_: ``[n, i]``, the same.
+        counts: ``[e]`` int64, number of rows of each run; together ``n``. Without ``grouped_mm`` the host reads it.
+
+    Returns:
+        ``[e, o, i]``.
+    """
+    widths = (grad_output.size(1), input_.size(1))
+    if why_not_grouped(device_type_of(input_), input_.dtype, widths) is None:
+        return F.grouped_mm(grad_output.t(), input_, offs=counts.cumsum(0).to(torch.int32))
+    lengths = counts_on_host(counts, len(input_))
+    runs = zip(grad_output.split(lengths), input_.split(lengths), strict=True)
+    return torch.stack([left.t() @ right for left, right in runs])
+
+
+def grouped_linear(
+    input_: Tensor, weights: Tensor, counts: Tensor, biases: Tensor | None = None, *, delay: Delay | None = None
+) -> Tensor:
     """Multiply each run of rows by the transpose of its matrix, and add its bias.
 
     Args:
@@ -36,11 +85,14 @@ def grouped_linear(input_: Tensor, weights: Tensor, counts: Tensor, biases: Tens
         weights: ``[e, o, i]``, a matrix for each run.
         counts: ``[e]`` int64, number of rows of each run; together ``n``. Without ``grouped_mm`` the host reads it.
         biases: ``[e, o]``, a bias for each run, or None.
+        delay: function that the backward calls instead of computing the gradient of the weights; None to compute it.
 
     Returns:
         ``[n, o]``.
     """
-    if why_not_grouped(device_type_of(input_), input_.dtype, weights.shape[1:]) is None:
+    if delay is not None:
+        output: Tensor = _Delayed.apply(input_, weights, counts, delay)
+    elif why_not_grouped(device_type_of(input_), input_.dtype, weights.shape[1:]) is None:
         ends = counts.cumsum(0).to(torch.int32)
         output = F.grouped_mm(input_, weights.transpose(1, 2), offs=ends)
         if output.requires_grad:

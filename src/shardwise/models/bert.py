@@ -195,7 +195,7 @@ class Bert(TransformerModel):
             s = sequence.length if context is None else context.length
             tokens = is_token(attention_mask, hidden.size(1), s)
             forbidden = forbidden_keys(tokens)
-        sequence = self._for_experts(sequence, tokens)
+        sequence = self._for_experts(sequence, tokens, hidden.size(1), input_ids)
         hidden = self.encoder(
             hidden,
             attention_mask=AttentionMask(forbidden, alibi_slopes=self.alibi_slopes, context=context),

@@ -161,8 +161,8 @@ class LayerConfig:
         use_cpu_initialization: whether to draw initial values on the CPU, so that they do not depend on the device.
         deterministic_mode: whether to use only operations whose result does not depend on the order of threads.
         gradient_accumulation_fusion: whether to add weight gradients directly to ``weight.main_grad``.
-        delay_wgrad_compute: whether a linear layer's ``backward_dw`` computes the weight gradient, instead of the
-            backward. A zero-bubble pipeline schedule needs this, and calls it.
+        delay_wgrad_compute: whether ``backward_dw`` computes the weight gradients of linear layers and experts, instead
+            of the backward. A zero-bubble pipeline schedule needs this, and calls it.
         defer_embedding_wgrad_compute: whether to keep the output layer's inputs and output gradients, and compute its
             weight gradient after the last micro-batch.
         wgrad_deferral_limit: maximum number of micro-batches to keep for this; 0 means no limit.
@@ -373,7 +373,6 @@ class ModelConfig(LayerConfig, TransformerFields):
         for name, is_set in (
             ("exact_parts", self.exact_parts is not None),
             ("add_bias_linear", self.add_bias_linear),
-            ("gradient_accumulation_fusion with delay_wgrad_compute", self.delay_wgrad_compute),
         ):
             if is_set:
                 raise ConfigError(f"experts and {name} exclude each other; leave one out")

@@ -91,8 +91,8 @@ class Experts:
             share. It needs all layers on one pipeline stage.
         init_scale: factor of the initial standard deviation of the second projection. With normalised weights, ``k``
             experts of a ``k``-th of an MLP's width together start with a ``k``-th of its scale.
-        forces_balance: whether the experts of each token follow those of the token before and scores are ignored; to
-            measure and to debug.
+        forces_balance: whether the choice ignores the scores, and the experts of a token follow those of the token
+            before it in its sequence; to measure and to debug. So loads are even, and the same at every layout.
         z_loss: coefficient of the mean square of the log of the sum of the logits' exponentials; 0 for none.
 
     Raises:

@@ -126,7 +126,9 @@ class GPT(TransformerModel):
             forbidden = forbidden_keys(tokens)
             if position_ids is None and self.positions_skip_padding:
                 position_ids = positions_of(tokens)[:, -s:]
-            if cache is None and document_ids is None and context is None and self._sees_all_before:
+            # A routing names the places of tokens in rows as they are given.
+            moves = cache is None and document_ids is None and context is None and self.rerouting is None
+            if moves and self._sees_all_before:
                 forbidden, first = None, TokensFirst(tokens)
                 tokens = first.move(tokens)
                 position_ids = first.order if position_ids is None else first.move(position_ids.expand(b, -1))
@@ -143,7 +145,8 @@ class GPT(TransformerModel):
         of_texts = self._own_lengths(lengths, document_ids, hidden, s)
         if cache is None:
             places = tokens_of(tokens, lengths, document_ids, s)
-            sequence = self._for_experts(sequence, None if places is None else places.to(hidden.device))
+            places = None if places is None else places.to(hidden.device)
+            sequence = self._for_experts(sequence, places, hidden.size(1), own_ids)
         hidden = self.decoder(
             hidden,
             attention_mask=AttentionMask(

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.initialization import draw_seed, part_seeded
-from shardwise.core.sequence_view import ContextShard, SequenceView
+from shardwise.core.sequence_view import ContextShard, Reroute, SequenceView
 from shardwise.core.topology import Groups
 from shardwise.core.typed import computed_locally
 from shardwise.models.classification import Classification, Classifier
@@ -126,6 +126,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         self.vp_stage = vp_stage
         self._check_stages()
         self._input_tensor: Tensor | None = None
+        self.rerouting: Callable[[SequenceView, int, Tensor | None], Reroute] | None = None
         layers = layers_of_this_stage(config, self.pp_group, vp_stage)
         device = parameter_device(self.tp_group, on_cpu=config.use_cpu_initialization)
         starts = config.perform_initialization and torch.get_default_device().type != "meta"
@@ -396,12 +397,19 @@ class TransformerModel(FixedTensors, LanguageModel):
             )
         return SequenceView(hidden.size(0))
 
-    def _for_experts(self, sequence: SequenceView, tokens: Tensor | None) -> SequenceView:
+    def _for_experts(
+        self, sequence: SequenceView, tokens: Tensor | None, b: int, input_ids: Tensor | None
+    ) -> SequenceView:
         """Return the view with what layers of experts read: the places of tokens ``[b, s]``, and a list of choices."""
         experts = self.config.experts
         if experts is None:
             return sequence
-        return dataclasses.replace(sequence, is_token=tokens, choices=[] if experts.pools_layers else None)
+        return dataclasses.replace(
+            sequence,
+            is_token=tokens,
+            choices=[] if experts.pools_layers else None,
+            reroute=self.rerouting(sequence, b, input_ids) if self.training and self.rerouting is not None else None,
+        )
 
     @property
     def splits_context(self) -> bool:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
@@ -14,6 +14,7 @@ from shardwise.core.communication.collectives import all_gather_async
 from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ShardingError
 from shardwise.core.sharding import uneven_sizes
+from shardwise.kernels.grouped import grouped_weight_gradient
 from shardwise.kernels.products import Products, add_product_, main_grad_of, placeholder
 from shardwise.nn.recompute import is_kept_briefly
 
@@ -154,7 +155,7 @@ class DelayedGradients:
 
     def take_weight_gradients(self) -> Callable[[], None]:
         """Empty the queue of ``backward_dw``, and return a function that computes its gradients and calls the hooks."""
-        if self._delayed is None:
+        if not self.delays_weight_gradients:
             return lambda: None
         compute = self._compute_delayed()
 
@@ -182,6 +183,51 @@ class DelayedGradients:
         sequence parallelism, which gathers its inputs.
         """
         self.take_weight_gradients()()
+
+
+class DelayedRuns(DelayedGradients, nn.Module):
+    """Gradients of a weight of ``grouped_linear`` that wait for ``backward_dw``.
+
+    Args:
+        owner: module that has the weight, ``[e * rows, h]``.
+        name: name of the weight.
+        transposed: whether rows are multiplied by the matrices ``[rows, h]``, and not by their transposes.
+    """
+
+    def __init__(self, owner: nn.Module, name: str, *, transposed: bool) -> None:
+        super().__init__()
+        # In a tuple, so that the owner is no submodule.
+        self._owner, self._name, self._is_transposed = (owner,), name, transposed
+        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # The owner may replace it.
+        """The weight."""
+        return self._owner[0].get_parameter(self._name)
+
+    @property
+    def delays_weight_gradients(self) -> bool:
+        """True unless the weight is frozen."""
+        return self.weight.requires_grad
+
+    def add(self, input_: Tensor, grad_output: Tensor, counts: Tensor) -> None:
+        """Add a gradient; see ``grouped_linear``."""
+        self._waiting.append((input_.detach(), grad_output, counts))
+
+    def _compute_delayed(self) -> Callable[[], None]:
+        taken = self._waiting[:]
+        self._waiting.clear()
+
+        @torch.no_grad()
+        def compute() -> None:
+            weight = self.weight
+            for input_, grad_output, counts in taken:
+                factors = (input_, grad_output) if self._is_transposed else (grad_output, input_)
+                gradient = grouped_weight_gradient(*factors, counts).flatten(0, 1)
+                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+            taken.clear()
+
+        return compute
 
 
 @torch.no_grad()

@@ -37,6 +37,7 @@ def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
             aux_loss=model.router_aux_loss,
             balances=model.router_balance,
             z_loss=model.router_z_loss,
+            forces_balance=model.router_force_balance,
         )
     return ModelDescription(
         num_layers=model.num_layers,

@@ -76,6 +76,9 @@ def train(session: Session) -> Outcome:
         keep_freed_memory()
     first_step, checkpoint = start_or_resume(session)
     session.settings.profile.check_steps(first_step, session.settings.training.steps)
+    if (routing := session.trainer.routing) is not None:
+        steps = range(first_step, session.settings.training.steps)
+        agree(lambda: routing.check_steps(steps), group=session.ranks.control)
     agree(lambda: _leave_settings(session), group=session.ranks.control)
     if checkpoint is not None and session.ranks.is_first:
         print(f"resumed at step {first_step}", flush=True)

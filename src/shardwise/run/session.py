@@ -17,6 +17,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.description import ModelChunks, ModelDescription
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import named_param_layouts, replicas_of
+from shardwise.run.doctor.routing import RoutingRecorder, RoutingReplay
 from shardwise.run.exact_surroundings import check_arithmetic, use_deterministic_algorithms
 from shardwise.run.exact_trials import check_device, check_updates
 from shardwise.run.processes.ranks import Ranks
@@ -64,6 +65,9 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
     with shortage.explained():
         model = task.source.build(settings, data, groups=groups, device=ranks.device)
         trainer = Trainer(settings, model, groups, task.method.objective(data, groups, ranks.device))
+    trainer.routing = replay_of(settings, model)
+    if settings.record_routing is not None:
+        trainer.routing = RoutingRecorder(model, settings.record_routing)
     if settings.parallel.exact:
         check_arithmetic(ranks.device, group=ranks.control)
         agree(lambda: _try_device(settings, model, topology.size("dp"), loader, shortage), group=ranks.control)
@@ -81,6 +85,11 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
         utilisation=_utilisation(task, ranks, described),
         shortage=shortage,
     )
+
+
+def replay_of(settings: RunSettings, model: TransformerModel | ModelChunks) -> RoutingReplay | None:
+    """Return the replay of the routing that the settings name, if any; every rank of the model calls."""
+    return None if settings.replay_routing is None else RoutingReplay(model, settings.replay_routing)
 
 
 def _try_device(

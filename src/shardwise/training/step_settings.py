@@ -177,7 +177,6 @@ class ParallelSettings(Checked, prefix="parallel."):
         refuse(
             "experts and {} exclude each other; leave one of them out",
             (self.exact, "parallel.exact"),
-            (self.pp > 1 and self.pipeline_schedule == "zero-bubble", "parallel.pipeline-schedule zero-bubble"),
         )
 
     @property

@@ -110,6 +110,16 @@ class StepObserver(Protocol):
         """The parameters are updated, or the update is skipped."""
 
 
+class StepRouting(Protocol):
+    """Records or replaces the experts of a step's tokens, such as a ``doctor.RoutingReplay``."""
+
+    def step(self, number: int) -> AbstractContextManager[None]:
+        """Return the context of a step's forward passes."""
+
+    def check_steps(self, steps: range) -> None:
+        """Raise ConfigError if one of these steps cannot be recorded or replaced."""
+
+
 class Trainer:
     """Trains a model with an optimizer, on the model's process groups; reads and writes no files.
 
@@ -136,6 +146,7 @@ class Trainer:
             the step will be skipped). If it raises, the weights are unchanged.
         before_action: callback before each forward and backward of a micro-batch; or None.
         observer: object that is told of the gradients before clipping, of clipping and of the update; or None.
+        routing: object whose context ``train_step`` enters; or None.
         defers_checks: whether ids out of range are reported when the loss and the norm are read, the only time that a
             step waits for the device, instead of where they are used. False on a CPU, where a check needs no wait.
     """
@@ -151,6 +162,7 @@ class Trainer:
         self.before_update: Callable[[int, Sequence[float]], None] | None = None
         self.before_action: Callable[[Action], None] | None = None
         self.observer: StepObserver | None = None
+        self.routing: StepRouting | None = None
         self._model_groups = groups
         check_replicas(model, **_of_replicas(groups))
         self.settings = settings
@@ -480,7 +492,8 @@ class Trainer:
                 self._prepared = self._prepare(step + 1, loader)
 
         meanwhile = None if self.device.type == "cpu" else prepare_next
-        return self.step(step, prepared[2], loader.num_labels(step), meanwhile=meanwhile)
+        with contextlib.nullcontext() if self.routing is None else self.routing.step(step):
+            return self.step(step, prepared[2], loader.num_labels(step), meanwhile=meanwhile)
 
     def _prepare(self, step: int, loader: DataLoader) -> _Prepared:
         rank, num_ranks = self.sample_rank, self.num_sample_ranks

@@ -297,9 +297,9 @@ def test_experts_that_ranks_cannot_divide(group):
 
 
 @pytest.mark.ranks(2)
-def test_the_example_of_the_page(group):
+def test_the_examples_of_the_page(group, tmp_path):
     page = (Path(__file__).parents[3] / "docs" / "experts.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    example, routing = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(example, names)
     model = names["model"]
@@ -308,3 +308,6 @@ def test_the_example_of_the_page(group):
     model(ids, labels=ids).mean().backward()
     assert isinstance(model.decoder.layers[1].mlp, MoELayer)
     assert all(param.grad is not None for param in model.parameters())
+    names |= {"num_steps": 2, "ids": ids}
+    exec(routing.replace('"routing"', repr(str(tmp_path / "routing"))).replace("...", "model(ids)"), names)
+    assert len(list((tmp_path / "routing").glob("step_*.safetensors"))) == 2

@@ -47,6 +47,11 @@ CASES = {
     "down": ("qwen2_moe", {"targets": ["o_proj", "up_proj"], "target_parameters": [BOTH[1], "gate.weight"]}),
     "only": ("qwen2_moe", {"targets": [], "target_parameters": BOTH, "rank_pattern": {"gate_up_proj": 5}}),
     "latent": ("deepseek_v3", {"targets": ["q_b_proj", "o_proj", "gate", "gate_proj", "up_proj", "down_proj"]}),
+    "biases": (
+        "gpt_oss",
+        {"targets": ["v_proj"], "target_parameters": [*BOTH, "router.weight"], "rank_pattern": {"down_proj": 5}},
+    ),
+    "biases, up": ("gpt_oss", {"targets": "all-linear", "target_parameters": ["gate_up_proj"]}),
     "granite": ("granitemoe", {"targets": ["k_proj"], "target_parameters": [*BOTH, "router.weight"]}),
 }
 LAYOUTS = {1: ({},), 2: ({"ep": 2}, {"tp": 2}, {"tp": 2, "ep": 2, "etp": 1}), 4: ({"tp": 2, "ep": 2},)}
@@ -149,6 +154,7 @@ def check_files(ours, theirs):
 # Names of targets that peft converts, parameters of one layer, and paths instead of a pattern.
 WRITTEN = (
     ("all", {}),
+    ("biases", {"target_modules": ("q_proj",), "target_parameters": ("gate_up_proj", "down_proj", "router.weight")}),
     ("up", {}),
     (
         "names",
@@ -229,6 +235,8 @@ def test_what_is_wrong_is_said_on_every_rank(group, folders, tmp_path):
         ("all", {"use_dora": True}, "use_dora is True, which adapters of experts and routers do not have in peft"),
         ("up", {"rank_pattern": {"gate_proj": 4}}, "rank_pattern has 'gate_proj', which names no layer with an adapter"),  # noqa: E501
         ("all", {"target_modules": ("q_proj",), "modules_to_save": ("experts",)}, r"modules_to_save names .*experts.* which peft's files cannot hold"),  # noqa: E501
+        ("biases", {"target_modules": ("q_proj",), "modules_to_save": ("experts",)}, r"modules_to_save names .*experts, which peft's files cannot hold"),  # noqa: E501
+        ("biases", {"target_modules": ("q_proj",), "modules_to_save": ("router",)}, r"modules_to_save names .*router, which peft's files cannot hold"),  # noqa: E501
         ("all", {"target_modules": ("q_proj",), "modules_to_save": ("gate",)}, r"modules_to_save names .*block_sparse_moe\.gate, which peft's files cannot hold"),  # noqa: E501
     ):  # fmt: skip
         architecture = read_config(folders / case).architecture

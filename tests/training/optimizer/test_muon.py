@@ -1,20 +1,31 @@
 """Muon: one update is that of one rank at every layout, of each matrix by itself; its state and settings."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from harness.parity import assert_close_to, gather_shards
+from models.model_checks import alone
+from models.transformer.test_moe import MIXTRAL, build
+from run.tiny_layouts import losses_of, trainer_of
 from torch import nn
 
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.errors import ConfigError
-from shardwise.core.topology import Groups
+from shardwise.core.topology import Groups, Topology
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
 from shardwise.nn import named_param_layouts
-from shardwise.run.settings import FinetuneOptimizerSettings, FinetuneSettings, LoraSettings, OptimizerSettings
+from shardwise.nn.replicated import replicas_of
+from shardwise.run.settings import (
+    FinetuneOptimizerSettings,
+    FinetuneSettings,
+    LoraSettings,
+    OptimizerSettings,
+    ParallelSettings,
+)
 from shardwise.training.optimizer import muon as muon_module
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.muon import Muon, orthogonalized
@@ -136,6 +147,73 @@ def test_an_update_is_that_of_one_rank_and_of_each_matrix_by_itself(group, query
     assert {name for name in state if not name.startswith("momentum.")} == {
         f"{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in before if not is_matrix(name)
     }
+
+
+# Experts that are divided, split (unevenly), both, and copied.
+OF_EXPERTS = ({"ep": 4}, {"tp": 2, "ep": 2}, {"tp": 1, "etp": 4}, {"tp": 2, "ep": 4, "etp": 1}, {"tp": 2, "etp": 1})
+
+
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize("gated", [True, False])
+def test_an_update_of_experts_is_that_of_each_matrix(gated, group, monkeypatch):
+    """The gate, the up and the down projection of each expert; routers and biases are AdamW's."""
+    monkeypatch.setattr(muon_module, "_ELEMENTS_AT_ONCE", 1 if gated else 1 << 24)
+    spec = dataclasses.replace(MIXTRAL, biases=True, shared_ffn_hidden_size=13)
+    for sizes in OF_EXPERTS if group.size() == 4 else ({},):
+        topology = Topology.create(**sizes)
+        groups, tp = Groups.of(topology), topology.size("tp")
+        dense, split = (build(spec, each, tp=tp, gated_linear_unit=gated) for each in (alone(topology), groups))
+        before = {name: param.detach().clone() for name, param in dense.named_parameters()}
+        generator, gradients = torch.Generator().manual_seed(1), {}
+        for name, param in dense.named_parameters():
+            param.grad = gradients[name] = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+        replicas = replicas_of(split)
+        own = {
+            name: (param, layout, (groups.experts if replicas[param].is_of_expert else groups.tp).rank())
+            for name, param, layout in named_param_layouts(split, tp)
+        }
+        for name, (param, layout, rank) in own.items():
+            param.grad = layout.take(gradients[name], rank).clone()
+        for model in (dense, split):
+            optimizer = Muon(model, **OPTIONS)
+            optimizer.step()
+        weights = dict(dense.named_parameters())
+        for name in before:
+            if name.endswith(("experts.up", "experts.down")):
+                expected = before[name] * (1 - 1.5 * 0.02 * 0.1)
+                nesterov = gradients[name] * (0.1 + 0.9 * 0.1)
+                for rows in torch.arange(len(expected)).split(spec.ffn_hidden_size):
+                    factor = 1.5 * 0.02 * 0.2 * math.sqrt(spec.ffn_hidden_size)
+                    expected[rows] -= factor * newton_schulz(nesterov[rows])
+                assert_close_to(weights[name].detach(), expected, rtol_of_norm=1e-12, name=name)
+            param, layout, rank = own[name]
+            assert_close_to(param.detach(), layout.take(weights[name].detach(), rank), rtol_of_norm=1e-12, name=name)
+        state = optimizer_state(split.sharded_state_dict(), optimizer)
+        assert {name.rpartition(".")[2] for name in state if ".experts." in name and name.startswith("momentum.")} == {
+            "up",
+            "down",
+        }
+        assert "exp_avg.decoder.layers.0.mlp.router.weight" in state
+
+
+@pytest.mark.ranks(4)
+def test_runs_with_experts_train_as_one_rank(group, tmp_path):
+    options = {
+        "model": {"num_layers": 2, "num_experts": 4, "expert_ffn_hidden_size": 10},
+        "optimizer": {"name": "muon"},
+        "dtype": "float64",
+    }
+    expected = losses_of(trainer_of(tmp_path, **options), 4)
+    for parallel in (
+        ParallelSettings(tp=2, ep=2, zero=1),
+        ParallelSettings(ep=2, zero=1),
+        ParallelSettings(ep=2, fsdp=True),
+        ParallelSettings(tp=2, ep=4, etp=1, sequence_parallel=True),
+    ):
+        axes = {name: getattr(parallel, name) for name in ("tp", "ep", "etp")}
+        groups = Groups.of(Topology.create(**axes))
+        losses = losses_of(trainer_of(tmp_path, parallel, groups=groups, **options), 4)
+        assert_close_to(losses, expected, rtol_of_norm=1e-10, name=str(parallel))
 
 
 @pytest.mark.ranks(3)

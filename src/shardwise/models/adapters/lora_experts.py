@@ -39,15 +39,16 @@ class ExpertAdapter(Adapter):
         r, scaling: rank, and factor of the product.
         lora_A: ``[e * r/t, h]`` for ``up``, ``[e * i/t, r]`` for ``down``.
         lora_B: ``[e * i/t, r]`` for ``up``, ``[e * r/t, h]`` for ``down``; starts at 0.
+        section: of each output row of an expert in ``peft``'s parameter, the row here; None if all are the same.
     """
 
-    def __init__(self, layer: ExpertWeights, weight: str, config: LoraConfig) -> None:
+    def __init__(self, layer: ExpertWeights, weight: str, config: LoraConfig, section: Tensor | None = None) -> None:
         param: Tensor = getattr(layer, weight)
         super().__init__(layer, param, config)
         of_weight = layer.param_layouts[weight]
         rows, hidden = of_weight.global_shape
         self.is_transposed, self.num, self._num_own = weight == "down", layer.num, layer.num_own
-        self._expert_tp = layer.expert_tp
+        self._expert_tp, self.section = layer.expert_tp, section
         split = ParamLayout((rows, config.r), 0, of_weight.intervals, of_weight.world_size)
         gathered = layer.layout_of(1, config.r, hidden)
         bound = (rows // layer.num if self.is_transposed else hidden) ** -0.5
@@ -81,7 +82,10 @@ class ExpertAdapter(Adapter):
         matrices: Tensor = whole.unflatten(0, (self.num, -1))
         if self.is_transposed:
             matrices = matrices.transpose(1, 2)
-        return (matrices.flatten(0, 1) if name == "lora_A" else matrices.permute(1, 2, 0).flatten(1)).contiguous()
+        if name == "lora_A":
+            return matrices.flatten(0, 1).contiguous()
+        stored = matrices.permute(1, 2, 0).flatten(1)
+        return stored.contiguous() if self.section is None else stored[self.section]
 
     def from_file(self, name: str, stored: Tensor) -> Tensor:
         """Return the whole factor from the tensor that ``peft`` stores."""
@@ -89,7 +93,8 @@ class ExpertAdapter(Adapter):
         if name == "lora_A":
             matrices = stored.unflatten(0, (self.num, -1))
         else:
-            matrices = stored.unflatten(1, (-1, self.num)).permute(2, 0, 1)
+            ordered = stored if self.section is None else stored[self.section.argsort()]
+            matrices = ordered.unflatten(1, (-1, self.num)).permute(2, 0, 1)
         return (matrices.transpose(1, 2) if self.is_transposed else matrices).flatten(0, 1)
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
@@ -116,12 +121,15 @@ class LoraExperts(LoraLayer, ExpertWeights):
     """ExpertWeights with adapters; see ``LoraLayer``. There is neither dropout nor DoRA, as in ``peft``."""
 
     @staticmethod
-    def add(layer: nn.Module, configs: Mapping[str, LoraConfig]) -> LoraExperts:
+    def add(
+        layer: nn.Module, configs: Mapping[str, LoraConfig], sections: Mapping[str, Tensor | None] | None = None
+    ) -> LoraExperts:
         """Add adapters to experts, in place.
 
         Args:
             layer: an ExpertWeights, or an instance of a subclass.
             configs: rank and strength for each adapted weight, ``"up"`` or ``"down"``.
+            sections: see ``ExpertAdapter.section``, for each weight that has one; None for none.
 
         Raises:
             ConfigError: the layer has adapters already, is no ExpertWeights, or cannot have these.
@@ -132,7 +140,8 @@ class LoraExperts(LoraLayer, ExpertWeights):
             raise ConfigError(f"a {type(layer).__name__} is no ExpertWeights, whose experts could have adapters")
         for config in configs.values():
             check_experts(layer, config)
-        adapters = {name: ExpertAdapter(layer, name, config) for name, config in configs.items()}
+        sections = sections or {}
+        adapters = {name: ExpertAdapter(layer, name, config, sections.get(name)) for name, config in configs.items()}
         result: LoraExperts = LoraExperts._turn(layer, adapters, next(iter(configs.values())))
         return result
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
@@ -34,7 +34,7 @@ from shardwise.core.sharding import ParamLayout, Replicas, intervals_of_sizes
 from shardwise.core.sharding.balanced import balanced_sizes
 from shardwise.core.topology import Groups
 from shardwise.core.typed import computed_locally
-from shardwise.kernels.grouped import grouped_linear
+from shardwise.kernels.grouped import Delay, grouped_linear
 from shardwise.kernels.planning import counts_on_host
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
@@ -42,6 +42,7 @@ from shardwise.models.transformer.capacity import taken
 from shardwise.models.transformer.mlp import MLP, activated, layer_arguments
 from shardwise.models.transformer.router import Router, Routing, Sequences, counts_of
 from shardwise.nn.module import GroupModule, ShardedModule
+from shardwise.nn.weight_gradient import DelayedRuns
 
 
 class ExpertWeights(ShardedModule):
@@ -63,6 +64,7 @@ class ExpertWeights(ShardedModule):
         up_bias: ``[e * p * f]``, or None.
         down_bias: ``[e * h/t]``, or None: the ``t`` ranks that split an expert add the bias to different features.
         num_own: number of experts of this rank, ``e``.
+        delayed: gradients of ``up`` and ``down`` that ``backward_dw`` computes; None without ``delay_wgrad_compute``.
 
     Raises:
         ConfigError: the number of experts is no multiple of the ranks between which they are divided.
@@ -111,6 +113,11 @@ class ExpertWeights(ShardedModule):
         # Features of the output to which this rank adds its part of the biases.
         self._features = intervals_of_sizes(balanced_sizes(h, splits))[group.rank() % splits]
         self._activate = experts.gate or activated(config, group)
+        self.delayed: nn.ModuleDict | None = None
+        if config.delay_wgrad_compute:
+            self.delayed = nn.ModuleDict(
+                {name: DelayedRuns(self, name, transposed=name == "down") for name in ("up", "down")}
+            )
 
     def layout_of(self, parts: int, inner: int, *row: int) -> ParamLayout:
         """Return the layout of ``[num * parts * inner, *row]``; each part of an expert is split."""
@@ -140,14 +147,25 @@ class ExpertWeights(ShardedModule):
 
     def _raise(self, tokens: Tensor, counts: Tensor) -> Tensor:
         bias = None if self.up_bias is None else self.up_bias.unflatten(0, (self.num_own, -1))
-        return grouped_linear(tokens, self.up.unflatten(0, (self.num_own, -1)), counts, bias)
+        up = self.up.unflatten(0, (self.num_own, -1))
+        return grouped_linear(tokens, up, counts, bias, delay=self._delay("up"))
 
     def _lower(self, inner: Tensor, counts: Tensor) -> Tensor:
         down, bias = self.down.unflatten(0, (self.num_own, -1)), None
         if self.down_bias is not None:
             start, stop = self._features
             bias = F.pad(self.down_bias.view(self.num_own, stop - start), (start, down.size(-1) - stop))
-        return grouped_linear(inner, down.transpose(1, 2), counts, bias)
+        return grouped_linear(inner, down.transpose(1, 2), counts, bias, delay=self._delay("down"))
+
+    def backward_dw(self) -> None:
+        """Compute the gradients of ``up`` and ``down`` that ``delay_wgrad_compute`` left out of the backward."""
+        for module in () if self.delayed is None else self.delayed.values():
+            assert isinstance(module, DelayedRuns)
+            module.backward_dw()
+
+    def _delay(self, name: str) -> Delay | None:
+        delayed: Any = None if self.delayed is None else self.delayed[name]
+        return delayed.add if delayed is not None and delayed.delays_weight_gradients else None
 
 
 class _WithLoss(Function):
@@ -243,7 +261,7 @@ class MoELayer(GroupModule):
         start, stop = intervals_of_sizes(sizes)[self._tp_group.rank() if splits else 0]
         if splits:
             tokens = moves.scatter(tokens, dim=0, group=self._tp_group, sizes=sizes)
-        routing, fits = self._route(tokens), None
+        routing, fits = self._route(tokens, self._reroute(view, hidden.size(1), start, stop)), None
         if self.training and self.spec.capacity_factor is not None:
             of_ranks = sizes if splits else [each * hidden.size(1) for each in view.sizes]
             fits = taken(routing, self.spec, view, hidden.size(1), self._tp_group, of_ranks)
@@ -287,9 +305,25 @@ class MoELayer(GroupModule):
         pooled: Tensor = _WithLoss.apply(output, scores, slopes)
         return pooled
 
-    def _route(self, tokens: Tensor) -> Routing:
-        routing: Routing = self.router(tokens)
+    def _route(self, tokens: Tensor, reroute: Callable[[Tensor], Tensor] | None) -> Routing:
+        routing: Routing = self.router(tokens, reroute)
         return routing
+
+    def _reroute(self, view: SequenceView, b: int, first: int, stop: int) -> Callable[[Tensor], Tensor] | None:
+        """Return what replaces the choices of the tokens from ``first`` to ``stop`` of ``[s, b]``; None for nothing."""
+        spec, device = self.router.experts, self.router.weight.device
+        if view.reroute is None and not spec.forces_balance:
+            return None
+        numbers = torch.arange(first, stop, device=device)
+        samples, positions = numbers % b, view.positions(device)[numbers // b]
+
+        def reroute(chosen: Tensor) -> Tensor:
+            if spec.forces_balance:
+                every = positions.unsqueeze(1) * spec.per_token + torch.arange(spec.per_token, device=device)
+                chosen = every % spec.num
+            return chosen if view.reroute is None else view.reroute(self, chosen, samples, positions)
+
+        return reroute
 
     def _through_experts(self, tokens: Tensor, routing: Routing, fits: Tensor | None) -> Tensor:
         """Return the weighted sum of the experts' outputs for each token, ``[n, h]``; 0 where a choice does not fit."""

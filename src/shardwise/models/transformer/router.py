@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,8 +105,8 @@ class Router(ShardedModule):
         layout_of_bias = ParamLayout.replicated((experts.num,), group.size()) if experts.biases else None
         self._make_parameter("bias", layout_of_bias, torch.nn.init.zeros_, partial_gradient=group.size() > 1)
 
-    def forward(self, tokens: Tensor) -> Routing:
-        """Choose the experts of tokens ``[n, h]``."""
+    def forward(self, tokens: Tensor, reroute: Callable[[Tensor], Tensor] | None = None) -> Routing:
+        """Choose the experts of tokens ``[n, h]``; ``reroute`` may replace the choices ``[n, k]``."""
         spec = self.experts
         wide = torch.promote_types(tokens.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
@@ -117,12 +117,11 @@ class Router(ShardedModule):
             considered = considered.detach() + self.selection_bias
         if spec.groups_per_token < spec.num_groups:
             considered = considered.masked_fill(~self._of_best_groups(considered.detach()), -torch.inf)
+        chosen = considered.detach().topk(spec.per_token, dim=-1).indices
+        if reroute is not None:
+            chosen = reroute(chosen)
         # In ascending order, so that the sum over a token's experts has the same order at every layout.
-        if spec.forces_balance:
-            chosen = torch.arange(len(logits) * spec.per_token, device=logits.device) % spec.num
-            chosen = chosen.view(-1, spec.per_token).sort(dim=-1).values
-        else:
-            chosen = considered.detach().topk(spec.per_token, dim=-1).indices.sort(dim=-1).values
+        chosen = chosen.sort(dim=-1).values
         if spec.softmax_after_choice:
             weights = logits.gather(1, chosen).softmax(dim=-1)
         else:

@@ -31,7 +31,10 @@ MOST_STEPS = 20
 
 # Sections and fields that choose a layout, what is stored or how fast it goes, but not the results.
 _NO_EXPERIMENT = {
-    "": {"out", "data", "resume", "device", "timeout", "validate", "peak_tflops", "parallel", "recompute", "profile"},
+    "": {
+        *("out", "data", "resume", "device", "timeout", "validate", "peak_tflops", "parallel", "recompute", "profile"),
+        "record_routing",
+    },
     "lora": {"lora_merge"},
     "training": {
         "micro_batch_size",
@@ -154,7 +157,8 @@ def check_settings(runs: tuple[OneRun, OneRun]) -> tuple[dict[str, Any], dict[st
     Raises:
         ConfigError: they have none, one run is exact, or the settings differ in more than the layout.
     """
-    both = runs[0].settings(), runs[1].settings()
+    one, two = runs[0].settings(), runs[1].settings()
+    both = _with_routing(one, two), _with_routing(two, one)
     exact = [is_exact(settings) for settings in both]
     if any(exact):
         raise ConfigError("both runs are exact" if all(exact) else f"{runs[exact.index(True)].folder} is exact")
@@ -164,6 +168,14 @@ def check_settings(runs: tuple[OneRun, OneRun]) -> tuple[dict[str, Any], dict[st
         words = [f"{name} is {shown(flat[0].get(name))} and {shown(flat[1].get(name))}" for name in names[:3]]
         raise ConfigError(f"the settings of the runs differ: {'; '.join(words)}")
     return both
+
+
+def _with_routing(settings: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with a replay of the recorded routing instead of the record, if the other run replays it."""
+    recorded = settings.get("record_routing")
+    if recorded is None or recorded != other.get("replay_routing"):
+        return settings
+    return settings | {"record_routing": None, "replay_routing": recorded}
 
 
 def is_exact(settings: Mapping[str, Any]) -> bool:

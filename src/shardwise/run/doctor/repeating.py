@@ -18,7 +18,7 @@ from shardwise.run.checkpoints import check_belongs, draws_dropout, load_state_,
 from shardwise.run.doctor.places import Axes
 from shardwise.run.doctor.recorder import Recorder
 from shardwise.run.processes.ranks import open_ranks
-from shardwise.run.session import metrics_of, open_session
+from shardwise.run.session import metrics_of, open_session, replay_of
 from shardwise.run.settings import (
     DistillSettings,
     DpoSettings,
@@ -64,7 +64,9 @@ def settings_on_one_rank(values: Mapping[str, Any]) -> RunSettings:
         ConfigError: the values are no settings.
     """
     settings = _kind(values)[1].from_json(dict(values))
-    return dataclasses.replace(settings, parallel=ParallelSettings(), profile=ProfileSettings(), resume="never")
+    return dataclasses.replace(
+        settings, parallel=ParallelSettings(), profile=ProfileSettings(), resume="never", record_routing=None
+    )
 
 
 def command_of(values: Mapping[str, Any]) -> str:
@@ -130,7 +132,11 @@ def alone(session: Session, dtype: str | None = None) -> Trainer:
     settings = dataclasses.replace(session.settings, training=training)
     torch.default_generator.manual_seed(training.seed)
     model = session.task.source.build(settings, session.data, groups=groups, device=session.ranks.device)
-    return Trainer(settings, model, groups, session.task.method.objective(session.data, groups, session.ranks.device))
+    trainer = Trainer(
+        settings, model, groups, session.task.method.objective(session.data, groups, session.ranks.device)
+    )
+    trainer.routing = replay_of(settings, model)
+    return trainer
 
 
 def other_rounding(session: Session) -> tuple[str | None, int | None]:

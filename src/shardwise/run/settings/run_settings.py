@@ -59,6 +59,8 @@ class ModelSettings(Checked, prefix="model."):
             the micro-batches that all data-parallel ranks compute at the same time ("global").
         router_bias_rate: rate of a bias that balances the experts without a loss, such as 0.001; 0 for none.
         router_z_loss: coefficient of the loss that bounds the logits of the router.
+        router_force_balance: let experts take turns, instead of the choice by scores, so that their loads are even; for
+            measurements of speed and to debug.
     """
 
     architecture: Literal["llama", "gpt"] = "llama"
@@ -81,10 +83,17 @@ class ModelSettings(Checked, prefix="model."):
     router_balance: Balanced = "sequence"
     router_bias_rate: Annotated[float, _COEFFICIENT] = 0.0
     router_z_loss: Annotated[float, _COEFFICIENT] = 0.0
+    router_force_balance: bool = False
 
     def _check_together(self) -> None:
         if self.num_experts is None:
-            of_router = ("router_aux_loss", "router_balance", "router_bias_rate", "router_z_loss")
+            of_router = (
+                "router_aux_loss",
+                "router_balance",
+                "router_bias_rate",
+                "router_z_loss",
+                "router_force_balance",
+            )
             of_capacity = ("expert_capacity_factor", "expert_drops_by")
             of_experts = ("num_experts_per_tok", "expert_ffn_hidden_size", *of_capacity, *of_router)
             for name, value in self.changed(*of_experts):
@@ -192,6 +201,9 @@ class RunSettings(StepSettings):
             Preparing and saving may take longer, but even then a rank without heartbeats for that long ends the run.
         validate: before each collective of every step, check that the ranks agree on shapes and dtypes; if not given,
             only in the first step. For debugging; costs an additional message per collective.
+        record_routing: folder for the experts that each token goes to in each step, for debugging.
+        replay_routing: folder of an earlier run's ``record_routing``, with the same data, seed and batch size; tokens
+            go to these experts at any layout and dtype, so that runs differ by rounding and not by choices.
         peak_tflops: peak TFLOP/s of one rank's device, the reference for the utilisation in the metrics; if not given,
             known for many GPUs, and measured on a CPU.
         parallel: kinds of parallelism.
@@ -209,6 +221,8 @@ class RunSettings(StepSettings):
     special_tokens: bool = False
     timeout: Annotated[float, bounds.TIMEOUT] = bounds.DEFAULT_TIMEOUT
     validate: bool = False
+    record_routing: Annotated[str | None, Folder()] = None
+    replay_routing: Annotated[str | None, Folder()] = None
     peak_tflops: Annotated[float | None, Range(0, 1e6, low_included=False)] = None
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     recompute: RecomputeSettings = field(default_factory=RecomputeSettings)
@@ -220,6 +234,10 @@ class RunSettings(StepSettings):
     def _check_together(self) -> None:
         require(bool(self.data), "no text to train on; pass --data with files or folders, or --data stdlib")
         self.profile.check_steps(0, self.training.steps)
+        require(
+            self.record_routing is None or self.replay_routing is None,
+            "record-routing and replay-routing exclude each other; leave one of them out",
+        )
 
     @property
     def model_name(self) -> str:

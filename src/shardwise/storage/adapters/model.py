@@ -105,16 +105,15 @@ def add_adapters_(
     model.requires_grad_(False)
     seed = draw_seed()
     for targets in together.values():
-        first = targets[0]
+        first, sections = targets[0], {target.name: target.section for target in targets}
         with part_seeded(seed, first.path):
             if isinstance(first.layer, VocabEmbedding):
                 LoraEmbedding.add(first.layer, config.at(first.path), first.name)
             elif isinstance(first.layer, Router):
                 LoraRouter.add(first.layer, config.at(first.path))
             elif isinstance(first.layer, ExpertWeights):
-                LoraExperts.add(first.layer, {target.name: config.at(target.path) for target in targets})
+                LoraExperts.add(first.layer, {target.name: config.at(target.path) for target in targets}, sections)
             else:
-                sections = {target.name: target.section for target in targets}
                 LoraLinear.add(first.layer, config, sections, {target.name: target.path for target in targets})
     for layer in lora_layers(model):
         # Files have the patterns too.

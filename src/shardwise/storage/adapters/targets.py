@@ -21,7 +21,7 @@ from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import ColumnLinear, RowLinear, VocabEmbedding
 from shardwise.storage.adapters.config_file import Paths
 from shardwise.storage.huggingface.architectures import Architecture
-from shardwise.storage.huggingface.mapping import compose
+from shardwise.storage.huggingface.mapping import Composition, compose
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class AdapterTarget:
         path: path of the module in Hugging Face's model, such as ``model.layers.0.self_attn.q_proj``, or name of the
             parameter.
         layer: layer of our model that contains it.
-        section: for each output row, its row in ``layer``'s output; None if all rows are the same.
+        section: for each output row, its row in the output of ``layer`` or of one of its experts; None if all rows are
+            the same.
         transposed: whether Hugging Face stores the weight as ``[in, out]``.
         in_layers: whether it is in a transformer layer; otherwise it is the embedding or the output layer.
         parameter: of a parameter of a router or of experts, its name in ``layer``; else None.
@@ -141,6 +142,15 @@ def paths_in_files(chosen: Collection[str], parameters: Collection[str]) -> dict
     return found
 
 
+def _rows_of_expert(composition: Composition) -> Tensor | None:
+    """Return, for each row of an expert in the stored tensor, its row here; None if all rows are the same."""
+    pieces = [(at, piece) for at, piece in zip(composition.starts, composition.pieces, strict=True) if piece.block == 0]
+    section = torch.empty(sum(piece.rows for _, piece in pieces), dtype=torch.int64)
+    for start, piece in pieces:
+        section[piece.start :: piece.step][: piece.rows] = torch.arange(start, start + piece.rows)
+    return None if torch.equal(section, torch.arange(len(section))) else section
+
+
 @on_host
 def _targets_of_layer(
     model: TransformerModel, layer: nn.Module, number: int, architecture: Architecture
@@ -150,10 +160,13 @@ def _targets_of_layer(
     for name, module in layer.named_modules():
         if isinstance(module, Router | ExpertWeights):
             for parameter in module.param_layouts:
-                path = architecture.parameters.get(f"{model.block_name}.layers.{{layer}}.{name}.{parameter}")
+                key = f"{model.block_name}.layers.{{layer}}.{name}.{parameter}"
+                path = architecture.parameters.get(key)
                 if path is not None:
+                    shape = module.param_layouts[parameter].global_shape
+                    section = _rows_of_expert(compose(architecture.table, key, shape, heads, model.config.num_experts))
                     path = path.replace("{layer}", str(number))
-                    targets.append(AdapterTarget(path, module, None, transposed=False, parameter=parameter))
+                    targets.append(AdapterTarget(path, module, section, transposed=False, parameter=parameter))
         if not isinstance(module, ColumnLinear | RowLinear):
             continue
         shape = module.param_layouts["weight"].global_shape

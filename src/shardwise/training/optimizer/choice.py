@@ -17,7 +17,6 @@ from shardwise.models.description import ModelChunks
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import replicas_of
-from shardwise.training.bounds import refuse
 from shardwise.training.gradients import GradientBuffers, Gradients, GradientTrees
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.gradients import summed_over_other_groups
@@ -62,11 +61,6 @@ def build_optimizer(
     if parts is not None:
         sum_in_parts(dp_group, parts)
     others = groups_of_experts(model, groups)
-    if others:
-        refuse(
-            "{} and experts exclude each other; leave one of them out",
-            (settings.optimizer.name == "muon", "optimizer.name muon"),
-        )
     if settings.parallel.shards_fully(num_ranks):
         # This imports DTensor, which is slow.
         from shardwise.training.gradients.fully_sharded import FullyShardedModel

@@ -1,8 +1,9 @@
 """Muon: orthogonalized momentum for the weight matrices of transformer layers, AdamW for all other parameters.
 
 The update of a matrix depends on the whole matrix, so it cannot be computed shard by shard. The matrices are
-distributed over the ranks of the tensor-parallel group. Each rank sends its shards of a matrix to the matrix's rank,
-and gets back its shards of the update. Each update is computed once, and is the same at every layout.
+distributed over the ranks that split them: the tensor-parallel group, or for an expert those that split it. Each rank
+sends its shards of a matrix to the matrix's rank, and gets back its shards of the update. Each update is computed once,
+and is the same at every layout.
 
 Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"
 (https://kellerjordan.github.io/posts/muon); the scale of an update is from Liu et al. 2025 (arXiv:2502.16982).
@@ -12,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.heads import qkv_sections
 from shardwise.models.transformer.latent_attention import LatentSelfAttention
 from shardwise.models.transformer.layer import TransformerLayer
+from shardwise.models.transformer.moe import ExpertWeights
 from shardwise.nn import ColumnLinear
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.training.gradients import Division
@@ -74,11 +76,7 @@ def update_(param: Tensor, move: Tensor, *, rate: float, weight_decay: float) ->
 
 def matrix_shapes(model: nn.Module) -> set[tuple[int, ...]]:
     """Return the shapes of the whole matrices whose updates are orthogonalized."""
-    return {
-        _matrix(linear.param_layouts["weight"], rows, 0).layout.global_shape
-        for linear, matrices in _matrices(model)
-        for rows in matrices
-    }
+    return {matrix.layout.global_shape for weight in _weights(model) for matrix in weight.matrices}
 
 
 def product_dtype(params_dtype: torch.dtype) -> torch.dtype:
@@ -132,8 +130,16 @@ def _matrix(layout: ParamLayout, rows: tuple[Interval, ...], rank: int) -> _Matr
     return _Matrix(ParamLayout.of_intervals(shape, 0, intervals), tuple(runs[rank]) or ((0, 0),))
 
 
-def _matrices(model: nn.Module) -> Iterator[tuple[ParallelLinear, tuple[tuple[Interval, ...], ...]]]:
-    """Yield each linear layer in a transformer layer, with the runs of rows of each matrix in its weight."""
+class _Weight(NamedTuple):
+    """A weight, the ranks that split its matrices, and the matrices that this rank has parts of."""
+
+    param: Parameter
+    group: ProcessGroup
+    matrices: list[_Matrix]
+
+
+def _weights(model: nn.Module) -> Iterator[_Weight]:
+    """Yield the trained weights of the linear layers and experts in transformer layers."""
     for layer in model.modules():
         if not isinstance(layer, TransformerLayer):
             continue
@@ -147,19 +153,38 @@ def _matrices(model: nn.Module) -> Iterator[tuple[ParallelLinear, tuple[tuple[In
                 rows = qkv_sections(heads, (blocks - heads) // 2, attention.head_dim)
                 fused[id(attention.linear_qkv)] = rows
         for linear in layer.modules():
+            if isinstance(linear, ExpertWeights):
+                yield from _weights_of_experts(linear)
             if isinstance(linear, ParallelLinear) and linear.weight is not None and linear.weight.requires_grad:
                 section = linear.out_features // (linear.sections if isinstance(linear, ColumnLinear) else 1)
                 equal = tuple(((start, start + section),) for start in range(0, linear.out_features, section))
-                yield linear, fused.get(id(linear), equal)
+                layout, rank = linear.param_layouts["weight"], linear.group.rank()
+                matrices = [_matrix(layout, rows, rank) for rows in fused.get(id(linear), equal)]
+                yield _Weight(linear.weight, linear.group, matrices)
+
+
+def _weights_of_experts(experts: ExpertWeights) -> Iterator[_Weight]:
+    """Yield the weights of experts; the gate, the up and the down projection of each expert are matrices."""
+    group, width = experts.expert_tp, experts.param_layouts["down"].global_shape[0] // experts.num
+    # The ranks that split this rank's experts follow each other.
+    first = experts.group.rank() - group.rank()
+    for name in ("up", "down"):
+        param, whole = experts.get_parameter(name), experts.param_layouts[name]
+        if param.requires_grad:
+            held = ParamLayout(whole.global_shape, 0, whole.intervals[first : first + group.size()], group.size())
+            rows = whole.global_shape[0] // experts.num
+            own = range(experts.first_own * rows, (experts.first_own + experts.num_own) * rows, width)
+            matrices = [_matrix(held, ((start, start + width),), group.rank()) for start in own]
+            yield _Weight(param, group, matrices)
 
 
 class Muon:
-    """Muon for linear layers' weights in transformer layers; AdamW for embeddings, output layer, norms and biases.
+    """Muon for weights of linear layers and experts in transformer layers; AdamW for all other parameters.
 
     An ``[m, n]`` weight changes by ``-lr * (0.2 * sqrt(max(m, n)) * O + weight_decay * weight)``, where ``O`` is the
     ``orthogonalized`` gradient with Nesterov momentum. The factor gives updates the root mean square of AdamW's, so
     that one learning rate and one weight decay suit both. Queries, keys and values of a fused weight are three
-    matrices, gate and up projection two.
+    matrices, gate and up projection two, also those of each expert.
 
     Products are computed in the dtype of the model's parameters (fp32 for fp16), even after ``train_instead_``. If
     parameters are divided between data-parallel ranks, the matrices are distributed over these ranks too: each sends
@@ -193,13 +218,10 @@ class Muon:
         self._momenta: dict[Parameter, Tensor] = {}
         self._local_shapes: dict[Parameter, torch.Size] = {}
         self._shares: Mapping[Parameter, Division] = {}
-        self._group: ProcessGroup | None = None
-        for linear, matrices in _matrices(model):
-            assert linear.weight is not None
-            self._group = linear.group
-            layout, rank = linear.param_layouts["weight"], linear.group.rank()
-            self._parts[linear.weight] = [_matrix(layout, rows, rank) for rows in matrices]
-            self._local_shapes[linear.weight] = linear.weight.shape
+        self._groups: dict[Parameter, ProcessGroup] = {}
+        for param, group, matrices in _weights(model):
+            self._parts[param], self._groups[param] = matrices, group
+            self._local_shapes[param] = param.shape
         first = next(iter(self._parts), None)
         self._dtype = torch.float32 if first is None else product_dtype(first.dtype)
         self._adamw = AdamW(
@@ -239,7 +261,8 @@ class Muon:
             own = [with_momentum(*each, self._own["momentum"]).to(self._dtype).reshape(-1) for each in means]
             sizes = [self._sizes_of_shares(param) for param in params]
             shapes = [self._parts[param][0].layout.global_shape for param in params]
-            distribution = MuonDistribution(sizes, distribute_matrices(shapes, len(sizes[0])), self._dp_group)
+            dp_group = self._ranks_of(params[0])[1]
+            distribution = MuonDistribution(sizes, distribute_matrices(shapes, len(sizes[0])), dp_group)
             gradients = {
                 index: pieces[0] if len(pieces) == 1 else torch.cat(pieces)
                 for index, pieces in distribution.collect(own).items()
@@ -264,7 +287,7 @@ class Muon:
                 parts.append((index, part))
                 shards.append(torch.cat(part.views(gradient), part.dim))
         moves = {index: params[index].new_zeros(self._local_shapes[params[index]]) for index in gradients}
-        updates = self._orthogonalized([part for _, part in parts], shards)
+        updates = _orthogonalized([part for _, part in parts], shards, self._groups[params[0]])
         for (index, part), update in zip(parts, updates, strict=True):
             factor = _ROOT_MEAN_SQUARE * math.sqrt(max(part.layout.global_shape))
             lengths = [length for _, length in part.runs]
@@ -288,6 +311,7 @@ class Muon:
             group["params"] = [copies.get(param, param) for param in group["params"]]
         self._parts = {copies.get(param, param): parts for param, parts in self._parts.items()}
         self._local_shapes = {copies.get(param, param): shape for param, shape in self._local_shapes.items()}
+        self._groups = {copies.get(param, param): group for param, group in self._groups.items()}
         shares = self._shares if shares is None else shares
         self._shares = {copies.get(param, param): share for param, share in shares.items()}
 
@@ -297,51 +321,52 @@ class Muon:
         return self._momenta[param]
 
     def _runs(self) -> Iterator[list[Parameter]]:
-        """Yield all weights that have a gradient, as many at a time as the memory for whole matrices allows."""
-        run: list[Parameter] = []
-        elements = 0
-        for param in self._parts:
-            if param.grad is None:
-                continue
-            run.append(param)
-            elements += sum(math.prod(part.layout.global_shape) for part in self._parts[param])
-            if elements >= _ELEMENTS_AT_ONCE * self._num_ranks:
-                yield run
-                run, elements = [], 0
-        if run:
-            yield run
+        """Yield all weights that have a gradient, as many at a time as the memory for whole matrices allows.
 
-    @property
-    def _dp_group(self) -> ProcessGroup | None:
-        return next((share.group for share in self._shares.values()), None)
+        Weights of a run have the same ranks.
+        """
+        for ranks in dict.fromkeys(map(self._ranks_of, self._parts)):
+            run: list[Parameter] = []
+            elements, most = 0, _ELEMENTS_AT_ONCE * math.prod(group.size() for group in ranks if group is not None)
+            for param in self._parts:
+                if param.grad is None or self._ranks_of(param) != ranks:
+                    continue
+                run.append(param)
+                elements += sum(math.prod(part.layout.global_shape) for part in self._parts[param])
+                if elements >= most:
+                    yield run
+                    run, elements = [], 0
+            if run:
+                yield run
+
+    def _ranks_of(self, param: Parameter) -> tuple[ProcessGroup, ProcessGroup | None]:
+        """Return the ranks that split the matrices of a weight, and those that have its elements."""
+        share = self._shares.get(param)
+        return self._groups[param], None if share is None else share.group
 
     def _sizes_of_shares(self, param: Parameter) -> tuple[int, ...]:
         """Return the number of elements of a weight on each data-parallel rank that holds some."""
         share = self._shares.get(param)
         return (param.numel(),) if share is None else tuple(stop - start for start, stop in share.intervals)
 
-    @property
-    def _num_ranks(self) -> int:
-        """Number of ranks over which the matrices are distributed."""
-        return math.prod(group.size() for group in (self._group, self._dp_group) if group is not None)
 
-    def _orthogonalized(self, parts: Sequence[_Matrix], shards: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's shards of the orthogonalized matrices, from its shards of the matrices."""
-        if self._group is None or self._group.size() == 1 or not shards:
-            return [orthogonalized(shard) for shard in shards]
-        ranks = range(self._group.size())
-        sizes = [[math.prod(part.layout.local_shape(other)) for other in ranks] for part in parts]
-        distribution = MuonDistribution(
-            sizes, distribute_matrices([part.layout.global_shape for part in parts], len(ranks)), self._group
-        )
-        wholes: dict[int, list[Tensor]] = {}
-        for index, pieces in distribution.collect([shard.reshape(-1) for shard in shards]).items():
-            layout = parts[index].layout
-            whole = layout.assemble([piece.view(layout.local_shape(other)) for other, piece in enumerate(pieces)])
-            whole = orthogonalized(whole)
-            wholes[index] = [layout.take(whole, other) for other in ranks]
-        updates = distribution.return_updates(wholes, like=shards[0])
-        return [update.view_as(shard) for update, shard in zip(updates, shards, strict=True)]
+def _orthogonalized(parts: Sequence[_Matrix], shards: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """Return this rank's shards of the orthogonalized matrices, from its shards of the matrices."""
+    if group.size() == 1 or not shards:
+        return [orthogonalized(shard) for shard in shards]
+    ranks = range(group.size())
+    sizes = [[math.prod(part.layout.local_shape(other)) for other in ranks] for part in parts]
+    distribution = MuonDistribution(
+        sizes, distribute_matrices([part.layout.global_shape for part in parts], len(ranks)), group
+    )
+    wholes: dict[int, list[Tensor]] = {}
+    for index, pieces in distribution.collect([shard.reshape(-1) for shard in shards]).items():
+        layout = parts[index].layout
+        whole = layout.assemble([piece.view(layout.local_shape(other)) for other, piece in enumerate(pieces)])
+        whole = orthogonalized(whole)
+        wholes[index] = [layout.take(whole, other) for other in ranks]
+    updates = distribution.return_updates(wholes, like=shards[0])
+    return [update.view_as(shard) for update, shard in zip(updates, shards, strict=True)]
 
 
 def distribute_matrices(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> list[list[int]]:

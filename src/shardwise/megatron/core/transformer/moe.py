@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -316,8 +316,8 @@ class MoELayer(moe.MoELayer, MegatronModule):
             self.begin(self.loss_scale)
         return super().forward(hidden_states, sequence=sequence), None
 
-    def _route(self, tokens: Tensor) -> router.Routing:
-        return router.Router.forward(self.router, tokens)
+    def _route(self, tokens: Tensor, reroute: Callable[[Tensor], Tensor] | None) -> router.Routing:
+        return router.Router.forward(self.router, tokens, reroute)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for own, megatrons in _SHARED:

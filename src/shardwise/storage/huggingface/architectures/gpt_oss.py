@@ -109,6 +109,9 @@ GPT_OSS = _GptOss(
     width=("intermediate_size", 2880),
     per_token=4,
     quantizations=("mxfp4",),
-    # Gate and up alternate in peft's parameter, and not in ours.
-    parameters={},
+    parameters={
+        _LAYER + "mlp.router.weight": _STORED + "mlp.router.weight",
+        _LAYER + "mlp.experts.up": _EXPERTS + "gate_up_proj",
+        _LAYER + "mlp.experts.down": _EXPERTS + "down_proj",
+    },
 )
