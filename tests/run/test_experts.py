@@ -98,7 +98,6 @@ def test_wrong_settings_are_refused():
         ({}, {"ep": 2}, 2, "parallel.ep 2 is about the experts of a model, and this one has none"),
         (experts, {"ep": 3}, 3, "the 8 experts of the model are not a multiple of parallel.ep 3"),
         (experts, {"ep": 4}, 2, "parallel.ep 4 x etp 1 x parallel.pp 1 does not divide the 2 ranks"),
-        (experts, {"exact": True}, 1, "experts and parallel.exact exclude each other"),
     ):
         sizes = {"model": model, "parallel": parallel, "training": {"global_batch_size": 6}}
         settings = with_values(Settings, {"data": ("text",), **sizes})

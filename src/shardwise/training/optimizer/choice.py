@@ -59,9 +59,12 @@ def build_optimizer(
     optimizer = settings.optimizer.make(model)
     dtype = torch.float32 if has_masters else None
     parts = chunks[0].config.exact_parts
+    others = groups_of_experts(model, groups)
     if parts is not None:
         sum_in_parts(dp_group, parts)
-    others = groups_of_experts(model, groups)
+        for group in set(others.values()):
+            # Its ranks may be more than the parts, since some of them have the same tokens.
+            sum_in_parts(group, max(parts, group.size()))
     if others:
         refuse(
             "{} and experts exclude each other; leave one of them out",
@@ -78,10 +81,11 @@ def build_optimizer(
         return optimizer, Gradients.of([param for param in model.parameters() if param.requires_grad])
     splits_state = settings.parallel.zero > 0 and max(sizes) > 1
     whole = summed_over_other_groups(model, tp_group=groups.tp, embd_group=groups.embd)
-    options: dict[str, Any] = {"group": dp_group, "dtype": dtype, "scatter": splits_state, "whole": whole}
+    options: dict[str, Any] = {"group": dp_group, "other_groups": others, "dtype": dtype, "whole": whole}
+    options["scatter"] = splits_state
     gradients: GradientBuffers | GradientTrees
     if parts is None:
-        gradients = GradientBuffers(chunks, other_groups=others, **options)
+        gradients = GradientBuffers(chunks, **options)
     else:
         gradients = GradientTrees(chunks, context=groups.cp, **options)
     if splits_state:
