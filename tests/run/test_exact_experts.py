@@ -1,11 +1,16 @@
 """Exact runs of models with experts have the same bits whichever ranks hold the experts."""
 
 import pytest
+import torch
 from run.run_processes import hashes, run_in_processes
 from run.test_exact_processes import LLAMA, settings_of
-from run.test_exact_runs import SELECTIVE, check
+from run.test_exact_runs import LENGTH, SELECTIVE, VOCAB, alone_of, check, settings_of as settings_of_run
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.topology import Topology
+from shardwise.exact import experts
+from shardwise.run.build import build_model
+from shardwise.run.exact_trials import check_device
 
 # A width that is no multiple of 16 elements, a bias that steps change, and losses of both kinds.
 EXPERTS = {
@@ -105,3 +110,27 @@ def test_what_is_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             settings_of(tmp_path, "refused", ONE, parallel=parallel).check_world(world_size)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_that_differ_are_named(group, dtype, monkeypatch):
+    settings = settings_of_run("llama", model=EXPERTS, dtype=dtype)
+    model = build_model(settings, VOCAB, groups=alone_of(Topology.create()), device=torch.device("cpu"))
+    sizes = {"micro_batch_size": 1, "sequence_length": LENGTH}
+    check_device(model, **sizes)
+    right = experts.whole_product
+    for wrong, message in (
+        (
+            lambda left, right_factor: right(left, right_factor) * torch.get_num_threads(),
+            r"the output of an expert's down product, \[1, 21\] by \[64, 21\], on one thread, has other bits",
+        ),
+        (
+            lambda left, right_factor: right(left, right_factor) * (right_factor.storage_offset() + 1),
+            r"the output of an expert's up product, \[1, 64\] by \[42, 64\], on one thread, has other bits",
+        ),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(experts, "whole_product", wrong)
+            with pytest.raises(ConfigError, match=message):
+                check_device(model, **sizes)
