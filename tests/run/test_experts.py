@@ -126,6 +126,10 @@ def test_a_plan_counts_the_exchange_of_tokens():
     # A rank routes 12 of a micro-batch's 24 tokens to 3 experts each, which two ranks split; two layers, two batches.
     # Tokens and results are sent in the forward, their gradients in the backward, and the counts of 8 experts once.
     assert sent == {2 * 12 * 3 * 32 * 4: 2 * 2 * 4, 2 * 8 * 8: 2 * 2}
+    # In an exact run experts are whole. Each of two ranks sends the rows for the ranks in its place, of all tokens.
+    plan = plan_run(parallel={"tp": 2, "ep": 4, "exact": True}, model=model | {"vocab_size": 304}, **options)
+    sent = {call.num_bytes: number for call, number in plan.worst.calls.items() if call.axis == "ep"}
+    assert sent == {24 * 3 // 2 * 32 * 4: 2 * 2 * 4, 8 * 8: 2 * 2}
     with pytest.raises(ConfigError, match=r"parallel\.ep 4 x etp 2 x parallel\.pp 1 does not divide the 4 ranks"):
         plan_run(parallel={"tp": 2, "ep": 4}, model=model, **options)
 
