@@ -28,7 +28,9 @@ ZERO_BUBBLE = {"pp": 2, "pipeline_schedule": "zero-bubble"}
 SELECTIVE = {"granularity": "selective", "modules": ("core_attn", "layernorm", "mlp_act")}
 
 
-def settings_of(kind, *, exact=True, recompute=None, parallel=None, optimizer=None, length=LENGTH, **training):
+def settings_of(
+    kind, *, exact=True, recompute=None, parallel=None, optimizer=None, model=None, length=LENGTH, **training
+):
     return Settings(
         data=("text",),
         device="cpu",
@@ -43,6 +45,7 @@ def settings_of(kind, *, exact=True, recompute=None, parallel=None, optimizer=No
             sequence_length=length,
             tie_embeddings=kind == "gpt",
             dropout=0.1,
+            **(model or {}),
         ),
         parallel=ParallelSettings(exact=exact, **(parallel or {})),
         recompute=RecomputeSettings(**(recompute or {})),
@@ -66,7 +69,7 @@ def train(settings, groups, steps=range(STEPS), begin=lambda trainer: None, prep
         ids = torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(step))
         rows = [ids[place : place + 1] for place in range(first, first + per_rank)]
         result = trainer.step(step, [Batch(row[:, :-1], row[:, 1:]) for row in rows])
-        numbers.append((result.loss.hex(), result.grad_norm.hex()))
+        numbers.append((result.loss.hex(), result.grad_norm.hex(), *map(float.hex, result.routing.values())))
     return trainer, numbers
 
 
@@ -78,19 +81,20 @@ def state_of(trainer):
         param, layout = shard.data, shard.layout
         if not param.requires_grad:
             continue
-        state[key] = gather_parameter(param.detach(), layout, group=trainer.tp_group)
+        group = trainer._model_groups.experts if shard.replicas.is_of_expert else trainer.tp_group
+        state[key] = gather_parameter(param.detach(), layout, group=group)
         held = {kind: tensor for kind, (tensor, _) in trainer.optimizer.state_of(param, layout).items()}
         for kind, tensor in (held | {"copy": weight_of(param)}).items():
             if trainer.zero is not None:
-                intervals = trainer.zero.parameters.shares[param].intervals
-                sizes = [stop - start for start, stop in intervals]
-                tensor = all_gather(tensor, group=trainer.dp_group, sizes=sizes).view(param.shape)
-            state[f"{kind} of {key}"] = gather_parameter(tensor, layout, group=trainer.tp_group)
+                share = trainer.zero.parameters.shares[param]
+                sizes = [stop - start for start, stop in share.intervals]
+                tensor = all_gather(tensor, group=share.group, sizes=sizes).view(param.shape)
+            state[f"{kind} of {key}"] = gather_parameter(tensor, layout, group=group)
     return state
 
 
 def alone_of(topology):
-    return Groups(tp=topology.group("tp"), dp=topology.group("tp"))
+    return Groups.alone(topology.group("tp"))
 
 
 def check(kind, layouts, prepare=lambda model: None, **options):
@@ -100,10 +104,10 @@ def check(kind, layouts, prepare=lambda model: None, **options):
     expected_state = state_of(alone)
     for parallel in layouts:
         extra = {"recompute": parallel.pop("recompute")} if "recompute" in parallel else {}
-        split = Topology.create(**{axis: parallel.get(axis, 1) for axis in ("tp", "pp", "cp")})
-        trainer, numbers = train(
-            settings_of(kind, parallel=parallel, **options | extra), Groups.of(split), prepare=prepare
-        )
+        settings = settings_of(kind, parallel=parallel, **options | extra)
+        axes = {axis: parallel.get(axis, 1) for axis in ("tp", "pp", "cp", "ep")}
+        split = Topology.create(**axes, etp=settings.parallel.expert_tp)
+        trainer, numbers = train(settings, Groups.of(split), prepare=prepare)
         assert numbers == expected, parallel
         state = state_of(trainer)
         assert state

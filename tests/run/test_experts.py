@@ -135,7 +135,6 @@ def test_wrong_settings_are_refused():
         ({}, {"ep": 2}, 2, "parallel.ep 2 is about the experts of a model, and this one has none"),
         (experts, {"ep": 3}, 3, "the 8 experts of the model are not a multiple of parallel.ep 3"),
         (experts, {"ep": 4}, 2, "parallel.ep 4 x etp 1 x parallel.pp 1 does not divide the 2 ranks"),
-        (experts, {"exact": True}, 1, "experts and parallel.exact exclude each other"),
     ):
         sizes = {"model": model, "parallel": parallel, "training": {"global_batch_size": 6}}
         settings = with_values(Settings, {"data": ("text",), **sizes})
@@ -168,6 +167,10 @@ def test_a_plan_counts_the_exchange_of_tokens():
     # A rank routes 12 of a micro-batch's 24 tokens to 3 experts each, which two ranks split; two layers, two batches.
     # Tokens and results are sent in the forward, their gradients in the backward, and the counts of 8 experts once.
     assert sent == {2 * 12 * 3 * 32 * 4: 2 * 2 * 4, 2 * 8 * 8: 2 * 2}
+    # In an exact run experts are whole. Each of two ranks sends the rows for the ranks in its place, of all tokens.
+    plan = plan_run(parallel={"tp": 2, "ep": 4, "exact": True}, model=model | {"vocab_size": 304}, **options)
+    sent = {call.num_bytes: number for call, number in plan.worst.calls.items() if call.axis == "ep"}
+    assert sent == {24 * 3 // 2 * 32 * 4: 2 * 2 * 4, 8 * 8: 2 * 2}
     with pytest.raises(ConfigError, match=r"parallel\.ep 4 x etp 2 x parallel\.pp 1 does not divide the 4 ranks"):
         plan_run(parallel={"tp": 2, "ep": 4}, model=model, **options)
 

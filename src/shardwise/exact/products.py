@@ -213,6 +213,12 @@ class ExactProducts(Products):
         return grad_output.t() @ input_
 
 
+def whole_product(left: Tensor, right: Tensor) -> Tensor:
+    """Compute ``left @ right``, ``[n, k]`` and ``[k, m]``, in one product, by the library that suits its size."""
+    onednn = products.prefers_onednn(left[:0], right[:0], left.numel() * right.size(1))
+    return _product(left, right, onednn or _needs_onednn(left))
+
+
 def _product(left: Tensor, right: Tensor, onednn: bool) -> Tensor:
     if not onednn:
         return left @ right

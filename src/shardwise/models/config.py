@@ -370,12 +370,17 @@ class ModelConfig(LayerConfig, TransformerFields):
         self.experts.check_layers(self.num_layers)
         if self.experts.gate is not None and not self.gated_linear_unit:
             raise ConfigError("experts.gate is about gated_linear_unit, which is False; set both")
+        if self.add_bias_linear:
+            raise ConfigError("experts and add_bias_linear exclude each other; leave one out")
         for name, is_set in (
-            ("exact_parts", self.exact_parts is not None),
-            ("add_bias_linear", self.add_bias_linear),
+            ("capacity_factor", self.experts.capacity_factor is not None),
+            ("balances 'global'", self.experts.balances == "global"),
+            ("pools_layers", self.experts.pools_layers),
+            ("gate", self.experts.gate is not None),
+            ("shared_gate", self.experts.shared_gate),
         ):
-            if is_set:
-                raise ConfigError(f"experts and {name} exclude each other; leave one out")
+            if is_set and self.exact_parts is not None:
+                raise ConfigError(f"experts.{name} and exact_parts exclude each other; leave one out")
 
     def _check_latent(self) -> None:
         if self.latent is None:

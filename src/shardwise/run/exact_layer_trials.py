@@ -8,7 +8,7 @@ against the shards of each rank on one thread. A summed dimension is compared in
 parts against several ranks with fewer parts each. With context parallelism, the products of some tokens are compared
 with the same rows of the products of all. The trial always uses the run's summed dimension and number of rows,
 because libraries choose kernels by these sizes. It also uses the run's other dimension and number of parts, unless that
-exceeds ``MOST_ELEMENTS`` or ``_MOST_MULTIPLICATIONS``. Beyond these limits it assumes that libraries multiply a wide
+exceeds ``MOST_ELEMENTS`` or ``MOST_MULTIPLICATIONS``. Beyond these limits it assumes that libraries multiply a wide
 matrix like a wider one if both widths have the same remainder modulo 64.
 
 Attention: the trial runs the model's own layers, including rotation, forward and backward. It runs all heads twice,
@@ -53,7 +53,7 @@ MOST_ELEMENTS = 1 << 24
 # Period of the random numbers: a prime, which divides no width.
 _NUM_RANDOM = 65537
 # Maximum multiplications of one product, which take some tenths of a second on a core.
-_MOST_MULTIPLICATIONS = 1 << 32
+MOST_MULTIPLICATIONS = 1 << 32
 # Libraries treat widths alike if they differ by a multiple of the first number. The second is a trial's minimum width.
 _PERIOD, _LEAST = 64, 256
 # Maximum attention scores, over all samples and heads. If there are more, only some of the heads are tried.
@@ -227,7 +227,7 @@ def _cut(width: int, most: int) -> int:
 def try_split(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[Sides]:
     """Compare products whose columns or rows are split: each rank's against the same part of the whole product."""
     rows, (length, rest) = run.rows, divmod(kind.size // kind.sections, parts)
-    most = min(MOST_ELEMENTS // kind.other, MOST_ELEMENTS // rows, _MOST_MULTIPLICATIONS // (rows * kind.other))
+    most = min(MOST_ELEMENTS // kind.other, MOST_ELEMENTS // rows, MOST_MULTIPLICATIONS // (rows * kind.other))
     section = parts * _cut(length, most // (parts * kind.sections)) + rest
     width = section * kind.sections
     weight = run.numbers(*kind.layout(section, kind.other, 1).global_shape)
@@ -275,7 +275,7 @@ def try_summed(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[Sides]:
         held //= 2
     section = sum(sizes[:held])
     summed = section * kind.sections
-    most = min(MOST_ELEMENTS // summed, MOST_ELEMENTS // rows, _MOST_MULTIPLICATIONS // (rows * summed))
+    most = min(MOST_ELEMENTS // summed, MOST_ELEMENTS // rows, MOST_MULTIPLICATIONS // (rows * summed))
     other = kind.other if kind.is_narrow else _cut(kind.other, most)
     left, weight = run.numbers(rows, summed), run.numbers(*kind.layout(section, other, 1).global_shape)
     name = "product for the input gradient" if kind.split == "output" else "product for the output"

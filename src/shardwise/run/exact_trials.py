@@ -3,6 +3,7 @@
 - A product by parts has the same bits whether one rank has all parts or each rank has some, and with context
   parallelism whether one rank has all tokens or each rank has some.
 - Attention is deterministic, and a head has the same bits whichever other heads are computed with it.
+- An expert multiplies its tokens with the same bits whichever other experts its rank holds.
 - Norms, biases, factors of adapters, embedding and loss have the same bits whichever part of the tokens or of the
   vocabulary a rank has.
 - An activation has the same bits in any piece of a tensor, and a sum of squared gradients does not depend on where the
@@ -37,6 +38,7 @@ from shardwise.nn import VocabEmbedding
 from shardwise.nn.embedding import look_up, look_up_own
 from shardwise.nn.loss.options import LossOptions
 from shardwise.nn.loss.vocabulary import columns_between, combine
+from shardwise.run.exact_expert_trials import expert_kinds, try_experts
 from shardwise.run.exact_layer_trials import (
     MOST_ELEMENTS,
     NOT_DETERMINISTIC,
@@ -388,6 +390,7 @@ TRIALS = (
     Trial(TrialRun, linear_kinds, try_summed),
     Trial(TrialRun, attention_layers, try_attention),
     Trial(TrialRun, row_operations, try_rows),
+    Trial(TrialRun, expert_kinds, try_experts),
     Trial(TrialRun, _embeddings, _try_embedding),
     Trial(TrialRun, _vocabularies, _try_loss),
     Trial(TrialRun, _vocabularies, _try_sum_of_losses),

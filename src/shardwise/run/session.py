@@ -52,8 +52,8 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
     if settings.parallel.exact:
         use_deterministic_algorithms(ranks.device)
     loader = DataLoader(data.train, settings.training.global_batch_size, settings.training.seed)
-    axes = {name: getattr(settings.parallel, name) for name in ("tp", "pp", "cp", "ep", "etp")}
-    topology = Topology.create(**axes, validate=settings.validate)
+    axes = {name: getattr(settings.parallel, name) for name in ("tp", "pp", "cp", "ep")}
+    topology = Topology.create(**axes, etp=settings.parallel.expert_tp, validate=settings.validate)
     groups = Groups.of(topology)
     torch.default_generator.manual_seed(settings.training.seed)
     described = task.source.describe(data)

@@ -11,6 +11,7 @@ from shardwise.kernels import dispatch
 from shardwise.models.transformer.context_attention import described_way
 from shardwise.models.transformer.heads import LocalHeads, split_heads
 from shardwise.nn import named_param_layouts
+from shardwise.nn.replicated import replicas_of
 from shardwise.run.settings import RunSettings
 from shardwise.run.tasks.task import Session
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
@@ -84,7 +85,8 @@ def _parts(session: Session) -> str:
     parts = settings.parallel.exact_parts
     if not settings.parallel.exact:
         return ""
-    layouts = [layout for _, _, layout in named_param_layouts(model, session.topology.size("tp"))]
+    replicas, named = replicas_of(model), named_param_layouts(model, session.topology.size("tp"))
+    layouts = [layout for _, param, layout in named if not replicas[param].is_of_expert]
     _, num_groups, _ = model.config.heads
 
     def sizes(number: int) -> list[int]:

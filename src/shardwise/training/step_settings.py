@@ -45,7 +45,7 @@ class ParallelSettings(Checked, prefix="parallel."):
         exact: give results the same bits at every tp, pp, cp and number of data-parallel ranks, with or without
             sequence_parallel; costs some time.
         ep: number of ranks that divide the experts of a model between them; they may be data-parallel ranks.
-        etp: number of ranks that split each expert; if not given, tp.
+        etp: number of ranks that split each expert; if not given, tp, or 1 with exact.
         exact_parts: with exact, number of parts into which sums are cut, a power of two; tp, pp and dp may be at most
             this, and cp times tp, 2 or dp.
     """
@@ -163,9 +163,13 @@ class ParallelSettings(Checked, prefix="parallel."):
         """
         if num_experts is None:
             for name, value in self.changed("ep", "etp"):
-                require(False, f"{name} {value} is about the experts of a model, and this one has none; leave it out")
+                # With exact, etp is 1.
+                is_default = self.exact and name.endswith("etp") and value == 1
+                require(
+                    is_default, f"{name} {value} is about the experts of a model, and this one has none; leave it out"
+                )
             return
-        etp = self.tp if self.etp is None else self.etp
+        etp = self.expert_tp
         require(
             world_size % (self.ep * etp * self.pp) == 0,
             f"parallel.ep {self.ep} x etp {etp} x parallel.pp {self.pp} does not divide the {world_size} ranks",
@@ -176,13 +180,23 @@ class ParallelSettings(Checked, prefix="parallel."):
         )
         refuse(
             "experts and {} exclude each other; leave one of them out",
-            (self.exact, "parallel.exact"),
+            (self.exact and etp > 1, f"parallel.exact with etp {etp}"),
+            (self.exact and self.cp > 1, f"parallel.exact with parallel.cp {self.cp}"),
+            (
+                self.exact and self.pp > 1 and self.pipeline_schedule == "zero-bubble",
+                "parallel.exact with parallel.pipeline-schedule zero-bubble",
+            ),
         )
+
+    @property
+    def expert_tp(self) -> int:
+        """Number of ranks that split each expert."""
+        return self.etp or (1 if self.exact else self.tp)
 
     @property
     def fewest_ranks(self) -> int:
         """The smallest number of ranks that both the dense layers and the experts can be split over."""
-        return self.pp * math.lcm(self.tp * self.cp, self.ep * (self.tp if self.etp is None else self.etp))
+        return self.pp * math.lcm(self.tp * self.cp, self.ep * self.expert_tp)
 
     def shards_fully(self, dp: int) -> bool:
         """Whether weights are fully sharded: ``fsdp`` is on, and there are several data-parallel ranks."""

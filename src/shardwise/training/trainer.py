@@ -404,9 +404,12 @@ class Trainer:
 
     def _reduced_exactly(self, total: Total, largest: Tensor, *, has_norm: bool) -> _Numbers:
         zero = torch.zeros((), dtype=largest.dtype, device=self.device)
-        norm = exact_grad_norm(self.model, **self._of_norm()) if has_norm else zero
-        _, largest = reduce_numbers([], largest, groups=self._groups)
-        return _Numbers(total.over(self._groups[1:]), norm, largest)
+        norm = exact_grad_norm(self.model, groups=self._model_groups, **self._of_norm()) if has_norm else zero
+        # Tensor-parallel ranks count the same tokens.
+        has_routing = self._model_config.experts is not None and has_norm
+        counted = [(self._own_routing(), self._groups[1:])] if has_routing else []
+        routing, largest = reduce_numbers(counted, largest, groups=self._groups)
+        return _Numbers(total.over(self._groups[1:]), norm, largest, *routing)
 
     def _shares(self) -> Mapping[Parameter, Share] | None:
         return None if self.zero is None else self.zero.parameters.shares

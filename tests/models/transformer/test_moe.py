@@ -285,8 +285,6 @@ def test_wrong_experts():
         config(KINDS["biases, clamped"], gated_linear_unit=False)
     with pytest.raises(ConfigError, match="layers is \\(True,\\); it must be a bool for each of the 2 layers"):
         config(dataclasses.replace(MIXTRAL, layers=(True,)))
-    with pytest.raises(ConfigError, match="experts and exact_parts exclude each other"):
-        config(MIXTRAL, exact_parts=4)
 
 
 @pytest.mark.ranks(2)

@@ -25,8 +25,10 @@ from shardwise.kernels.grouped import grouped_linear
 from shardwise.models.adapters.adapter import INIT_A, Adapter
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_layers import LoraLayer
+from shardwise.models.transformer.exact_moe import ExactExperts
 from shardwise.models.transformer.moe import ExpertWeights
 from shardwise.models.transformer.router import Router
+from shardwise.nn.arithmetic import arithmetic_of
 
 
 class ExpertAdapter(Adapter):
@@ -109,6 +111,8 @@ class ExpertAdapter(Adapter):
 def check_experts(layer: ExpertWeights, config: LoraConfig) -> None:
     """Raise ConfigError if experts cannot have such adapters."""
     config.check_parameters()
+    if isinstance(layer, ExactExperts):
+        raise ConfigError("an adapter on experts has no exact products; leave it out, or exact_parts")
     splits = layer.expert_tp.size()
     if config.r < splits:
         raise ConfigError(
@@ -217,6 +221,7 @@ class LoraRouter(LoraLayer, Router):
         if not isinstance(layer, Router):
             raise ConfigError(f"a {type(layer).__name__} is no Router, which could have an adapter")
         config.check_parameters()
+        arithmetic_of(layer.group).refuse("an adapter on a router has no exact sums; leave it out, or exact_parts")
         result: LoraRouter = LoraRouter._turn(layer, {"weight": RouterAdapter(layer, config)}, config)
         return result
 

@@ -13,6 +13,7 @@ from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention import SelfAttention
+from shardwise.models.transformer.exact_moe import ExactMoELayer
 from shardwise.models.transformer.latent_attention import LatentSelfAttention
 from shardwise.models.transformer.mlp import MLP, make_norm
 from shardwise.models.transformer.moe import MoELayer
@@ -60,6 +61,11 @@ def attention_of(config: ModelConfig) -> type[SelfAttention | LatentSelfAttentio
     return SelfAttention if config.latent is None else LatentSelfAttention
 
 
+def moe_of(config: ModelConfig) -> Callable[[ModelConfig, Groups], nn.Module]:
+    """Return the class of the experts of a model."""
+    return MoELayer if config.exact_parts is None else ExactMoELayer
+
+
 @dataclass(frozen=True)
 class TransformerLayerSpec:
     """Parts of a layer; replace one to change the model.
@@ -69,13 +75,14 @@ class TransformerLayerSpec:
         attention: function that creates the attention from config, layer number (from 1) and group; None for that of
             the config (``attention_of``).
         mlp: function that creates the MLP from config and group.
-        moe: function that creates the experts from config and groups. All three have the ``forward`` of the defaults.
+        moe: function that creates the experts from config and groups; None for those of the config (``moe_of``). All
+            three have the ``forward`` of the defaults.
     """
 
     norm: Callable[[ModelConfig], nn.Module] = make_norm
     attention: Callable[[ModelConfig, int, ProcessGroup], nn.Module] | None = None
     mlp: Callable[[ModelConfig, ProcessGroup], nn.Module] = MLP
-    moe: Callable[[ModelConfig, Groups], nn.Module] = MoELayer
+    moe: Callable[[ModelConfig, Groups], nn.Module] | None = None
 
 
 class _Input(NamedTuple):
@@ -151,7 +158,7 @@ class TransformerLayer(HiddenToHidden):
             self.post_self_attn_layernorm = spec.norm(config) if is_after else None
             self.pre_mlp_layernorm = spec.norm(config) if is_before else None
             if config.experts is not None and config.experts.in_layer(layer_number):
-                self.mlp: nn.Module = spec.moe(config, groups or Groups(tp_group))
+                self.mlp: nn.Module = (spec.moe or moe_of(config))(config, groups or Groups(tp_group))
             else:
                 self.mlp = spec.mlp(config, tp_group)
             self.post_mlp_layernorm = spec.norm(config) if is_after else None

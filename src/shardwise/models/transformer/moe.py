@@ -14,7 +14,7 @@ them; the sum is over ``expert_dp``, the ranks that hold the same part.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -255,29 +255,7 @@ class MoELayer(GroupModule):
         ``sequence`` is None if all ranks hold the same number of positions, and there is no padding.
         """
         view = sequence or SequenceView.of(hidden, self._tp_group if self._sequence_parallel else None)
-        tokens = hidden.reshape(-1, hidden.size(-1))
-        splits = self._tp_group.size() > 1 and not self._sequence_parallel
-        sizes = balanced_sizes(len(tokens), self._tp_group.size()) if splits else (len(tokens),)
-        start, stop = intervals_of_sizes(sizes)[self._tp_group.rank() if splits else 0]
-        if splits:
-            tokens = moves.scatter(tokens, dim=0, group=self._tp_group, sizes=sizes)
-        routing, fits = self._route(tokens, self._reroute(view, hidden.size(1), start, stop)), None
-        if self.training and self.spec.capacity_factor is not None:
-            of_ranks = sizes if splits else [each * hidden.size(1) for each in view.sizes]
-            fits = taken(routing, self.spec, view, hidden.size(1), self._tp_group, of_ranks)
-        output = self._through_experts(tokens, routing, fits)
-        if self.training:
-            sequences = Sequences.of(hidden, view, start, stop)
-            loss = self.router.auxiliary_loss(routing, sequences)
-            if loss.requires_grad:
-                output = _WithLoss.apply(output, loss, partial(torch.full_like, loss.detach(), self.loss_scale))
-            if self.spec.pools_layers:
-                output = self._with_pooled_loss(output, routing, sequences, view.choices)
-            if self.statistics is not None and not _is_backward():
-                self.router.count_(self.statistics, routing, sequences, loss, fits)
-        if splits:
-            output = moves.gather(output, dim=0, group=self._tp_group, sizes=sizes)
-        output = output.view(hidden.shape)
+        output = self._routed(hidden, view)
         if self.shared is None:
             return output
         shared = self.shared(hidden, sequence=sequence)
@@ -285,6 +263,43 @@ class MoELayer(GroupModule):
             shared = self.shared_gate(hidden) * shared
         total: Tensor = output + shared
         return total
+
+    def _routed(self, hidden: Tensor, view: SequenceView) -> Tensor:
+        """Return the experts' output for the tokens of ``hidden``, of its shape."""
+        tokens = hidden.reshape(-1, hidden.size(-1))
+        splits = self._tp_group.size() > 1 and not self._sequence_parallel
+        sizes = balanced_sizes(len(tokens), self._tp_group.size()) if splits else (len(tokens),)
+        start, _ = intervals_of_sizes(sizes)[self._tp_group.rank() if splits else 0]
+        if splits:
+            tokens = moves.scatter(tokens, dim=0, group=self._tp_group, sizes=sizes)
+        of_ranks = sizes if splits else [each * hidden.size(1) for each in view.sizes]
+        output = self._mixed(tokens, hidden, view, start, of_ranks)
+        if splits:
+            output = moves.gather(output, dim=0, group=self._tp_group, sizes=sizes)
+        return output.view(hidden.shape)
+
+    def _mixed(self, tokens: Tensor, hidden: Tensor, view: SequenceView, first: int, of_ranks: Sequence[int]) -> Tensor:
+        """Return the experts' output for tokens ``[n, h]``, and give them the losses.
+
+        The tokens are those of ``hidden``, ``[s, b, h]``, that follow the ``first`` ones; ``of_ranks`` are the numbers of
+        tokens that the ranks which share sequences route.
+        """
+        b, stop = hidden.size(1), first + len(tokens)
+        routing, fits = self._route(tokens, self._reroute(view, b, first, stop)), None
+        if self.training and self.spec.capacity_factor is not None:
+            fits = taken(routing, self.spec, view, b, self._tp_group, of_ranks)
+        output = self._through_experts(tokens, routing, fits)
+        if not self.training:
+            return output
+        sequences = Sequences.of(hidden, view, first, stop)
+        loss = self.router.auxiliary_loss(routing, sequences)
+        if loss.requires_grad:
+            output = _WithLoss.apply(output, loss, partial(torch.full_like, loss.detach(), self.loss_scale))
+        if self.spec.pools_layers:
+            output = self._with_pooled_loss(output, routing, sequences, view.choices)
+        if self.statistics is not None and not _is_backward():
+            self.router.count_(self.statistics, routing, sequences, loss, fits)
+        return output
 
     def _with_pooled_loss(
         self, output: Tensor, routing: Routing, sequences: Sequences, pool: list[Tensor] | None
@@ -340,13 +355,23 @@ class MoELayer(GroupModule):
         if spec.weighs_input:
             rows = (tokens.unsqueeze(1) * weights.unsqueeze(-1)).flatten(0, 1)[sent]
         else:
-            rows = tokens[sent // k]
-        rows = self.experts(rows, counts) if self._group.size() == 1 else self._exchanged(rows, counts)
+            rows = self._rows_of(tokens, sent // k)
+        rows = self._computed(rows, counts)
         if number < n * k:
             rows = F.pad(rows, (0, 0, 0, n * k - number))
         back = _inverse(order)
         rows = rows[back].view(n, k, tokens.size(-1))
         return rows.sum(dim=1) if spec.weighs_input else (rows * weights.unsqueeze(-1)).sum(dim=1)
+
+    def _rows_of(self, tokens: Tensor, places: Tensor) -> Tensor:
+        return tokens[places]
+
+    def _computed(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the experts' outputs for rows that are ordered by expert."""
+        if self._group.size() > 1:
+            return self._exchanged(rows, counts)
+        outputs: Tensor = self.experts(rows, counts)
+        return outputs
 
     def _exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Send rows, ordered by expert, to the ranks of their experts, and return the experts' outputs."""

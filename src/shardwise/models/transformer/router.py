@@ -17,6 +17,7 @@ from shardwise.core.topology import Groups
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
 from shardwise.models.transformer.mlp import layer_arguments
+from shardwise.nn.arithmetic import arithmetic_of
 from shardwise.nn.module import ShardedModule
 
 
@@ -93,9 +94,10 @@ class Router(ShardedModule):
     ) -> None:
         super().__init__(**layer_arguments(config, group=group, linear=False))
         self.experts = experts
+        self._activation = arithmetic_of(group).activation
         groups, is_global = groups or Groups(group), experts.balances == "global"
-        # The ranks, other than those of ``group``, whose tokens are balanced together.
-        self._balanced_with = groups.dp if is_global else groups.cp
+        # The ranks whose tokens are balanced together.
+        self._balanced_over: Sequence[ProcessGroup | None] = (group, groups.dp if is_global else groups.cp)
         self._num_together = groups.samples[1] if is_global else 1
         bias = torch.zeros(experts.num, dtype=torch.float32, device=self._device()) if experts.selection_bias else None
         self.register_buffer("selection_bias", bias)
@@ -110,8 +112,9 @@ class Router(ShardedModule):
         spec = self.experts
         wide = torch.promote_types(tokens.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
-        logits = F.linear(tokens.to(wide), self._matrix(wide), bias)
-        scores = logits.sigmoid() if spec.scores == "sigmoid" else logits.softmax(dim=-1)
+        logits = self._project(tokens.to(wide), self._matrix(wide), bias)
+        sigmoid = spec.scores == "sigmoid"
+        scores = self._activation(torch.sigmoid, logits) if sigmoid else logits.softmax(dim=-1)
         considered = logits if spec.softmax_after_choice else scores
         if self.selection_bias is not None:
             considered = considered.detach() + self.selection_bias
@@ -131,6 +134,9 @@ class Router(ShardedModule):
         if spec.weight_scale != 1.0:
             weights = weights * spec.weight_scale
         return Routing(chosen, weights, scores, logits)
+
+    def _project(self, tokens: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(tokens, matrix, bias)
 
     def _matrix(self, dtype: torch.dtype) -> Tensor:
         return self.weight.to(dtype)
@@ -174,7 +180,7 @@ class Router(ShardedModule):
             scores, choices = self.to_balance(routing, sequences)
             loss = loss + (self.balance_slopes(choices) * scores).sum()
         if spec.z_loss:
-            squares = sequences.sums(routing.logits.logsumexp(dim=-1).square())
+            squares = sequences.sums(self._log_sums(routing.logits).square())
             loss = loss + spec.z_loss * (squares / sequences.lengths.clamp(min=1)).mean()
         return loss
 
@@ -183,7 +189,7 @@ class Router(ShardedModule):
         over = sequences if self.experts.balances == "sequence" else sequences.joined
         scores = self._distributions(routing)
         choices = over.sums(torch.zeros_like(scores).scatter_(1, self._balanced(routing, scores), 1.0))
-        for group in (self.group, self._balanced_with):
+        for group in self._balanced_over:
             if group is not None and group.size() > 1:
                 choices = all_reduce(choices, group=group)
         return over.sums(scores), choices
@@ -208,8 +214,12 @@ class Router(ShardedModule):
         statistics[:num] += counts_of(routing.experts.masked_fill(is_padding, num).flatten(), num + 1)[:num]
         if fits is not None:
             statistics[-3] += (~(fits | is_padding)).sum()
-        statistics[-2] += sequences.sums(torch.special.entr(self._distributions(routing))).sum()
+        entropies = self._activation(torch.special.entr, self._distributions(routing))
+        statistics[-2] += sequences.sums(entropies).sum()
         statistics[-1] += loss
+
+    def _log_sums(self, logits: Tensor) -> Tensor:
+        return logits.logsumexp(dim=-1)
 
     def _balanced(self, routing: Routing, scores: Tensor) -> Tensor:
         """Return the experts ``[n, k]`` whose shares the balance loss counts."""

@@ -111,7 +111,7 @@ class Rehearsals:
 
     def shapes(self, mesh: Mesh, tp_rank: int) -> tuple[tuple[int, ...], Hashable]:
         """Shapes that may differ between tensor-parallel ranks: of the weights of a layer and of the hidden states."""
-        key = mesh.tp, tp_rank, mesh.splits_sequence, mesh.cp
+        key = mesh.tp, tp_rank, mesh.splits_sequence, mesh.cp, mesh.etp == 1
         if key not in self._shapes:
             alone = Mesh(
                 tp=mesh.tp,
@@ -119,6 +119,8 @@ class Rehearsals:
                 cp=mesh.cp,
                 sequence_parallel=mesh.sequence_parallel,
                 micro_batch_size=mesh.micro_batch_size,
+                # Experts are whole in an exact run.
+                etp=1 if mesh.etp == 1 else None,
             )
             workload = self.workload.at(alone)
             with pretended(workload.device_type, alone, tp_rank) as (groups, _), only_layers((0,)):

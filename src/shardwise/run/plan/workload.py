@@ -106,7 +106,7 @@ class Workload:
             zero=mesh.zero,
             fsdp=mesh.fsdp,
             ep=mesh.ep,
-            etp=mesh.etp,
+            etp=mesh.expert_tp if settings.parallel.exact and self.model.num_experts else mesh.etp,
         )
         training = dataclasses.replace(settings.training, micro_batch_size=mesh.micro_batch_size)
         recompute = RecomputeSettings(**vars(mesh.recomputation))
@@ -378,7 +378,7 @@ def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
         fsdp=parallel.shards_fully(dp),
         recomputation=settings.recompute,
         ep=parallel.ep,
-        etp=parallel.etp,
+        etp=parallel.expert_tp if parallel.exact else parallel.etp,
     )
 
 

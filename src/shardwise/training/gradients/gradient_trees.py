@@ -7,9 +7,13 @@ micro-batches is not a power of two, each leaf is a sequential sum over as many 
 
 A weight that is both embedding and output layer has a tree for each use, and the two sums are added at the end. Stages
 of a pipeline sum the two uses separately too.
+
+An expert has a tree for each data-parallel rank that sends it tokens, since that rank's micro-batches are a subtree.
+Their sums are the next leaves of the tree over ranks, which continues over the ranks that hold the same expert.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.core.communication.collectives import all_reduce, reduce_scatter
-from shardwise.core.communication.trees import TreeCounter, deterministic_sum, exact_total
+from shardwise.core.communication.trees import TreeCounter, deterministic_sum, exact_total, tree_sum
 from shardwise.core.errors import ConfigError
 from shardwise.exact.context import whole_losses
 from shardwise.training.gradients.gradients import (
@@ -67,7 +71,8 @@ class GradientTrees(Gradients):
         dtype: dtype of the sums; each parameter's own if None.
         context: the ranks of ``group`` that share the positions of a sample, or None. Losses are summed over all
             positions on each, and gradients are those of ``exact.context``.
-        scatter, whole: as for ``GradientBuffers``; ``main_grad`` is a view of the bucket.
+        scatter, whole, other_groups: as for ``GradientBuffers``; ``main_grad`` is a view of the bucket. Other groups
+            sum over parts, too.
 
     Attributes:
         buckets: buckets in the order of reduction, with ``scatter`` only.
@@ -89,8 +94,10 @@ class GradientTrees(Gradients):
         context: ProcessGroup | None = None,
         scatter: bool = False,
         whole: Collection[Parameter] = (),
+        other_groups: Mapping[Parameter, ProcessGroup] | None = None,
     ) -> None:
         self.group = group
+        self._others = other_groups or {}
         self.dtype = dtype
         self.context = context
         self.total = partial(ExactTotal, counts=context is None or context.rank() == 0)
@@ -98,7 +105,8 @@ class GradientTrees(Gradients):
         self.before_reducing: Callable[[], None] | None = None
         self._run = 1
         modules = [model] if isinstance(model, nn.Module) else list(model)
-        self._sums: dict[tuple[Parameter, int], _Sum] = {}
+        # By parameter, use, and number of the rank whose tokens the gradients are of.
+        self._sums: dict[tuple[Parameter, int, int], _Sum] = {}
         self._names: dict[Parameter, str] = {}
         for chunk in modules:
             for name, param in chunk.named_parameters():
@@ -114,10 +122,15 @@ class GradientTrees(Gradients):
             tensor: Any = param
             # Models pass the output layer's part of a tied weight's gradient to this hook.
             tensor.take_output_gradient = partial(self._add, use=1)
+        for param in self._others:
+            tensor = param
+            tensor.take_gradient_of_source = partial(self._add, param)
         whole = set(whole)
-        for _, params in trained_by_dtype(modules, whole.__contains__) if scatter else ():
-            of_dtype, scatters = [param for _, param in params], params[0][1] not in whole
-            self.buckets += make_buckets(of_dtype, dtype, "auto", group=group, is_scattered=scatters)[1]
+        others = self._others
+        for _, params in trained_by_dtype(modules, lambda each: (each in whole, others.get(each))) if scatter else ():
+            of_dtype, first = [param for _, param in params], params[0][1]
+            over, scatters = others.get(first, group), first not in whole
+            self.buckets += make_buckets(of_dtype, dtype, "auto", group=over, is_scattered=scatters)[1]
 
     def sum_of_losses(self, losses: Tensor, dtype: torch.dtype | None) -> Tensor:
         if self.context is not None and self.context.size() > 1:
@@ -137,10 +150,10 @@ class GradientTrees(Gradients):
     @torch.no_grad()
     def finish(self) -> None:
         """Sum the gradients over the ranks."""
-        counts = {(self._names[param], use): each.count for (param, use), each in self._sums.items()}
+        counts = {(self._names[param], *more): each.count for (param, *more), each in self._sums.items()}
         if len(set(counts.values())) > 1:
             most = max(counts.values())
-            name, count = next((name, count) for (name, _), count in counts.items() if count != most)
+            name, count = next((name, count) for (name, *_), count in counts.items() if count != most)
             raise ConfigError(
                 f"exact: {name} got a gradient from {count} of {most} micro-batches; it needs one from each"
             )
@@ -150,8 +163,15 @@ class GradientTrees(Gradients):
             self._reduce_(bucket)
         if self.buckets:
             return
-        keys = [key for param in self._names for use in (0, 1) if (key := (param, use)) in self._sums]
-        totals = dict(zip(keys, self._over_ranks([self._sums.pop(key).total() for key in keys]), strict=True))
+        totals: dict[tuple[Parameter, int], Tensor] = {}
+        for group in dict.fromkeys([self.group, *self._others.values()]):
+            of_group = {
+                (param, use): self._own_total(param, use)
+                for param in self._names
+                for use in (0, 1)
+                if self._others.get(param, self.group) is group and (param, use, 0) in self._sums
+            }
+            totals |= zip(of_group, _over_ranks(list(of_group.values()), group), strict=True)
         for param in self._names:
             own, as_output = totals.get((param, 0)), totals.get((param, 1))
             total = own if as_output is None else as_output if own is None else own.add_(as_output)
@@ -170,15 +190,19 @@ class GradientTrees(Gradients):
             self._add(param, grad, use)
 
     @torch.no_grad()
-    def _add(self, param: Parameter, grad: Tensor, use: int) -> None:
-        summed = self._sums.setdefault((param, use), _Sum(self._run))
+    def _add(self, param: Parameter, grad: Tensor, use: int = 0, source: int = 0) -> None:
+        summed = self._sums.setdefault((param, use, source), _Sum(self._run))
         summed.add(grad if self.dtype is None else grad.to(self.dtype))
+
+    def _own_total(self, param: Parameter, use: int) -> Tensor:
+        keys = itertools.takewhile(self._sums.__contains__, ((param, use, source) for source in itertools.count()))
+        return tree_sum([self._sums.pop(key).total() for key in list(keys)], may_overwrite=True)
 
     def _reduce_(self, bucket: Bucket) -> None:
         """Sum a bucket over the ranks. Each element's owner gets the sum, or every rank does."""
         others: list[tuple[int, Tensor]] = []
         for index, param in enumerate(bucket.params):
-            totals = [self._sums.pop(key).total() for use in (0, 1) if (key := (param, use)) in self._sums]
+            totals = [self._own_total(param, use) for use in (0, 1) if (param, use, 0) in self._sums]
             if not totals:
                 raise ConfigError(
                     f"exact: {self._names[param]} got no gradient, and its optimizer's state is split over the "
@@ -189,20 +213,22 @@ class GradientTrees(Gradients):
             others += [(index, total.flatten()) for total in totals[1:]]
         target = bucket.own(bucket.data) if bucket.is_scattered else bucket.data
         reduce = reduce_scatter if bucket.is_scattered else all_reduce
-        target.copy_(reduce(bucket.data, group=self.group))
+        group = bucket.group
+        target.copy_(reduce(bucket.data, group=group))
         for index, total in others:
             view = bucket.view(index).view(-1)
             if not bucket.is_scattered:
-                view += all_reduce(total, group=self.group)
+                view += all_reduce(total, group=group)
                 continue
             intervals = bucket.intervals(index)
-            low, high = intervals[self.group.rank()]
-            view[low:high] += reduce_scatter(total, group=self.group, sizes=[stop - start for start, stop in intervals])
+            low, high = intervals[group.rank()]
+            view[low:high] += reduce_scatter(total, group=group, sizes=[stop - start for start, stop in intervals])
 
-    def _over_ranks(self, totals: Sequence[Tensor]) -> list[Tensor]:
-        if self.group.size() == 1:
-            return list(totals)
-        return [total for _, total in all_reduced(totals, group=self.group, most_elements=DEFAULT_BUCKET_SIZE)]
+
+def _over_ranks(totals: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    if group.size() == 1:
+        return list(totals)
+    return [total for _, total in all_reduced(totals, group=group, most_elements=DEFAULT_BUCKET_SIZE)]
 
 
 class _Sum:

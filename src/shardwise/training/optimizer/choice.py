@@ -17,6 +17,7 @@ from shardwise.models.description import ModelChunks
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import replicas_of
+from shardwise.training.bounds import refuse
 from shardwise.training.gradients import GradientBuffers, Gradients, GradientTrees
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.gradients import summed_over_other_groups
@@ -58,9 +59,17 @@ def build_optimizer(
     optimizer = settings.optimizer.make(model)
     dtype = torch.float32 if has_masters else None
     parts = chunks[0].config.exact_parts
+    others = groups_of_experts(model, groups)
     if parts is not None:
         sum_in_parts(dp_group, parts)
-    others = groups_of_experts(model, groups)
+        for group in set(others.values()):
+            # Its ranks may be more than the parts, since some of them have the same tokens.
+            sum_in_parts(group, max(parts, group.size()))
+    if others and parts is not None:
+        refuse(
+            "{} and experts exclude each other in exact mode; leave one of them out",
+            (settings.optimizer.name == "muon", "optimizer.name muon"),
+        )
     if settings.parallel.shards_fully(num_ranks):
         # This imports DTensor, which is slow.
         from shardwise.training.gradients.fully_sharded import FullyShardedModel
@@ -72,10 +81,11 @@ def build_optimizer(
         return optimizer, Gradients.of([param for param in model.parameters() if param.requires_grad])
     splits_state = settings.parallel.zero > 0 and max(sizes) > 1
     whole = summed_over_other_groups(model, tp_group=groups.tp, embd_group=groups.embd)
-    options: dict[str, Any] = {"group": dp_group, "dtype": dtype, "scatter": splits_state, "whole": whole}
+    options: dict[str, Any] = {"group": dp_group, "other_groups": others, "dtype": dtype, "whole": whole}
+    options["scatter"] = splits_state
     gradients: GradientBuffers | GradientTrees
     if parts is None:
-        gradients = GradientBuffers(chunks, other_groups=others, **options)
+        gradients = GradientBuffers(chunks, **options)
     else:
         gradients = GradientTrees(chunks, context=groups.cp, **options)
     if splits_state:

@@ -196,7 +196,7 @@ def own_squares(
     groups = [group for group in (tp_group, sharing, pp_group) if group is not None]
     sums = [(_sum_of_squares(counted, first.device), groups)]
     # A stage without experts takes part in the sum of the other stages.
-    if _has_experts(model) or any(each.is_of_expert for each in replicas.values()):
+    if _num_experts(model) or any(each.is_of_expert for each in replicas.values()):
         if model_groups is None or model_groups.expert_dp is None or model_groups.dp is None:
             raise ConfigError("the model has experts; the norm needs its groups, with dp and expert_dp")
         # The ranks of a stage hold all experts, each as often as ``expert_dp`` has ranks unless these split it.
@@ -207,8 +207,8 @@ def own_squares(
     return sums
 
 
-def _has_experts(model: nn.Module) -> bool:
-    return getattr(getattr(model, "config", None), "experts", None) is not None
+def _num_experts(model: nn.Module) -> int:
+    return getattr(getattr(getattr(model, "config", None), "experts", None), "num", 0)
 
 
 def exact_grad_norm(
@@ -217,11 +217,20 @@ def exact_grad_norm(
     tp_group: ProcessGroup,
     pp_group: ProcessGroup | None = None,
     shares: Mapping[Parameter, Share] | None = None,
+    groups: Groups | None = None,
 ) -> Tensor:
     """Return ``global_grad_norm`` with the same bits at every layout; ``tp_group`` sums over parts."""
-    counted = (each[1:] for each in _counted_once(model, tp_group, shares))
-    norm = exact_norm(counted, tp_group=tp_group, pp_group=pp_group)
-    return torch.tensor(norm, dtype=torch.float64, device=next(model.parameters()).device)
+    replicas, number = replicas_of(model), exact_parts(tp_group)
+    assert number is not None
+    counted = list(_counted_once(model, tp_group, shares))
+    dense = [each[1:] for each in counted if not replicas[each[0]].is_of_expert]
+    of_experts = [each[1:] for each in counted if replicas[each[0]].is_of_expert]
+    squares = _exact_squares(dense, group=tp_group, pp_group=pp_group, number=number)
+    if num := _num_experts(model):
+        # Each rank of ``experts`` holds some experts, which are whole.
+        over = tp_group if groups is None or groups.experts is None else groups.experts
+        squares += _exact_squares(of_experts, group=over, pp_group=pp_group, number=num)
+    return torch.tensor(squares, dtype=torch.float64, device=next(model.parameters()).device).sqrt()
 
 
 def _counted_once(
@@ -422,9 +431,21 @@ def exact_norm(
     ``gradients`` are this rank's gradients, each with its parameter's layout and its division between data-parallel
     ranks (None if each rank has all elements). No parameter may be on two stages. ``tp_group`` sums over parts.
     """
-    number, rank = exact_parts(tp_group), tp_group.rank()
+    number = exact_parts(tp_group)
     assert number is not None
-    groups = [tp_group] if pp_group is None else [tp_group, pp_group]
+    squares = _exact_squares(gradients, group=tp_group, pp_group=pp_group, number=number)
+    return float(torch.tensor(squares, dtype=torch.float64).sqrt())
+
+
+def _exact_squares(
+    gradients: Iterable[tuple[Tensor, ParamLayout, Division | None]],
+    *,
+    group: ProcessGroup,
+    pp_group: ProcessGroup | None,
+    number: int,
+) -> float:
+    """Return the sum of squares of gradients whose layouts are over ``group``, each cut into ``number`` parts."""
+    rank, groups = group.rank(), [group] if pp_group is None else [group, pp_group]
     sums: list[float] = []
     cut_rows: list[Tensor] = []
     lengths: list[int] = []
@@ -453,8 +474,7 @@ def exact_norm(
             # A part's last row may be shorter; padding it with zeros could change the bits of its sum.
             counted = zip(rows, lengths, strict=True) if sharing.rank() == 0 else ()
             sums += [total for row, length in counted for total in sums_of_squares(row[:length])]
-    total = exact_total(sums, groups=groups, what="the squares of the gradients")
-    return float(torch.tensor(total, dtype=torch.float64).sqrt())
+    return exact_total(sums, groups=groups, what="the squares of the gradients")
 
 
 def _parts(layout: ParamLayout, rank: int, number: int) -> Iterator[Interval]:
