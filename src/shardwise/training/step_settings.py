@@ -181,6 +181,8 @@ class ParallelSettings(Checked, prefix="parallel."):
         refuse(
             "experts and {} exclude each other; leave one of them out",
             (self.exact and etp > 1, f"parallel.exact with etp {etp}"),
+            # Otherwise the fused AdamW may update parts of a vector on a rank.
+            (self.exact and self.ep > self.exact_parts, f"parallel.exact with ep {self.ep} over exact-parts"),
             (self.exact and self.cp > 1, f"parallel.exact with parallel.cp {self.cp}"),
             (
                 self.exact and self.pp > 1 and self.pipeline_schedule == "zero-bubble",

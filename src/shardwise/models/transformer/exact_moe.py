@@ -43,7 +43,7 @@ class ExactRouter(Router):
         self, config: ModelConfig, experts: Experts, group: ProcessGroup, groups: Groups | None = None
     ) -> None:
         super().__init__(config, experts, group, groups)
-        self._balanced_over = ()
+        self._balanced_in = None
         self.param_replicas |= dict.fromkeys(self.param_replicas, Replicas())
 
     def _project(self, tokens: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:

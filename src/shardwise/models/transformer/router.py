@@ -96,8 +96,9 @@ class Router(ShardedModule):
         self.experts = experts
         self._activation = arithmetic_of(group).activation
         groups, is_global = groups or Groups(group), experts.balances == "global"
-        # The ranks whose tokens are balanced together.
-        self._balanced_over: Sequence[ProcessGroup | None] = (group, groups.dp if is_global else groups.cp)
+        # The ranks whose tokens are balanced together: those of ``group``, and others.
+        self._balanced_in: ProcessGroup | None = group
+        self._balanced_with = groups.dp if is_global else groups.cp
         self._num_together = groups.samples[1] if is_global else 1
         bias = torch.zeros(experts.num, dtype=torch.float32, device=self._device()) if experts.selection_bias else None
         self.register_buffer("selection_bias", bias)
@@ -189,7 +190,7 @@ class Router(ShardedModule):
         over = sequences if self.experts.balances == "sequence" else sequences.joined
         scores = self._distributions(routing)
         choices = over.sums(torch.zeros_like(scores).scatter_(1, self._balanced(routing, scores), 1.0))
-        for group in self._balanced_over:
+        for group in (self._balanced_in, self._balanced_with):
             if group is not None and group.size() > 1:
                 choices = all_reduce(choices, group=group)
         return over.sums(scores), choices
