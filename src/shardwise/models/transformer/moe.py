@@ -281,7 +281,7 @@ class MoELayer(GroupModule):
     def _mixed(self, tokens: Tensor, hidden: Tensor, view: SequenceView, first: int, of_ranks: Sequence[int]) -> Tensor:
         """Return the experts' output for tokens ``[n, h]``, and give them the losses.
 
-        The tokens are those of ``hidden``, ``[s, b, h]``, from number ``first`` on. The ranks that share sequences route
+        The tokens are those of ``hidden``, ``[s, b, h]``, from number ``first`` on. Ranks that share sequences route
         ``of_ranks`` tokens.
         """
         b, stop = hidden.size(1), first + len(tokens)
