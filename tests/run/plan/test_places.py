@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from run.plan.planned_models import settings_of
+from run.plan.test_state import workload_for
 
 from shardwise.run import plan_run
 from shardwise.run.plan.plan import RankPlan
+from shardwise.run.plan.rehearsal import Rehearsals
 from shardwise.run.plan.timeline import Label, joined
 
 SIZES = {"hidden_size": 32, "num_heads": 4, "vocab_size": 300, "sequence_length": 16}
@@ -25,6 +28,16 @@ def names(rank: RankPlan, *, micro_batch: int) -> list[str]:
     for segment in rank.step.segments:
         found += [rank.step.name(part.place._replace(micro_batch=segment.place.micro_batch)) for part in segment.parts]
     return [name.removesuffix(suffix) for name in found if name.endswith(suffix)]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more"), [("llama", {}), ("gpt", {}), ("llama", {"num_experts": 4, "num_experts_per_tok": 2})]
+)
+def test_layers_that_compute_alike_are_of_one_kind(architecture, more):
+    """So that few of them are computed: a plan of many layers is as fast as one of few."""
+    settings = settings_of(architecture, model=SIZES | {"num_layers": 9} | more)
+    _, kinds = Rehearsals(workload_for(settings)).whole_model
+    assert kinds == [0] * 9
 
 
 @pytest.mark.parametrize("num_layers", [2, 9])

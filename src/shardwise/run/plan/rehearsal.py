@@ -229,7 +229,10 @@ def _value(value: object) -> Hashable:
         return type(value), tuple(map(_value, value))
     if isinstance(value, dict):
         return tuple((key, _value(each)) for key, each in value.items())
-    plain = (int, float, bool, str, Enum, torch.dtype, type, FunctionType, NoneType, frozenset)
+    if isinstance(value, FunctionType):
+        # Each layer may have a function that a call made for it.
+        return value.__code__, tuple(_value(cell.cell_contents) for cell in value.__closure__ or ())
+    plain = (int, float, bool, str, Enum, torch.dtype, type, NoneType, frozenset)
     return value if isinstance(value, plain) else type(value)
 
 
