@@ -8,6 +8,7 @@ from harness.parity import assert_bit_equal
 from shardwise.core.communication.trees import tree_sum
 from shardwise.core.sharding import ParamLayout, local_parts
 from shardwise.exact.products import ExactProducts
+from shardwise.exact.strategies import ExactActivation
 from shardwise.kernels import products
 
 PARTS = 8
@@ -87,3 +88,27 @@ def test_a_large_part_is_a_product_of_its_own_library(monkeypatch):
         products_of(layout, 0).input_gradient(rows[:, : 2048 // ranks], weight[: 2048 // ranks])
         assert calls == [64 * 256 * 512] + [1] * (PARTS // ranks)
         calls.clear()
+
+
+@pytest.mark.parametrize("width", [8, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_heads_are_multiplied_alike_on_any_number_of_ranks(dtype, width):
+    """PyTorch multiplies few small matrices in bf16 by another kernel than many, and some results differ."""
+    activation, heads, length = ExactActivation(), 8, 16
+
+    def multiplied(left, right, grad):
+        leaves = [each.clone().requires_grad_() for each in (left, right)]
+        product = activation.matmul(leaves[0], leaves[1].transpose(-1, -2))
+        return product.detach(), *torch.autograd.grad(product, leaves, grad)
+
+    for seed in range(40):
+        torch.manual_seed(seed)
+        left, right = (3 * torch.randn(2, 1, heads, length, width)).to(dtype)
+        grad = torch.randn(1, heads, length, length).to(dtype)
+        whole = multiplied(left, right, grad)
+        for own in (1, 2, 4):
+            for first in range(0, heads, own):
+                part = slice(first, first + own)
+                parts = multiplied(*(each[:, part] for each in (left, right, grad)))
+                for found, expected in zip(parts, whole, strict=True):
+                    assert_bit_equal(found, expected[:, part])

@@ -264,6 +264,10 @@ class ExactNorm(Norm):
         return _by_parts(normed, input_, params, self.group, self.sequence_parallel)
 
 
+# Multiplications above which PyTorch always multiplies matrices in 16 bits by oneDNN (ATen's mkldnn_gemm_min_size).
+_SMALL = 16**3
+
+
 class ExactActivation(Activation):
     """``Activation`` in blocks of a fixed size, so that the bits of an element do not depend on its position."""
 
@@ -274,6 +278,15 @@ class ExactActivation(Activation):
 
     def __call__(self, function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
         return blockwise(function, input_)
+
+    def matmul(self, left: Tensor, right: Tensor) -> Tensor:
+        """Multiply small matrices in 16 bits one by one: PyTorch chooses a kernel by the size of all heads together."""
+        size = left.size(-2) * left.size(-1) * right.size(-1)
+        if left.device.type != "cpu" or left.dtype not in (torch.bfloat16, torch.float16) or size > _SMALL:
+            return left @ right
+        products = [one @ other for one, other in zip(left.flatten(0, 1), right.flatten(0, 1), strict=True)]
+        result: Tensor = torch.stack(products).unflatten(0, left.shape[:2])
+        return result
 
     def counted_heads(self, local: int, whole: int) -> int:
         """Count all heads: gradients of keys and values are sums over blocks, which must not depend on the ranks."""

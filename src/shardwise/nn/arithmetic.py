@@ -59,7 +59,7 @@ class Norm:
 
 
 class Activation:
-    """Applies elementwise functions.
+    """Applies elementwise functions, and multiplies the matrices of attention heads.
 
     Attributes:
         at_any_size: whether kernels compute the same bits for an element at every size of the tensor.
@@ -76,6 +76,10 @@ class Activation:
     def __call__(self, function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
         """Return ``function(input_)``."""
         return function(input_)
+
+    def matmul(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return ``left @ right``, ``[b, heads, n, k]`` and ``[b, heads, k, m]``."""
+        return left @ right
 
     def counted_heads(self, local: int, whole: int) -> int:
         """Return the number of heads that determines attention's block size, ``local`` (this rank's) or ``whole``."""

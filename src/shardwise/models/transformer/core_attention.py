@@ -355,7 +355,7 @@ class CoreAttention(GroupModule):
         if part.is_causal:
             new, seen = query.size(2), key.size(2)
             forbidden = torch.ones(new, seen, dtype=torch.bool, device=query.device).triu(seen - new + 1)
-        scores = (query @ key.transpose(-1, -2)) * self.softmax_scale
+        scores = self._activation.matmul(query, key.transpose(-1, -2)) * self.softmax_scale
         if self.logit_softcap is not None:
             capped = partial(softcap, cap=self.logit_softcap)
             scores = self._activation(capped, scores)
@@ -373,7 +373,7 @@ class CoreAttention(GroupModule):
             weights = weights.masked_fill(blind, 0.0)
         along: dict[str, Any] = {"dim": 1, "group": self.group, "sizes": self._head_sizes, "part": heads.queries}
         weights = sharded_dropout(weights, dropout, layer_number=self.layer_number, **along)
-        return weights @ value
+        return self._activation.matmul(weights, value)
 
 
 def _for_all_queries(keys: Tensor, heads: LocalHeads) -> Tensor:
