@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness.groups import alone
-from run.test_limits_of_memory import within
+from run.test_state_within_a_limit import within
 
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import Batch

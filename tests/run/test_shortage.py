@@ -99,9 +99,31 @@ import torch
 from shardwise.cli.main import main
 # Room for all but the model's own tensors.
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (mapped + (2 << 30), resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_AS, (mapped + int(sys.argv[2]), resource.RLIM_INFINITY))
 sys.exit(main(json.loads(sys.argv[1])))
 """
+
+
+def limited(argv, num_bytes, folder, *, exit_code):
+    """Run a command whose processes may take so many bytes in addition to their program."""
+    options = {"OMP_NUM_THREADS": "1", "SHARDWISE_CACHE": folder / "cache"}
+    return run("-c", LIMITED, json.dumps(argv), str(num_bytes), exit_code=exit_code, **options)
+
+
+@pytest.mark.slow
+def test_a_sample_beyond_the_limit_of_memory_trains_on_ranks_that_share_it(tmp_path):
+    text = tmp_path / "text.txt"
+    with open(argparse.__file__) as file:
+        text.write_text(20 * file.read())
+    sizes = {"num-layers": 5, "hidden-size": 128, "num-heads": 2, "ffn-hidden-size": 8192, "vocab-size": 300}
+    argv = ["train", "--data", str(text), "--device", "cpu", "--model.sequence-length", "8192"]
+    argv += [word for name, value in sizes.items() for word in (f"--model.{name}", str(value))]
+    argv += ["--training.steps", "2", "--training.global-batch-size", "1"]
+    # One rank keeps 3.8 GiB for the backward, and four about 1 GiB each.
+    for ranks, exit_code in ((1, 1), (4, 0)):
+        more = ["--out", str(tmp_path / f"run {ranks}"), "--nproc", str(ranks), "--cp", str(ranks)]
+        done = limited([*argv, *more], 3 << 30, tmp_path, exit_code=exit_code)
+        assert ("out of memory on a rank" in done.stderr) == (ranks == 1)
 
 
 @pytest.mark.slow
@@ -115,7 +137,7 @@ def test_a_run_beyond_its_limit_of_memory(tmp_path, tp):
     argv += [word for name, value in sizes.items() for word in (f"--model.{name}", str(value))]
     argv += ["--training.steps", "1", "--training.global-batch-size", "2048"]
     # One tensor of the MLP alone takes 4 GiB.
-    done = run("-c", LIMITED, json.dumps(argv), exit_code=1, OMP_NUM_THREADS="1", SHARDWISE_CACHE=tmp_path / "cache")
+    done = limited(argv, 2 << 30, tmp_path, exit_code=1)
     error = [line for line in done.stderr.splitlines() if "NNPACK" not in line]
     first = next(place for place, line in enumerate(error) if "error: " in line)
     assert "out of memory on a rank, which asked for " in error[first]
