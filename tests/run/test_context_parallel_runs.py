@@ -98,7 +98,7 @@ def test_any_task_is_learned_as_on_one_rank(pretrained, tmp_path, task):
     for name, more in (("alone", ()), ("shared", layout)):
         arguments = (command, model, "--data", str(pretrained / f"{data}.jsonl"), *given, *steps, *more)
         banner = run(tmp_path, *arguments, "--out", str(tmp_path / name))
-    assert "context parallel 2 (a2a: 2 ranks divide 2 key-value heads), data parallel" in banner
+    assert "context parallel 2 (a2a: 2 ranks divide " in banner
     comparison = compare(tmp_path / "alone", tmp_path / "shared")
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)
 
