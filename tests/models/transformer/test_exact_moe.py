@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal
 from models.model_checks import alone, check_gradients
-from models.transformer.test_moe import KINDS, MIXTRAL, WIDTH, config, draw_bias_
+from models.transformer.test_moe import KINDS, MIXTRAL, WIDTH, config, moe_layer
 from torch import Tensor
 
 from shardwise.core.communication.trees import tree_sum
@@ -52,14 +52,7 @@ def layer_of(spec: Experts, groups: Groups, kind: type[MoELayer], **options: Any
     for group in (groups.tp, groups.dp, groups.expert_dp) if kind is ExactMoELayer else ():
         assert group is not None
         sum_in_parts(group, PARTS)
-    torch.manual_seed(5)
-    layer = kind(config(spec, tp=4, **options), groups)
-    with torch.no_grad():
-        for module in (layer.router, layer.experts):
-            for name, shard in module.sharded_state_dict().items():
-                if name.endswith("bias"):
-                    draw_bias_(shard)
-    return layer
+    return moe_layer(spec, groups, kind, tp=4, **options)
 
 
 def inputs(number: int, dtype: torch.dtype) -> list[Tensor]:

@@ -144,9 +144,9 @@ def test_any_layout_is_one_rank(layout, group):
             check_layout(topology, KINDS["sigmoid, groups"], latent=latent, sequence_parallel=sequence_parallel)
 
 
-def moe_layer(experts: Experts, groups: Groups, **options: Any) -> MoELayer:
+def moe_layer(experts: Experts, groups: Groups, kind: type[MoELayer] = MoELayer, **options: Any) -> MoELayer:
     torch.manual_seed(5)
-    layer = MoELayer(config(experts, **options), groups)
+    layer = kind(config(experts, **options), groups)
     with torch.no_grad():
         for module in (layer.router, layer.experts):
             for name, shard in module.sharded_state_dict().items():

@@ -51,7 +51,7 @@ _NO_EXPERIMENT = {
 _MAX_BYTES = 1 << 24
 # The rounding of a metric is the largest of its first steps at least, since two roundings may agree by chance in one.
 _FEW_STEPS = 4
-# Shares of samples, in which rounding decides ties; the losses and rewards that they count are judged.
+# Rounding decides ties in these shares of samples. The losses and rewards behind them are judged.
 _COUNTED = ("accuracy", "accuracies", "f1")
 # Kinds of the optimizer's tensors that grow in proportion to the gradient.
 _OF_GRADIENTS = ("exp_avg", "momentum")
