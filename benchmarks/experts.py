@@ -35,7 +35,7 @@ from workers import Workers, WorkerSpec
 from shardwise.core.errors import ParityError
 
 RANKS = [f"rank {rank}" for rank in range(NUM_RANKS)]
-RATIOS = (("balanced", "dense"), ("experts", "transformers"))
+RATIOS = (("balanced", "dense"), ("experts", "transformers"), ("experts", "transformers_tp"))
 MOST_ERROR = 1e-4
 
 
@@ -54,9 +54,10 @@ def benchmark(sizes: ExpertSizes, workers: Workers, folder: Path, num_rounds: in
     sizes.folder(str(folder / "model"))
     workers.call(RANKS, "prepare", sizes, str(folder / "model"))
     ours = workers.call(RANKS, "first_loss", "experts")[0]
-    theirs = statistics.mean(workers.call(RANKS, "first_loss", "transformers"))
-    if abs(ours - theirs) > MOST_ERROR * abs(theirs):
-        raise ParityError(f"the first loss is {ours}, and that of transformers {theirs}")
+    for variant in ("transformers", "transformers_tp"):
+        theirs = statistics.mean(workers.call(RANKS, "first_loss", variant))
+        if abs(ours - theirs) > MOST_ERROR * abs(theirs):
+            raise ParityError(f"the first loss is {ours}, and that of {variant} {theirs}")
     seconds = measure_in_rounds(
         EXPERT_VARIANTS, lambda variant: max(workers.call(RANKS, "time_step", variant)), num_rounds=num_rounds
     )

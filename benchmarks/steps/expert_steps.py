@@ -20,9 +20,10 @@ from shardwise.storage.huggingface import load_pretrained, read_config
 from shardwise.training.trainer import Trainer
 from steps.problem import ADAM_EPSILON, BETAS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY
 
-EXPERT_VARIANTS = ("balanced", "dense", "experts", "transformers")
+EXPERT_VARIANTS = ("balanced", "dense", "experts", "transformers", "transformers_tp")
 """On two data-parallel ranks: ours at ep 2, with as many tokens for each expert; a dense model of ours with the same
-active work; ours at ep 2, with the tokens that the router chooses; that of transformers with ``ep_size=2``."""
+active work; ours at ep 2, with the tokens that the router chooses; that of transformers with ``ep_size=2`` and
+``fsdp_size=2``. The last has ``tp_size=2`` instead: both ranks have the samples of both."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,10 @@ class ExpertRunner:
             return loss
 
         self._steps["balanced"] = balanced
-        self._steps["transformers"] = self._theirs(folder, ids)
+        self._steps["transformers"] = self._theirs(folder, ids, fsdp_size=2)
+        every = [torch.empty_like(ids) for _ in range(2)]
+        torch.distributed.all_gather(every, ids)
+        self._steps["transformers_tp"] = self._theirs(folder, torch.cat(every), tp_size=2)
 
     def _ours(self, model: Any, groups: Groups, sizes: ExpertSizes, ids: torch.Tensor) -> Callable[[], float]:
         settings = Settings(
@@ -116,12 +120,12 @@ class ExpertRunner:
         batch = Batch(ids[:, :-1], ids[:, 1:])
         return lambda: trainer.step(0, [batch]).loss
 
-    def _theirs(self, folder: str, ids: torch.Tensor) -> Callable[[], float]:
+    def _theirs(self, folder: str, ids: torch.Tensor, **axes: int) -> Callable[[], float]:
         import transformers
         from transformers.distributed import DistributedConfig
 
         model = transformers.Qwen3MoeForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, distributed_config=DistributedConfig(fsdp_size=2, ep_size=2)
+            folder, dtype=torch.float32, distributed_config=DistributedConfig(**axes, ep_size=2)
         ).train()
         options: dict[str, Any] = {"betas": BETAS, "eps": ADAM_EPSILON, "weight_decay": WEIGHT_DECAY}
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False, **options)

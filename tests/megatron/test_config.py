@@ -282,6 +282,7 @@ def test_experts_by_megatron_s_fields():
         ),
         ({"moe_apply_probs_on_input": True, "moe_token_dispatcher_type": "alltoall"}, {"weighs_input": True}),
         ({"moe_router_dtype": "fp32", "moe_grouped_gemm": True}, {}),
+        ({"moe_router_force_load_balancing": True}, {}),
     ):
         config = TransformerConfig(**EXPERTS | given)
         assert config.experts == dataclasses.replace(plain, **expected)
@@ -293,6 +294,11 @@ def test_experts_by_megatron_s_fields():
     assert TransformerConfig(**EXPERTS | kind).experts.balances == "sequence"
     kind["moe_router_load_balancing_type"] = "none"
     assert TransformerConfig(**EXPERTS | kind).experts.aux_loss == 0.0
+    assert TransformerConfig(**EXPERTS, moe_router_force_load_balancing=True).experts.forces_balance
+    ways = {None: "all_gather", "allgather": "all_gather", "alltoall": "a2a", "flex": "a2a"}
+    for kind, way in ways.items():
+        given = {} if kind is None else {"moe_token_dispatcher_type": kind}
+        assert TransformerConfig(**EXPERTS, **given).ep_comm_type == way
     # A dense model ignores the fields.
     assert TransformerConfig(**SMALL, moe_router_topk=1, moe_aux_loss_coeff=0.1).experts is None
 

@@ -53,18 +53,18 @@ def plain_tensors() -> tuple[type[Tensor], ...]:
     return _plain
 
 
-def counts_on_host(counts: Tensor, total: int) -> list[Any]:
-    """Read numbers of rows on the host; in a plan, whose tensors have no values, each row has even parts of ``total``.
+def counts_on_host(counts: Tensor, *totals: int) -> list[Any]:
+    """Read numbers of rows on the host; in a plan, whose tensors have no values, each row has even parts of its total.
 
     Args:
         counts: ``[n]`` or ``[rows, n]`` int64.
-        total: expected sum of each row.
+        totals: expected sum of each row; a single one for all.
     """
     if _planned_device is None:
         numbers: list[Any] = counts.tolist()
         return numbers
-    even = list(balanced_sizes(total, counts.size(-1)))
-    return even if counts.dim() == 1 else [even] * counts.size(0)
+    even = [list(balanced_sizes(total, counts.size(-1))) for total in totals]
+    return even[0] if counts.dim() == 1 else even * (counts.size(0) // len(even))
 
 
 def device_type_of(tensor: Tensor) -> str:

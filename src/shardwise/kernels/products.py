@@ -288,18 +288,19 @@ def sums_by_shape(factor: Tensor) -> bool:
 def sums_by_threads(factor: Tensor) -> bool:
     """True if the number of threads affects the order in which MKL sums an element, for every ``MKL_CBWR``.
 
-    This was observed of fp32 products on an AMD processor with AVX-512 (EPYC, Zen 4), not on its predecessors. On Intel
-    processors ``MKL_CBWR`` prevents it.
+    This was observed of fp32 products on AMD processors: of many shapes with AVX-512 (Zen 4), and of narrow ones
+    without (Zen 3: 5 to 11 rows with two threads, 24 or 40 columns with three and more). On Intel processors
+    ``MKL_CBWR`` prevents it.
 
     Args:
         factor: either factor of a product.
     """
-    return factor.is_cpu and factor.dtype == torch.float32 and _is_zen4()
+    return factor.is_cpu and factor.dtype == torch.float32 and _is_amd()
 
 
 @cache
-def _is_zen4() -> bool:
-    return _vendor() == "AuthenticAMD" and "avx512f" in (processor_says("flags") or "").split()
+def _is_amd() -> bool:
+    return _vendor() == "AuthenticAMD"
 
 
 @cache

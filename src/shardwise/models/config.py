@@ -22,6 +22,7 @@ from shardwise.nn.norm import Normalization
 NormPosition = Literal["pre", "post", "sandwich", "branch"]
 
 ContextWay = Literal["auto", "all_gather", "a2a", "p2p"]
+ExpertWay = Literal["auto", "all_gather", "a2a"]
 """How context-parallel ranks attend to the positions of all ranks."""
 
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
@@ -227,6 +228,9 @@ class ModelConfig(LayerConfig, TransformerFields):
         cp_comm_type: with context parallelism, ``"all_gather"`` gathers keys and values of all positions, and ``"a2a"``
             exchanges positions for heads (Ulysses); ``"auto"`` chooses one of them by heads and mask
             (``models.transformer.context_attention``). ``"p2p"`` takes keys and values one rank after the other.
+        ep_comm_type: how tokens reach the ranks of their experts: ``"a2a"`` sends each choice of a token to the ranks
+            that hold the expert, ``"all_gather"`` all tokens to all ranks; ``"auto"`` chooses by the bytes to send
+            (``models.transformer.token_dispatch``).
         add_bias_linear: whether linear layers have biases.
         add_qkv_bias: whether the query-key-value projection has a bias even if other linear layers have none; set to
             True if ``add_bias_linear`` is True.
@@ -249,6 +253,7 @@ class ModelConfig(LayerConfig, TransformerFields):
     account_for_loss_in_pipeline_split: bool = False
     attention_backend: Any = "auto"
     cp_comm_type: ContextWay = "auto"
+    ep_comm_type: ExpertWay = "auto"
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     activation_func: Callable[[Tensor], Tensor] = F.gelu
@@ -317,10 +322,9 @@ class ModelConfig(LayerConfig, TransformerFields):
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r}; it must be one of {', '.join(ATTENTION_BACKENDS)}"
             )
-        if self.cp_comm_type not in get_args(ContextWay):
-            raise ConfigError(
-                f"cp_comm_type is {self.cp_comm_type!r}; it must be one of {', '.join(get_args(ContextWay))}"
-            )
+        for name, ways in (("cp_comm_type", get_args(ContextWay)), ("ep_comm_type", get_args(ExpertWay))):
+            if getattr(self, name) not in ways:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(ways)}")
         if self.cp_comm_type == "p2p":
             for name, usual in (("attention_logit_softcap", None), ("attention_dropout", 0.0)):
                 if getattr(self, name) != usual:

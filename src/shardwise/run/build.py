@@ -84,6 +84,7 @@ def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
         "sequence_parallel": parallel.sequence_parallel,
         "tp_comm_overlap": parallel.tp_comm_overlap,
         "cp_comm_type": parallel.cp_comm_type,
+        "ep_comm_type": parallel.ep_comm_type,
         "exact_parts": parallel.exact_parts if parallel.exact else None,
         "fuse_output_layer_and_loss": settings.training.loss == "linear_fused",
         "recompute": settings.recompute,

@@ -10,6 +10,7 @@ from shardwise.core.sharding import fitting_ranks
 from shardwise.kernels import dispatch
 from shardwise.models.transformer.context_attention import described_way
 from shardwise.models.transformer.heads import LocalHeads, split_heads
+from shardwise.models.transformer.token_dispatch import gathers_tokens
 from shardwise.nn import named_param_layouts
 from shardwise.nn.replicated import replicas_of
 from shardwise.run.settings import RunSettings
@@ -69,7 +70,9 @@ def _experts(session: Session) -> str:
         return ""
     ep, etp = topology.size("ep"), topology.size("expt_tp")
     split = "" if etp == 1 else f", each split over {etp} ranks"
-    return f", {experts.num} experts over {ep} {'rank' if ep == 1 else 'ranks'}{split}"
+    gathers = gathers_tokens(session.trainer.model.config.ep_comm_type, ep * etp, experts.per_token * etp)
+    way = "" if ep * etp == 1 else " (all_gather)" if gathers else " (a2a)"
+    return f", {experts.num} experts over {ep} {'rank' if ep == 1 else 'ranks'}{split}{way}"
 
 
 def _idle(settings: RunSettings, tp: int) -> str:

@@ -46,6 +46,9 @@ class ParallelSettings(Checked, prefix="parallel."):
             sequence_parallel; costs some time.
         ep: number of ranks that divide the experts of a model between them; they may be data-parallel ranks.
         etp: number of ranks that split each expert; if not given, tp, or 1 with exact.
+        ep_comm_type: how tokens reach the ranks of their experts: "a2a" sends each choice of a token to the ranks that
+            hold the expert, and "all_gather" all tokens to all ranks. "auto" chooses what sends fewer bytes; the banner
+            reports its choice.
         exact_parts: with exact, number of parts into which sums are cut, a power of two; tp, pp and dp may be at most
             this, and cp times tp, 2 or dp.
     """
@@ -68,6 +71,7 @@ class ParallelSettings(Checked, prefix="parallel."):
     exact_parts: Annotated[int, Range(1, 1024), tyro.conf.arg(aliases=("--exact-parts",))] = 8
     ep: Annotated[int, bounds.RANKS, tyro.conf.arg(aliases=("--ep",))] = 1
     etp: Annotated[int | None, bounds.RANKS, tyro.conf.arg(aliases=("--etp",))] = None
+    ep_comm_type: Annotated[Literal["auto", "all_gather", "a2a"], tyro.conf.arg(aliases=("--ep-comm-type",))] = "auto"
 
     def _check_together(self) -> None:
         require(
@@ -162,7 +166,7 @@ class ParallelSettings(Checked, prefix="parallel."):
             num_experts: number of experts of the model; None if it has none.
         """
         if num_experts is None:
-            for name, value in self.changed("ep", "etp"):
+            for name, value in self.changed("ep", "etp", "ep_comm_type"):
                 # With exact, etp is 1.
                 is_default = self.exact and name.endswith("etp") and value == 1
                 require(
@@ -184,6 +188,7 @@ class ParallelSettings(Checked, prefix="parallel."):
             # Otherwise the fused AdamW may update parts of a vector on a rank.
             (self.exact and self.ep > self.exact_parts, f"parallel.exact with ep {self.ep} over exact-parts"),
             (self.exact and self.cp > 1, f"parallel.exact with parallel.cp {self.cp}"),
+            (self.exact and self.ep_comm_type == "all_gather", "parallel.exact with parallel.ep-comm-type all_gather"),
             (
                 self.exact and self.pp > 1 and self.pipeline_schedule == "zero-bubble",
                 "parallel.exact with parallel.pipeline-schedule zero-bubble",

@@ -52,11 +52,13 @@ def defined(layer: MoELayer, tokens: Tensor) -> tuple[Tensor, int]:
     return torch.stack(outputs), dropped
 
 
-def check(spec: Experts, topology: Topology, *, sequence_parallel: bool, padding: str | None) -> None:
+def check(
+    spec: Experts, topology: Topology, way: Any = "auto", *, sequence_parallel: bool, padding: str | None
+) -> None:
     groups = Groups.of(topology)
     place, number = groups.samples
     dense = moe_layer(spec, alone(topology), tp=2)
-    split = moe_layer(spec, groups, tp=2, sequence_parallel=sequence_parallel)
+    split = moe_layer(spec, groups, tp=2, sequence_parallel=sequence_parallel, ep_comm_type=way)
     split.begin(1.0)
     hidden, is_token = samples_of(number, "some")
     if padding is None:
@@ -101,8 +103,9 @@ def check(spec: Experts, topology: Topology, *, sequence_parallel: bool, padding
 @pytest.mark.parametrize("drops_by", ["probability", "position"])
 def test_a_full_expert_takes_no_more_tokens(drops_by, padding, group):
     spec = dataclasses.replace(MIXTRAL, aux_loss=0.0, capacity_factor=0.7, drops_by=drops_by)
+    way: Any = "a2a" if drops_by == "probability" else "all_gather"
     for sizes, sequence_parallel in LAYOUTS[group.size()]:
-        check(spec, Topology.create(**sizes), sequence_parallel=sequence_parallel, padding=padding)
+        check(spec, Topology.create(**sizes), way, sequence_parallel=sequence_parallel, padding=padding)
 
 
 @pytest.mark.ranks(1)

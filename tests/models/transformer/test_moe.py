@@ -130,14 +130,18 @@ def check_layout(
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("way", ["a2a", "all_gather"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_is_one_rank(layout, group):
+def test_any_layout_is_one_rank(layout, way, group):
     sizes = LAYOUTS[layout]
     topology = Topology.create(**sizes)
-    for kind in KINDS if layout in ("tp 2, ep 2, etp 2", "ep 4") else ["softmax"]:
-        check_layout(topology, KINDS[kind])
+    gathered = ("softmax", "softmax after the choice, weights on the input", "biases, clamped")
+    for kind in (KINDS if way == "a2a" else gathered) if layout in ("tp 2, ep 2, etp 2", "ep 4") else ["softmax"]:
+        check_layout(topology, KINDS[kind], ep_comm_type=way)
         if sizes["tp"] > 1:
-            check_layout(topology, KINDS[kind], sequence_parallel=True)
+            check_layout(topology, KINDS[kind], ep_comm_type=way, sequence_parallel=True)
+    if way == "all_gather":
+        return
     latent = LatentAttention(9, plain_width=4, rotary_width=2, value_width=5, query_rank=7)
     if sizes["tp"] > 1:
         for sequence_parallel in (False, True):
@@ -156,13 +160,14 @@ def moe_layer(experts: Experts, groups: Groups, kind: type[MoELayer] = MoELayer,
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["a2a", "all_gather"])
 @pytest.mark.parametrize("num_groups", [1, 4])
-def test_ranks_and_experts_without_tokens(group, num_groups):
+def test_ranks_and_experts_without_tokens(group, num_groups, way):
     """One token on two ranks, whose router prefers the experts of one of them."""
     topology = Topology.create(tp=2, ep=2, etp=1)
     groups, one = Groups.of(topology), alone(topology)
     spec = dataclasses.replace(MIXTRAL, per_token=1, aux_loss=0.0, num_groups=num_groups)
-    split, dense = moe_layer(spec, groups, tp=2), moe_layer(spec, one, tp=2)
+    split, dense = moe_layer(spec, groups, tp=2, ep_comm_type=way), moe_layer(spec, one, tp=2)
     hidden = torch.randn(1, 1, WIDTH, dtype=torch.float64)
     inputs = [hidden.clone().requires_grad_() for _ in range(2)]
     outputs = [layer(each) for layer, each in zip((split, dense), inputs, strict=True)]
@@ -182,7 +187,7 @@ def test_collectives(layout, group):
     """An exchange of counts, one there and one back; without sequence parallelism a gather of the output."""
     topology = Topology.create(**layout)
     tp = layout["tp"]
-    layer = moe_layer(MIXTRAL, Groups.of(topology), tp=tp)
+    layer = moe_layer(MIXTRAL, Groups.of(topology), tp=tp, ep_comm_type="a2a")
     hidden = torch.randn(6, 1, WIDTH, dtype=torch.float64, requires_grad=True)
     with CollectiveCounter() as forward:
         output = layer(hidden)
@@ -195,6 +200,32 @@ def test_collectives(layout, group):
         output.sum().backward()
     # The input's gradient is gathered from the ranks that routed its tokens.
     assert sorted(launch.name for launch in backward.launches) == sorted(["all_to_all"] * 2 + gathers)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("per_token", "layout", "gathers"),
+    [(2, {"ep": 2}, False), (3, {"ep": 2}, True), (1, {"tp": 2}, False), (2, {"tp": 2}, True)],
+    ids=["as many bytes", "ep", "one choice", "etp"],
+)
+def test_tokens_are_gathered_if_that_sends_fewer_bytes(per_token, layout, gathers, group):
+    """Tokens and choices are gathered, and sums reduced; gradients take the same moves back."""
+    groups = Groups.of(Topology.create(**layout))
+    layer = moe_layer(dataclasses.replace(MIXTRAL, per_token=per_token), groups, tp=2, sequence_parallel=True)
+    hidden = torch.randn(6, 2, WIDTH, dtype=torch.float64, requires_grad=True)
+    with CollectiveCounter() as forward:
+        output = layer(hidden)
+    assert any(launch.name == "all_to_all" for launch in forward.launches) is not gathers
+    if not gathers:
+        return
+    rows = 12 * WIDTH * 8
+    sizes = [(launch.name, launch.num_bytes) for launch in forward.launches if launch.name != "all_reduce"]
+    choices = 12 * 2 * per_token * 8
+    assert sizes == [("all_gather", 9 * 8), ("all_gather", rows), ("all_gather", choices), ("reduce_scatter", 2 * rows)]
+    with CollectiveCounter() as backward:
+        output.sum().backward()
+    sizes = sorted((launch.name, launch.num_bytes) for launch in backward.launches)
+    assert sizes == [("all_gather", rows), ("reduce_scatter", 2 * choices), ("reduce_scatter", 2 * rows)]
 
 
 def dense_experts(layer: MoELayer, hidden: Tensor) -> Tensor:
@@ -285,6 +316,8 @@ def test_wrong_experts():
         config(KINDS["biases, clamped"], gated_linear_unit=False)
     with pytest.raises(ConfigError, match="layers is \\(True,\\); it must be a bool for each of the 2 layers"):
         config(dataclasses.replace(MIXTRAL, layers=(True,)))
+    with pytest.raises(ConfigError, match="ep_comm_type is 'p2p'; it must be one of auto, all_gather, a2a"):
+        config(MIXTRAL, ep_comm_type="p2p")
 
 
 @pytest.mark.ranks(2)

@@ -9,6 +9,7 @@ micro-batch go there, and are multiplied separately (``exact.experts``).
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from shardwise.models.experts import Experts
 from shardwise.models.transformer.mlp import activated
 from shardwise.models.transformer.moe import ExpertWeights, MoELayer
 from shardwise.models.transformer.router import Router, Routing, Sequences
+from shardwise.models.transformer.token_dispatch import AllToAll, ExpertFunction
 
 # Entropies and losses of micro-batches are multiples of its inverse, so that sums of them in fp64 are not rounded.
 _UNITS = float(1 << 30)
@@ -102,13 +104,16 @@ class ExactMoELayer(MoELayer):
 
     def __init__(self, config: ModelConfig, groups: Groups) -> None:
         super().__init__(config, groups, router=ExactRouter, experts=ExactExperts)
+        if config.ep_comm_type == "all_gather":
+            raise ConfigError(
+                "exact: ep_comm_type is 'all_gather', whose sums round by the number of ranks; use 'auto' or 'a2a'"
+            )
         if groups.cp is not None and groups.cp.size() > 1:
             raise ConfigError(
                 f"exact: {groups.cp.size()} ranks share positions of a sample (cp), and experts have no exact form for "
                 "that; leave cp at 1"
             )
-        # The ranks of the group that have the same tokens, each with other experts.
-        self._sharing = min(groups.tp, self._group, key=dist.get_world_size)
+        sharing = min(groups.tp, self._group, key=dist.get_world_size)
         own, every = sorted(map(dist.get_process_group_ranks, (groups.tp, self._group)), key=len)
         if own not in [every[first : first + len(own)] for first in range(0, len(every), len(own))]:
             raise ConfigError(
@@ -117,7 +122,8 @@ class ExactMoELayer(MoELayer):
             )
         self.experts: ExactExperts
         self.experts._activate = activated(config, groups.tp)
-        self.experts.is_counted = groups.tp.rank() < self._sharing.size()
+        self.experts.is_counted = groups.tp.rank() < sharing.size()
+        self._dispatch = ExactDispatch(self.spec, self._group, 1, sharing)
 
     def _routed(self, hidden: Tensor, view: SequenceView) -> Tensor:
         whole, group, sizes = hidden, view.group, view.sizes
@@ -128,32 +134,40 @@ class ExactMoELayer(MoELayer):
         output = self._mixed(tokens, whole, view, 0, (len(tokens),)).view(whole.shape)
         return output if group is None else moves.scatter(output, dim=0, group=group, sizes=sizes)
 
-    def _rows_of(self, tokens: Tensor, places: Tensor) -> Tensor:
-        # Its backward adds the choices of a token in order.
-        return tokens.index_select(0, places)
 
-    def _computed(self, rows: Tensor, counts: Tensor) -> Tensor:
-        sharing, own = self._sharing, self.experts.num_own
+@dataclass(frozen=True)
+class ExactDispatch(AllToAll):
+    """Dispatch to experts that multiply the tokens of each micro-batch separately.
+
+    Args:
+        spec, group, num_splits: as for ``AllToAll``.
+        sharing: the ranks of the group that have the same tokens, each with other experts.
+    """
+
+    sharing: ProcessGroup
+
+    def _applied(self, experts: ExpertFunction, rows: Tensor, counts: Tensor) -> Tensor:
+        sharing = self.sharing
         place, num = sharing.rank(), sharing.size()
-        of_ranks = np.array(counts_on_host(counts, len(rows))).reshape(-1, own)
+        of_ranks = np.array(counts_on_host(counts, len(rows))).reshape(self.group.size(), -1)
         sizes = of_ranks.sum(axis=1).reshape(-1, num)
         # Each rank sends the rows for the ranks in its place among those that have the same tokens.
         of_places = sizes.sum(axis=0).tolist()
         rows = _transposed(rows, sizes)
         if num > 1:
             rows = moves.scatter(rows, dim=0, group=sharing, sizes=of_places)
-        if self._group.size() > num:
-            outputs = self._exchanged(rows, counts)
+        if self.group.size() > num:
+            outputs = self._exchanged(experts, rows, counts)
         else:
-            outputs = self.experts(rows, of_ranks[place : place + 1].tolist())
+            outputs = experts(rows, of_ranks[place : place + 1].tolist())
         if num > 1:
             outputs = moves.gather(outputs, dim=0, group=sharing, sizes=of_places)
         return _transposed(outputs, sizes.T)
 
-    def _exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def _exchanged(self, experts: ExpertFunction, rows: Tensor, counts: Tensor) -> Tensor:
         """Send rows to the ranks in this rank's place, and return the experts' outputs."""
-        group, own = self._group, self.experts.num_own
-        ours = slice(self._sharing.rank(), None, self._sharing.size())
+        group, own = self.group, len(counts) // self.group.size()
+        ours = slice(self.sharing.rank(), None, self.sharing.size())
         sent = torch.zeros_like(counts).view(-1, own)
         sent[ours] = counts.view(-1, own)[ours]
         received = all_to_all(sent, group=group)
@@ -162,7 +176,7 @@ class ExactMoELayer(MoELayer):
         input_sizes, output_sizes = [0] * group.size(), [0] * group.size()
         input_sizes[ours], output_sizes[ours] = there.sum(axis=1).tolist(), back.sum(axis=1).tolist()
         rows = moves.all_to_all(rows, group=group, input_sizes=input_sizes, output_sizes=output_sizes)
-        outputs = self.experts(rows, back.tolist())
+        outputs = experts(rows, back.tolist())
         return moves.all_to_all(outputs, group=group, input_sizes=output_sizes, output_sizes=input_sizes)
 
 

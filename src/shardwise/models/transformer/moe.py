@@ -1,10 +1,8 @@
-"""Layer of experts: the exchange of tokens, and experts that are split over ranks.
+"""Layer of experts: router, experts that are split over ranks, and shared experts.
 
 Each rank routes its own tokens: with sequence parallelism its part of the sequence, otherwise a part of the tokens that
-all tensor-parallel ranks have. It sends each token to the ranks of the group ``experts`` that hold the token's experts;
-if an expert is split, to each rank that holds a part of it. These return their results, and the token's own rank adds
-the parts of each expert and, in the order of the experts, the experts' outputs. So no result depends on the layout
-beyond rounding. No token is dropped, unless experts have a capacity.
+all tensor-parallel ranks have. ``token_dispatch`` sends them to the ranks of the group ``experts`` that hold their
+experts. No result depends on the layout beyond rounding. No token is dropped, unless experts have a capacity.
 
 A router's gradient is the sum over the tokens of all ranks: over tensor-parallel ranks, which route different tokens,
 and over data-parallel ones. An expert's gradient is complete on the ranks that hold it for all tokens that were sent to
@@ -25,7 +23,6 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import moves
-from shardwise.core.communication.collectives import all_to_all
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import CounterNormal
 from shardwise.core.layout import Layout, hidden_layout
@@ -35,12 +32,12 @@ from shardwise.core.sharding.balanced import balanced_sizes
 from shardwise.core.topology import Groups
 from shardwise.core.typed import computed_locally
 from shardwise.kernels.grouped import Delay, grouped_linear
-from shardwise.kernels.planning import counts_on_host
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
 from shardwise.models.transformer.capacity import taken
 from shardwise.models.transformer.mlp import MLP, activated, layer_arguments
-from shardwise.models.transformer.router import Router, Routing, Sequences, counts_of
+from shardwise.models.transformer.router import Router, Routing, Sequences
+from shardwise.models.transformer.token_dispatch import Dispatcher, dispatcher_of
 from shardwise.nn.module import GroupModule, ShardedModule
 from shardwise.nn.weight_gradient import DelayedRuns
 
@@ -221,6 +218,7 @@ class MoELayer(GroupModule):
         expert_tp = groups.expert_tp or groups.tp
         self.router = router(config, self.spec, groups.tp, groups)
         self.experts = experts(config, self.spec, self._group, expert_tp)
+        self._dispatch: Dispatcher = dispatcher_of(self.spec, self._group, expert_tp.size(), config.ep_comm_type)
         self.loss_scale = 1.0
         self.statistics: Tensor | None = None
         self.shared: MLP | None = None
@@ -288,7 +286,7 @@ class MoELayer(GroupModule):
         routing, fits = self._route(tokens, self._reroute(view, b, first, stop)), None
         if self.training and self.spec.capacity_factor is not None:
             fits = taken(routing, self.spec, view, b, self._tp_group, of_ranks)
-        output = self._through_experts(tokens, routing, fits)
+        output = self._dispatch(self.experts, tokens, routing, fits)
         if not self.training:
             return output
         sequences = Sequences.of(hidden, view, first, stop)
@@ -340,61 +338,6 @@ class MoELayer(GroupModule):
 
         return reroute
 
-    def _through_experts(self, tokens: Tensor, routing: Routing, fits: Tensor | None) -> Tensor:
-        """Return the weighted sum of the experts' outputs for each token, ``[n, h]``; 0 where a choice does not fit."""
-        spec, (n, k) = self.spec, routing.experts.shape
-        flat, number = routing.experts.flatten(), n * k
-        if fits is not None:
-            # Choices that do not fit come after all others, and are not sent.
-            flat = flat.masked_fill(~fits.flatten(), spec.num)
-            (number,) = counts_on_host(fits.sum().view(1), number)
-        order = flat.argsort(stable=True)
-        sent = order[:number]
-        counts = counts_of(flat, spec.num + 1)[:-1]
-        weights = routing.weights.to(tokens.dtype)
-        if spec.weighs_input:
-            rows = (tokens.unsqueeze(1) * weights.unsqueeze(-1)).flatten(0, 1)[sent]
-        else:
-            rows = self._rows_of(tokens, sent // k)
-        rows = self._computed(rows, counts)
-        if number < n * k:
-            rows = F.pad(rows, (0, 0, 0, n * k - number))
-        back = _inverse(order)
-        rows = rows[back].view(n, k, tokens.size(-1))
-        return rows.sum(dim=1) if spec.weighs_input else (rows * weights.unsqueeze(-1)).sum(dim=1)
-
-    def _rows_of(self, tokens: Tensor, places: Tensor) -> Tensor:
-        return tokens[places]
-
-    def _computed(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return the experts' outputs for rows that are ordered by expert."""
-        if self._group.size() > 1:
-            return self._exchanged(rows, counts)
-        outputs: Tensor = self.experts(rows, counts)
-        return outputs
-
-    def _exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Send rows, ordered by expert, to the ranks of their experts, and return the experts' outputs."""
-        group, splits, own = self._group, self.experts.expert_tp.size(), self.experts.num_own
-        # Each rank that holds a part of an expert gets all of its tokens.
-        sent = counts.view(-1, own).repeat_interleave(splits, dim=0)
-        received = all_to_all(sent, group=group)
-        totals = torch.stack([sent.sum(1), received.sum(1)])
-        input_sizes, output_sizes = counts_on_host(totals, splits * len(rows))
-        if splits > 1:
-            blocks = rows.split(input_sizes[::splits])
-            rows = torch.cat([block for block in blocks for _ in range(splits)])
-        rows = moves.all_to_all(rows, group=group, output_sizes=output_sizes, input_sizes=input_sizes)
-        expert = torch.arange(own, device=rows.device).repeat(group.size())
-        order = expert.repeat_interleave(received.flatten(), output_size=len(rows)).argsort(stable=True)
-        outputs = self.experts(rows[order], received.sum(0))
-        back = _inverse(order)
-        rows = moves.all_to_all(outputs[back], group=group, output_sizes=input_sizes, input_sizes=output_sizes)
-        if splits == 1:
-            return rows
-        parts = rows.split(input_sizes)
-        return torch.cat([_sum(parts[first : first + splits]) for first in range(0, len(parts), splits)])
-
 
 class SharedGate(ShardedModule):
     """Sigmoid of a projection of each token, which multiplies the shared expert's output.
@@ -424,15 +367,3 @@ class SharedGate(ShardedModule):
 def _is_backward() -> bool:
     """Whether a backward runs, which recomputes."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _inverse(order: Tensor) -> Tensor:
-    """Return the order that undoes ``order``, without a sort."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-def _sum(parts: Any) -> Tensor:
-    total: Tensor = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total

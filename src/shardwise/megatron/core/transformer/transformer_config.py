@@ -131,7 +131,10 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
             has a gate.
         moe_apply_probs_on_input: whether the weight multiplies an expert's input.
         moe_grouped_gemm: whether the experts are ``GroupedMLP``, not ``SequentialMLP``; both compute the same.
-        moe_token_dispatcher_type: no effect, because there is one exchange of tokens.
+        moe_token_dispatcher_type: ``"allgather"`` sends all tokens to all ranks of the experts, ``"alltoall"`` and
+            ``"flex"`` each choice of a token to the ranks of its expert.
+        moe_router_force_load_balancing: whether experts take turns instead of a choice by scores, to measure speed
+            (Megatron draws the scores).
 
     Other fields are accepted as in ``ModelParallelConfig``.
 
@@ -175,6 +178,8 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
     moe_grouped_gemm: bool = field(default=False, kw_only=True)
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = field(default="allgather", kw_only=True)
 
+    moe_router_force_load_balancing: bool = field(default=False, kw_only=True)
+
     def __post_init__(self) -> None:
         self._recomputation()
         self.cp_comm_type = self._context_way()
@@ -186,6 +191,7 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
             self.rotary_layers = tuple(not each for each in _is_each(self, "no_rope_freq"))
         if self.num_moe_experts is not None:
             self.experts = self._experts(self.num_moe_experts)
+            self.ep_comm_type = "all_gather" if self.moe_token_dispatcher_type == "allgather" else "a2a"
         super().__post_init__()
         if self.inference_fuse_tp_communication and not self.use_inference_optimized_layers:
             raise ConfigError(
@@ -229,6 +235,7 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
             aux_loss=0.0 if balancing == "none" else self.moe_aux_loss_coeff,
             balances="sequence" if balancing == "seq_aux_loss" else "micro_batch",
             z_loss=self.moe_z_loss_coeff or 0.0,
+            forces_balance=self.moe_router_force_load_balancing,
         )
 
     def _check_experts_of_megatron(self) -> None:
