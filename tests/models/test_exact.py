@@ -9,7 +9,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.random import seed_streams
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.topology import Groups, Topology
-from shardwise.exact.context import whole_losses
+from shardwise.exact.context_terms import whole_losses
 from shardwise.models.bert import Bert
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT

@@ -71,7 +71,7 @@ def case(
     """Add the decorated function to the catalogue; the first line of its docstring is the summary."""
 
     def add(function: Body) -> Body:
-        theme = function.__module__.rpartition(".")[2]
+        theme = function.__module__.rpartition(".")[2].removesuffix("_cases")
         summary = (function.__doc__ or "").strip().partition("\n")[0]
         name = f"{theme}/{function.__name__}"
         _CASES[name] = Case(name, summary, report, needs, function, tp, pp, dp, cp, ep, etp, seconds)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.conformance.comparing import summed
+from shardwise.conformance.dense_comparison import summed
 from shardwise.conformance.dense_latent import Latent, LatentProjections, Rotation, Yarn
 from shardwise.core.topology import Groups
 

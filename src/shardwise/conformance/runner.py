@@ -1,4 +1,4 @@
-"""Runs cases on a target, in another process (``shardwise.conformance.ranks``)."""
+"""Runs cases on a target, in another process (``shardwise.conformance.rank_program``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.conformance.case import Case, cases_like
-from shardwise.conformance.report import Report, Result
+from shardwise.conformance.tally import Report, Result
 from shardwise.conformance.targets import check_target
 from shardwise.core.errors import ConfigError, LaunchError
 
@@ -66,7 +66,7 @@ class _Ranks:
     def __init__(self, target: str, folder: Path) -> None:
         self._target, self._log = target, folder / "log"
         # A folder of Python's path in front of the others could hide modules: -P leaves out the current one.
-        program = [sys.executable, *([] if "" in sys.path[:1] else ["-P"]), "-m", "shardwise.conformance.ranks"]
+        program = [sys.executable, *([] if "" in sys.path[:1] else ["-P"]), "-m", "shardwise.conformance.rank_program"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*program, target, str(folder)],

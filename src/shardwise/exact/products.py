@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication.trees import tree_sum, tree_sum_stacked_
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import Interval, LocalParts
-from shardwise.exact.context import gathered, own_columns
+from shardwise.exact.context_terms import gathered, own_columns
 from shardwise.kernels import products
 from shardwise.kernels.products import Products
 
@@ -46,7 +46,7 @@ class ExactProducts(Products):
         num_parts: number of parts, over all ranks.
         is_narrow: whether the other dimension is narrow; then every part is a separate product everywhere.
         context: ranks that share the positions of a sample, or None. Each computes the gradients of some of the parts
-            from all positions (``exact.context``); elsewhere its gradients are -0.0.
+            from all positions (``exact.context_terms``); elsewhere its gradients are -0.0.
     """
 
     parts: LocalParts

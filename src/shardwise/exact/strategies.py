@@ -2,7 +2,7 @@
 
 The gradient of a replicated parameter is a sum over tokens. The sequence is cut into ``exact_parts`` parts, and the
 tokens of each part are summed separately. With sequence parallelism a rank has some of the parts, otherwise all. With
-context parallelism the first rank sums the parts of all ranks (``exact.context``).
+context parallelism the first rank sums the parts of all ranks (``exact.context_terms``).
 """
 
 import copy
@@ -22,7 +22,7 @@ from shardwise.core.communication.collectives import all_gather, all_reduce
 from shardwise.core.communication.context import context_of
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sharding import Interval, ParamLayout, balanced_sizes, intervals_of_sizes, local_parts
-from shardwise.exact.context import gathered, with_whole_gradients
+from shardwise.exact.context_terms import gathered, with_whole_gradients
 from shardwise.exact.products import ExactProducts
 from shardwise.kernels import compiled, dispatch
 from shardwise.kernels.elementwise import blockwise

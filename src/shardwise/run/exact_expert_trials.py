@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.exact.experts import linear_by_source
+from shardwise.exact.expert_products import linear_by_source
 from shardwise.models.transformer.exact_moe import ExactExperts, ExactRouter
 from shardwise.run.exact_layer_trials import MOST_MULTIPLICATIONS, Sides, TrialRun, on_several_threads, on_threads
 

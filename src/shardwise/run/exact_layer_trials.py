@@ -33,7 +33,7 @@ from shardwise.core.communication.trees import tree_sum
 from shardwise.core.errors import ConfigError
 from shardwise.core.random import seed_streams
 from shardwise.core.sharding import LocalParts, ParamLayout, balanced_sizes, local_parts
-from shardwise.exact.context import Place
+from shardwise.exact.context_terms import Place
 from shardwise.exact.products import ExactProducts
 from shardwise.exact.strategies import add_bias_by_parts, linear_by_parts, norm_by_parts
 from shardwise.models.adapters.lora_layers import LoraLinear

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.data import Batch, HeldOut
 from shardwise.data.batch import BatchMover
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.training.gradients.gradients import Gradients
+from shardwise.training.gradients.base import Gradients
 
 
 class Objective:

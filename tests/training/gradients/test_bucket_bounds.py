@@ -2,7 +2,7 @@
 
 from hypothesis import given, strategies as st
 
-from shardwise.training.gradients.gradients import place
+from shardwise.training.gradients.base import place
 
 sizes = st.lists(st.integers(0, 200), min_size=1, max_size=12)
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.conformance.comparing import summed
 from shardwise.conformance.dense import IGNORED, Batch, backward_of_mean, num_labels
+from shardwise.conformance.dense_comparison import summed
 from shardwise.conformance.targets.dtensor_models import (
     context_model as context_model,
     language_model as language_model,

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.conformance.comparing import joined
 from shardwise.conformance.dense import IGNORED, Batch, Sizes
+from shardwise.conformance.dense_comparison import joined
 from shardwise.conformance.targets.megatron_names import from_megatron, to_megatron
 from shardwise.core.topology import Groups
 

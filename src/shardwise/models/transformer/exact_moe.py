@@ -3,7 +3,7 @@
 Ranks that share a micro-batch all route all of its tokens, as one rank does, so that the router and its losses need no
 sums over ranks. Experts are whole (``etp`` is 1). Those of the ranks that share a micro-batch multiply the same rows as
 on one rank, and the ranks gather the outputs. If an expert is on a rank with another micro-batch, the rows of each
-micro-batch go there, and are multiplied separately (``exact.experts``).
+micro-batch go there, and are multiplied separately (``exact.expert_products``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import Replicas
 from shardwise.core.topology import Groups
-from shardwise.exact.experts import linear_by_source
+from shardwise.exact.expert_products import linear_by_source
 from shardwise.kernels.planning import counts_on_host
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts

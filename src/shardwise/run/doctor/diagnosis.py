@@ -14,9 +14,9 @@ from shardwise.core.files import shown
 from shardwise.run.doctor.evidence import LABELS, NEVER_SUMMED, NORM, SAMPLES, STALE, Case, Explanation
 from shardwise.run.doctor.explaining import explain
 from shardwise.run.doctor.judging import PASSES, Judge, Judged, Rounding, eps_of
+from shardwise.run.doctor.micro_batches import match_micro_batches, rows_read, samples_of
 from shardwise.run.doctor.places import Key
 from shardwise.run.doctor.recording import Recording
-from shardwise.run.doctor.samples import match_micro_batches, rows_read, samples_of
 from shardwise.run.doctor.sketches import alike, distance
 
 # Share of the elements of a parameter that an update changes at least, to tell one that changes nothing.

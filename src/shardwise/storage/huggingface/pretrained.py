@@ -17,7 +17,7 @@ from shardwise.models.classification import Classification
 from shardwise.models.description import ModelDescription
 from shardwise.storage.huggingface.architectures import ARCHITECTURES, Architecture
 from shardwise.storage.huggingface.architectures.architecture import with_label_fields
-from shardwise.storage.huggingface.architectures.experts import WithExperts
+from shardwise.storage.huggingface.architectures.mixtures import WithExperts
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.mapping import Table
 from shardwise.storage.huggingface.mxfp4 import Mxfp4Folder

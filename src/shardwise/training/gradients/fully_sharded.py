@@ -28,7 +28,7 @@ from shardwise.core.sharding.balanced import first_row, intervals_of_rows, is_sh
 from shardwise.core.validation import on_host
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer.layer import TransformerLayer
-from shardwise.training.gradients.gradients import Gradients
+from shardwise.training.gradients.base import Gradients
 from shardwise.training.gradients.parameter_buffers import Division
 
 

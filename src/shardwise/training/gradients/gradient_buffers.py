@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.core.communication.agreement import check_same
 from shardwise.core.communication.collectives import all_reduce_async, reduce_scatter_async
 from shardwise.core.errors import ConfigError
-from shardwise.training.gradients.gradients import (
+from shardwise.training.gradients.base import (
     Bucket,
     BucketSize,
     Gradients,

@@ -25,8 +25,8 @@ from torch.nn import Parameter
 from shardwise.core.communication.collectives import all_reduce, reduce_scatter
 from shardwise.core.communication.trees import TreeCounter, deterministic_sum, exact_total, tree_sum
 from shardwise.core.errors import ConfigError
-from shardwise.exact.context import whole_losses
-from shardwise.training.gradients.gradients import (
+from shardwise.exact.context_terms import whole_losses
+from shardwise.training.gradients.base import (
     DEFAULT_BUCKET_SIZE,
     Bucket,
     Gradients,
@@ -70,7 +70,7 @@ class GradientTrees(Gradients):
         group: the ranks that see different samples; it sums over parts (``core.communication.trees.sum_in_parts``).
         dtype: dtype of the sums; each parameter's own if None.
         context: the ranks of ``group`` that share the positions of a sample, or None. Losses are summed over all
-            positions on each, and gradients are those of ``exact.context``.
+            positions on each, and gradients are those of ``exact.context_terms``.
         scatter, whole, other_groups: as for ``GradientBuffers``; ``main_grad`` is a view of the bucket. Other groups
             sum over parts, too.
 

@@ -24,9 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.core.communication.collectives import all_gather_async
 from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.sharding import Interval
+from shardwise.training.gradients.base import weak_hook
 from shardwise.training.gradients.gradient_buffers import GradientBuffers
 from shardwise.training.gradients.gradient_trees import GradientTrees
-from shardwise.training.gradients.gradients import weak_hook
 
 
 @dataclass(frozen=True, eq=False)

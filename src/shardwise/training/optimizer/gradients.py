@@ -26,7 +26,7 @@ from shardwise.kernels import compiled
 from shardwise.kernels.planning import device_type_of
 from shardwise.nn.replicated import named_param_layouts, replicas_of
 from shardwise.training.gradients import Division, Share
-from shardwise.training.gradients.gradients import all_reduced
+from shardwise.training.gradients.base import all_reduced
 
 _BUCKET_ELEMENTS = 1 << 24
 # On a CPU, a norm over this many elements is one fp32 sum, with an error of at most 2e-7. A sum of two-byte numbers is

@@ -2,14 +2,6 @@
 
 from shardwise.storage.huggingface.architectures.architecture import Architecture
 from shardwise.storage.huggingface.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from shardwise.storage.huggingface.architectures.experts import (
-    GLM4_MOE,
-    GRANITEMOE,
-    MIXTRAL,
-    OLMOE,
-    QWEN2_MOE,
-    QWEN3_MOE,
-)
 from shardwise.storage.huggingface.architectures.gemma import GEMMA2, GEMMA3
 from shardwise.storage.huggingface.architectures.gpt_and_bert import BERT, BLOOM, GPT2, GPT_NEOX, OPT
 from shardwise.storage.huggingface.architectures.gpt_oss import GPT_OSS
@@ -22,6 +14,14 @@ from shardwise.storage.huggingface.architectures.llama import (
     QWEN2,
     QWEN3,
     SMOLLM3,
+)
+from shardwise.storage.huggingface.architectures.mixtures import (
+    GLM4_MOE,
+    GRANITEMOE,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
 )
 
 _ALL = (

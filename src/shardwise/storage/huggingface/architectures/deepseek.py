@@ -15,14 +15,14 @@ from shardwise.models.description import ModelDescription
 from shardwise.models.experts import Experts
 from shardwise.models.transformer.heads import LatentAttention
 from shardwise.storage.huggingface.architectures.architecture import Setting, classifiers
-from shardwise.storage.huggingface.architectures.experts import (
+from shardwise.storage.huggingface.architectures.llama import LLAMA, TABLE, Decoder, decoder_settings
+from shardwise.storage.huggingface.architectures.mixtures import (
     EXPERTS_AND_SHARED,
     MODULE_TARGETS,
     SELECTION_BIAS,
     AfterDenseLayers,
     tied_of,
 )
-from shardwise.storage.huggingface.architectures.llama import LLAMA, TABLE, Decoder, decoder_settings
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.mapping import whole
 

@@ -9,7 +9,6 @@ from typing import Any
 from shardwise.models.description import ModelDescription
 from shardwise.models.experts import ClampedGate, Experts
 from shardwise.storage.huggingface.architectures.architecture import Setting, classifiers
-from shardwise.storage.huggingface.architectures.experts import WithExperts
 from shardwise.storage.huggingface.architectures.llama import (
     LLAMA,
     TABLE,
@@ -19,6 +18,7 @@ from shardwise.storage.huggingface.architectures.llama import (
     layer_types,
     read_layer_types,
 )
+from shardwise.storage.huggingface.architectures.mixtures import WithExperts
 from shardwise.storage.huggingface.fields import Fields, read_rope
 from shardwise.storage.huggingface.mapping import Table, joint_experts, whole
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.conformance.case import case
-from shardwise.conformance.comparing import assert_close, assert_same_on_ranks, grad_of, numbers, part
 from shardwise.conformance.dense import IGNORED
+from shardwise.conformance.dense_comparison import assert_close, assert_same_on_ranks, grad_of, numbers, part
 from shardwise.core.topology import Groups
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from shardwise.conformance.case import case
-from shardwise.conformance.comparing import assert_close, assert_same_on_ranks
 from shardwise.conformance.dense import Sizes, batch, dense_model, gradients_of, weights_of
+from shardwise.conformance.dense_comparison import assert_close, assert_same_on_ranks
 from shardwise.core.topology import Groups
 
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.conformance.case import case
-from shardwise.conformance.comparing import assert_all_close, assert_close, grad_of, numbers, part
 from shardwise.conformance.dense import gradients_of, weights_of
+from shardwise.conformance.dense_comparison import assert_all_close, assert_close, grad_of, numbers, part
 from shardwise.conformance.dense_experts import DenseExperts, ExpertSizes
 from shardwise.core.topology import Groups, Topology
 

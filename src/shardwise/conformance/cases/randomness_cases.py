@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from shardwise.conformance.case import case
-from shardwise.conformance.comparing import assert_same_on_ranks, joined, numbers
+from shardwise.conformance.dense_comparison import assert_same_on_ranks, joined, numbers
 from shardwise.core.topology import Groups
 
 _ROWS, _COLUMNS = 16, 64

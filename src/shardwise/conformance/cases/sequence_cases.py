@@ -6,8 +6,15 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.conformance.case import case
-from shardwise.conformance.comparing import assert_all_close, assert_close, assert_same_on_ranks, grad_of, numbers, part
 from shardwise.conformance.dense import Sizes, backward_of_mean, batch, dense_model, gradients_of, weights_of
+from shardwise.conformance.dense_comparison import (
+    assert_all_close,
+    assert_close,
+    assert_same_on_ranks,
+    grad_of,
+    numbers,
+    part,
+)
 from shardwise.core.topology import Groups
 
 B, H = 2, 6

@@ -7,7 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.conformance.case import case
-from shardwise.conformance.comparing import assert_all_close, assert_close, assert_same_on_ranks, grad_of, numbers, part
+from shardwise.conformance.dense_comparison import (
+    assert_all_close,
+    assert_close,
+    assert_same_on_ranks,
+    grad_of,
+    numbers,
+    part,
+)
 from shardwise.core.topology import Groups
 
 S, B, I, O, R, SCALING = 4, 2, 6, 8, 3, 0.5  # noqa: E741 - the letters of the shapes

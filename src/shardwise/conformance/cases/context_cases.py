@@ -6,15 +6,6 @@ import torch
 from torch import Tensor
 
 from shardwise.conformance.case import case
-from shardwise.conformance.comparing import (
-    assert_all_close,
-    assert_close,
-    assert_same_on_ranks,
-    grad_of,
-    joined,
-    numbers,
-    summed,
-)
 from shardwise.conformance.dense import (
     IGNORED,
     DenseModel,
@@ -24,6 +15,15 @@ from shardwise.conformance.dense import (
     dense_model,
     gradients_of,
     weights_of,
+)
+from shardwise.conformance.dense_comparison import (
+    assert_all_close,
+    assert_close,
+    assert_same_on_ranks,
+    grad_of,
+    joined,
+    numbers,
+    summed,
 )
 from shardwise.conformance.dense_experts import DenseExperts, ExpertSizes
 from shardwise.conformance.dense_latent import Latent

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.conformance.case import case
-from shardwise.conformance.comparing import assert_all_close
 from shardwise.conformance.dense import Sizes, backward_of_mean, batch, dense_model, weights_of
+from shardwise.conformance.dense_comparison import assert_all_close
 from shardwise.core.topology import Groups, Topology
 
 _NEEDS = ("language_model", "accumulate", "optimizer", "save", "load")

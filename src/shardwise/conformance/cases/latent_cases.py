@@ -3,7 +3,7 @@
 from typing import Any
 
 from shardwise.conformance.case import case
-from shardwise.conformance.cases.attention import check_model
+from shardwise.conformance.cases.attention_cases import check_model
 from shardwise.conformance.dense import Sizes
 from shardwise.conformance.dense_latent import Latent, Yarn
 from shardwise.core.topology import Groups

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.conformance.case import case
-from shardwise.conformance.comparing import assert_all_close, assert_close, grad_of, numbers, part
+from shardwise.conformance.dense_comparison import assert_all_close, assert_close, grad_of, numbers, part
 from shardwise.core.topology import Groups
 
 S, B = 5, 2

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.conformance.case import case
-from shardwise.conformance.comparing import assert_all_close, assert_close, assert_same_on_ranks, numbers
 from shardwise.conformance.dense import (
     Batch,
     Sizes,
@@ -17,6 +16,7 @@ from shardwise.conformance.dense import (
     gradients_of,
     weights_of,
 )
+from shardwise.conformance.dense_comparison import assert_all_close, assert_close, assert_same_on_ranks, numbers
 from shardwise.core.topology import Groups
 
 
