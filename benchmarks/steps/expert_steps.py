@@ -14,7 +14,7 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.data import Batch
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.models.description import build_model, model_config
-from shardwise.models.transformer.router import Router
+from shardwise.models.experts.router import Router
 from shardwise.run.settings import ModelSettings, Settings, TrainingSettings
 from shardwise.storage.huggingface import load_pretrained, read_config
 from shardwise.training.trainer import Trainer

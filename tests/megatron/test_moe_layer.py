@@ -32,7 +32,8 @@ from shardwise.megatron.schedules import get_forward_backward_func
 from shardwise.megatron.spec_utils import ModuleSpec
 from shardwise.megatron.transformer_layer import TransformerLayer
 from shardwise.models import GPT
-from shardwise.models.transformer import mlp, moe
+from shardwise.models.experts import moe
+from shardwise.models.transformer import mlp
 from shardwise.nn.replicated import named_param_layouts, replicas_of
 from shardwise.training.optimizer.gradients import finalize_gradients_, global_grad_norm
 

@@ -22,6 +22,7 @@ from shardwise.core.sequence_view import ContextShard
 from shardwise.core.topology import Groups, Topology
 from shardwise.kernels.planning import planning_for
 from shardwise.models import GPT, Experts, ModelConfig, Recomputation
+from shardwise.models.experts.moe import MoELayer
 from shardwise.models.generation import Sampling, generate
 from shardwise.models.transformer import (
     attention_blocks,
@@ -32,7 +33,6 @@ from shardwise.models.transformer import (
 from shardwise.models.transformer.context_attention import described_way
 from shardwise.models.transformer.heads import LatentAttention, LocalHeads
 from shardwise.models.transformer.masks import AttentionMask
-from shardwise.models.transformer.moe import MoELayer
 from shardwise.models.transformer.rotary import RotaryScaling
 from shardwise.training.optimizer.gradients import finalize_gradients_, global_grad_norm
 

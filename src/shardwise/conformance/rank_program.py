@@ -1,7 +1,7 @@
 """The process that runs cases: ``python -m shardwise.conformance.rank_program TARGET FOLDER``.
 
-It reads orders, one a line. It imports the target and the cases once, and its ranks are copies of it (``fork``), so that
-new ones after a hang or a crash cost nothing. It starts no thread itself.
+It reads orders, one a line. It imports the target and the cases once, and its ranks are copies of it (``fork``), so
+that new ones after a hang or a crash cost nothing. It starts no thread itself.
 """
 
 import contextlib

@@ -230,7 +230,7 @@ class ModelConfig(LayerConfig, TransformerFields):
             (``models.transformer.context_attention``). ``"p2p"`` takes keys and values one rank after the other.
         ep_comm_type: how tokens reach the ranks of their experts: ``"a2a"`` sends each choice of a token to the ranks
             that hold the expert, ``"all_gather"`` all tokens to all ranks; ``"auto"`` chooses by the bytes to send
-            (``models.transformer.token_dispatch``).
+            (``models.experts.token_dispatch``).
         add_bias_linear: whether linear layers have biases.
         add_qkv_bias: whether the query-key-value projection has a bias even if other linear layers have none; set to
             True if ``add_bias_linear`` is True.

@@ -23,12 +23,12 @@ from shardwise.core.topology import Groups
 from shardwise.models.bert import Bert
 from shardwise.models.classification import Classification
 from shardwise.models.config import ModelConfig, TransformerFields
+from shardwise.models.experts.moe import MoELayer
 from shardwise.models.gpt import GPT
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer.core_attention import CoreAttention
 from shardwise.models.transformer.layer import TransformerLayerSpec, attention_of
 from shardwise.models.transformer.mlp import ACTIVATIONS
-from shardwise.models.transformer.moe import MoELayer
 from shardwise.models.transformer.rotary import RotaryScaling
 
 # A larger size is a mistake. It raises an error before it takes time or memory.

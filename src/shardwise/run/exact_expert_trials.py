@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.exact.expert_products import linear_by_source
-from shardwise.models.transformer.exact_moe import ExactExperts, ExactRouter
+from shardwise.models.experts.exact_moe import ExactExperts, ExactRouter
 from shardwise.run.exact_layer_trials import MOST_MULTIPLICATIONS, Sides, TrialRun, on_several_threads, on_threads
 
 

@@ -8,9 +8,9 @@ import torch
 from shardwise.core.communication.overlap import Way
 from shardwise.core.sharding import fitting_ranks
 from shardwise.kernels import dispatch
+from shardwise.models.experts.token_dispatch import gathers_tokens
 from shardwise.models.transformer.context_attention import described_way
 from shardwise.models.transformer.heads import LocalHeads, split_heads
-from shardwise.models.transformer.token_dispatch import gathers_tokens
 from shardwise.nn import named_param_layouts
 from shardwise.nn.replicated import replicas_of
 from shardwise.run.settings import RunSettings

@@ -24,9 +24,9 @@ from shardwise.core.validation import DeferredChecks
 from shardwise.data import Batch, DataLoader, HeldOut
 from shardwise.data.batch import BatchMover
 from shardwise.models.description import ModelChunks
+from shardwise.models.experts.moe import MoELayer
+from shardwise.models.experts.router import METRICS, metrics_of
 from shardwise.models.transformer.layer import TransformerLayer
-from shardwise.models.transformer.moe import MoELayer
-from shardwise.models.transformer.router import METRICS, metrics_of
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.training.gradients import GradientBuffers, Share, Total
 from shardwise.training.gradients.replicas import check_replicas

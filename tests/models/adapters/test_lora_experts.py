@@ -16,7 +16,7 @@ from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding.balanced import balanced_sizes
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.adapters import LoraConfig, LoraExperts, LoraRouter
-from shardwise.models.transformer.moe import MoELayer
+from shardwise.models.experts.moe import MoELayer
 from shardwise.nn.replicated import named_param_layouts, replicas_of
 from shardwise.training.optimizer.gradients import finalize_gradients_, global_grad_norm
 

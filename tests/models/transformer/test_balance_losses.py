@@ -16,8 +16,8 @@ from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.core.topology import Groups, Topology
 from shardwise.models import GPT, Bert
 from shardwise.models.experts import Experts
-from shardwise.models.transformer.moe import MoELayer
-from shardwise.models.transformer.router import metrics_of
+from shardwise.models.experts.moe import MoELayer
+from shardwise.models.experts.router import metrics_of
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
 BATCH = 4

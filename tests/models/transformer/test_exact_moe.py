@@ -22,8 +22,8 @@ from shardwise.exact import sum_in_parts
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_experts import LoraExperts, LoraRouter
 from shardwise.models.experts import ClampedGate, Experts
-from shardwise.models.transformer.exact_moe import ExactMoELayer
-from shardwise.models.transformer.moe import MoELayer
+from shardwise.models.experts.exact_moe import ExactMoELayer
+from shardwise.models.experts.moe import MoELayer
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
 PARTS, LENGTH, BATCH = 4, 8, 3

@@ -21,8 +21,8 @@ from shardwise.core.sharding import ParamShard, balanced_range
 from shardwise.core.topology import Groups, Topology
 from shardwise.models import GPT, ModelConfig
 from shardwise.models.experts import ClampedGate, Experts
+from shardwise.models.experts.moe import MoELayer
 from shardwise.models.transformer.heads import LatentAttention
-from shardwise.models.transformer.moe import MoELayer
 from shardwise.nn.replicated import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_, global_grad_norm
 

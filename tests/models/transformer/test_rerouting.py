@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.core.topology import Groups, Topology
-from shardwise.models.transformer.moe import MoELayer
+from shardwise.models.experts.moe import MoELayer
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
 

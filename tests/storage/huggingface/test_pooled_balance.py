@@ -15,7 +15,7 @@ from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups, Topology
 from shardwise.models import Recomputation
-from shardwise.models.transformer.moe import MoELayer
+from shardwise.models.experts.moe import MoELayer
 from shardwise.storage.huggingface import config_from_json, config_to_json, load_pretrained
 from shardwise.training.optimizer.gradients import finalize_gradients_
 

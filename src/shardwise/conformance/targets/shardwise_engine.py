@@ -35,7 +35,7 @@ from shardwise.core.topology import Groups
 from shardwise.models import GPT
 from shardwise.models.adapters import LoraConfig, LoraLinear
 from shardwise.models.description import ModelChunks
-from shardwise.models.transformer.moe import MoELayer
+from shardwise.models.experts.moe import MoELayer
 from shardwise.nn import ColumnLinear, RowLinear, VocabEmbedding
 from shardwise.nn.dropout import sharded_dropout
 from shardwise.nn.loss import vocab_parallel_cross_entropy

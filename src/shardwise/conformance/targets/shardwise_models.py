@@ -21,8 +21,8 @@ from shardwise.models import GPT, ModelConfig
 from shardwise.models.adapters import LoraConfig
 from shardwise.models.adapters.lora_experts import LoraExperts, LoraRouter
 from shardwise.models.experts import ClampedGate, Experts
+from shardwise.models.experts.moe import MoELayer
 from shardwise.models.transformer.heads import LatentAttention
-from shardwise.models.transformer.moe import MoELayer
 from shardwise.models.transformer.rotary import RotaryScaling
 
 

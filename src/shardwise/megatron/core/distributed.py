@@ -24,7 +24,7 @@ from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.core.tensor_parallel.module import adopt_marks_
 from shardwise.megatron.core.transformer.module import _Wrapper
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
-from shardwise.models.transformer.moe import MoELayer
+from shardwise.models.experts.moe import MoELayer
 from shardwise.nn.replicated import replicas_of
 from shardwise.training.gradients import GradientBuffers, default_bucket_size
 from shardwise.training.gradients.replicas import check_replicas, fingerprints

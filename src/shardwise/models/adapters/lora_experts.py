@@ -25,9 +25,9 @@ from shardwise.kernels.grouped import grouped_linear
 from shardwise.models.adapters.adapter import INIT_A, Adapter
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_layers import LoraLayer
-from shardwise.models.transformer.exact_moe import ExactExperts
-from shardwise.models.transformer.moe import ExpertWeights
-from shardwise.models.transformer.router import Router
+from shardwise.models.experts.exact_moe import ExactExperts
+from shardwise.models.experts.moe import ExpertWeights
+from shardwise.models.experts.router import Router
 from shardwise.nn.arithmetic import arithmetic_of
 
 

@@ -12,11 +12,11 @@ from shardwise.core.layout import Layout, hidden_layout
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups
 from shardwise.models.config import ModelConfig
+from shardwise.models.experts.exact_moe import ExactMoELayer
+from shardwise.models.experts.moe import MoELayer
 from shardwise.models.transformer.attention import SelfAttention
-from shardwise.models.transformer.exact_moe import ExactMoELayer
 from shardwise.models.transformer.latent_attention import LatentSelfAttention
 from shardwise.models.transformer.mlp import MLP, make_norm
-from shardwise.models.transformer.moe import MoELayer
 from shardwise.nn import GroupModule, arithmetic_of, parameter_device
 from shardwise.nn.dropout import sharded_dropout
 from shardwise.nn.recompute import OutputRecomputation, recomputed

@@ -25,8 +25,8 @@ from shardwise.core.errors import ConfigError, DataError, ShardingError
 from shardwise.core.files import cannot_write, read_json, write_atomically
 from shardwise.core.sequence_view import Reroute, SequenceView
 from shardwise.models.description import ModelChunks
+from shardwise.models.experts.moe import MoELayer
 from shardwise.models.transformer.layer import TransformerLayer
-from shardwise.models.transformer.moe import MoELayer
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.doctor.places import row_hashes
 

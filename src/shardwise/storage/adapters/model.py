@@ -19,9 +19,9 @@ from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_embedding import LoraEmbedding
 from shardwise.models.adapters.lora_experts import LoraExperts, LoraRouter, check_experts
 from shardwise.models.adapters.lora_layers import LoraColumn, LoraLayer, LoraLinear
+from shardwise.models.experts.moe import ExpertWeights
+from shardwise.models.experts.router import Router
 from shardwise.models.transformer.heads import Heads
-from shardwise.models.transformer.moe import ExpertWeights
-from shardwise.models.transformer.router import Router
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import VocabEmbedding
 from shardwise.nn.quantization import QuantizedTensor

@@ -13,10 +13,10 @@ from shardwise.core.topology import gather_from_stages
 from shardwise.core.validation import on_host
 from shardwise.models.adapters.adapter import Adapter
 from shardwise.models.adapters.lora_layers import LoraLayer
+from shardwise.models.experts.moe import ExpertWeights
+from shardwise.models.experts.router import Router
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer.heads import Heads
-from shardwise.models.transformer.moe import ExpertWeights
-from shardwise.models.transformer.router import Router
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import ColumnLinear, RowLinear, VocabEmbedding
 from shardwise.storage.adapters.config_file import Paths

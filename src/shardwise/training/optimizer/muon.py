@@ -23,11 +23,11 @@ from torch.nn import Parameter
 from shardwise.core.communication.collectives import all_to_all
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import Interval, ParamLayout
+from shardwise.models.experts.moe import ExpertWeights
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.heads import qkv_sections
 from shardwise.models.transformer.latent_attention import LatentSelfAttention
 from shardwise.models.transformer.layer import TransformerLayer
-from shardwise.models.transformer.moe import ExpertWeights
 from shardwise.nn import ColumnLinear
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.training.gradients import Division

@@ -21,7 +21,7 @@ from shardwise.megatron.core.tensor_parallel.layers import drain_embedding_wgrad
 from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig
 from shardwise.megatron.errors import IndivisibleError, asserting
 from shardwise.megatron.surface import offer
-from shardwise.models.transformer.moe import MoELayer
+from shardwise.models.experts.moe import MoELayer
 from shardwise.training.pipeline import stage as engine
 from shardwise.training.pipeline.schedules import forward_only as forward_only_schedule, make_schedule
 

@@ -19,8 +19,7 @@ from shardwise.megatron.core.transformer.layer_parts import MLPSubmodules, _chec
 from shardwise.megatron.core.transformer.module import MegatronModule, build_module, get_module
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
 from shardwise.megatron.surface import offer
-from shardwise.models.experts import Experts
-from shardwise.models.transformer import moe, router
+from shardwise.models.experts import Experts, moe, router
 
 __getattr__ = absent_names("transformer.moe.moe_layer")
 

@@ -28,11 +28,11 @@ from shardwise.core.topology import Groups
 from shardwise.exact.expert_products import linear_by_source
 from shardwise.kernels.planning import counts_on_host
 from shardwise.models.config import ModelConfig
-from shardwise.models.experts import Experts
+from shardwise.models.experts.moe import ExpertWeights, MoELayer
+from shardwise.models.experts.router import Router, Routing, Sequences
+from shardwise.models.experts.spec import Experts
+from shardwise.models.experts.token_dispatch import AllToAll, ExpertFunction
 from shardwise.models.transformer.mlp import activated
-from shardwise.models.transformer.moe import ExpertWeights, MoELayer
-from shardwise.models.transformer.router import Router, Routing, Sequences
-from shardwise.models.transformer.token_dispatch import AllToAll, ExpertFunction
 
 # Entropies and losses of micro-batches are multiples of its inverse, so that sums of them in fp64 are not rounded.
 _UNITS = float(1 << 30)

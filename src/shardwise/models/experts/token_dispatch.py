@@ -21,8 +21,8 @@ from shardwise.core.communication.collectives import all_gather, all_to_all
 from shardwise.core.typed import computed_locally
 from shardwise.kernels.planning import counts_on_host
 from shardwise.models.config import ExpertWay
-from shardwise.models.experts import Experts
-from shardwise.models.transformer.router import Routing, counts_of
+from shardwise.models.experts.router import Routing, counts_of
+from shardwise.models.experts.spec import Experts
 
 
 class ExpertFunction(Protocol):

@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import moves
 from shardwise.core.sequence_view import SequenceView
-from shardwise.models.experts import Experts
-from shardwise.models.transformer.router import Routing
+from shardwise.models.experts.router import Routing
+from shardwise.models.experts.spec import Experts
 
 
 @torch.no_grad()

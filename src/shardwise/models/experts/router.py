@@ -15,7 +15,7 @@ from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
 from shardwise.core.topology import Groups
 from shardwise.models.config import ModelConfig
-from shardwise.models.experts import Experts
+from shardwise.models.experts.spec import Experts
 from shardwise.models.transformer.mlp import layer_arguments
 from shardwise.nn.arithmetic import arithmetic_of
 from shardwise.nn.module import ShardedModule

@@ -33,11 +33,11 @@ from shardwise.core.topology import Groups
 from shardwise.core.typed import computed_locally
 from shardwise.kernels.grouped import Delay, grouped_linear
 from shardwise.models.config import ModelConfig
-from shardwise.models.experts import Experts
-from shardwise.models.transformer.capacity import taken
+from shardwise.models.experts.capacity import taken
+from shardwise.models.experts.router import Router, Routing, Sequences
+from shardwise.models.experts.spec import Experts
+from shardwise.models.experts.token_dispatch import Dispatcher, dispatcher_of
 from shardwise.models.transformer.mlp import MLP, activated, layer_arguments
-from shardwise.models.transformer.router import Router, Routing, Sequences
-from shardwise.models.transformer.token_dispatch import Dispatcher, dispatcher_of
 from shardwise.nn.module import GroupModule, ShardedModule
 from shardwise.nn.weight_gradient import DelayedRuns
 
