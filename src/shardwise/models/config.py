@@ -282,6 +282,7 @@ class ModelConfig(LayerConfig, TransformerFields):
         self._check_layers()
         self._check_experts()
         self._check_latent()
+        self._check_exact()
         self._check_factors()
         self.stage_layers()
         self._derive_sizes()
@@ -376,22 +377,28 @@ class ModelConfig(LayerConfig, TransformerFields):
             raise ConfigError("experts.gate is about gated_linear_unit, which is False; set both")
         if self.add_bias_linear:
             raise ConfigError("experts and add_bias_linear exclude each other; leave one out")
-        for name, is_set in (
-            ("capacity_factor", self.experts.capacity_factor is not None),
-            ("balances 'global'", self.experts.balances == "global"),
-            ("pools_layers", self.experts.pools_layers),
-            ("gate", self.experts.gate is not None),
-            ("shared_gate", self.experts.shared_gate),
-        ):
-            if is_set and self.exact_parts is not None:
-                raise ConfigError(f"experts.{name} and exact_parts exclude each other; leave one out")
+
+    def _check_exact(self) -> None:
+        if self.exact_parts is None:
+            return
+        refused = {"attention_sinks": self.attention_sinks, "latent": self.latent is not None}
+        if (experts := self.experts) is not None:
+            refused |= {
+                "experts.capacity_factor": experts.capacity_factor is not None,
+                "experts.balances 'global'": experts.balances == "global",
+                "experts.pools_layers": experts.pools_layers,
+                "experts.gate": experts.gate is not None,
+                "experts.shared_gate": experts.shared_gate,
+            }
+        for name, is_set in refused.items():
+            if is_set:
+                raise ConfigError(f"{name} and exact_parts exclude each other; leave one out")
 
     def _check_latent(self) -> None:
         if self.latent is None:
             return
-        for name in ("exact_parts", "qk_layernorm"):
-            if getattr(self, name):
-                raise ConfigError(f"latent and {name} exclude each other; leave one out")
+        if self.qk_layernorm:
+            raise ConfigError("latent and qk_layernorm exclude each other; leave one out")
         for name, derived in (
             ("kv_channels", self.latent.head_width),
             ("num_query_groups", self.num_attention_heads),
@@ -414,8 +421,6 @@ class ModelConfig(LayerConfig, TransformerFields):
                     f"{name} is {getattr(self, name)}, which PyTorch's kernels do not have, and attention_backend "
                     f"{self.attention_backend!r} asks for one; use 'auto'"
                 )
-        if self.attention_sinks and self.exact_parts is not None:
-            raise ConfigError("attention_sinks and exact_parts exclude each other; leave one out")
 
     def _derive_sizes(self) -> None:
         if self.kv_channels is None:

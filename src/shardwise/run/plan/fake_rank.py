@@ -37,7 +37,6 @@ from shardwise.run.plan.steps import ACTIONS, BACKWARD, FORWARD, START
 from shardwise.run.plan.timeline import Label, Segment, Sent, Timeline, address, read_at_once
 from shardwise.run.plan.workload import Mesh, Workload
 from shardwise.storage.adapters.model import trained_of
-from shardwise.training.gradients.gradient_trees import GradientTrees
 from shardwise.training.optimizer.optimizer import ShardedOptimizer
 from shardwise.training.pipeline.schedules import Action
 from shardwise.training.trainer import Trainer
@@ -217,8 +216,7 @@ def whole_of(workload: Workload, groups: Groups, timeline: Timeline) -> Whole:
         if makes_gradients:
             for param in trained:
                 param.grad = torch.zeros_like(param)
-        if isinstance(trainer.gradients, GradientTrees):
-            # They are given to trees as the backward makes them.
+        if trainer.gradients.are_taken_in_backward:
             torch.stack([param.sum().float() for param in trained]).sum().backward()
         timeline.mark(Label("sums of gradients"))
         finish()

@@ -52,11 +52,14 @@ class Gradients:
         total: makes a sum of losses over a step from zeros.
         seeds_micro_batches: True if dropout masks depend on a micro-batch's position in the global batch, not on its
             rank.
+        are_taken_in_backward: True if the backward gives each gradient away as it makes it, so that ``param.grad`` does
+            not hold it.
         are_clear: set by an optimizer that has cleared all gradients; ``zero_`` need not clear them again.
     """
 
     total: Callable[[Tensor], Total] = Total
     seeds_micro_batches = False
+    are_taken_in_backward = False
     are_clear = False
     _trained: Sequence[Parameter] = ()
 

@@ -84,6 +84,7 @@ class GradientTrees(Gradients):
     """
 
     seeds_micro_batches = True
+    are_taken_in_backward = True
 
     def __init__(
         self,
