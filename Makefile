@@ -12,11 +12,14 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests of several ranks wait for each other, others for programs that start: side by side they fill two cores.
-SIDE_BY_SIDE := $(MAKE) --no-print-directory -j4 tests-of-ranks tests-of-programs other-tests
-PROGRAMS := $(addprefix tests/,benchmarks cli examples harness_test hostile run/doctor)
+COMMANDS := tests/cli tests/hostile
+PROGRAMS := tests/benchmarks tests/examples tests/harness_test tests/run/doctor
+RUNS := tests/run tests/conformance
+GROUPS := tests-of-ranks tests-of-commands tests-of-programs tests-of-runs other-tests
+SIDE_BY_SIDE := $(MAKE) --no-print-directory -j6 $(GROUPS)
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo gpu gpus test test-all test-fast typed test-under-load tests-of-ranks tests-of-programs other-tests check install clean
+.PHONY: demo gpu gpus test test-all test-fast typed test-under-load $(GROUPS) check install clean
 
 demo: $(INSTALLED)
 	$(BIN)/shardwise demo
@@ -44,15 +47,22 @@ test-under-load: $(INSTALLED_DEV)
 tests-of-ranks: $(INSTALLED_DEV)
 	$(PYTEST) -m "$(strip $(ONLY) ranks)"
 
+tests-of-commands: $(INSTALLED_DEV)
+	$(call shown_at_its_end,$(COMMANDS))
+
 tests-of-programs: $(INSTALLED_DEV)
-	$(call shown_at_its_end,$(PYTEST) -m "$(strip $(ONLY) not ranks)" -o cache_dir=.pytest_cache/programs $(PROGRAMS))
+	$(call shown_at_its_end,$(PROGRAMS))
+
+tests-of-runs: $(INSTALLED_DEV)
+	$(call shown_at_its_end,$(RUNS) $(PROGRAMS:%=--ignore=%))
 
 other-tests: $(INSTALLED_DEV)
-	$(call shown_at_its_end,$(PYTEST) -m "$(strip $(ONLY) not ranks)" -o cache_dir=.pytest_cache/other $(PROGRAMS:%=--ignore=%))
+	$(call shown_at_its_end,$(patsubst %,--ignore=%,$(COMMANDS) $(PROGRAMS) $(RUNS)))
 
-# So that they do not write into each other's lines.
+# Run the tests without ranks at these paths, and show their output at the end, so that groups do not write into each
+# other's lines.
 define shown_at_its_end
-@shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT && echo '$(1)' > "$$shown" && { $(1) >> "$$shown" 2>&1; code=$$?; cat "$$shown"; exit $$code; }
+@shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT && echo '$@: $(1)' > "$$shown" && { $(PYTEST) -m "$(strip $(ONLY) not ranks)" -o cache_dir=.pytest_cache/$@ $(1) >> "$$shown" 2>&1; code=$$?; cat "$$shown"; exit $$code; }
 endef
 
 # On one GPU, in ten minutes at most: its tests, its speed, and a dated table in benchmarks/results/. It installs nothing, as
