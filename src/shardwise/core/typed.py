@@ -71,10 +71,10 @@ def check_move(
             raise spmd_types.SpmdTypeError(f"a tensor has the layout {given} over {axis}, and must have {own!r}")
     types = _together([tensor for tensor, _ in tensors], but=axis)
     mixed = [other for other in types if not axis.isorthogonal(other)]
-    if mixed and layout.kind == "V":
-        # An exchange over ranks of several axes, such as that of experts' tokens. A tensor cannot have types over
-        # axes that share ranks; it varies over each of them.
-        _set(outputs, types | dict.fromkeys(mixed, spmd_types.V))
+    if mixed and layout.kind in ("R", "V"):
+        # A move over ranks of several axes, such as that of experts' tokens. A tensor cannot have types over axes that
+        # share ranks; it has the layout over each of them.
+        _set(outputs, types | dict.fromkeys(mixed, letter(layout)))
         return
     _set(outputs, types | {axis: letter(layout)})
 

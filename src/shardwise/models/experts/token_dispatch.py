@@ -18,7 +18,8 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import moves
 from shardwise.core.communication.collectives import all_gather, all_to_all
-from shardwise.core.typed import computed_locally
+from shardwise.core.layout import R, V
+from shardwise.core.typed import check_move, computed_locally
 from shardwise.kernels.planning import counts_on_host
 from shardwise.models.config import ExpertWay
 from shardwise.models.experts.router import Routing, counts_of
@@ -88,19 +89,26 @@ class _Reordered(Function):
 
 
 class _Copied(Function):
-    """A row for each choice of a token; the backward adds the choices of a token in order."""
+    """A row for each choice of a token; the backward adds the choices of a token in order.
 
-    spmd_typecheck = computed_locally("tokens", "of_rows", "places")
+    Layout R -> V if the choices are those of one rank of ``group``, which all have the same tokens.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, of_rows: Tensor, places: Tensor) -> Tensor:
+    def spmd_typecheck(
+        outputs: Any, *, tokens: Tensor, of_rows: Tensor, places: Tensor, group: ProcessGroup | None
+    ) -> None:
+        check_move(outputs, group, V(), (tokens, R), of_rows=of_rows, places=places)
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, of_rows: Tensor, places: Tensor, group: ProcessGroup | None) -> Tensor:
         ctx.save_for_backward(places)
         return tokens.index_select(0, of_rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (places,) = ctx.saved_tensors
-        return _summed(grad, places), None, None
+        return _summed(grad, places), None, None, None
 
 
 class _Summed(Function):
@@ -138,22 +146,24 @@ class _Choices:
         of_rows: ``[m]``, the token of each choice that gets an output.
         order: ``[m]``, numbers of these choices among ``[n, k]``.
         places: ``[n, k]``, place of each choice in ``order``; ``m`` for one without an output.
+        group: the ranks that have the same tokens, each with other choices; None if the tokens are this rank's.
     """
 
     of_rows: Tensor
     order: Tensor
     places: Tensor
+    group: ProcessGroup | None
 
     @classmethod
-    def of(cls, keys: Tensor, number: int) -> _Choices:
+    def of(cls, keys: Tensor, number: int, group: ProcessGroup | None = None) -> _Choices:
         """Sort choices by ``keys [n, k]``; the ``number`` lowest get outputs."""
         order = keys.flatten().argsort(stable=True)
         places = inverse(order).clamp(max=number).view(keys.shape)
-        return cls(order[:number] // keys.size(1), order[:number], places)
+        return cls(order[:number] // keys.size(1), order[:number], places, group)
 
     def rows_of(self, tokens: Tensor, weights: Tensor | None) -> Tensor:
         """Return the tokens of the choices, ``[m, h]``, times ``weights [n, k]``."""
-        rows: Tensor = _Copied.apply(tokens, self.of_rows, self.places)
+        rows: Tensor = _Copied.apply(tokens, self.of_rows, self.places, self.group)
         return rows if weights is None else rows * self._of_rows(weights)
 
     def sums_of(self, rows: Tensor, weights: Tensor | None) -> Tensor:
@@ -256,7 +266,7 @@ class AllGather:
         tokens = moves.gather_for_parts(tokens, dim=0, group=group, sizes=sizes)
         weights, keys = moves.gather_for_parts(sent, dim=0, group=group, sizes=sizes).chunk(2, dim=1)
         keys = keys.detach().long() - first
-        choices = _Choices.of(keys.masked_fill((keys < 0) | (keys >= own), own), sum(received))
+        choices = _Choices.of(keys.masked_fill((keys < 0) | (keys >= own), own), sum(received), group)
         weights = weights.to(tokens.dtype)
         rows = choices.rows_of(tokens, weights if spec.weighs_input else None)
         total = choices.sums_of(experts(rows, for_us.sum(0)), None if spec.weighs_input else weights)
