@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.program import Program
+from run.run_processes import run_command
 
 TEXT = Path(__file__).parents[2] / "README.md"
 
@@ -20,10 +20,13 @@ def sizes(sequence_length: int, *more: str) -> tuple[str, ...]:
 
 
 def run(folder: Path, *arguments: str) -> str:
-    """Run ``shardwise ARGUMENTS`` in ``folder``, to its end, and return its output."""
-    with Program("-m", "shardwise", *arguments, folder=folder) as program:
-        program.finish(exit_code=0)
-    return program.stdout
+    """Run ``shardwise ARGUMENTS`` on as many ranks as ``--nproc`` says, to its end, and return its output."""
+    words, ranks = list(arguments), 1
+    if "--nproc" in words:
+        place = words.index("--nproc")
+        ranks = int(words[place + 1])
+        del words[place : place + 2]
+    return run_command(folder, ranks, *words)[0]
 
 
 def train(folder: Path, name: str, *arguments: str) -> Path:

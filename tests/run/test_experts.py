@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from harness.program import Program
 from run.compared_runs import TEXT, sizes, train
 from run.plan.measured_layouts import CASES
+from run.run_processes import run_commands
 
 from shardwise.core.errors import ConfigError
 from shardwise.models.recomputation import Recomputation
@@ -23,8 +24,10 @@ from shardwise.training.bounds import with_values
 
 SIZES = sizes(23, "--model.num-experts", "8", "--model.num-experts-per-tok", "3", "--model.router-aux-loss", "0.5")
 LAYOUTS = {
-    "ep 2": ("--ep", "2", "--training.micro-batch-size", "1"),
+    "ep 2": ("--nproc", "2", "--ep", "2", "--training.micro-batch-size", "1"),
     "tp 2, ep 2, sp": (
+        "--nproc",
+        "2",
         "--tp",
         "2",
         "--ep",
@@ -116,10 +119,12 @@ def test_a_run_replays_the_routing_of_another(one, tmp_path):
     assert loads(split) == loads(recorded)
     comparison = compare(recorded, split)
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)
-    arguments = ("train", "--data", str(TEXT), *SIZES, "--training.steps", "7", *replays)
-    with Program("-m", "shardwise", *arguments, folder=tmp_path) as program:
-        program.finish(exit_code=2)
-    assert "has no routing of step 6; replay fewer steps" in program.stderr
+    out = ("--out", str(tmp_path / "longer"))
+    ((code, _, error),) = run_commands(
+        tmp_path, [("train", "--data", str(TEXT), *SIZES, *out, "--training.steps", "7", *replays)]
+    )
+    assert code == 2
+    assert "has no routing of step 6; replay fewer steps" in error
 
 
 @pytest.mark.slow
@@ -164,17 +169,23 @@ def test_a_plan_counts_the_exchange_of_tokens():
     model = sizes | {"num_experts": 8, "num_experts_per_tok": 3}
     training = {"global_batch_size": 4, "micro_batch_size": 1, "dtype": "float32"}
     options = {"ranks": 4, "rank": 1, "training": training, "device": "cpu"}
-    plan = plan_run(parallel={"tp": 2, "ep": 2}, model=model, **options)
-    sent = {call.num_bytes: number for call, number in plan.worst.calls.items() if call.axis == "ep"}
+
+    def sent_by(**parallel: Any) -> dict[int, int]:
+        plan = plan_run(parallel={"tp": 2} | parallel, model=model, **options)
+        return {call.num_bytes: number for call, number in plan.worst.calls.items() if call.axis == "ep"}
+
     # A rank routes 12 of a micro-batch's 24 tokens to 3 experts each, which two ranks split; two layers, two batches.
     # Tokens and results are sent in the forward, their gradients in the backward, and the counts of 8 experts once.
-    assert sent == {2 * 12 * 3 * 32 * 4: 2 * 2 * 4, 2 * 8 * 8: 2 * 2}
+    assert sent_by(ep=2, ep_comm_type="a2a") == {2 * 12 * 3 * 32 * 4: 2 * 2 * 4, 2 * 8 * 8: 2 * 2}
+    # Four ranks gather counts of 9 kinds, tokens, and two numbers of each choice, and reduce sums. Gradients go back.
+    tokens, choices = 12 * 32 * 4, 12 * 3 * 2 * 4
+    gathered = {9 * 8: 4, tokens: 8, choices: 4, 4 * tokens: 8, 4 * choices: 4}
+    assert sent_by(ep=2) == sent_by(ep=2, ep_comm_type="all_gather") == gathered
     # In an exact run experts are whole. Each of two ranks sends the rows for the ranks in its place, of all tokens.
-    plan = plan_run(parallel={"tp": 2, "ep": 4, "exact": True}, model=model | {"vocab_size": 304}, **options)
-    sent = {call.num_bytes: number for call, number in plan.worst.calls.items() if call.axis == "ep"}
-    assert sent == {24 * 3 // 2 * 32 * 4: 2 * 2 * 4, 8 * 8: 2 * 2}
+    model |= {"vocab_size": 304}
+    assert sent_by(ep=4, exact=True) == {24 * 3 // 2 * 32 * 4: 2 * 2 * 4, 8 * 8: 2 * 2}
     with pytest.raises(ConfigError, match=r"parallel\.ep 4 x etp 2 x parallel\.pp 1 does not divide the 4 ranks"):
-        plan_run(parallel={"tp": 2, "ep": 4}, model=model, **options)
+        sent_by(ep=4)
 
 
 def test_the_layouts_that_fit_divide_experts():

@@ -116,13 +116,13 @@ def test_a_sample_beyond_the_limit_of_memory_trains_on_ranks_that_share_it(tmp_p
     with open(argparse.__file__) as file:
         text.write_text(20 * file.read())
     sizes = {"num-layers": 5, "hidden-size": 128, "num-heads": 2, "ffn-hidden-size": 8192, "vocab-size": 300}
-    argv = ["train", "--data", str(text), "--device", "cpu", "--model.sequence-length", "8192"]
+    argv = ["train", "--data", str(text), "--device", "cpu", "--model.sequence-length", "4096"]
     argv += [word for name, value in sizes.items() for word in (f"--model.{name}", str(value))]
-    argv += ["--training.steps", "2", "--training.global-batch-size", "1"]
-    # One rank keeps 3.8 GiB for the backward, and four about 1 GiB each.
+    argv += ["--training.steps", "1", "--training.global-batch-size", "1"]
+    # One rank keeps 1.9 GiB for the backward, and four about half a GiB each.
     for ranks, exit_code in ((1, 1), (4, 0)):
         more = ["--out", str(tmp_path / f"run {ranks}"), "--nproc", str(ranks), "--cp", str(ranks)]
-        done = limited([*argv, *more], 3 << 30, tmp_path, exit_code=exit_code)
+        done = limited([*argv, *more], 2 << 30, tmp_path, exit_code=exit_code)
         assert ("out of memory on a rank" in done.stderr) == (ranks == 1)
 
 
