@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from models.transformer.test_moe import LAYOUTS, LENGTH, MIXTRAL, WIDTH, alone, moe_layer
+from models.experts.test_moe import LAYOUTS, LENGTH, MIXTRAL, WIDTH, alone, moe_layer
 from torch import Tensor
 from torch.func import functional_call
 

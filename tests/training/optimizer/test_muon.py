@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.parity import assert_close_to, gather_shards
+from models.experts.test_moe import MIXTRAL, build
 from models.model_checks import alone
-from models.transformer.test_moe import MIXTRAL, build
 from run.tiny_layouts import losses_of, trainer_of
 from torch import nn
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness.parity import assert_close_to
-from models.transformer.test_moe import KINDS, LENGTH, WIDTH, moe_layer
+from models.experts.test_moe import KINDS, LENGTH, WIDTH, moe_layer
 from run.tiny_layouts import losses_of, trainer_of
 
 from shardwise.core.topology import Groups, Topology

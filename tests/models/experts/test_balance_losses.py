@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.transformer.test_moe import LENGTH, MIXTRAL, VOCABULARY, WIDTH, config, moe_layer, samples
+from models.experts.test_moe import LENGTH, MIXTRAL, VOCABULARY, WIDTH, config, moe_layer, samples
 from torch import Tensor
 
 from shardwise.core.communication.collectives import all_reduce

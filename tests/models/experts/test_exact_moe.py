@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from harness.parity import assert_bit_equal
+from models.experts.test_moe import KINDS, MIXTRAL, WIDTH, config, moe_layer
 from models.model_checks import alone, check_gradients
-from models.transformer.test_moe import KINDS, MIXTRAL, WIDTH, config, moe_layer
 from torch import Tensor
 
 from shardwise.core.communication.trees import tree_sum

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models.experts.test_balance_losses import BATCH, LAYOUTS, samples_of
+from models.experts.test_moe import LENGTH, MIXTRAL, WIDTH, moe_layer
 from models.model_checks import alone, check_gradients
-from models.transformer.test_balance_losses import BATCH, LAYOUTS, samples_of
-from models.transformer.test_moe import LENGTH, MIXTRAL, WIDTH, moe_layer
 from torch import Tensor
 
 from shardwise.core.communication.collectives import all_reduce
