@@ -63,6 +63,7 @@ def test_a_sound_program_is_sound(script, group, tmp_path):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("script", of_ranks(SOUND, 4))
 def test_a_sound_program_of_four_ranks_is_sound(script, group, tmp_path):
     check_sound(script, group, tmp_path)
