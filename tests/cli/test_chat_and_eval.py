@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness.program import run
 from run.run_processes import run_command
 from storage.adapters.tiny_models import save_model
 
@@ -125,6 +126,11 @@ def test_what_a_model_is_measured_to_be(folder, model, capsys):
     assert values["bits per byte"] == pytest.approx(total / labels / 0.6931471805599453 * labels / num_bytes, abs=1e-4)
 
 
+def read_from(path):
+    """Let standard input come from a file."""
+    sys.stdin = path.open()
+
+
 @pytest.mark.slow
 def test_two_ranks_talk_and_measure_alike(folder, model, monkeypatch, capsys, tmp_path):
     plain = [
@@ -145,8 +151,8 @@ def test_two_ranks_talk_and_measure_alike(folder, model, monkeypatch, capsys, tm
     said = capsys.readouterr().out
     (tmp_path / "said").write_text("1 + 1?\nAnd?\n")
     options = ("--temperature", "0", "--max-new-tokens", str(TOKENS), "--device", "cpu", "--tp", "2")
-    with (tmp_path / "said").open() as stdin:
-        assert run("-m", "shardwise", "chat", folder / "model", *options, stdin=stdin).stdout == said
+    read = partial(read_from, tmp_path / "said")
+    assert run_command(tmp_path, 2, "chat", folder / "model", *options, changed=read)[0] == said
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_each_command_takes_its_settings(capsys, folder):
 
 
 def test_layouts_that_fit_each_command(capsys, folder):
-    code, text, _ = call(capsys, "dpo", folder, "--ranks", "1", "2", "--fit", "1GiB", *FEW)
+    code, text, _ = call(capsys, "dpo", folder, "--ranks", "1", "--fit", "1GiB", *FEW)
     assert (code, text.splitlines()[0].split()[:4]) == (0, ["ranks", "tp", "pp", "dp"])
     plans = planned(capsys, "distill", folder, "--teacher", folder, "--ranks", "2", "--fit", "100MiB", *FEW)
     # A teacher has no stages.

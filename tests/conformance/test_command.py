@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from harness.program import run
+
+from shardwise.cli.main import main
 
 CASES = "transposed"
 SUM = """
@@ -16,8 +17,14 @@ def reduce(tensor, groups):
 """
 
 
-def command(*arguments, code):
-    return run("-m", "shardwise", "conformance", *arguments, exit_code=code)
+@pytest.fixture
+def command(capsys):
+    def run(*arguments, code):
+        """Return what the command prints: standard output and standard error."""
+        assert main(["conformance", *arguments]) == code
+        return capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture
@@ -29,8 +36,8 @@ def targets(tmp_path):
     return [str(file) for file in files]
 
 
-def test_text_has_a_line_for_each_case_and_exit_code_0(targets):
-    lines = command("--target", targets[0], "--case", CASES, code=0).stdout.splitlines()
+def test_text_has_a_line_for_each_case_and_exit_code_0(command, targets):
+    lines = command("--target", targets[0], "--case", CASES, code=0).out.splitlines()
     assert lines == [
         "not offered  linear/transposed_gradient_is_summed",
         "not offered  linear/copied_input_sums_a_transposed_gradient",
@@ -39,8 +46,8 @@ def test_text_has_a_line_for_each_case_and_exit_code_0(targets):
     ]
 
 
-def test_json_of_several_targets_and_exit_code_1(targets):
-    facts = json.loads(command("--target", *targets, "--case", "linear/reduced*", "--json", code=1).stdout)
+def test_json_of_several_targets_and_exit_code_1(command, targets):
+    facts = json.loads(command("--target", *targets, "--case", "linear/reduced*", "--json", code=1).out)
     assert [each["target"] for each in facts] == targets
     assert facts[0]["versions"]["library"] == "7"
     right, wrong = (each["results"][0] for each in facts)
@@ -49,13 +56,13 @@ def test_json_of_several_targets_and_exit_code_1(targets):
     assert "the sum at [0, 0] is" in wrong["message"]
 
 
-def test_an_unknown_target_is_one_line_and_exit_code_2():
+def test_an_unknown_target_is_one_line_and_exit_code_2(command):
     done = command("--target", "nothing", code=2)
-    assert done.stderr.startswith("shardwise conformance: error: unknown target 'nothing'; give a file of Python")
-    assert done.stderr.count("\n") == 1
+    assert done.err.startswith("shardwise conformance: error: unknown target 'nothing'; give a file of Python")
+    assert done.err.count("\n") == 1
 
 
-def test_the_list_shows_reports_and_starts_nothing():
-    lines = command("--list", "--case", "linear/reduced", code=0).stdout.splitlines()
+def test_the_list_shows_reports_and_starts_nothing(command):
+    lines = command("--list", "--case", "linear/reduced", code=0).out.splitlines()
     assert lines[0] == "linear/reduced_output_sums_a_transposed_tensor  (2 ranks; NovaSky-AI/SkyRL#1886)"
     assert len(lines) == 2

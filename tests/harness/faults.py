@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
+import inspect
+import operator
 import os
 import shutil
 import subprocess
@@ -17,6 +20,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
@@ -359,6 +363,18 @@ def planted(fault: Fault, source: Path = SOURCE) -> tuple[Path, str]:
     except SyntaxError as error:
         raise ValueError(f"{fault.name}: with the fault {path.relative_to(source)} is no Python: {error}") from error
     return path, text
+
+
+def plant(fault: Fault) -> None:
+    """Plant a fault in this process until its end, in a function that is already imported."""
+    path, text = planted(fault)
+    module = importlib.import_module(".".join(path.relative_to(SOURCE).with_suffix("").parts))
+    name = fault.function.partition(":")[2]
+    codes = [compile(text, str(path), "exec")]
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    (changed,) = (code for code in codes if code.co_qualname == name)
+    inspect.unwrap(operator.attrgetter(name)(module)).__code__ = changed
 
 
 def failure(tests: Collection[str], source: Path, scratch: Path) -> str | None:

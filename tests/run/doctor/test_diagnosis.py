@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
+import math
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from harness.faults import SOURCE, Fault, planted
-from harness.program import Program
+from harness.faults import Fault, plant
 from run.doctor.planted import OUR_FAULTS, SCRIPTS, SOUND, OurFault, Script
 from run.doctor.recorded import record_script
+from run.run_processes import run_commands
 
 from shardwise.run.doctor.diagnosis import Diagnosis, diagnose
 
@@ -61,13 +63,14 @@ def test_a_sound_program_is_sound(script, group, tmp_path):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("script", of_ranks(SOUND, 4))
 def test_a_sound_program_of_four_ranks_is_sound(script, group, tmp_path):
     check_sound(script, group, tmp_path)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.sample(14)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("script", of_ranks(SCRIPTS, 2))
 def test_a_fault_is_named(script, group, tmp_path):
     check_found(script, group, tmp_path)
@@ -108,20 +111,19 @@ def test_a_parallel_reference_is_compared_rank_by_rank(group, tmp_path):
     dist.barrier(group)
 
 
-def run_doctor(folder: Path, source: Path, *arguments: str, exit_code: int) -> dict[str, object]:
+def run_doctor(folder: Path, fault: Fault | None, *arguments: str, exit_code: int) -> dict[str, object]:
     text = Path(__file__).parents[3] / "README.md"
-    command = ("-m", "shardwise", "doctor", "train", "--data", str(text), "--out", str(folder / "run"), *arguments)
-    with Program(*command, "--json", folder=folder, PYTHONPATH=str(source)) as program:
-        program.finish(exit_code=exit_code)
-    return json.loads(program.stdout[program.stdout.index("{") :])
+    command = ("doctor", "train", "--data", text, "--out", folder / "run", "--json", *arguments)
+    flags = dict(pairwise(arguments))
+    size = int(flags.get("--nproc", 0)) or math.prod(int(flags.get(axis, 1)) for axis in ("--tp", "--pp", "--cp"))
+    ended = run_commands(folder, [command] * size, changed=None if fault is None else partial(plant, fault))
+    assert ended[0][0] == exit_code, ended
+    return json.loads(ended[0][1][ended[0][1].index("{") :])
 
 
 def first_finding(fault: Fault, folder: Path, *arguments: str) -> dict[str, str]:
-    """Plant a fault in a copy of the source, and return what the doctor finds first."""
-    path, text = planted(fault)
-    shutil.copytree(SOURCE, folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "src" / path.relative_to(SOURCE)).write_text(text)
-    found = run_doctor(folder, folder / "src", *arguments, exit_code=1)
+    """Return what the doctor finds first in a run with the fault."""
+    found = run_doctor(folder, fault, *arguments, exit_code=1)
     assert isinstance(found["findings"], list)
     first: dict[str, str] = found["findings"][0]
     return first
@@ -204,6 +206,6 @@ def test_a_fault_of_shared_positions_is_named(change, tmp_path):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_our_runs_are_sound(layout, tmp_path):
-    found = run_doctor(tmp_path, SOURCE, *_SIZES, *LAYOUTS[layout], exit_code=0)
+    found = run_doctor(tmp_path, None, *_SIZES, *LAYOUTS[layout], exit_code=0)
     assert found["sound"], found["findings"]
     assert found["rounding_is_measured"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
-from harness.faults import SOURCE, Fault, planted
-from harness.program import Program
+from harness.faults import Fault, plant
 from run.doctor.planted import OUR_FAULTS
+from run.run_processes import run_command, run_commands
 
 from shardwise.run.comparison import compare
 from shardwise.run.doctor.judged_runs import OneRun, _metrics
@@ -26,19 +27,19 @@ BACKWARD = "the loss of step 0 is right, and its gradient norm is wrong: the bac
 TP = ("--tp", "2", "--sequence-parallel")
 
 
-def train(folder: Path, name: str, *arguments: str, source: Path = SOURCE) -> Path:
+def train(folder: Path, name: str, *arguments: str, fault: Fault | None = None) -> Path:
     text = folder / "text.txt"
-    text.write_bytes(TEXT.read_bytes())
-    command = ("-m", "shardwise", "train", "--data", str(text), "--out", str(folder / name), *SIZES, *arguments)
-    with Program(*command, folder=folder, PYTHONPATH=str(source)) as program:
-        program.finish(exit_code=0)
+    text.write_bytes(TEXT.read_bytes()[:20_000])
+    command = ("train", "--data", text, "--out", folder / name, *SIZES, *arguments)
+    changed = None if fault is None else partial(plant, fault)
+    run_command(folder, 2 if "--tp" in arguments else 1, *command, changed=changed)
     return folder / name
 
 
 def compared(folder: Path, one: Path, other: Path, *, exit_code: int) -> list[str]:
-    with Program("-m", "shardwise", "compare", str(one), str(other), folder=folder) as program:
-        program.finish(exit_code=exit_code)
-    return program.stdout.splitlines()
+    ((code, printed, error),) = run_commands(folder, [("compare", one, other)])
+    assert code == exit_code, error
+    return printed.splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +88,7 @@ def test_from_the_last_checkpoint_that_both_share(folder, one, parallel):
 )
 def test_a_fault(folder, one, tmp_path, name, layout, part):
     fault = next(each for each in OUR_FAULTS if each.name == name)
-    path, text = planted(Fault(fault.name, fault.function, fault.old, fault.new, ""))
-    shutil.copytree(SOURCE, tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "src" / path.relative_to(SOURCE)).write_text(text)
-    wrong = train(tmp_path, "wrong", *layout, source=tmp_path / "src")
+    wrong = train(tmp_path, "wrong", *layout, fault=Fault(fault.name, fault.function, fault.old, fault.new, ""))
     lines = compared(folder, one, wrong, exit_code=1)
     (at,) = (number for number, line in enumerate(lines) if line.startswith("a fault is suspected in "))
     assert lines[at] == f"a fault is suspected in {wrong}, by the same steps on one rank"

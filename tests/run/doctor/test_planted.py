@@ -123,13 +123,14 @@ def check_planted(script: Script, group: ProcessGroup) -> None:
 
 def of_ranks(scripts: tuple[Script, ...], ranks: int) -> list[object]:
     chosen = [script for script in scripts if script.ranks == ranks]
-    # One of each kind in `make test-fast`, all in `make test`.
-    seen: set[str] = set()
+    # One of each kind in `make test-fast`, in `make test` also of each family and dtype, all in `make test-all`.
+    seen: set[object] = set()
     params: list[object] = []
     for script in chosen:
-        is_first = script.kind not in seen and script.family != "transformers"
-        seen.add(script.kind)
-        params.append(pytest.param(script, id=script.name, marks=[] if is_first else [pytest.mark.slow]))
+        marks = [] if script.kind not in seen and script.family != "transformers" else [pytest.mark.slow]
+        marks += [pytest.mark.matrix] if {script.kind, script.family, script.dtype} <= seen else []
+        seen |= {script.kind, script.family, script.dtype}
+        params.append(pytest.param(script, id=script.name, marks=marks))
     return params
 
 
