@@ -8,7 +8,7 @@ from run.test_exact_runs import LENGTH, SELECTIVE, VOCAB, alone_of, check, setti
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Topology
-from shardwise.exact import experts
+from shardwise.exact import expert_products
 from shardwise.run.build import build_model
 from shardwise.run.exact_trials import check_device
 
@@ -133,6 +133,6 @@ def test_products_that_differ_are_named(group, dtype, monkeypatch):
         ),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(experts, "whole_product", wrong)
+            patch.setattr(expert_products, "whole_product", wrong)
             with pytest.raises(ConfigError, match=message):
                 check_device(model, **sizes)

@@ -15,7 +15,7 @@ from run.pretended_run import LLAMA_3_8B, V, run_two_steps
 
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.models.gpt import GPT
-from shardwise.training.gradients import gradients
+from shardwise.training.gradients import base
 
 # A sequence of any length shows the same.
 S, B, H, A, F = 64, 2, 4096, 32, 14336
@@ -48,7 +48,7 @@ class Part:
 def a_step(folder, case, num_layers):
     """The second step of a run."""
     # Each weight of a layer has its own bucket then, so that a layer's part of the collectives can be told.
-    gradients.default_bucket_size = lambda device_type, num_ranks: gradients.DEFAULT_BUCKET_SIZE
+    base.default_bucket_size = lambda device_type, num_ranks: base.DEFAULT_BUCKET_SIZE
     parts = {name: Part() for name in ("forward", "backward", "step")}
     own = GPT.forward, torch.autograd.backward, torch.distributed.batch_isend_irecv
     depth, messages = 0, Counter()

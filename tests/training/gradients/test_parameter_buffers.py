@@ -21,8 +21,8 @@ from shardwise.training.gradients import (
     GradientBuffers,
     GradientTrees,
     ParameterBuffers,
+    base as gradients_module,
     gradient_buffers,
-    gradients as gradients_module,
     parameter_buffers,
 )
 
