@@ -121,7 +121,7 @@ def test_products_that_differ_are_named(group, dtype, monkeypatch):
     model = build_model(settings, VOCAB, groups=alone_of(Topology.create()), device=torch.device("cpu"))
     sizes = {"micro_batch_size": 1, "sequence_length": LENGTH}
     check_device(model, **sizes)
-    right = experts.whole_product
+    right = expert_products.whole_product
     for wrong, message in (
         (
             lambda left, right_factor: right(left, right_factor) * torch.get_num_threads(),
