@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from harness.forked import run_forked
 
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import Batch
@@ -74,12 +76,19 @@ def made(settings, groups):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(4)
-def test_state_that_does_not_fit_trains_with_zero(group, planned_states):
-    groups = Groups.of(Topology.create())
+def test_state_that_does_not_fit_trains_with_zero(tmp_path, planned_states):
+    """In processes of its own, because ranks of the pool have freed memory, which they use again unseen."""
     whole, shared_out = planned_states
     assert 3.9 < whole / shared_out < 4.1
     limit = (3 * whole + shared_out) // 4
+    done = run_forked(train_within, [(tmp_path / "store", rank, limit) for rank in range(4)], tmp_path)
+    assert [code for code, _ in done] == [0] * 4, done
+
+
+def train_within(store, rank, limit):
+    """Train on one of four ranks within ``limit``: with whole state it fails, with a share it does not."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), 4), rank=rank, world_size=4)
+    groups = Groups.of(Topology.create())
     tokens = torch.randint(301, (1, 4))
     failing = made(zero_settings(0), groups)
     with within(limit), pytest.raises((RuntimeError, MemoryError)) as failure:
