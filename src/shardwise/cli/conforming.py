@@ -46,7 +46,7 @@ class ConformanceArguments(Arguments):
         if not self.target:
             raise ConfigError("--target needs at least one name")
         shows = not (self.json or self.markdown)
-        line_of = importlib.import_module("shardwise.conformance.tally").line_of
+        line_of = importlib.import_module("shardwise.conformance.outcomes").line_of
         reports: Any = []
         for name in self.target:
             show = (lambda result: print(line_of(result), flush=True)) if shows else None

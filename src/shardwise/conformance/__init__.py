@@ -5,5 +5,5 @@
 
 from shardwise.conformance.case import Case as Case, all_cases as all_cases, case as case
 from shardwise.conformance.dense_comparison import joined as joined, part as part, summed as summed
+from shardwise.conformance.outcomes import Report as Report, Result as Result, as_markdown as as_markdown
 from shardwise.conformance.runner import run as run
-from shardwise.conformance.tally import Report as Report, Result as Result, as_markdown as as_markdown

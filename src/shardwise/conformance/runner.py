@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.conformance.case import Case, cases_like
-from shardwise.conformance.tally import Report, Result
+from shardwise.conformance.outcomes import Report, Result
 from shardwise.conformance.targets import check_target
 from shardwise.core.errors import ConfigError, LaunchError
 

@@ -389,7 +389,10 @@ class ModelConfig(LayerConfig, TransformerFields):
                 "experts.pools_layers": experts.pools_layers,
                 "experts.gate": experts.gate is not None,
                 "experts.shared_gate": experts.shared_gate,
+                # Its sums round by the number of ranks.
+                "ep_comm_type 'all_gather'": self.ep_comm_type == "all_gather",
             }
+            self.ep_comm_type = "a2a"
         for name, is_set in refused.items():
             if is_set:
                 raise ConfigError(f"{name} and exact_parts exclude each other; leave one out")

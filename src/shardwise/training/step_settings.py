@@ -82,7 +82,7 @@ class ParallelSettings(Checked, prefix="parallel."):
         require(
             not (self.exact and self.tp_comm_overlap),
             "parallel.exact and --parallel.tp-comm-overlap exclude each other: exact makes products and sums over "
-            "fixed parts, whatever the ranks; leave one out",
+            "fixed parts at any number of ranks; leave one out",
         )
         require(
             self.cp > 1 or self.cp_comm_type == "auto",

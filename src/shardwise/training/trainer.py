@@ -145,7 +145,7 @@ class Trainer:
             ranks; or None. It is called before the update, once the loss and the gradient are known to be finite (or
             the step will be skipped). If it raises, the weights are unchanged.
         before_action: callback before each forward and backward of a micro-batch; or None.
-        observer: object that is told of the gradients before clipping, of clipping and of the update; or None.
+        observer: object whose methods are called before clipping, at clipping and after the update; or None.
         routing: object whose context ``train_step`` enters; or None.
         defers_checks: whether ids out of range are reported when the loss and the norm are read, the only time that a
             step waits for the device, instead of where they are used. False on a CPU, where a check needs no wait.

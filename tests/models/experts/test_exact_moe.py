@@ -159,3 +159,7 @@ def test_settings_of_experts_that_have_no_exact_form_are_refused():
     ):
         with pytest.raises(ConfigError, match=f"experts.{name} and exact_parts exclude each other"):
             config(dataclasses.replace(MIXTRAL, **values), exact_parts=4)
+    with pytest.raises(ConfigError, match="ep_comm_type 'all_gather' and exact_parts exclude each other"):
+        config(MIXTRAL, exact_parts=4, ep_comm_type="all_gather")
+    # Also where another run would gather the tokens; the banner reports it.
+    assert config(dataclasses.replace(MIXTRAL, per_token=8), exact_parts=4).ep_comm_type == "a2a"

@@ -104,10 +104,6 @@ class ExactMoELayer(MoELayer):
 
     def __init__(self, config: ModelConfig, groups: Groups) -> None:
         super().__init__(config, groups, router=ExactRouter, experts=ExactExperts)
-        if config.ep_comm_type == "all_gather":
-            raise ConfigError(
-                "exact: ep_comm_type is 'all_gather', whose sums round by the number of ranks; use 'auto' or 'a2a'"
-            )
         if groups.cp is not None and groups.cp.size() > 1:
             raise ConfigError(
                 f"exact: {groups.cp.size()} ranks share positions of a sample (cp), and experts have no exact form for "
@@ -149,7 +145,7 @@ class ExactDispatch(AllToAll):
     def _applied(self, experts: ExpertFunction, rows: Tensor, counts: Tensor) -> Tensor:
         sharing = self.sharing
         place, num = sharing.rank(), sharing.size()
-        of_ranks = np.array(counts_on_host(counts, len(rows))).reshape(self.group.size(), -1)
+        of_ranks = np.array(counts_on_host(counts, len(rows))).reshape(-1, self.num_own)
         sizes = of_ranks.sum(axis=1).reshape(-1, num)
         # Each rank sends the rows for the ranks in its place among those that have the same tokens.
         of_places = sizes.sum(axis=0).tolist()
@@ -166,7 +162,7 @@ class ExactDispatch(AllToAll):
 
     def _exchanged(self, experts: ExpertFunction, rows: Tensor, counts: Tensor) -> Tensor:
         """Send rows to the ranks in this rank's place, and return the experts' outputs."""
-        group, own = self.group, len(counts) // self.group.size()
+        group, own = self.group, self.num_own
         ours = slice(self.sharing.rank(), None, self.sharing.size())
         sent = torch.zeros_like(counts).view(-1, own)
         sent[ours] = counts.view(-1, own)[ours]

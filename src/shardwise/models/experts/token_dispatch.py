@@ -1,8 +1,8 @@
 """Dispatch of tokens to the ranks of their experts, and the sum of the experts' outputs for each token.
 
 ``AllToAll`` sends each choice of a token to the ranks that hold the expert. ``AllGather`` sends every token to all
-ranks, which is less if a token has more choices than there are ranks. Both add the outputs of a token's experts on one
-rank in the order of the experts.
+ranks, which is less if a token has more choices than there are ranks. A rank adds a token's outputs in the order of the
+experts: the token's own rank those of all experts, or each rank those of its experts, which a reduce-scatter adds.
 """
 
 from __future__ import annotations
@@ -33,8 +33,24 @@ class ExpertFunction(Protocol):
         """Map ``[n, h]`` tokens, those of one expert after those of another, to this rank's part of their outputs."""
 
 
-class Dispatcher(Protocol):
-    """Applies experts of all ranks to the tokens of this rank."""
+@dataclass(frozen=True)
+class Dispatcher:
+    """Applies experts of all ranks to the tokens of this rank.
+
+    Args:
+        spec: the experts.
+        group: the ranks that hold all experts.
+        num_splits: number of ranks that split each expert.
+    """
+
+    spec: Experts
+    group: ProcessGroup
+    num_splits: int
+
+    @property
+    def num_own(self) -> int:
+        """Number of experts that this rank holds, or holds a part of."""
+        return self.spec.num * self.num_splits // self.group.size()
 
     def __call__(self, experts: ExpertFunction, tokens: Tensor, routing: Routing, fits: Tensor | None) -> Tensor:
         """Return the weighted sum of the experts' outputs for each token.
@@ -48,6 +64,7 @@ class Dispatcher(Protocol):
         Returns:
             ``[n, h]``.
         """
+        raise NotImplementedError
 
 
 def dispatcher_of(spec: Experts, group: ProcessGroup, num_splits: int, way: ExpertWay) -> Dispatcher:
@@ -158,7 +175,7 @@ class _Choices:
     def of(cls, keys: Tensor, number: int, group: ProcessGroup | None = None) -> _Choices:
         """Sort choices by ``keys [n, k]``; the ``number`` lowest get outputs."""
         order = keys.flatten().argsort(stable=True)
-        places = inverse(order).clamp(max=number).view(keys.shape)
+        places = _inverse(order).clamp(max=number).view(keys.shape)
         return cls(order[:number] // keys.size(1), order[:number], places, group)
 
     def rows_of(self, tokens: Tensor, weights: Tensor | None) -> Tensor:
@@ -177,21 +194,11 @@ class _Choices:
         return weights.flatten().index_select(0, self.order).unsqueeze(1)
 
 
-@dataclass(frozen=True)
-class AllToAll:
+class AllToAll(Dispatcher):
     """Sends each choice of a token to the ranks that hold its expert, and their outputs back.
 
     Three all-to-alls in the forward, of counts, rows and outputs, and two in the backward; none with one rank.
-
-    Args:
-        spec: the experts.
-        group: the ranks that hold all experts.
-        num_splits: number of ranks that split each expert.
     """
-
-    spec: Experts
-    group: ProcessGroup
-    num_splits: int
 
     def __call__(self, experts: ExpertFunction, tokens: Tensor, routing: Routing, fits: Tensor | None) -> Tensor:
         """See ``Dispatcher``."""
@@ -211,8 +218,7 @@ class AllToAll:
         return experts(rows, counts) if self.group.size() == 1 else self._exchanged(experts, rows, counts)
 
     def _exchanged(self, experts: ExpertFunction, rows: Tensor, counts: Tensor) -> Tensor:
-        group, splits = self.group, self.num_splits
-        own = len(counts) * splits // group.size()
+        group, splits, own = self.group, self.num_splits, self.num_own
         # Each rank that holds a part of an expert gets all of its tokens.
         sent = counts.view(-1, own).repeat_interleave(splits, dim=0)
         received = all_to_all(sent, group=group)
@@ -224,7 +230,7 @@ class AllToAll:
         rows = moves.all_to_all(rows, group=group, output_sizes=output_sizes, input_sizes=input_sizes)
         expert = torch.arange(own, device=rows.device).repeat(group.size())
         order = expert.repeat_interleave(received.flatten(), output_size=len(rows)).argsort(stable=True)
-        back = inverse(order)
+        back = _inverse(order)
         outputs = experts(_Reordered.apply(rows, order, back), received.sum(0))
         rows = _Reordered.apply(outputs, back, order)
         rows = moves.all_to_all(rows, group=group, output_sizes=input_sizes, input_sizes=output_sizes)
@@ -234,27 +240,16 @@ class AllToAll:
         return torch.cat([_sum(parts[first : first + splits]) for first in range(0, len(parts), splits)])
 
 
-@dataclass(frozen=True)
-class AllGather:
+class AllGather(Dispatcher):
     """Sends all tokens to all ranks, which add the outputs of their experts.
 
     Three all-gathers in the forward, of counts, tokens and choices, and a reduce-scatter of sums; in the backward the
     adjoints of the last three. Each rank holds the tokens of all ranks for a time.
-
-    Args:
-        spec: the experts.
-        group: the ranks that hold all experts.
-        num_splits: number of ranks that split each expert.
     """
-
-    spec: Experts
-    group: ProcessGroup
-    num_splits: int
 
     def __call__(self, experts: ExpertFunction, tokens: Tensor, routing: Routing, fits: Tensor | None) -> Tensor:
         """See ``Dispatcher``."""
-        spec, group, (n, k) = self.spec, self.group, routing.experts.shape
-        own = spec.num * self.num_splits // group.size()
+        spec, group, own, (n, k) = self.spec, self.group, self.num_own, routing.experts.shape
         first = group.rank() // self.num_splits * own
         keys = routing.experts if fits is None else routing.experts.masked_fill(~fits, spec.num)
         # The last count is that of choices that do not fit, so each rank's counts add up to ``k`` times its tokens.
@@ -273,7 +268,7 @@ class AllGather:
         return moves.reduce_scatter(total, dim=0, group=group, sizes=sizes)
 
 
-def inverse(order: Tensor) -> Tensor:
+def _inverse(order: Tensor) -> Tensor:
     """Return the order that undoes ``order``, without a sort."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 

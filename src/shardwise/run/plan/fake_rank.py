@@ -65,7 +65,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class Whole:
-    """What the layers of a rank have together, without their activations.
+    """Totals of the layers of a rank, without their activations.
 
     Attributes:
         num_parameters: parameters of this rank, before FSDP splits them.
