@@ -19,6 +19,7 @@ from harness.program import Program
 from harness.time_limit import set_time_limit
 
 from shardwise.core.communication import context, transports
+from shardwise.core.communication.agreement import gather_objects
 from shardwise.core.communication.collectives import (
     all_gather,
     all_gather_async,
@@ -36,6 +37,7 @@ from shardwise.core.communication.transports.shared_memory import (
     why_not_here,
 )
 from shardwise.core.errors import DesyncError
+from shardwise.core.processes import temporary_prefix
 from shardwise.core.sharding import balanced_sizes
 
 SLOT = SLOT_BYTES // 4
@@ -265,6 +267,12 @@ def left_in_memory():
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "shardwise-" in line]
 
 
+def files_of_ranks(group):
+    """Names of the group's files. Other tests, which run at the same time, have files in this folder, too."""
+    prefixes = tuple(gather_objects(temporary_prefix("memory"), "prefixes", group=group))
+    return [name for name in os.listdir("/dev/shm") if name.startswith(prefixes)]
+
+
 @pytest.mark.ranks(2)
 def test_nothing_is_left(group):
     close_channel(group)
@@ -276,7 +284,7 @@ def test_nothing_is_left(group):
     assert len(os.listdir("/proc/self/fd")) == open_files
     close_channel(group)
     assert left_in_memory() == mapped
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("shardwise-")]
+    assert files_of_ranks(group) == []
 
 
 @pytest.mark.ranks(2)
@@ -324,7 +332,7 @@ def test_one_rank_that_cannot_leaves_all_to_gloo(group, monkeypatch, rank, name,
         monkeypatch.setattr(f"{transports.shared_memory.__name__}.{name}", value)
     assert channel_of(own) is None
     assert all_reduce(torch.ones(3), group=own).tolist() == [3, 3, 3]
-    assert not [left for left in os.listdir("/dev/shm") if left.startswith("shardwise-")]
+    assert files_of_ranks(own) == []
 
 
 @pytest.mark.ranks(2)
