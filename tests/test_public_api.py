@@ -68,6 +68,20 @@ def test_data_is_imported_without_models_and_what_they_import():
     )
 
 
+@pytest.mark.parametrize(
+    ("module", "unused"),
+    [
+        ("run.run", "torch._dynamo"),
+        ("run.commands.text_generation", "torch.distributed.tensor"),
+        ("run.plan.plan", "torch.distributed.tensor"),
+    ],
+)
+def test_a_rank_does_not_import_what_it_does_not_use(module, unused):
+    """The import of torch._dynamo takes longer than that of PyTorch, and that of DTensor half as long."""
+    unwanted = {unused, "torch._dynamo"}
+    run_program("-c", f"import sys, shardwise.{module}; assert not {unwanted} & sys.modules.keys()")
+
+
 @pytest.mark.parametrize("command", FUNCTIONS)
 def test_a_function_has_the_flags_of_its_command_with_their_defaults(command):
     name, others = FUNCTIONS[command]

@@ -25,7 +25,6 @@ from shardwise.models import GPT, Experts, ModelConfig, Recomputation
 from shardwise.models.experts.moe import MoELayer
 from shardwise.models.generation import Sampling, generate
 from shardwise.models.transformer import (
-    attention_blocks,
     context_attention,
     core_attention,
     masks as masks_of_attention,
@@ -185,7 +184,7 @@ def test_blocks_of_a_run_add_up(group, monkeypatch, kind):
 def test_documents_and_windows_need_no_mask_on_cuda(group, monkeypatch, kind):
     """With a definition of the kernel, which PyTorch has on CUDA only."""
     monkeypatch.setattr(core_attention, "takes_packed", lambda query: True)
-    monkeypatch.setattr(attention_blocks, "varlen_attn", varlen_on_a_cpu)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_on_a_cpu)
     check(kind, Topology.create(cp=group.size()), LENGTHS[0])
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.attention.bias import CausalBias
 
 from shardwise.kernels.loss_reference import compute_dtype
+from shardwise.kernels.planning import is_causal_bias
 
 # As in ``norms_triton``.
 _PROGRAMS = 264
@@ -121,7 +121,7 @@ def functions_on_cuda(count_flops: Callable[[int], None]) -> dict[str, Callable[
         # In fp64 CUDA has explicit products only.
         if query.dtype == torch.float64:
             return attention(query, key, value, attn_mask, **options)
-        mask = None if isinstance(attn_mask, CausalBias) else attn_mask
+        mask = None if is_causal_bias(attn_mask) else attn_mask
         output: Tensor = _Attention.apply(query, key, value, mask, count_flops)
         return output
 

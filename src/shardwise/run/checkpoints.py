@@ -1,5 +1,7 @@
 """The content of a run's checkpoints, and the check that a checkpoint belongs to this run."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import shutil

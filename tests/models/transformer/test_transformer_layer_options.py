@@ -14,7 +14,7 @@ from models.model_checks import flexible_on_a_cpu, varlen_on_a_cpu
 
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import balanced_range
-from shardwise.models.transformer import attention_blocks, core_attention, masks
+from shardwise.models.transformer import core_attention, masks
 from shardwise.models.transformer.masks import AttnMaskType
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_
@@ -41,7 +41,8 @@ def test_documents_and_windows_need_no_mask_on_cuda(group, monkeypatch):
     used = []
     monkeypatch.setattr(core_attention, "takes_packed", lambda query: True)
     monkeypatch.setattr(
-        attention_blocks, "varlen_attn", lambda *given, **options: used.append(1) or varlen_on_a_cpu(*given, **options)
+        "torch.nn.attention.varlen.varlen_attn",
+        lambda *given, **options: used.append(1) or varlen_on_a_cpu(*given, **options),
     )
     in_order = DOCUMENTS.sort(dim=1).values
     packed = dataclasses.replace(CASES["packed"], documents=in_order)

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.attention.varlen import varlen_attn
 
 from shardwise.core.sharding import Interval
 from shardwise.core.typed import computed_locally
@@ -226,6 +225,9 @@ def attend_to_packed(
     Returns:
         ``[b, heads, s, d]``.
     """
+    # Its import brings torch._dynamo, which takes longer than the rest of PyTorch.
+    from torch.nn.attention.varlen import varlen_attn
+
     results = []
     for run in runs:
         own = query[:, :, run.queries].permute(0, 2, 1, 3)

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.attention.bias import CausalBias
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
@@ -20,7 +19,7 @@ from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import FLEXIBLE_ATTENTION, WIDEST_HEAD, why_repeat_keys
 from shardwise.kernels.partial_attention import has_flash_for_parts, takes_packed
-from shardwise.kernels.planning import device_type_of
+from shardwise.kernels.planning import device_type_of, is_causal_bias
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention_backends import kernels_of
 from shardwise.models.transformer.attention_blocks import (
@@ -343,7 +342,7 @@ class CoreAttention(GroupModule):
 
     def _why_repeat(self, query: Tensor, bias: Tensor | None) -> str | None:
         kind = device_type_of(query), query.dtype
-        masked = bias is not None and not isinstance(bias, CausalBias)
+        masked = bias is not None and not is_causal_bias(bias)
         return why_repeat_keys(self._backend, *kind, head_dim=self.head_dim, masked=masked)
 
     def _attend_written_out(

@@ -9,7 +9,6 @@ from enum import Enum
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.attention.bias import causal_lower_right
 
 from shardwise.core.errors import ShardingError
 from shardwise.core.initialization import CounterNormal
@@ -252,6 +251,8 @@ class AttentionMask:
             if has_parts:
                 return [Block(samples, queries, (Part(slice(first_key, start)), own))]
             if on_cuda:
+                from torch.nn.attention.bias import causal_lower_right
+
                 # Flash attention aligns the last query with the last key.
                 with outside_of_plans():
                     lower_right = causal_lower_right(stop - start, stop - first_key)

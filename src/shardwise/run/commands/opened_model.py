@@ -21,8 +21,7 @@ from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import Settings
 from shardwise.storage import checkpoint, huggingface
 from shardwise.storage.adapters import load_adapter_, read_adapter_config
-from shardwise.storage.checkpoint.checkpoint import check_state_fits
-from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest
+from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest, check_state_fits
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.generation_config import GENERATION_CONFIG_NAME, GenerationDefaults
 from shardwise.storage.huggingface.pretrained import (

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
@@ -80,7 +79,7 @@ def recorded_modules(model: nn.Module, first_layers: int | None) -> dict[str, li
     found: dict[str, list[nn.Module]] = {}
     compiled: set[int] = set()
     for name, module in named_parts(model):
-        if getattr(module, "_compiled_call_impl", None) is not None or isinstance(module, OptimizedModule):
+        if getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules:
             compiled.update(id(inner) for inner in module.modules() if inner is not module)
         if id(module) in compiled or (first_layers is not None and _layer_of(name) >= first_layers):
             continue

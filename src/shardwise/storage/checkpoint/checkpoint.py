@@ -19,7 +19,7 @@ from shardwise.core.communication.agreement import decide
 from shardwise.core.errors import CheckpointError, ShardwiseError
 from shardwise.core.sharding import ParamLayout, ParamShard, TensorPieces
 from shardwise.core.tensor_files import some_tensors
-from shardwise.storage.checkpoint.manifest import Manifest
+from shardwise.storage.checkpoint.manifest import Manifest, check_state_fits
 from shardwise.storage.checkpoint.storage import SafetensorsReader, tensors_of
 
 
@@ -162,26 +162,6 @@ def merge_descriptions(parts: Iterable[tuple[str, dict[str, Description]]]) -> d
                     f"disagreement about tensor {key!r}: {who} has {_text(mine)}, {first[key]} has {_text(other)}"
                 )
     return merged
-
-
-def check_state_fits(path: Path, manifest: Manifest, state: Mapping[str, ParamShard], *, convert: bool = False) -> None:
-    """Raise CheckpointError unless the checkpoint has every tensor of ``state`` with a fitting shape and dtype."""
-    for shard in state.values():
-        saved = manifest.tensors.get(shard.key)
-        if saved is None:
-            continue
-        if not shard.accepts(saved.shape):
-            raise CheckpointError(
-                f"checkpoint {path} is of another model: tensor {shard.key!r} has shape {list(saved.shape)} in it, "
-                f"{list(shard.global_shape)} here"
-            )
-        both_floating = saved.dtype.is_floating_point and shard.data.dtype.is_floating_point
-        if saved.dtype != shard.data.dtype and not (convert and both_floating):
-            raise CheckpointError(
-                f"checkpoint {path} has tensor {shard.key!r} as {saved.dtype}, here it is {shard.data.dtype}"
-            )
-    if missing := sorted({shard.key for shard in state.values()} - manifest.tensors.keys()):
-        raise CheckpointError(f"checkpoint {path} is of another model or incomplete: it lacks {some_tensors(missing)}")
 
 
 def _text(description: Description) -> str:

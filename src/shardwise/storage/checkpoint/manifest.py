@@ -17,7 +17,8 @@ import torch
 
 from shardwise.core.errors import CheckpointError
 from shardwise.core.files import MAX_TABLE_BYTES, can_be_a_name, open_regular, parse_json, read_regular, shown
-from shardwise.core.tensor_files import MAX_ELEMENTS, is_shape
+from shardwise.core.sharding import ParamShard
+from shardwise.core.tensor_files import MAX_ELEMENTS, is_shape, some_tensors
 
 MANIFEST_NAME = "meta.json"
 FORMAT = "shardwise checkpoint"
@@ -346,6 +347,26 @@ class Manifest:
                 raise damaged(folder, f"{name} cannot be read ({error})") from error
             if found != file:
                 raise damaged(folder, f"{name} has CRC-32 {found.crc32}, expected {file.crc32}; {REMEDY}")
+
+
+def check_state_fits(path: Path, manifest: Manifest, state: Mapping[str, ParamShard], *, convert: bool = False) -> None:
+    """Raise CheckpointError unless the checkpoint has every tensor of ``state`` with a fitting shape and dtype."""
+    for shard in state.values():
+        saved = manifest.tensors.get(shard.key)
+        if saved is None:
+            continue
+        if not shard.accepts(saved.shape):
+            raise CheckpointError(
+                f"checkpoint {path} is of another model: tensor {shard.key!r} has shape {list(saved.shape)} in it, "
+                f"{list(shard.global_shape)} here"
+            )
+        both_floating = saved.dtype.is_floating_point and shard.data.dtype.is_floating_point
+        if saved.dtype != shard.data.dtype and not (convert and both_floating):
+            raise CheckpointError(
+                f"checkpoint {path} has tensor {shard.key!r} as {saved.dtype}, here it is {shard.data.dtype}"
+            )
+    if missing := sorted({shard.key for shard in state.values()} - manifest.tensors.keys()):
+        raise CheckpointError(f"checkpoint {path} is of another model or incomplete: it lacks {some_tensors(missing)}")
 
 
 def damaged(folder: Path, what: str) -> CheckpointError:
