@@ -61,10 +61,12 @@ class Peak(LiveBytes):
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = len(self._made)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for weak in self.given:
             self._made.pop(weak.cdata, None)
-        for address in [address for address, weak in self._made.items() if weak.expired()]:
-            del self._made[address]
-        self.peak = max(self.peak, self.count())
+        if len(self._made) > before:
+            for address in [address for address, weak in self._made.items() if weak.expired()]:
+                del self._made[address]
+            self.peak = max(self.peak, self.count())
         return result

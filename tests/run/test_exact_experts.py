@@ -63,19 +63,16 @@ def test_eight_processes(tmp_path):
     expected = hashes_of(tmp_path, "one", 1)
     assert "router_entropy of step 1" in expected
     assert "model.decoder.layers.0.mlp.experts.up" in expected
-    layouts = [
-        {"ep": 4, "zero": 1},
-        {"ep": 8, "tp": 2, "sequence_parallel": True},
-        {"ep": 4, "tp": 2, "pp": 2, "pipeline_schedule": "gpipe"},
-    ]
-    for number, parallel in enumerate(layouts):
-        assert hashes_of(tmp_path, f"split {number}", 8, **parallel) == expected, parallel
+    parallel = {"ep": 4, "tp": 2, "pp": 2, "pipeline_schedule": "gpipe"}
+    assert hashes_of(tmp_path, "split", 8, **parallel) == expected
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "parallel",
     [
+        {"ep": 4, "zero": 1},
+        {"ep": 8, "tp": 2, "sequence_parallel": True},
         {"ep": 1, "tp": 4, "zero": 1},
         {"ep": 2, "tp": 2, "pp": 2, "zero": 1},
         {"ep": 4, "tp": 4, "sequence_parallel": True, "pp": 2},

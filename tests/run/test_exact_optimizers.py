@@ -38,8 +38,7 @@ def test_muon_and_steps_that_are_skipped(group, monkeypatch):
     # So much that the gradients of the first step overflow.
     monkeypatch.setattr(trainer_module, "DynamicLossScale", partial(DynamicLossScale, scale=2.0**20))
     layouts = [{"tp": 2}, ZERO, {"pp": 2}]
-    alone = check("gpt", layouts, optimizer={"name": "muon"}, dtype="float16")
-    assert 0 < alone.num_skipped < 3
+    assert 0 < check("gpt", layouts, steps=STEPS, optimizer={"name": "muon"}, dtype="float16") < STEPS
 
 
 @pytest.mark.ranks(4)

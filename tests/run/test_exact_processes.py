@@ -24,8 +24,8 @@ STEPS = 2
 # which each of the letters begins, and of the bytes 08 and 09.
 LETTERS = "\b\t\nab" * 24 + "".join(map(chr, range(0x180, 0x200)))
 SIZES = {"hidden_size": 64, "num_query_groups": 8, "vocab_size": 264, "sequence_length": 16}
-LLAMA = {"num_layers": 8, "num_heads": 16, "ffn_hidden_size": 136, "tie_embeddings": False}
-GPT = {"num_layers": 8, "architecture": "gpt", "num_heads": 8}
+LLAMA = {"num_layers": 4, "num_heads": 16, "ffn_hidden_size": 136, "tie_embeddings": False}
+GPT = {"num_layers": 4, "architecture": "gpt", "num_heads": 8}
 
 
 def settings_of(

@@ -5,6 +5,8 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
+from harness.groups import from_first_rank
 from harness.parity import assert_bit_equal
 
 from shardwise.core.communication.collectives import all_gather
@@ -97,17 +99,19 @@ def alone_of(topology):
     return Groups.alone(topology.group("tp"))
 
 
-def check(kind, layouts, prepare=lambda model: None, **options):
-    """Each layout's run against the one that each rank does by itself, whose trainer is returned."""
-    topology = Topology.create(tp=1)
-    alone, expected = train(settings_of(kind, **options), alone_of(topology), prepare=prepare)
-    expected_state = state_of(alone)
+def check(kind, layouts, prepare=lambda model: None, *, steps=2, **options):
+    """Each layout's run against the first rank's run alone. Return the number of steps that the latter skipped."""
+    topology, held = Topology.create(tp=1), None
+    if dist.get_rank() == 0:
+        alone, numbers = train(settings_of(kind, **options), alone_of(topology), range(steps), prepare=prepare)
+        held = numbers, state_of(alone), alone.num_skipped
+    expected, expected_state, num_skipped = from_first_rank(held)
     for parallel in layouts:
         extra = {"recompute": parallel.pop("recompute")} if "recompute" in parallel else {}
         settings = settings_of(kind, parallel=parallel, **options | extra)
         axes = {axis: parallel.get(axis, 1) for axis in ("tp", "pp", "cp", "ep")}
         split = Topology.create(**axes, etp=settings.parallel.expert_tp)
-        trainer, numbers = train(settings, Groups.of(split), prepare=prepare)
+        trainer, numbers = train(settings, Groups.of(split), range(steps), prepare=prepare)
         assert numbers == expected, parallel
         state = state_of(trainer)
         assert state
@@ -115,7 +119,7 @@ def check(kind, layouts, prepare=lambda model: None, **options):
             assert_bit_equal(tensor, expected_state[name], name=f"{name} with {parallel}")
         split.destroy()
     topology.destroy()
-    return alone
+    return num_skipped
 
 
 @pytest.mark.sample(1)

@@ -1,8 +1,9 @@
 """Layouts train under NCCL's rules, over the calls that GPUs would get, and come to the losses of one rank."""
 
 import pytest
+from harness.groups import from_first_rank
 from harness.nccl_rules import nccl_rules
-from run.tiny_layouts import assert_relative, from_first_rank, losses_of, trainer_of, whole_weights
+from run.tiny_layouts import assert_relative, losses_of, trainer_of, whole_weights
 
 from shardwise.core.topology import Groups, Topology
 from shardwise.run.settings import ParallelSettings, RecomputeSettings

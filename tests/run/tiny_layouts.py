@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from run.tiny import tiny_settings
 from torch import Tensor
 
@@ -82,10 +81,3 @@ def assert_relative(actual: Tensor, expected: Tensor, bound: float, name: str) -
     error = ((actual - expected) / expected).abs().max().item()
     # Written so that a NaN fails.
     assert error <= bound, f"{name}: {error:.1e}"
-
-
-def from_first_rank(value: Any) -> Any:
-    """What rank 0 has, on every rank."""
-    held = [value]
-    dist.broadcast_object_list(held, src=0)
-    return held[0]

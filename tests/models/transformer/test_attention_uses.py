@@ -259,30 +259,31 @@ COMPILED = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning", "ignore:`torch.jit:DeprecationWarning"
 )
-def test_a_layer_is_one_graph(group):
-    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward))
-    for name, case in COMPILED.items():
-        config, layer = layer_of(case, group)
-        rotary, made = rotary_of(case, config, torch.arange(S)), mask_of(case, config, group)
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_layer_is_one_graph(group, name):
+    backend, case = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward)), COMPILED[name]
+    config, layer = layer_of(case, group)
+    rotary, made = rotary_of(case, config, torch.arange(S)), mask_of(case, config, group)
 
-        def results(function, layer=layer):
-            x = torch.randn(S, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-            output = function(x)
-            return [output.detach(), *torch.autograd.grad(output.square().sum(), [x, *layer.parameters()])]
+    def results(function):
+        x = torch.randn(S, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        output = function(x)
+        return [output.detach(), *torch.autograd.grad(output.square().sum(), [x, *layer.parameters()])]
 
-        def forward(x, layer=layer, rotary=rotary, made=made):
-            mask = AttentionMask(made.forbidden, document_ids=made.document_ids, alibi_slopes=made.alibi_slopes)
-            return layer(x, attention_mask=mask, rotary=rotary)
+    def forward(x):
+        mask = AttentionMask(made.forbidden, document_ids=made.document_ids, alibi_slopes=made.alibi_slopes)
+        return layer(x, attention_mask=mask, rotary=rotary)
 
-        torch._dynamo.reset()
-        compiled = torch.compile(forward, fullgraph=True, backend=backend)
-        for actual, expected in zip(results(compiled), results(forward), strict=True):
-            assert_close_to(actual, expected, rtol_of_norm=1e-12, name=name)
+    torch._dynamo.reset()
+    compiled = torch.compile(forward, fullgraph=True, backend=backend)
+    for actual, expected in zip(results(compiled), results(forward), strict=True):
+        assert_close_to(actual, expected, rtol_of_norm=1e-12, name=name)
 
 
 def test_a_mask_of_another_shape_is_refused():

@@ -58,15 +58,13 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture
-def plans(folders):
-    """Of each case the plans of three ranks."""
-    found = {}
-    for name, (kind, dtype, quantization, config) in CASES.items():
-        read = read_config(folders / kind)
-        adaptation = Adaptation(config, read.architecture.model_type, quantization)
-        workload = workload_of(read.description, dtype=dtype, adaptation=adaptation, tp=3)
-        found[name] = workload.settings, [plan.step for plan in planned(workload, 3, range(3)).values()]
-    return found
+def plans(folders, case):
+    """Settings, and the plans of three ranks."""
+    kind, dtype, quantization, config = CASES[case]
+    read = read_config(folders / kind)
+    adaptation = Adaptation(config, read.architecture.model_type, quantization)
+    workload = workload_of(read.description, dtype=dtype, adaptation=adaptation, tp=3)
+    return workload.settings, [plan.step for plan in planned(workload, 3, range(3)).values()]
 
 
 def parts_of(tensors):
@@ -79,30 +77,31 @@ def parts_of(tensors):
             yield tensor
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.ranks(3)
-def test_bytes_are_those_of_the_plan(group, folders, plans):
-    groups = Groups.of(Topology.create(tp=3))
-    for name, (kind, dtype, quantization, config) in CASES.items():
-        settings, steps = plans[name]
-        step, read = steps[group.rank()], read_config(folders / kind)
-        made = None if quantization is None else BaseQuantization(quantization, config.saves)
-        params_dtype = PRECISIONS[dtype].params_dtype
-        model = load_pretrained(folders / kind, groups=groups, dtype=params_dtype, quantization=made)
-        add_lora_(model, config, read.architecture)
-        assert step.num_parameters == sum(param.numel() for param in model.parameters()), name
-        trainer = Trainer(settings, model, groups)
-        for _, param, layout in named_param_layouts(model, 3):
-            if param.requires_grad:
-                trainer.optimizer.state_of(param, layout)
-        state = state_of(trainer)
-        assert (step.masters, step.optimizer) == (state["masters"], state["optimizer"]), name
-        trained = [param for param in model.parameters() if param.requires_grad]
-        # Without a buffer the backward makes them.
-        assert step.gradients == (state["gradients"] or sum(param.nbytes for param in trained)), name
-        assert step.weights == bytes_of(parts_of(model.parameters())), name
-        originals = [each.original for each in trained_of(model).parameters]
-        assert step.others == bytes_of([*originals, *model.buffers()]), name
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_are_those_of_the_plan(group, folders, plans, case):
+    kind, dtype, quantization, config = CASES[case]
+    settings, steps = plans
+    step, read = steps[group.rank()], read_config(folders / kind)
+    made = None if quantization is None else BaseQuantization(quantization, config.saves)
+    params_dtype, groups = PRECISIONS[dtype].params_dtype, Groups.of(Topology.create(tp=3))
+    model = load_pretrained(folders / kind, groups=groups, dtype=params_dtype, quantization=made)
+    add_lora_(model, config, read.architecture)
+    assert step.num_parameters == sum(param.numel() for param in model.parameters())
+    trainer = Trainer(settings, model, groups)
+    for _, param, layout in named_param_layouts(model, 3):
+        if param.requires_grad:
+            trainer.optimizer.state_of(param, layout)
+    state = state_of(trainer)
+    assert (step.masters, step.optimizer) == (state["masters"], state["optimizer"])
+    trained = [param for param in model.parameters() if param.requires_grad]
+    # Without a buffer the backward makes them.
+    assert step.gradients == (state["gradients"] or sum(param.nbytes for param in trained))
+    assert step.weights == bytes_of(parts_of(model.parameters()))
+    originals = [each.original for each in trained_of(model).parameters]
+    assert step.others == bytes_of([*originals, *model.buffers()])
 
 
 @pytest.mark.matrix
