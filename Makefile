@@ -19,21 +19,22 @@ GROUPS := tests-of-ranks tests-of-commands tests-of-programs tests-of-runs other
 SIDE_BY_SIDE := $(MAKE) --no-print-directory -j6 $(GROUPS)
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo gpu gpus test test-all test-fast typed test-under-load $(GROUPS) check install clean
+.PHONY: demo gpu gpus test test-slow test-all typed test-under-load $(GROUPS) check install clean
 
 demo: $(INSTALLED)
 	$(BIN)/shardwise demo
 
-# A cover of pairs of layouts and options.
+# In ten minutes: one number of ranks for each test, and a cover of pairs of its other options.
 test: $(INSTALLED_DEV)
-	@$(SIDE_BY_SIDE) check ONLY="not matrix and"
+	@$(SIDE_BY_SIDE) check ONLY="not slow and not matrix and"
+
+# Whole runs, programs and other numbers of ranks, which CI runs too.
+test-slow: $(INSTALLED_DEV)
+	@$(SIDE_BY_SIDE) ONLY="slow and not matrix and"
 
 # Every case of every matrix; see tests/harness/plugin.py.
 test-all: $(INSTALLED_DEV)
 	@$(SIDE_BY_SIDE) check
-
-test-fast: $(INSTALLED_DEV)
-	@$(SIDE_BY_SIDE) ONLY="not slow and not matrix and"
 
 # The tests of layers, losses and models under a checker of layouts (spmd_types).
 typed: $(INSTALLED_DEV)

@@ -387,7 +387,7 @@ def failure(tests: Collection[str], source: Path, scratch: Path) -> str | None:
     # The next run must not start with an example that failed because of a fault. COLUMNS: pytest truncates the reason.
     own = {"PYTHONPATH": paths, "HYPOTHESIS_STORAGE_DIRECTORY": str(scratch / "hypothesis"), "COLUMNS": "250"}
     # The same selection as in `make test`.
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not matrix"]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not matrix"]
     done = subprocess.run([*pytest, *tests], cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")

@@ -48,6 +48,7 @@ def recorded():
     return [(each.stream, [places[id(other)] for other in each.after]) for each in launches.all]
 
 
+@pytest.mark.slow
 def test_what_is_recorded(pretended_gpu):
     ones, product, reduction, added, times, minus, divided = pretended_gpu(recorded)
     assert [each[1] for each in (ones, product, added)] == [[], [], []]

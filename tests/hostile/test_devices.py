@@ -3,6 +3,7 @@
 import threading
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -68,6 +69,7 @@ def a_large_step():
     return found, expected, of_the_loss, step.copies, large
 
 
+@pytest.mark.slow
 def test_a_step_of_a_large_model_stays_on_the_gpu_and_is_counted_to_the_byte(pretended_gpu):
     (forward, backward), expected, of_the_loss, copies, large = pretended_gpu(a_large_step)
     assert copies == {}

@@ -140,6 +140,7 @@ def opened():
     return ended, limits, callable(abort)
 
 
+@pytest.mark.slow
 def test_groups_are_aborted_after_a_failure_and_destroyed_otherwise(pretended_gpu):
     # NCCL's collectives of a step may take an hour before it gives up by itself; the watch knows sooner.
     assert pretended_gpu(opened) == (["destroy", "abort"], [3600.0, 3600.0], True)

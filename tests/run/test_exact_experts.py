@@ -30,6 +30,7 @@ def check_experts(*layouts, **options):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_two_ranks(group):
     check_experts({"ep": 2}, {"tp": 2, "ep": 2, "sequence_parallel": True, "recompute": FULL}, {"tp": 2}, {"pp": 2})
 

@@ -57,6 +57,7 @@ def parallel(folder):
     return train(folder, "parallel", *TP)
 
 
+@pytest.mark.slow
 def test_rounding(folder, one, parallel):
     first, *lines = compared(folder, one, parallel, exit_code=0)
     assert first == (
@@ -67,6 +68,7 @@ def test_rounding(folder, one, parallel):
     assert lines[-1].startswith("only rounding: no result of steps 0 to 5 is more than ")
 
 
+@pytest.mark.slow
 def test_from_the_last_checkpoint_that_both_share(folder, one, parallel):
     shutil.copytree(one, folder / "resumed")
     for step in (4, 6):

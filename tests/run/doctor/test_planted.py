@@ -123,7 +123,7 @@ def check_planted(script: Script, group: ProcessGroup) -> None:
 
 def of_ranks(scripts: tuple[Script, ...], ranks: int) -> list[object]:
     chosen = [script for script in scripts if script.ranks == ranks]
-    # One of each kind in `make test-fast`, in `make test` also of each family and dtype, all in `make test-all`.
+    # One of each kind in `make test`, in `make test-slow` also of each family and dtype, all in `make test-all`.
     seen: set[object] = set()
     params: list[object] = []
     for script in chosen:

@@ -55,6 +55,7 @@ def check_page(path) -> Page:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_reports(group, tmp_path):
     (sound, *_), (wrong, *_) = SOUND, SCRIPTS
     for script, folder in ((sound, tmp_path / "sound"), (wrong, tmp_path / "wrong")):

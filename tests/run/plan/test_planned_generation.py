@@ -108,10 +108,11 @@ def test_peaks_of_many_layers_are_those_of_few(tmp_path):
     assert many.weights - once == 20 * (few.weights - once)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_no_larger_one(tmp_path):
     folder, limit = folder_of(tmp_path / "model", LLAMA), 40_000_000
-    plans = fit_generation(str(limit), folder, ranks=[1, 2, 3], device="cpu")
-    assert [plan.ranks for plan in plans] == [3, 2, 1]
+    plans = fit_generation(str(limit), folder, ranks=[1, 3], device="cpu")
+    assert [plan.ranks for plan in plans] == [3, 1]
     assert plans[0].text.batch_size > plans[-1].text.batch_size > 1
     for plan in plans:
         batch = plan.text.batch_size

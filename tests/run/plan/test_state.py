@@ -69,6 +69,7 @@ def state_on_meta(workload, rank, world_size):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("case", LARGE)
+@pytest.mark.slow
 def test_state_at_1024_ranks(case):
     parallel, model, ranks = LARGE[case]
     workload = workload_for(settings_of(model=model, training={"global_batch_size": 32}, **parallel))

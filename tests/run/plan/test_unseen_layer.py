@@ -124,7 +124,7 @@ SHORTENED = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", SHORTENED)
 def test_a_short_row_of_layers_counts_as_all_of_them(monkeypatch, case):
     workload, mesh = SHORTENED[case]

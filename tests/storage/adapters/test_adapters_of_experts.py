@@ -97,6 +97,7 @@ def gradients_of(model, architecture):
 
 
 @pytest.mark.ranks(1, 2, 4)
+@pytest.mark.slow
 def test_adapters_by_peft_compute_and_merge_as_in_peft(group, folders, tmp_path):
     for sizes in LAYOUTS[group.size()]:
         groups = Groups.of(Topology.create(**sizes))
