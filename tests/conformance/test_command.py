@@ -46,6 +46,7 @@ def test_text_has_a_line_for_each_case_and_exit_code_0(command, targets):
     ]
 
 
+@pytest.mark.slow
 def test_json_of_several_targets_and_exit_code_1(command, targets):
     facts = json.loads(command("--target", *targets, "--case", "linear/reduced*", "--json", code=1).out)
     assert [each["target"] for each in facts] == targets

@@ -32,6 +32,7 @@ def test_the_target_of_the_page_passes_what_it_offers(example):
     assert report.of("not offered")
 
 
+@pytest.mark.slow
 def test_it_fails_without_the_line_that_the_page_names(example):
     code = example.read_text(encoding="utf-8")
     assert HOOK in code

@@ -45,8 +45,8 @@ def columns(tensor, layout, rank):
         (64, 4096, 256, "output", 2),
         (64, 512, 2048, "input", 1),
         # On Intel's processors these have other bits where ranks multiply parts of different sizes at once.
-        (1024, 320, 384, "output", 1),
-        (512, 2048, 1000, "input", 1),
+        pytest.param(1024, 320, 384, "output", 1, marks=pytest.mark.slow),
+        pytest.param(512, 2048, 1000, "input", 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_bits_of_one_rank(rows, out_features, in_features, split, sections, dtype):

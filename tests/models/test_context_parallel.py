@@ -173,6 +173,7 @@ def test_losses_and_gradients_are_those_of_one_rank(group, kind, way):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["one key-value head", "window", "alibi", "soft cap", "sinks", "latent"])
+@pytest.mark.slow
 def test_blocks_of_a_run_add_up(group, monkeypatch, kind):
     monkeypatch.setattr(masks_of_attention, "_ROWS", 5)
     for way in WAYS:
@@ -191,6 +192,7 @@ def test_documents_and_windows_need_no_mask_on_cuda(group, monkeypatch, kind):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["one key-value head", "window", "alibi", "soft cap", "sinks", "latent"])
+@pytest.mark.slow
 def test_functions_of_positions_are_those_of_all_ranks(group, monkeypatch, kind):
     found = flexible_on_a_cpu(monkeypatch)
     for way in ("all_gather", "a2a"):

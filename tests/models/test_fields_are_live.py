@@ -223,6 +223,7 @@ def devices(on_cpu: bool) -> set[str]:
         return {str(param.device) for param in model.parameters()}
 
 
+@pytest.mark.slow
 def test_where_initial_values_are_drawn(pretended_gpu):
     assert pretended_gpu(devices, False) == {"cuda:0"}
     assert pretended_gpu(devices, True) == {"cpu"}

@@ -34,6 +34,7 @@ def test_split_state(group, kind, name, dtype):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_muon_and_steps_that_are_skipped(group, monkeypatch):
     # So much that the gradients of the first step overflow.
     monkeypatch.setattr(trainer_module, "DynamicLossScale", partial(DynamicLossScale, scale=2.0**20))

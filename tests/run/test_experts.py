@@ -164,6 +164,7 @@ def test_wrong_settings_are_refused():
     assert ParallelSettings(tp=2, ep=4, etp=1, pp=3).fewest_ranks == 12
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_exchange_of_tokens():
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 301, "sequence_length": 24}
     model = sizes | {"num_experts": 8, "num_experts_per_tok": 3}
@@ -188,6 +189,7 @@ def test_a_plan_counts_the_exchange_of_tokens():
         sent_by(ep=4)
 
 
+@pytest.mark.slow
 def test_the_layouts_that_fit_divide_experts():
     workload = CASES["experts"].workload(small=True)
     found = list(layouts(workload, (4,), 2, Mesh(recomputation=Recomputation("full"))))

@@ -270,6 +270,7 @@ class Exits:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_what_comes_after_the_last_checkpoint_cannot_fail_the_run(group, tmp_path, monkeypatch):
     session = open_tiny(tiny_settings(tmp_path, tp=2, steps=1), monkeypatch, tmp_path)
     outcome = train(session)

@@ -58,6 +58,7 @@ def check_sound(script: Script, group: dist.ProcessGroup, folder: Path) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("script", of_ranks(SOUND, 2))
+@pytest.mark.slow
 def test_a_sound_program_is_sound(script, group, tmp_path):
     check_sound(script, group, tmp_path)
 
@@ -83,6 +84,7 @@ def test_a_fault_of_four_ranks_is_named(script, group, tmp_path):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_without_a_third_recording_the_rounding_is_estimated(group, tmp_path):
     (sound, *_), (wrong, *_) = SOUND, SCRIPTS
     for script, folder in ((sound, tmp_path / "sound"), (wrong, tmp_path / "wrong")):

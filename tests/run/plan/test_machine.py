@@ -58,6 +58,7 @@ def test_groups_are_those_of_the_topology(sizes):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow
 def test_each_message_has_a_receiver(layout):
     """As many messages as the schedule has for each micro-batch, to the stages before and after."""
     plan = planned(layout)

@@ -72,6 +72,7 @@ class Failing(Workload):
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pp=2), Mesh(pp=3, schedule="gpipe")], ids=str)
+@pytest.mark.slow
 def test_a_step_that_fails(mesh):
     before, hook = make_plan(WORKLOAD, mesh), sys.excepthook
     with pytest.raises(ArithmeticError, match="a layer that fails"):

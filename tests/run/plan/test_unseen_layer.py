@@ -126,6 +126,7 @@ SHORTENED = {
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("case", SHORTENED)
+@pytest.mark.slow
 def test_a_short_row_of_layers_counts_as_all_of_them(monkeypatch, case):
     workload, mesh = SHORTENED[case]
     mesh = mesh or Mesh(recomputation=workload.settings.recompute)
