@@ -68,6 +68,7 @@ def test_a_hugging_face_folder_and_a_file_of_settings(capsys, tmp_path):
         assert (code, f"step   {step}" in text) == (0, True)
 
 
+@pytest.mark.slow
 def test_the_dtype_that_is_meant_on_a_gpu(capsys):
     plans = {}
     for name, options in {
@@ -138,6 +139,7 @@ COMMANDS = re.findall(r"^shardwise plan (.*)$", PAGE, re.MULTILINE)
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.slow
 def test_the_commands_of_the_page_run(capsys, tmp_path, monkeypatch, command):
     assert len(COMMANDS) >= 12
     monkeypatch.chdir(tmp_path)

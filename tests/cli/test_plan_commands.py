@@ -67,6 +67,7 @@ def test_layouts_that_fit_each_command(capsys, folder):
     assert (code, "no layout of 1 rank needs at most 1.00 MiB of each (0 B of it for tensors)" in error) == (2, True)
 
 
+@pytest.mark.slow
 def test_one_rank_in_detail(capsys):
     layout = ["--ranks", "16", "--tp", "2", "--pp", "2", "--ranks-per-host", "4", "--rank", "9"]
     rates = ["--peak-tflops", "1", "--host-bandwidth", "1GB", "--network-bandwidth", "100MB"]
@@ -97,6 +98,7 @@ def test_one_rank_in_detail(capsys):
     assert worst["total"] >= rank["total"]
 
 
+@pytest.mark.slow
 def test_time_is_estimated_from_stated_rates_alone(capsys):
     layout = ["--ranks", "4", "--tp", "2", "--ranks-per-host", "2"]
     assert "time " not in call(capsys, *layout)[1]
@@ -106,6 +108,7 @@ def test_time_is_estimated_from_stated_rates_alone(capsys):
     assert "no time for dp: give --host-bandwidth and --network-bandwidth" in text
 
 
+@pytest.mark.slow
 def test_what_a_host_and_a_gpu_need(capsys):
     code, text, _ = call(capsys, "--tp", "2", "--ranks", "4")
     assert code == 0
@@ -213,6 +216,7 @@ def test_a_mistake_is_one_line(capsys, folder, argv, command, message):
     assert message in error
 
 
+@pytest.mark.slow
 def test_a_folder_with_the_name_of_a_command(capsys, folder, monkeypatch):
     monkeypatch.chdir(folder)
     Path("dpo").mkdir()

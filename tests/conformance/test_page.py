@@ -25,6 +25,7 @@ def example(tmp_path):
     return target
 
 
+@pytest.mark.slow
 def test_the_target_of_the_page_passes_what_it_offers(example):
     report = run(example, "linear/*")
     assert report.is_sound, report.of("failed")

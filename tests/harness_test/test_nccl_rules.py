@@ -165,6 +165,7 @@ def reduce_on_the_host():
         dist.all_reduce(torch.ones(2, device="cpu"))
 
 
+@pytest.mark.slow
 def test_a_tensor_of_the_host_in_a_group_of_gpus(pretended_gpu):
     with pytest.raises(AssertionError, match="No backend type associated with device type cpu"):
         pretended_gpu(reduce_on_the_host)

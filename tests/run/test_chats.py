@@ -187,6 +187,7 @@ def test_packed_is_unpacked(group, root, tmp_path, monkeypatch):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.slow
 def test_packed_texts_are_kept_apart(group, root, tmp_path, monkeypatch):
     """The loss is that of each text by itself, as transformers' model has it, and so are all gradients."""
     settings = settings_of(root, tmp_path / "run", samples=SampleSettings(packing=True))

@@ -276,6 +276,7 @@ def test_a_resumed_run_keeps_its_reference(group, root, tmp_path, monkeypatch):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_a_reference_of_something_else_is_refused(group, root, tmp_path, monkeypatch):
     settings = settings_of(root, tmp_path / "run", parallel=ParallelSettings(tp=2))
     open_run(settings, root, monkeypatch).topology.destroy()

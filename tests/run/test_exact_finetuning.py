@@ -34,6 +34,7 @@ def root(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_a_run_without_a_length_of_its_own(root, tmp_path, monkeypatch, capsys):
     """It has the model's, which is checked once it is known."""
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))

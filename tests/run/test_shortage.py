@@ -47,6 +47,7 @@ def advised(folder, available, *, world_size=1):
     return advice(settings, model_of(settings.model, 301), "cpu", world_size, available).split("\n")
 
 
+@pytest.mark.slow
 def test_the_plan_and_the_smallest_change(tmp_path):
     lines = advised(tmp_path, 2_500_000)
     assert any(line.split()[:4] == ["stage", "layers", "weights", "gradients"] for line in lines)

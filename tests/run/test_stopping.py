@@ -97,6 +97,7 @@ def test_a_signal_in_the_first_step_or_during_a_save(group, tmp_path, monkeypatc
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_the_first_ranks_clock_says_when_to_save(group, tmp_path, monkeypatch):
     """One hour passes in each step there, none on the other rank: every step is saved after the first."""
     session = open_tiny(tiny_settings(tmp_path, tp=2, steps=4, keep_checkpoints=9), monkeypatch, tmp_path)

@@ -117,6 +117,7 @@ def texts_of(batch, what):
 @pytest.mark.sample(2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("what", ["unpacked", "packed", "labels", "taught"])
+@pytest.mark.slow
 def test_losses_are_those_of_texts_alone(group, root, tmp_path, monkeypatch, what):
     """In any micro-batch, over tensor-parallel and data-parallel ranks, and over stages."""
     expected = None

@@ -100,6 +100,7 @@ def test_without_a_third_recording_the_rounding_is_estimated(group, tmp_path):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_a_parallel_reference_is_compared_rank_by_rank(group, tmp_path):
     script = SCRIPTS[0]
     record_script(script, group, tmp_path / "wrong", is_planted=True)

@@ -74,6 +74,7 @@ def test_each_message_has_a_receiver(layout):
     assert received == {rank.stage: sum(rank._receivers.values()) for rank in plan.stages if rank._receivers}
 
 
+@pytest.mark.slow
 def test_what_leaves_a_host():
     plan = planned("tp2-pp2-dp2")
     for rank, hosts, wanted in (

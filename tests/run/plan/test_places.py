@@ -95,6 +95,7 @@ def test_chunks_and_delayed_weight_gradients():
 
 
 @pytest.mark.parametrize("parallel", [{}, {"pp": 2, "pipeline_schedule": "gpipe"}])
+@pytest.mark.slow
 def test_the_parts_of_an_action_are_the_action(parallel):
     for rank in planned(9, 6, parallel=parallel):
         for segment in rank.step.segments:

@@ -88,6 +88,7 @@ def workload_and_plans():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_it_is_planned_as_it_runs(group, workload_and_plans):
     workload, plans = workload_and_plans
     plan = plans[group.rank()]
