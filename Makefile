@@ -15,8 +15,9 @@ unexport PYTHONDONTWRITEBYTECODE
 COMMANDS := tests/cli tests/hostile
 PROGRAMS := tests/benchmarks tests/examples tests/harness_test tests/run/doctor
 RUNS := tests/run tests/conformance
-GROUPS := tests-of-ranks tests-of-commands tests-of-programs tests-of-runs other-tests
-SIDE_BY_SIDE := $(MAKE) --no-print-directory -j6 $(GROUPS)
+MODELS := tests/models tests/storage
+GROUPS := tests-of-ranks ranks-of-models tests-of-commands tests-of-programs tests-of-runs other-tests
+SIDE_BY_SIDE := $(MAKE) --no-print-directory -j7 $(GROUPS)
 PYTEST := $(BIN)/python -m pytest -q
 
 .PHONY: demo gpu gpus test test-slow test-all typed test-under-load $(GROUPS) check install clean
@@ -46,24 +47,27 @@ test-under-load: $(INSTALLED_DEV)
 	$(BIN)/python tests/harness/under_load.py $(LOAD) $(if $(TESTS),$(PYTEST) $(TESTS),$(SIDE_BY_SIDE))
 
 tests-of-ranks: $(INSTALLED_DEV)
-	$(PYTEST) -m "$(strip $(ONLY) ranks)"
+	$(PYTEST) -m "$(strip $(ONLY) ranks)" $(MODELS:%=--ignore=%)
+
+ranks-of-models: $(INSTALLED_DEV)
+	$(call shown_at_its_end,ranks,$(MODELS))
 
 tests-of-commands: $(INSTALLED_DEV)
-	$(call shown_at_its_end,$(COMMANDS))
+	$(call shown_at_its_end,not ranks,$(COMMANDS))
 
 tests-of-programs: $(INSTALLED_DEV)
-	$(call shown_at_its_end,$(PROGRAMS))
+	$(call shown_at_its_end,not ranks,$(PROGRAMS))
 
 tests-of-runs: $(INSTALLED_DEV)
-	$(call shown_at_its_end,$(RUNS) $(PROGRAMS:%=--ignore=%))
+	$(call shown_at_its_end,not ranks,$(RUNS) $(PROGRAMS:%=--ignore=%))
 
 other-tests: $(INSTALLED_DEV)
-	$(call shown_at_its_end,$(patsubst %,--ignore=%,$(COMMANDS) $(PROGRAMS) $(RUNS)))
+	$(call shown_at_its_end,not ranks,$(patsubst %,--ignore=%,$(COMMANDS) $(PROGRAMS) $(RUNS)))
 
-# Run the tests without ranks at these paths, and show their output at the end, so that groups do not write into each
-# other's lines.
+# Run the tests with the mark `$(1)` at the paths `$(2)`, and show their output at the end, so that groups do not write
+# into each other's lines.
 define shown_at_its_end
-@shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT && echo '$@: $(1)' > "$$shown" && { $(PYTEST) -m "$(strip $(ONLY) not ranks)" -o cache_dir=.pytest_cache/$@ $(1) >> "$$shown" 2>&1; code=$$?; cat "$$shown"; exit $$code; }
+@shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT && echo '$@: $(2)' > "$$shown" && { $(PYTEST) -m "$(strip $(ONLY) $(1))" -o cache_dir=.pytest_cache/$@ $(2) >> "$$shown" 2>&1; code=$$?; cat "$$shown"; exit $$code; }
 endef
 
 # On one GPU, in ten minutes at most: its tests, its speed, and a dated table in benchmarks/results/. It installs nothing, as
