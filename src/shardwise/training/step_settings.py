@@ -345,7 +345,7 @@ class OptimizerSettings(Checked, prefix="optimizer."):
 
     def make(self, model: nn.Module) -> ShardedOptimizer:
         """Build the optimizer of ``model``."""
-        from shardwise.training.optimizer.adamw import AdamW
+        from shardwise.training.optimizer.adamw import adamw_of
         from shardwise.training.optimizer.muon import Muon
 
         options: dict[str, Any] = {
@@ -356,7 +356,7 @@ class OptimizerSettings(Checked, prefix="optimizer."):
             "exact_parts": getattr(getattr(model, "config", None), "exact_parts", None),
         }
         if self.name == "adamw":
-            return AdamW(model, **options)
+            return adamw_of(model, **options)
         momentum, ratio = self.momentum, self.matrix_learning_rate_ratio
         options["momentum"] = _MOMENTUM if momentum is None else momentum
         return Muon(model, matrix_learning_rate_ratio=1.0 if ratio is None else ratio, **options)

@@ -34,12 +34,10 @@ class AdamW(torch.optim.AdamW):
         betas: decay of the running means of the gradient and of its square.
         epsilon: number added to the root mean square.
         without: parameters that another optimizer trains.
-        exact_parts: maximum number of parts for which an update has the same bits however parameters are split; None
-            for no such guarantee.
 
     Attributes:
         why_not_fused: see ``ShardedOptimizer``.
-        is_exact: whether ``exact_parts`` were given; PyTorch's operations then compute every step.
+        scales_gradients: whether a fused step also divides by ``grad_scale``.
         grad_scale: fp32 scalar on the parameters' device that divides the gradients in the next step, as in PyTorch's
             fused optimizers; None for 1. ``step`` sets it to None.
         rounds: for fp32 copies of weights, the 16-bit weights that a step may set to the rounded copies.
@@ -56,6 +54,7 @@ class AdamW(torch.optim.AdamW):
     _torch_step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
     grad_scale: Tensor | None = None
+    scales_gradients = True
     clears_gradients = has_rounded = has_cleared = False
 
     def __init__(
@@ -67,10 +66,8 @@ class AdamW(torch.optim.AdamW):
         betas: tuple[float, float],
         epsilon: float,
         without: Collection[Parameter] = (),
-        exact_parts: int | None = None,
     ) -> None:
         self.rounds: dict[Parameter, Parameter] = {}
-        self.is_exact = exact_parts is not None
         self._tables: dict[Any, tuple[Tensor, Tensor]] = {}
         others = set(without)
         params = [param for param in model.parameters() if param.requires_grad and param not in others]
@@ -78,15 +75,7 @@ class AdamW(torch.optim.AdamW):
             {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
             {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
         ]
-        if exact_parts is not None:
-            whole = {
-                param for _, param, layout in named_param_layouts(model, 1) if _has_whole_vectors(layout, exact_parts)
-            }
-            groups = [
-                group | {"params": [each for each in group["params"] if (each in whole) is fused]} | options
-                for group in groups
-                for fused, options in ((True, {}), (False, {"fused": False}))
-            ]
+        groups = self._divided(groups, model)
         reasons = (
             why_not_fused_optimizer(param.device.type, has_copies=has_copies(layout))
             for _, param, layout in named_param_layouts(model, 1)
@@ -96,11 +85,15 @@ class AdamW(torch.optim.AdamW):
         filled = [group for group in groups if group["params"]] or groups[:1]
         super().__init__(filled, lr=learning_rate, betas=betas, eps=epsilon, fused=self.why_not_fused is None)
 
+    def _divided(self, groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+        """Return groups of parameters with the same options of PyTorch's AdamW."""
+        return groups
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update every parameter in place from its gradient; ``closure`` computes them first, as in PyTorch."""
         result, kernels, batches = None, None, []
-        if closure is None and not self.is_exact and planned_device() is None:
+        if closure is None and planned_device() is None:
             batches = [each for group in self.param_groups for each in self._batches(group)]
             kernels = self._kernels([tensors for _, _, rows in batches for tensors in rows])
         self.has_rounded = self.has_cleared = False
@@ -189,6 +182,41 @@ class AdamW(torch.optim.AdamW):
             for kind in STATE_NAMES:
                 state[kind] = torch.zeros_like(param, memory_format=torch.preserve_format)
         return state
+
+
+class ExactAdamW(AdamW):
+    """AdamW whose update of an element has the same bits however parameters are split.
+
+    PyTorch's operations compute every step: fused ones only the parameters whose parts are whole vectors.
+
+    Args:
+        model: the model whose parameters are trained.
+        exact_parts: maximum number of parts of a parameter.
+        options: the other arguments of ``AdamW``.
+    """
+
+    scales_gradients = False
+
+    def __init__(self, model: nn.Module, *, exact_parts: int, **options: Any) -> None:
+        self._exact_parts = exact_parts
+        super().__init__(model, **options)
+
+    def _divided(self, groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+        layouts = [(param, layout) for _, param, layout in named_param_layouts(model, 1)]
+        whole = {param for param, layout in layouts if _has_whole_vectors(layout, self._exact_parts)}
+        return [
+            group | {"params": [each for each in group["params"] if (each in whole) is fused]} | options
+            for group in groups
+            for fused, options in ((True, {}), (False, {"fused": False}))
+        ]
+
+    def _batches(self, group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], torch.dtype | None, list[_Tensors]]]:
+        return iter(())
+
+
+def adamw_of(model: nn.Module, *, exact_parts: int | None, **options: Any) -> AdamW:
+    """Return an ``ExactAdamW`` if there are exact parts, and an ``AdamW`` otherwise; ``options`` are its arguments."""
+    return AdamW(model, **options) if exact_parts is None else ExactAdamW(model, exact_parts=exact_parts, **options)
 
 
 def _has_whole_vectors(layout: ParamLayout, parts: int) -> bool:

@@ -29,7 +29,7 @@ from shardwise.training.step_settings import StepSettings
 def fused_adamw(optimizer: ShardedOptimizer) -> AdamW | None:
     """Return the run's AdamW if it updates all parameters, in one kernel that may divide the gradients as well."""
     innermost: Any = getattr(optimizer, "innermost", optimizer)
-    fuses = isinstance(innermost, AdamW) and innermost.why_not_fused is None and not innermost.is_exact
+    fuses = isinstance(innermost, AdamW) and innermost.why_not_fused is None and innermost.scales_gradients
     return innermost if fuses else None
 
 

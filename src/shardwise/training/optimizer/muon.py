@@ -31,7 +31,7 @@ from shardwise.models.transformer.layer import TransformerLayer
 from shardwise.nn import ColumnLinear
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.training.gradients import Division
-from shardwise.training.optimizer.adamw import AdamW
+from shardwise.training.optimizer.adamw import adamw_of
 
 # Coefficients of x -> a x + b (x x^T) x + c (x x^T)^2 x, chosen so that five steps bring singular values near 1; Jordan
 # et al. 2024.
@@ -196,7 +196,8 @@ class Muon:
         weight_decay: weight decay per unit of learning rate, also for AdamW.
         momentum: decay of the running mean of the gradient.
         matrix_learning_rate_ratio: learning rate of the matrices, divided by AdamW's.
-        betas, epsilon, exact_parts: as for ``AdamW``.
+        betas, epsilon: as for ``AdamW``.
+        exact_parts: as for ``ExactAdamW``; None for an ``AdamW``.
 
     Raises:
         ConfigError: the model has latent attention.
@@ -224,7 +225,7 @@ class Muon:
             self._local_shapes[param] = param.shape
         first = next(iter(self._parts), None)
         self._dtype = torch.float32 if first is None else product_dtype(first.dtype)
-        self._adamw = AdamW(
+        self._adamw = adamw_of(
             model,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
