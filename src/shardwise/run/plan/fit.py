@@ -88,10 +88,10 @@ def choices_of(workload: Workload, limit: str, world_sizes: Sequence[int], *, ra
         ),
     )
     if not choices:
-        ranks = ", ".join(map(str, world_sizes))
+        ranks = ", ".join(map(str, world_sizes)) + (" rank" if list(world_sizes) == [1] else " ranks")
         tensors = f" ({shown_bytes(room)} of it for tensors)" if room < memory else ""
         raise ConfigError(
-            f"no layout of {ranks} ranks needs at most {shown_bytes(memory)} of each{tensors}; use more ranks, a "
+            f"no layout of {ranks} needs at most {shown_bytes(memory)} of each{tensors}; use more ranks, a "
             f"smaller batch (training.global-batch-size is {workload.global_batch_size}) or shorter samples"
         )
     return choices
