@@ -25,7 +25,7 @@ PYTEST := $(BIN)/python -m pytest -q
 demo: $(INSTALLED)
 	$(BIN)/shardwise demo
 
-# In ten minutes: one number of ranks for each test, and a cover of pairs of its other options.
+# In about ten minutes: one number of ranks for each test, and a cover of pairs of its other options.
 test: $(INSTALLED_DEV)
 	@$(SIDE_BY_SIDE) check ONLY="not slow and not matrix and"
 
