@@ -137,9 +137,9 @@ def test_a_mistake_is_one_line(capsys, argv, message):
 COMMANDS = re.findall(r"^shardwise plan (.*)$", PAGE, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.slow
 def test_the_commands_of_the_page_run(capsys, tmp_path, monkeypatch, command):
     assert len(COMMANDS) >= 12
     monkeypatch.chdir(tmp_path)

@@ -16,8 +16,8 @@ VALUES = st.recursive(
 )
 
 
-@given(st.dictionaries(st.text(), VALUES), st.booleans())
 @pytest.mark.slow
+@given(st.dictionaries(st.text(), VALUES), st.booleans())
 def test_what_python_writes_is_read(value, ascii_only):
     text = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
     try:

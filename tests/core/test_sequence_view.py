@@ -54,9 +54,9 @@ def test_bad_input_is_told(group):
 
 
 # The compiler itself does what this warning of PyTorch's warns of.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.ranks(2)
-@pytest.mark.slow
 def test_compiled(group):
     """A view that is given to the graph, and one that is made in it."""
     layer = ColumnLinear(3, 4, group=group, sequence_parallel=True, dtype=torch.float64)

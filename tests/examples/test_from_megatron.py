@@ -37,8 +37,8 @@ def program():
         megatron.uninstall()
 
 
-@pytest.mark.ranks(1, 2, 4, slow=(4,))
 @pytest.mark.slow
+@pytest.mark.ranks(1, 2, 4)
 def test_losses_are_those_of_one_rank_and_a_checkpoint_opens_at_another_layout(group, tmp_path):
     layouts = LAYOUTS[group.size()]
     with program() as train_gpt:

@@ -68,8 +68,8 @@ def test_pytorch_computes_the_definition(case):
 
 
 # PyTorch traces its own functions of gradients like this.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_functions_of_the_next_step_are_compiled_already(monkeypatch):
     """Each step and each layer has other functions of the same kind."""
     kinds, compiled = [], torch.compile

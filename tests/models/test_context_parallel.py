@@ -171,9 +171,9 @@ def test_losses_and_gradients_are_those_of_one_rank(group, kind, way):
             check(kind, topology, length, sequence_parallel=sequence_parallel, cp_comm_type=way)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["one key-value head", "window", "alibi", "soft cap", "sinks", "latent"])
-@pytest.mark.slow
 def test_blocks_of_a_run_add_up(group, monkeypatch, kind):
     monkeypatch.setattr(masks_of_attention, "_ROWS", 5)
     for way in WAYS:
@@ -190,9 +190,9 @@ def test_documents_and_windows_need_no_mask_on_cuda(group, monkeypatch, kind):
     check(kind, Topology.create(cp=group.size()), LENGTHS[0])
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["one key-value head", "window", "alibi", "soft cap", "sinks", "latent"])
-@pytest.mark.slow
 def test_functions_of_positions_are_those_of_all_ranks(group, monkeypatch, kind):
     found = flexible_on_a_cpu(monkeypatch)
     for way in ("all_gather", "a2a"):

@@ -35,9 +35,9 @@ def steps(staged, schedule):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("name", ["1f1b", "zero-bubble"])
-@pytest.mark.slow
 def test_a_copy_trains_as_the_model(group, name):
     """With replicated key-value heads, norms whose gradients are summed, and a tied weight on two stages."""
     sizes = {2: [(2, 1), (1, 2)], 4: [(2, 2), (4, 1)]}[group.size()]

@@ -121,9 +121,9 @@ def a_step(kind, device):
     return recorder, forward.launches, backward.launches
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.slow
 def test_a_step_on_the_gpu_moves_nothing_there_and_is_counted_whole(pretended_gpu, kind):
     recorder, *launches = pretended_gpu(a_step, kind, "cuda")
     assert recorder.copies == {}

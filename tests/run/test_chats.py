@@ -186,8 +186,8 @@ def test_packed_is_unpacked(group, root, tmp_path, monkeypatch):
             assert (packed[name] - gradient).norm() <= 1e-10 * gradient.norm() + 1e-14, (kind, name)
 
 
-@pytest.mark.ranks(1)
 @pytest.mark.slow
+@pytest.mark.ranks(1)
 def test_packed_texts_are_kept_apart(group, root, tmp_path, monkeypatch):
     """The loss is that of each text by itself, as transformers' model has it, and so are all gradients."""
     settings = settings_of(root, tmp_path / "run", samples=SampleSettings(packing=True))

@@ -275,8 +275,8 @@ def test_a_resumed_run_keeps_its_reference(group, root, tmp_path, monkeypatch):
     session.topology.destroy()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.slow
+@pytest.mark.ranks(2)
 def test_a_reference_of_something_else_is_refused(group, root, tmp_path, monkeypatch):
     settings = settings_of(root, tmp_path / "run", parallel=ParallelSettings(tp=2))
     open_run(settings, root, monkeypatch).topology.destroy()
@@ -317,8 +317,8 @@ def test_a_reference_of_something_else_is_refused(group, root, tmp_path, monkeyp
     session.topology.destroy()
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_pairs_and_steps_are_those_of_trl(root):
     chats = pairs_of(18)
     implicit = [{name: pair["prompt"] + pair[name] for name in ("chosen", "rejected")} for pair in chats]

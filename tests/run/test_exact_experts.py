@@ -29,8 +29,8 @@ def check_experts(*layouts, **options):
     check("llama", layouts, model=EXPERTS, **options)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.slow
+@pytest.mark.ranks(2)
 def test_two_ranks(group):
     check_experts({"ep": 2}, {"tp": 2, "ep": 2, "sequence_parallel": True, "recompute": FULL}, {"tp": 2}, {"pp": 2})
 

@@ -33,8 +33,8 @@ def test_split_state(group, kind, name, dtype):
     check(kind, layouts, optimizer={"name": name}, dtype=dtype)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.slow
+@pytest.mark.ranks(2)
 def test_muon_and_steps_that_are_skipped(group, monkeypatch):
     # So much that the gradients of the first step overflow.
     monkeypatch.setattr(trainer_module, "DynamicLossScale", partial(DynamicLossScale, scale=2.0**20))

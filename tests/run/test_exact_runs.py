@@ -129,9 +129,9 @@ def test_two_ranks_of_a_kind(group, kind):
     check(kind, [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, ZERO_BUBBLE])
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
-@pytest.mark.slow
 def test_context_parallelism_on_two_ranks(group, kind):
     check(kind, [{"cp": 2}, {"cp": 2, "zero": 1, "recompute": SELECTIVE}], length=64)
 

@@ -103,9 +103,9 @@ def test_loss_curve_is_the_same_in_stages(group, tmp_path, architecture):
             assert_close_to(gathered, final[key].data.detach(), rtol_of_norm=1e-7, name=f"{key}, {parallel}")
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "interleaved"])
 @pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
 def test_tied_copies_stay_bit_equal_and_dropout_is_reproducible(group, tmp_path, schedule):
     parallel = ParallelSettings(pp=2, pipeline_schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)
     curves = []
@@ -173,8 +173,8 @@ def test_a_run_goes_on_at_other_stages(group, tmp_path, monkeypatch):
     assert len(measured["run"]) == 3
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.slow
+@pytest.mark.ranks(2)
 def test_parity_is_proved_in_stages_too(group, tmp_path, monkeypatch):
     session = open_tiny(staged_settings(tmp_path, ParallelSettings(pp=2)), monkeypatch, tmp_path)
     settings = dataclasses.replace(session.settings, parallel=ParallelSettings(pp=2, exact_parts=2))

@@ -96,8 +96,8 @@ def test_a_signal_in_the_first_step_or_during_a_save(group, tmp_path, monkeypatc
     assert newest.name == "step-00000002"
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.slow
+@pytest.mark.ranks(2)
 def test_the_first_ranks_clock_says_when_to_save(group, tmp_path, monkeypatch):
     """One hour passes in each step there, none on the other rank: every step is saved after the first."""
     session = open_tiny(tiny_settings(tmp_path, tp=2, steps=4, keep_checkpoints=9), monkeypatch, tmp_path)
@@ -270,8 +270,8 @@ class Exits:
             sys.exit(3)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.slow
+@pytest.mark.ranks(2)
 def test_what_comes_after_the_last_checkpoint_cannot_fail_the_run(group, tmp_path, monkeypatch):
     session = open_tiny(tiny_settings(tmp_path, tp=2, steps=1), monkeypatch, tmp_path)
     outcome = train(session)

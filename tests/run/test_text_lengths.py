@@ -114,10 +114,10 @@ def texts_of(batch, what):
             yield Batch(tokens[row : row + 1, documents == number], labels[row : row + 1, documents == number])
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("what", ["unpacked", "packed", "labels", "taught"])
-@pytest.mark.slow
 def test_losses_are_those_of_texts_alone(group, root, tmp_path, monkeypatch, what):
     """In any micro-batch, over tensor-parallel and data-parallel ranks, and over stages."""
     expected = None

@@ -98,8 +98,8 @@ def test_ten_steps_are_those_of_transformers(group, root, tmp_path, monkeypatch,
         }
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.slow
+@pytest.mark.ranks(2)
 def test_no_dropout_is_none_of_the_head_either(group, root, tmp_path, monkeypatch):
     """Whose class drops a tenth where nothing is said, and each data-parallel rank another one."""
     losses = []

@@ -35,6 +35,16 @@ def takes_packed(query: Tensor) -> bool:
     return _has_flash_on_cuda(query, None)
 
 
+def is_causal_bias(mask: Tensor | None) -> bool:
+    """Whether a mask is PyTorch's ``CausalBias``, which only kernels read."""
+    if mask is None or type(mask) is Tensor:
+        return False
+    # Its import brings torch._dynamo, which takes longer than the rest of PyTorch.
+    from torch.nn.attention.bias import CausalBias
+
+    return isinstance(mask, CausalBias)
+
+
 def attend_to_part(
     query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:

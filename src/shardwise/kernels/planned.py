@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardwise.kernels.loss_reference import compute_dtype
-from shardwise.kernels.planning import is_causal_bias
+from shardwise.kernels.partial_attention import is_causal_bias
 
 # As in ``norms_triton``.
 _PROGRAMS = 264

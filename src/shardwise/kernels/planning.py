@@ -67,16 +67,6 @@ def counts_on_host(counts: Tensor, *totals: int) -> list[Any]:
     return even[0] if counts.dim() == 1 else even * (counts.size(0) // len(even))
 
 
-def is_causal_bias(mask: Tensor | None) -> bool:
-    """Whether a mask is PyTorch's ``CausalBias``, which only kernels read."""
-    if mask is None or type(mask) is Tensor:
-        return False
-    # Its import brings torch._dynamo, which takes longer than the rest of PyTorch.
-    from torch.nn.attention.bias import CausalBias
-
-    return isinstance(mask, CausalBias)
-
-
 def device_type_of(tensor: Tensor) -> str:
     """The type of device that computes with ``tensor``: the planned one inside ``planning_for``."""
     return _planned_device or tensor.device.type

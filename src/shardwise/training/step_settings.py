@@ -146,7 +146,7 @@ class ParallelSettings(Checked, prefix="parallel."):
                 f"parallel.cp-comm-type {self.cp_comm_type}, whose sums of gradients round by the number of ranks",
             ),
             (training.dtype == "float64", "training.dtype float64, whose products differ with the layout"),
-            (training.rng != "global", f"training.rng {training.rng}, by which each rank draws its own"),
+            (training.rng != "global", f"training.rng {training.rng}, whose random numbers differ from rank to rank"),
         )
 
     def check_length(self, length: int) -> None:

@@ -55,10 +55,10 @@ def check_sound(script: Script, group: dist.ProcessGroup, folder: Path) -> None:
     assert diagnosis is None or diagnosis.is_sound, [finding.line() for finding in diagnosis.findings]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("script", of_ranks(SOUND, 2))
-@pytest.mark.slow
 def test_a_sound_program_is_sound(script, group, tmp_path):
     check_sound(script, group, tmp_path)
 
@@ -83,8 +83,8 @@ def test_a_fault_of_four_ranks_is_named(script, group, tmp_path):
     check_found(script, group, tmp_path)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.slow
+@pytest.mark.ranks(2)
 def test_without_a_third_recording_the_rounding_is_estimated(group, tmp_path):
     (sound, *_), (wrong, *_) = SOUND, SCRIPTS
     for script, folder in ((sound, tmp_path / "sound"), (wrong, tmp_path / "wrong")):
@@ -99,8 +99,8 @@ def test_without_a_third_recording_the_rounding_is_estimated(group, tmp_path):
     dist.barrier(group)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.slow
+@pytest.mark.ranks(2)
 def test_a_parallel_reference_is_compared_rank_by_rank(group, tmp_path):
     script = SCRIPTS[0]
     record_script(script, group, tmp_path / "wrong", is_planted=True)

@@ -54,8 +54,8 @@ def check_page(path) -> Page:
     return page
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.slow
+@pytest.mark.ranks(2)
 def test_reports(group, tmp_path):
     (sound, *_), (wrong, *_) = SOUND, SCRIPTS
     for script, folder in ((sound, tmp_path / "sound"), (wrong, tmp_path / "wrong")):

@@ -57,8 +57,8 @@ def test_groups_are_those_of_the_topology(sizes):
         assert all(mesh.group(rank, "embd") == tuple(ranks) for rank in ranks)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_message_has_a_receiver(layout):
     """As many messages as the schedule has for each micro-batch, to the stages before and after."""
     plan = planned(layout)

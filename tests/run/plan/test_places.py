@@ -94,8 +94,8 @@ def test_chunks_and_delayed_weight_gradients():
     assert "weight gradients, micro-batch 1" in actions
 
 
-@pytest.mark.parametrize("parallel", [{}, {"pp": 2, "pipeline_schedule": "gpipe"}])
 @pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{}, {"pp": 2, "pipeline_schedule": "gpipe"}])
 def test_the_parts_of_an_action_are_the_action(parallel):
     for rank in planned(9, 6, parallel=parallel):
         for segment in rank.step.segments:

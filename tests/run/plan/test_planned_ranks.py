@@ -71,8 +71,8 @@ class Failing(Workload):
         return GPT(config, **arguments)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pp=2), Mesh(pp=3, schedule="gpipe")], ids=str)
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pp=2), Mesh(pp=3, schedule="gpipe")], ids=str)
 def test_a_step_that_fails(mesh):
     before, hook = make_plan(WORKLOAD, mesh), sys.excepthook
     with pytest.raises(ArithmeticError, match="a layer that fails"):

@@ -67,9 +67,9 @@ def state_on_meta(workload, rank, world_size):
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("case", LARGE)
-@pytest.mark.slow
 def test_state_at_1024_ranks(case):
     parallel, model, ranks = LARGE[case]
     workload = workload_for(settings_of(model=model, training={"global_batch_size": 32}, **parallel))
@@ -96,8 +96,8 @@ json.dump({"parameters": plan.num_parameters, "stages": [rank.step.num_parameter
 """
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_llama_70b_on_1024_ranks_is_planned_in_a_gibibyte(record_property):
     tests = Path(__file__).parents[2]
     done = run("-c", PLAN, PYTHONPATH=os.pathsep.join([*filter(None, sys.path), str(tests)]), OMP_NUM_THREADS="1")

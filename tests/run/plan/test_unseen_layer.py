@@ -87,8 +87,8 @@ def workload_and_plans():
     return workload, planned(workload, 2, range(2))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.slow
+@pytest.mark.ranks(2)
 def test_it_is_planned_as_it_runs(group, workload_and_plans):
     workload, plans = workload_and_plans
     plan = plans[group.rank()]
@@ -125,9 +125,9 @@ SHORTENED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("case", SHORTENED)
-@pytest.mark.slow
 def test_a_short_row_of_layers_counts_as_all_of_them(monkeypatch, case):
     workload, mesh = SHORTENED[case]
     mesh = mesh or Mesh(recomputation=workload.settings.recompute)

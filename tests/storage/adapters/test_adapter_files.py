@@ -353,8 +353,8 @@ def check_that_peft_reads_what_is_written(group, kind, folder, targets, expected
     dist.barrier(group=group)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.slow
+@pytest.mark.ranks(2)
 def test_what_is_wrong_is_said_on_every_rank(group, folders, tmp_path):
     architecture = read_config(folders / "llama").architecture
     model = load(folders / "llama", group)

@@ -96,8 +96,8 @@ def gradients_of(model, architecture):
     return found
 
 
-@pytest.mark.ranks(1, 2, 4)
 @pytest.mark.slow
+@pytest.mark.ranks(1, 2, 4)
 def test_adapters_by_peft_compute_and_merge_as_in_peft(group, folders, tmp_path):
     for sizes in LAYOUTS[group.size()]:
         groups = Groups.of(Topology.create(**sizes))

@@ -72,8 +72,8 @@ def test_a_choice_that_there_is_not(reference: Reference, tmp_path: Path, one_ra
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("reference", ["mixtral"], indirect=True)
 @pytest.mark.slow
+@pytest.mark.parametrize("reference", ["mixtral"], indirect=True)
 def test_the_flag_of_the_command(reference: Reference, fused: Reference, tmp_path: Path) -> None:
     run_command(tmp_path, 1, "import-hf", reference.folder, "--out", tmp_path / "run")
     run_command(tmp_path, 1, "export-hf", tmp_path / "run", "--out", tmp_path / "out", "--expert-names", "fused")

@@ -27,9 +27,9 @@ def test_rows_of_padding_alone_are_finite(group: dist.ProcessGroup, reference: R
         model(ids, attention_mask=torch.ones(2, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("reference", ["gpt2", "bloom", "mistral"], indirect=True)
-@pytest.mark.slow
 def test_a_batch_of_prompts_continues_each_as_if_it_were_alone(group: dist.ProcessGroup, reference: Reference) -> None:
     model = load_pretrained(reference.folder, groups=groups_of(2, 1), dtype=torch.float64)
     prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13], list(range(20, 31))]

@@ -40,10 +40,10 @@ def balanced(request: pytest.FixtureRequest, tmp_path: Path) -> Reference:
     return make_balanced(request.param, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(6)
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("balanced", FAMILIES, indirect=True)
-@pytest.mark.slow
 def test_the_loss_is_pooled_over_layers(group: dist.ProcessGroup, balanced: Reference) -> None:
     """Data-parallel ranks have parts of the batch that transformers has on one rank."""
     expected = balanced.values()

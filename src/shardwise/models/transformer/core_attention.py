@@ -18,8 +18,8 @@ from shardwise.core.random import streams
 from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import FLEXIBLE_ATTENTION, WIDEST_HEAD, why_repeat_keys
-from shardwise.kernels.partial_attention import has_flash_for_parts, takes_packed
-from shardwise.kernels.planning import device_type_of, is_causal_bias
+from shardwise.kernels.partial_attention import has_flash_for_parts, is_causal_bias, takes_packed
+from shardwise.kernels.planning import device_type_of
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention_backends import kernels_of
 from shardwise.models.transformer.attention_blocks import (

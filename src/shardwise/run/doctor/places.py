@@ -79,6 +79,7 @@ def recorded_modules(model: nn.Module, first_layers: int | None) -> dict[str, li
     found: dict[str, list[nn.Module]] = {}
     compiled: set[int] = set()
     for name, module in named_parts(model):
+        # The wrapper of torch.compile is known by its submodule, since its class is in torch._dynamo, a slow import.
         if getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules:
             compiled.update(id(inner) for inner in module.modules() if inner is not module)
         if id(module) in compiled or (first_layers is not None and _layer_of(name) >= first_layers):
