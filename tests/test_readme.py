@@ -80,6 +80,10 @@ def test_the_index_has_every_page():
     assert {path for path in docs.rglob("*.md") if path.parent.name != "decisions"} - linked == {docs / "README.md"}
 
 
+def test_no_page_is_long():
+    assert {page.name: lines for page in pages() if (lines := len(page.read_text("utf-8").splitlines())) > 250} == {}
+
+
 def test_the_two_commands_of_the_readme_are_the_makefiles():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^make ([\w-]+)", README, re.MULTILINE):

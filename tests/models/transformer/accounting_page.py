@@ -1,4 +1,4 @@
-"""What the tests of the accounting share: the tables of ``docs/accounting.md``, and the layers that they are about."""
+"""What the tests of the accounting share: the tables of its two pages in docs/, and the layers that they are about."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwise.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from shardwise.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
 
-PAGE = Path(__file__).parents[3] / "docs" / "accounting.md"
+DOCS = Path(__file__).parents[3] / "docs"
 
 # All different, so that none can stand for another; what is split is a multiple of 4.
 S, B, H, FFN, A, D, V = 8, 3, 20, 44, 16, 6, 52
@@ -32,17 +32,24 @@ GROUPS = 8
 
 COLUMNS = {False: "without", True: "with"}
 SECTIONS = {
-    "kept": "## Bytes kept for the backward",
-    "collectives": "## Collectives",
-    "gpu": "## A layer on a GPU",
-    "gpu step": "## A step on GPUs",
+    "kept": ("accounting.md", "## Bytes kept for the backward"),
+    "collectives": ("accounting.md", "## Collectives"),
+    "state": ("accounting.md", "## Weights, gradients and optimizer state"),
+    "gpu": ("accounting_gpus.md", "## A layer on a GPU"),
+    "gpu step": ("accounting_gpus.md", "## A step on GPUs"),
 }
+
+
+def page_of(section):
+    """The text of a section's page, from the section's title on."""
+    page, title = SECTIONS[section]
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return text[text.index(f"\n{title}\n") + 1 :]
 
 
 def table(first_column, section="kept"):
     """Rows of the first table of a section whose header starts so: from a row's name, its other cells by column."""
-    lines = PAGE.read_text().splitlines()
-    lines = lines[lines.index(SECTIONS[section]) :]
+    lines = page_of(section).splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_column} |"))
     columns, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in itertools.takewhile(bool, lines[header:])

@@ -63,7 +63,7 @@ def test_a_rehearsal_keeps_what_the_page_says(monkeypatch, t, dtype, sequence_pa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_rehearsal_for_cuda_keeps_what_the_page_says(monkeypatch, dtype):
     monkeypatch.setattr("shardwise.core.initialization.fill_normal_", lambda *_, **__: None)
-    text, s, b, d, e = page.PAGE.read_text(encoding="utf-8"), page.S, page.B, page.D, dtype.itemsize
+    text, s, b, d, e = page.page_of("kept"), page.S, page.B, page.D, dtype.itemsize
     with pretended("cuda", Mesh(tp=2), rank=1) as (groups, timeline):
         group = groups.tp
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import pytest
-from models.transformer.accounting_page import PAGE
+from models.transformer.accounting_page import table
 from run.plan.planned_models import planned, settings_of, state_of, state_tensors
 from run.plan.test_state import a_step, workload_for
 
@@ -14,13 +13,7 @@ _SMALL = 100
 
 
 def rows():
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    lines = lines[lines.index("## Weights, gradients and optimizer state") :]
-    header = next(number for number, line in enumerate(lines) if line.startswith("| setting |"))
-    _, _, *cells = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in itertools.takewhile(bool, lines[header:])
-    ]
-    return cells
+    return [[name, *cells.values()] for name, cells in table("setting", "state").items()]
 
 
 def evaluated(formula, letters):
