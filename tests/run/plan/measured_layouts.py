@@ -227,6 +227,15 @@ CASES: dict[str, Case] = {
     "pure bf16": Case(training={"dtype": "pure-bfloat16"}),
     "dropout": Case(2, kind=GPT | {"hidden_dropout": 0.1, "attention_dropout": 0.1}, parallel={"tp": 2}),
     "muon": Case(2, parallel={"tp": 2}, optimizer={"name": "muon"}),
+    "exact, 8 micro-batches": Case(
+        parallel={"exact": True}, training={"global_batch_size": 8, "micro_batch_size": 1}
+    ),
+    "exact, dp 2, zero 1, 6 micro-batches": Case(
+        2, parallel={"exact": True, "zero": 1}, training={"global_batch_size": 12, "micro_batch_size": 1}
+    ),
+    "exact, pp 2, 8 micro-batches": Case(
+        2, parallel={"exact": True, "pp": 2}, training={"global_batch_size": 8, "micro_batch_size": 1}
+    ),
     "adapters": Case(2, parallel={"tp": 2}, **lora()),
     "adapters, nf4": Case(**lora("nf4")),
     "adapters, int8": Case(**lora("int8"), training={"dtype": "bfloat16"}),

@@ -193,7 +193,9 @@ def whole_of(workload: Workload, groups: Groups, timeline: Timeline) -> Whole:
     trained = [param for param in model.parameters() if param.requires_grad]
     weight_of: Callable[[Parameter], Tensor] = getattr(trainer.optimizer, "weight_of", lambda param: param)
     weights = bytes_of(model.parameters())
-    gradients = bytes_of(getattr(param, "main_grad", None) for param in trained)
+    # Sums by trees are copied to buckets at the end of a step.
+    buckets = [bucket.data for bucket in getattr(trainer.gradients, "buckets", ())]
+    gradients = bytes_of([*(getattr(param, "main_grad", None) for param in trained), *buckets])
     makes_gradients = gradients == 0 and bool(trained)
     if makes_gradients:
         # Rows that data-parallel ranks share are filled up.

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from shardwise.run.plan.timeline import Label, Segment, Sent, joined
 from shardwise.run.plan.workload import Mesh, Workload
+from shardwise.training.gradients.gradient_trees import num_partial_sums
 from shardwise.training.pipeline.schedules import Action, Kind, make_schedule
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weight gradients"
@@ -101,6 +102,11 @@ def walk(profiles: Profiles, mesh: Mesh, workload: Workload, few: int, stage: in
             last = profiles[place]
             profiles = profiles | {place: dataclasses.replace(last, net=last.net - left)}
     row = [profiles.get(START, Segment(START))]
+    of_gradients = Counter[int]()
+    for place, each in profiles.items():
+        if place != START and place.micro_batch == 0:
+            of_gradients[place.chunk] += each.net
+    more = Counter[int]()
     held = most = flight = most_in_flight = 0
     # Schedules repeat themselves once all stages are at work.
     shown = min(number, 4 * mesh.pp * mesh.virtual_stages) if mesh.pp > 1 else few
@@ -117,6 +123,13 @@ def walk(profiles: Profiles, mesh: Mesh, workload: Workload, few: int, stage: in
             held, flight = held + segment.net, flight + 1
         elif action.kind is Kind.WEIGHT_GRADIENT or (action.kind is Kind.BACKWARD and not splits):
             held, flight = held - profile(FORWARD, micro_batch, action.chunk).net, flight - 1
+            if workload.settings.parallel.exact:
+                # The rehearsed micro-batches are one leaf of the tree.
+                is_shown = micro_batch in (0, number - 1) or mesh.schedule == "gpipe"
+                done = 1 + (micro_batch if is_shown else number - shown + micro_batch)
+                sums = (num_partial_sums(done, number) - 1) * of_gradients[action.chunk]
+                row[-1] = dataclasses.replace(segment, net=segment.net + sums - more[action.chunk])
+                more[action.chunk] = sums
         most, most_in_flight = max(most, held), max(most_in_flight, flight)
     if left := number - shown:
         between = [

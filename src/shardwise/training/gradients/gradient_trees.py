@@ -59,6 +59,17 @@ class ExactTotal(Total):
         return self.tensor.new_tensor([exact_total(losses, groups=groups, what="the losses")])
 
 
+def num_partial_sums(done: int, num_micro_batches: int) -> int:
+    """Return how many sums of each gradient a rank holds after ``done`` of a step's micro-batches."""
+    run = _run_of(num_micro_batches)
+    return (done // run).bit_count() + (done % run > 0)
+
+
+def _run_of(num_micro_batches: int) -> int:
+    """Return the number of micro-batches of a leaf."""
+    return num_micro_batches // (num_micro_batches & -num_micro_batches)
+
+
 class GradientTrees(Gradients):
     """The gradients of a model, summed by a tree over a step's micro-batches and the data-parallel ranks.
 
@@ -139,7 +150,7 @@ class GradientTrees(Gradients):
         return deterministic_sum(losses, dtype)
 
     def begin(self, num_micro_batches: int) -> None:
-        self._run = num_micro_batches // (num_micro_batches & -num_micro_batches)
+        self._run = _run_of(num_micro_batches)
         self.zero_()
 
     def zero_(self) -> None:
