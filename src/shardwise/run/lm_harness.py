@@ -20,7 +20,7 @@ from shardwise.core.communication.agreement import check_same
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.core.sharding import balanced_range
 from shardwise.data.tokenizer import ChatTemplate, TextStream, Tokenizer
-from shardwise.models.generation import GREEDY, PrefixCache, Sampling, generate, vocab_parallel_argmax
+from shardwise.models.generation import GREEDY, PrefixCache, Sampling, generate, sample_next_token
 from shardwise.models.generation.generation import evaluation_mode
 from shardwise.models.gpt import GPT
 from shardwise.nn.loss.cross_entropy import vocab_parallel_log_probs
@@ -244,7 +244,9 @@ class ShardwiseLM:
             start, stop = balanced_range(vocab_size, group.size(), group.rank())
             scores = scores[:, start:stop]
         targets = places[:, 2].contiguous()
-        likeliest = vocab_parallel_argmax(scores, vocab_size=vocab_size, group=group) == targets
+        likeliest = targets == sample_next_token(
+            scores, GREEDY, vocab_size=vocab_size, group=group, generator=torch.Generator()
+        )
         log_probs = vocab_parallel_log_probs(scores, targets, group=group, vocab_size=vocab_size)
         counts = [len(requests[number][2]) for several in numbers for number in several]
         return [

@@ -10,7 +10,7 @@ from models.generation.dense_sampling import choose, kept_probabilities
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.errors import ConfigError, DivergenceError, ShardingError
 from shardwise.core.sharding import balanced_range
-from shardwise.models.generation import GREEDY, Sampling, sample_next_token, vocab_parallel_argmax
+from shardwise.models.generation import GREEDY, Sampling, sample_next_token
 
 SAMPLINGS = [
     Sampling(),
@@ -89,7 +89,7 @@ def test_rows_and_calls_are_independent(group):
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_argmax_takes_the_lowest_id_of_equals(group, dtype):
+def test_greedy_takes_the_lowest_id_of_equals(group, dtype):
     scores = torch.zeros(5, 10, dtype=dtype)
     scores[1, 9] = scores[1, 4] = 1
     scores[2, 3:6] = 2
@@ -98,7 +98,7 @@ def test_argmax_takes_the_lowest_id_of_equals(group, dtype):
     scores[4, 9] = 1e-3
     local = own_part(scores, group)
     with assert_unmodified(local=local):
-        ids = vocab_parallel_argmax(local, vocab_size=10, group=group)
+        ids = sample_next_token(local, GREEDY, vocab_size=10, group=group, generator=torch.Generator())
     assert ids.tolist() == [0, 4, 3, 0, 9]
     assert ids.dtype == torch.int64
 
@@ -136,14 +136,14 @@ def test_logits_that_are_no_numbers_are_refused_on_every_rank(group, sampling, b
 
 @pytest.mark.ranks(2)
 def test_shards_that_do_not_fit(group):
-    generator = torch.Generator()
+    options = {"group": group, "generator": torch.Generator()}
     held = 6 - group.rank()
     with pytest.raises(ShardingError, match=rf"holds {held} of 11 ids; pass scores of shape \[batch, {held}\]"):
-        sample_next_token(torch.zeros(1, 3), Sampling(), vocab_size=11, group=group, generator=generator)
+        sample_next_token(torch.zeros(1, 3), Sampling(), vocab_size=11, **options)
     with pytest.raises(ShardingError, match=r"not \[6\]"):
-        vocab_parallel_argmax(torch.zeros(6), vocab_size=12, group=group)
+        sample_next_token(torch.zeros(6), GREEDY, vocab_size=12, **options)
     with pytest.raises(ShardingError, match="1 ids is too small for 2 ranks"):
-        vocab_parallel_argmax(torch.zeros(1, 1), vocab_size=1, group=group)
+        sample_next_token(torch.zeros(1, 1), GREEDY, vocab_size=1, **options)
 
 
 @pytest.mark.parametrize("temperature", [-0.1, float("nan"), float("inf")])

@@ -15,5 +15,4 @@ from shardwise.models.generation.sampling import (
     GREEDY as GREEDY,
     Sampling as Sampling,
     sample_next_token as sample_next_token,
-    vocab_parallel_argmax as vocab_parallel_argmax,
 )

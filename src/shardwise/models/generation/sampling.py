@@ -60,27 +60,8 @@ GREEDY = Sampling(temperature=0.0)
 """Greedy decoding."""
 
 
-def vocab_parallel_argmax(scores: Tensor, *, vocab_size: int, group: ProcessGroup) -> Tensor:
-    """Return the id of the highest score over all ranks; ties go to the lowest id, at every number of ranks.
-
-    Layout V -> I: one all-gather of 16 bytes per row and rank.
-
-    Args:
-        scores: ``[b, v/t]``, this rank's part of the vocabulary by the balanced rule; not modified.
-        vocab_size: size of the whole vocabulary.
-        group: the ranks that split it.
-
-    Returns:
-        ``[b]``, int64, the same on every rank.
-
-    Raises:
-        ShardingError: ``scores`` is not this rank's part of the vocabulary.
-        DivergenceError: the highest score of a row is infinite or NaN; on every rank.
-    """
-    return checked_choice(_argmax(scores, vocab_size, group))
-
-
 def _argmax(scores: Tensor, vocab_size: int, group: ProcessGroup) -> Tensor:
+    """Return the id of each row's highest score over all ranks; ties go to the lowest id, at every number of ranks."""
     start = _check_shard(scores, vocab_size, group)
     scores = _without_nan(scores)
     # Unlike topk, argmax guarantees the first of equal values.
@@ -93,7 +74,7 @@ def _argmax(scores: Tensor, vocab_size: int, group: ProcessGroup) -> Tensor:
 def sample_next_token(
     logits: Tensor, sampling: Sampling, *, vocab_size: int, group: ProcessGroup, generator: torch.Generator
 ) -> Tensor:
-    """Choose a token for each row of split logits.
+    """Choose a token for each row of split logits; greedy, the lowest id of equal logits.
 
     Layout V -> I: one all-gather of 16 bytes per row and rank (times ``min(k, v/t)`` with top-k, ``v/t`` with top-p
     alone).
