@@ -19,7 +19,7 @@ import os
 import secrets
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -201,6 +201,12 @@ def shown(value: object, longest: int = 80) -> str:
         # Python does not format integers of more than 4,300 digits.
         return "a value that cannot be shown"
     return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def first_of(names: Sequence[str], number: int = 3) -> str:
+    """List the first names for a message, such as ``"a, b, c and 4 more"``."""
+    more = f" and {len(names) - number} more" if len(names) > number else ""
+    return ", ".join(names[:number]) + more
 
 
 LOCK_NAME = ".shardwise-lock"

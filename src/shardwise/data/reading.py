@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from shardwise.core.errors import ConfigError, DataError
+from shardwise.core.files import first_of
 from shardwise.data.corpus import Corpus, text_size
 from shardwise.data.json_records import (
     TABLE_SUFFIXES,
@@ -116,8 +117,7 @@ def read_records(
             raise DataError(f"data path {str(root)!r} has no text: all that it holds is empty; give a path with text")
     if not names:
         raise ConfigError("no data given; name at least one file or folder of text")
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"{shown}, {len(records)} file{'s' if len(records) > 1 else ''}", [
+    return f"{first_of(names)}, {len(records)} file{'s' if len(records) > 1 else ''}", [
         record for of_file in records.values() for record in of_file
     ]
 

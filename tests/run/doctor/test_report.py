@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -11,6 +12,7 @@ from run.doctor.planted import SCRIPTS, SOUND
 from run.doctor.recorded import record_script
 
 from shardwise.run.doctor.diagnosis import diagnose
+from shardwise.run.doctor.judging import MOST_ROUNDING
 from shardwise.run.doctor.report import as_json, as_text, write_page
 
 _VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -73,6 +75,11 @@ def test_reports(group, tmp_path):
         page = check_page(tmp_path / "wrong.html")
         assert page.links
         assert any("never summed" in each for each in page.texts)
+        for each in diagnosis.judged:
+            each.is_excused = each.is_wrong
+        largest = re.search("largest difference is (.+) times", as_text(diagnosis))
+        assert largest is not None
+        assert 0 < float(largest[1]) <= MOST_ROUNDING
         diagnosis = diagnose(*(tmp_path / "sound" / name for name in ("one", "parallel", "rounding")))
         assert as_text(diagnosis).endswith("sound: all differences are rounding")
         write_page(diagnosis, tmp_path / "sound.html", title="sound")

@@ -10,7 +10,7 @@ from os import PathLike
 from typing import Any
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import shown
+from shardwise.core.files import first_of
 from shardwise.run.doctor.evidence import LABELS, NEVER_SUMMED, NORM, SAMPLES, STALE, Case, Explanation
 from shardwise.run.doctor.explaining import explain
 from shardwise.run.doctor.judging import PASSES, Judge, Judged, Rounding, eps_of
@@ -126,7 +126,7 @@ def _check_alike(reference: Recording, suspect: Recording) -> None:
     if not common - {""}:
         raise ConfigError(
             f"{reference.folder} and {suspect.folder} have no module or parameter in common: "
-            f"{shown(sorted(reference.names)[:3])} and {shown(sorted(suspect.names)[:3])}; record the same model"
+            f"{first_of(sorted(reference.names))}, and {first_of(sorted(suspect.names))}; record the same model"
         )
 
 
@@ -158,7 +158,8 @@ class _Diagnoser:
         if missing:
             self.notes.append(f"{missing} tensors of the reference are not in the suspect, and were not compared")
         if dropped := [name for names in self.suspect.of_ranks("dropped") for name in names]:
-            self.notes.append(f"the budget of the recording was used up: {shown(sorted(set(dropped))[:3])} and others")
+            names = first_of(sorted(set(dropped)))
+            self.notes.append(f"the recording's budget was used up; not all tensors of these are in it: {names}")
         counts = Counter(
             (each["step"], each["micro_batch"]) for each in self.suspect.of_ranks("calls")[0] if not each["name"]
         )
@@ -220,7 +221,7 @@ class _Diagnoser:
                     break
         if excused:
             self.notes.append(
-                f"tensors of {shown(sorted(excused)[:3])} differ, and the output of the module around them is right: "
+                f"tensors of {first_of(sorted(excused))} differ, and the output of the module around them is right: "
                 "their order on the ranks is not known"
             )
 

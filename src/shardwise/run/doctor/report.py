@@ -193,7 +193,7 @@ def _summed(moves: Sequence[Sequence[Any]]) -> list[tuple[str, int, str]]:
 
 def _compared_line(diagnosis: Diagnosis) -> str:
     layout = ", ".join(f"{axis} {size}" for axis, size in diagnosis.axes.items() if size > 1) or "one rank"
-    worst = max(diagnosis.judged, key=lambda each: each.ratio, default=None)
+    worst = max((each for each in diagnosis.judged if not each.is_excused), key=lambda each: each.ratio, default=None)
     line = f"compared {len(diagnosis.judged):,} tensors of {diagnosis.steps} steps at {layout} with one rank"
     if worst is None:
         return line

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import CheckpointError, ConfigError
-from shardwise.core.files import write_atomically
+from shardwise.core.files import first_of, write_atomically
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.sharding import ParamLayout
 from shardwise.core.tensor_files import StoredTensor, read_box, read_header
@@ -253,7 +253,7 @@ def _read(folder: Path, model: TransformerModel, architecture: Architecture, kno
     named = {each for each in all_named if not config.saves(each)}
     if unnamed := sorted(paths - named):
         raise CheckpointError(
-            f"{str(path)!r} has adapters of {_some(unnamed)}; by {config.choice} in {CONFIG_NAME} there are none; "
+            f"{str(path)!r} has adapters of {first_of(unnamed)}; by {config.choice} in {CONFIG_NAME} there are none; "
             "correct the configuration, or take these tensors out of the file"
         )
     trained = trained_tensors(config, known, paths)
@@ -283,10 +283,6 @@ def _read(folder: Path, model: TransformerModel, architecture: Architecture, kno
         factors={place: tensor for place, tensor in whole.items() if isinstance(place, tuple)},
         tensors={place: tensor for place, tensor in whole.items() if isinstance(place, str)},
     )
-
-
-def _some(paths: list[str]) -> str:
-    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import shown
+from shardwise.core.files import first_of, shown
 from shardwise.models.generation import Sampling
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
@@ -174,4 +174,4 @@ class GenerationDefaults:
 
 
 def _listed(ids: list[int]) -> str:
-    return ", ".join(str(token)[:20] for token in ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+    return first_of([str(token)[:20] for token in ids], 5)
