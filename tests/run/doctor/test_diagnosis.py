@@ -177,30 +177,44 @@ LAYOUTS = {
     "positions, zero 1": ("--nproc", "4", "--cp", "2", "--zero", "1"),
     "positions, fsdp": ("--nproc", "4", "--cp", "2", "--fsdp"),
     "positions, tp and sequence parallelism": ("--cp", "2", "--tp", "2", "--sequence-parallel"),
+    "experts": ("--nproc", "2", "--ep", "2", "--model.num-experts", "4"),
+    "experts, fsdp": ("--nproc", "4", "--ep", "2", "--fsdp", "--model.num-experts", "4"),
+    "experts of all ranks, zero 1": (
+        *("--nproc", "4", "--tp", "2", "--ep", "4", "--etp", "1", "--zero", "1"),
+        *("--model.num-experts", "4"),
+    ),
+    "experts, positions": ("--nproc", "4", "--ep", "2", "--cp", "2", "--model.num-experts", "4"),
     "tp and zero 1, bf16": ("--nproc", "4", "--tp", "2", "--zero", "1", "--training.dtype", "bfloat16"),
 }
 
 
-# Faults of ranks that share positions, where the first wrong tensor is, and the module.
-OF_POSITIONS = {
+_POSITIONS = ("--nproc", "2", "--cp", "2", "--cp-comm-type", "all_gather")
+# Faults of ranks that share positions or experts: the layout, where the first wrong tensor is, and the module.
+OF_LAYOUTS = {
     ("sequence_view:ContextShard.in_order", "sorted(runs)", "runs"): (
+        _POSITIONS,
         "forward",
         "decoder.layers.0.self_attention",
     ),
     ("moves:gather_for_parts", "partial(collectives.reduce_scatter, **along)", "partial(split_for_rank, **along)"): (
+        _POSITIONS,
         "backward",
         "decoder.layers.1.self_attention",
+    ),
+    ("choice:groups_of_experts", "{param: groups.expert_dp for", "{param: groups.dp for"): (
+        ("--nproc", "2", "--ep", "2", "--model.num-experts", "4"),
+        "backward",
+        "decoder.layers.1.mlp.experts",
     ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("change", OF_POSITIONS, ids=lambda change: change[0])
-def test_a_fault_of_shared_positions_is_named(change, tmp_path):
-    layout = ("--nproc", "2", "--cp", "2", "--cp-comm-type", "all_gather")
-    first = first_finding(Fault("positions", *change, ""), tmp_path, *_SIZES, *layout)
-    passes, module = OF_POSITIONS[change]
+@pytest.mark.parametrize("change", OF_LAYOUTS, ids=lambda change: change[0])
+def test_a_fault_of_shared_positions_or_experts_is_named(change, tmp_path):
+    layout, passes, module = OF_LAYOUTS[change]
+    first = first_finding(Fault("of a layout", *change, ""), tmp_path, *_SIZES, *layout)
     assert first["where"] == passes, first
     assert first["module"].startswith(module), first
 

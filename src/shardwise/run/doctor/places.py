@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn import Parameter
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
+from shardwise.core.sharding import ParamLayout
 from shardwise.core.topology import Groups
 
 # For each axis how its ranks hold a tensor: the letter of a ``Layout`` and the dimension, or ["placed", dim, the
@@ -26,6 +28,7 @@ Given = Mapping[Parameter, tuple[Tensor, Declared]]
 
 # The gradient of the values that copies of a key-value head compute is a partial sum on each rank.
 GRADIENTS = {"R": "P", "P": "I", "placed": "placed sums"}
+_AXES_OF_EXPERTS = ("dp", "cp", "tp")
 # Parts of names that wrappers add.
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 
@@ -121,6 +124,45 @@ def axes_of(axes: Axes | DeviceMesh | Groups | None) -> dict[str, tuple[int, int
         if not 0 <= rank < size:
             raise ConfigError(f"axes: {name} is rank {rank} of {size}; ranks count from 0")
     return dict(axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartOfExperts:
+    """This rank's part of a parameter that ranks of several axes split, such as the experts of data-parallel ranks.
+
+    Attributes:
+        layout: the layout over the ranks that split it.
+        rank: this rank among them.
+        copies: number of ranks that hold this part.
+    """
+
+    layout: ParamLayout
+    rank: int
+    copies: int
+
+    @classmethod
+    def of(cls, owner: nn.Module, key: str, axes: Axes) -> PartOfExperts | None:
+        """Return the part of a module's parameter; None if only tensor-parallel ranks split it."""
+        replicas = getattr(owner, "param_replicas", {}).get(key)
+        if replicas is None or not replicas.is_of_expert or "tp" not in axes:
+            return None
+        module: Any = owner
+        layout, group = module.param_layouts[key], module.group
+        if layout.world_size == axes["tp"][1]:
+            return None
+        ranks = math.prod(axes[axis][1] for axis in _AXES_OF_EXPERTS if axis in axes)
+        return cls(layout, group.rank(), ranks // layout.world_size)
+
+    def as_term(self, own: Tensor, *, is_term: bool) -> tuple[Tensor, Declared]:
+        """Return a tensor of the whole shape, whose sum over all axes is the whole parameter.
+
+        Args:
+            own: this rank's part.
+            is_term: whether the part is the sum over the ranks that hold it, instead of a copy on each.
+        """
+        whole = own.new_zeros(self.layout.global_shape)
+        self.layout.place_(whole, self.rank, own if is_term else own / self.copies)
+        return whole, {axis: ["P"] for axis in _AXES_OF_EXPERTS}
 
 
 def declared_of_param(owner: nn.Module, key: str, axes: Axes) -> Declared:

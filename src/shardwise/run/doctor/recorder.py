@@ -41,6 +41,7 @@ from shardwise.run.doctor.places import (
     Declared,
     Given,
     Key,
+    PartOfExperts,
     axes_of,
     declared_of_output,
     declared_of_param,
@@ -128,6 +129,11 @@ class Recorder:
         self._modules = recorded_modules(model, first_layers)
         self._params = named_parameters(model)
         self._declared = {name: declared_of_param(owner, key, self.axes) for name, _, owner, key in self._params}
+        self._of_experts = {
+            name: part
+            for name, _, owner, key in self._params
+            if (part := PartOfExperts.of(owner, key, self.axes)) is not None
+        }
         for name, modules in self._modules.items():
             for module in modules:
                 # The caller's inputs, before other hooks change them, and the outputs that the caller gets.
@@ -171,13 +177,13 @@ class Recorder:
         self._has_gradients = True
         for name, param, _, _ in self._params:
             if given is not None and param in given:
-                gradient, stated = given[param]
-                declared, memory = self._declared[name] | stated, gradient
+                memory = given[param][0]
+                gradient, declared = self._given(name, *given[param])
             else:
                 found = gradient_of(param)
                 if found is None:
                     continue
-                gradient, declared = self._part(param, found, self._declared[name])
+                gradient, declared = self._part(name, param, found)
                 memory, _ = self._local(found, {})
             # Clipping changes this memory, so the factor is known when the optimizer begins.
             self._gradients[name] = memory
@@ -215,10 +221,9 @@ class Recorder:
             return
         for name, param, _, _ in self._params:
             if given is not None and param in given:
-                own, stated = given[param]
-                self._keep(Key("updated", name, self._step), own, self._declared[name] | stated)
+                self._keep(Key("updated", name, self._step), *self._given(name, *given[param]))
             elif param.requires_grad:
-                values, declared = self._part(param, param, self._declared[name])
+                values, declared = self._part(name, param, param)
                 self._keep(Key("updated", name, self._step), values, declared)
         self._end_step()
 
@@ -242,17 +247,26 @@ class Recorder:
         if self._step == self._steps:
             self._write()
 
-    def _part(self, param: Tensor, tensor: Tensor, declared: Declared) -> tuple[Tensor, Declared]:
+    def _part(self, name: str, param: Tensor, tensor: Tensor) -> tuple[Tensor, Declared]:
         """Return this rank's part of a parameter, or of its gradient, and how the ranks hold it."""
-        if (group := group_of_rows(param)) is not None:
-            own, rows = local_rows(tensor), rows_of_ranks(param)
-            if "cp" not in self.axes:
-                return own, declared | {"dp": ["placed", 0, [[list(interval)] for interval in rows]]}
-            # The ranks of both axes split the rows: each has its own, and zeros.
-            whole = own.new_zeros(param.shape)
-            whole[slice(*rows[group.rank()])] = own
-            return whole, declared | {"dp": ["P"], "cp": ["P"]}
-        return self._local(tensor, declared)
+        group, declared, of_experts = group_of_rows(param), self._declared[name], self._of_experts.get(name)
+        if group is None:
+            own, declared = self._local(tensor, declared)
+            return (own, declared) if of_experts is None else of_experts.as_term(own, is_term=False)
+        own, rows = local_rows(tensor), rows_of_ranks(param)
+        if "cp" not in self.axes and of_experts is None:
+            return own, declared | {"dp": ["placed", 0, [[list(interval)] for interval in rows]]}
+        # The ranks of both axes split the rows: each has its own, and zeros.
+        whole = own.new_zeros(param.shape)
+        whole[slice(*rows[group.rank()])] = own
+        return self._given(name, whole, {"dp": ["P"], "cp": ["P"]})
+
+    def _given(self, name: str, tensor: Tensor, stated: Declared) -> tuple[Tensor, Declared]:
+        """Return this rank's term of a parameter, or of its gradient, and how the ranks hold it."""
+        of_experts = self._of_experts.get(name)
+        return (
+            (tensor, self._declared[name] | stated) if of_experts is None else of_experts.as_term(tensor, is_term=True)
+        )
 
     def _local(self, tensor: Tensor, declared: Declared) -> tuple[Tensor, Declared]:
         placements = getattr(tensor, "placements", None)
@@ -355,7 +369,7 @@ class Recorder:
         own = {id(param) for param in module._parameters.values() if param is not None}
         for full_name, param, _, _ in self._params:
             if id(param) in own:
-                values, declared = self._part(param, param, self._declared[full_name])
+                values, declared = self._part(full_name, param, param)
                 self._keep(Key("used", full_name, self._step), values, declared)
 
     def _pass(self, key: Key, tensor: Tensor, declared: Declared) -> int:
@@ -466,7 +480,7 @@ class Recorder:
             with torch.no_grad():
                 number = recorder._accumulations[name]
                 recorder._accumulations[name] += 1
-                values, declared = recorder._part(param, param.grad, recorder._declared[name])
+                values, declared = recorder._part(name, param, param.grad)
                 recorder._keep(Key("accumulated", name, recorder._step, number), values, declared)
 
         return hook
