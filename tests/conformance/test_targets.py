@@ -35,10 +35,12 @@ def failures_of(report):
     return "\n".join(f"{each.case.name}: {each.message}" for each in report.of("failed"))
 
 
-def test_the_library_passes_every_case():
-    report = run("shardwise")
+@pytest.mark.parametrize("cases", [COVER, pytest.param(None, marks=pytest.mark.slow)], ids=["cover", "all"])
+def test_the_library_passes_every_case(cases):
+    report = run("shardwise", cases)
     assert not failures_of(report)
-    assert len(report.of("passed")) == len(all_cases()) >= 60
+    assert not report.of("not offered")
+    assert cases or len(report.of("passed")) == len(all_cases()) >= 60
 
 
 @pytest.mark.parametrize("cases", [COVER, pytest.param(None, marks=pytest.mark.matrix)], ids=["cover", "all"])

@@ -65,7 +65,8 @@ def test_an_update_is_as_close_to_the_definition_as_pytorchs(device, dtype):
         path.device_type, path.missing = before
 
 
-@pytest.mark.parametrize("name", triton_trial.NAMES)
+# On a CPU, PyTorch's FlexAttention has no backward.
+@pytest.mark.parametrize("name", sorted(set(triton_trial.NAMES) - ({"flexible_attention"} if REHEARSED else set())))
 def test_the_trial_of_a_kernel_succeeds_whatever_the_default_device(device, name):
     """By it ranks choose whether to use the kernel at all."""
     dtypes = [torch.float32] if REHEARSED else [torch.float32, torch.bfloat16, torch.float16]

@@ -233,6 +233,12 @@ CASES: dict[str, Case] = {
     "exact, dp 2, zero 1, 6 micro-batches": Case(
         2, parallel={"exact": True, "zero": 1}, training={"global_batch_size": 12, "micro_batch_size": 1}
     ),
+    "exact, experts, ep 2, 4 micro-batches": Case(
+        2,
+        kind=EXPERTS,
+        parallel={"exact": True, "ep": 2},
+        training={"global_batch_size": 8, "micro_batch_size": 1},
+    ),
     "exact, pp 2, 8 micro-batches": Case(
         2, parallel={"exact": True, "pp": 2}, training={"global_batch_size": 8, "micro_batch_size": 1}
     ),
@@ -263,6 +269,12 @@ CASES: dict[str, Case] = {
     "experts, ep 2, fsdp": Case(2, kind=EXPERTS, parallel={"ep": 2, "fsdp": True}),
     "experts, tp 2, ep 2, pp 2": Case(
         4, kind=EXPERTS, parallel={"tp": 2, "ep": 2, "etp": 1, "pp": 2}, training={"micro_batch_size": 1}
+    ),
+    "experts, ep 2, pp 2, zero-bubble": Case(
+        4,
+        kind=EXPERTS,
+        parallel={"ep": 2, "pp": 2, "pipeline_schedule": "zero-bubble"},
+        training={"global_batch_size": 8, "micro_batch_size": 1},
     ),
     "experts, tp 2, ep 2": Case(4, kind=EXPERTS, parallel={"tp": 2, "ep": 2}),
     "labels, bert": Case(kind=BERT, make="finetune", head=LABELS,

@@ -73,6 +73,7 @@ class Whole:
         makes_gradients: the backward of the first micro-batch allocates the gradients.
         owned: elements that each data-parallel rank updates, with ZeRO; else empty.
         ends: the sums of gradients and the update, at the end of a step.
+        num_sums: that of the ``Gradients``.
     """
 
     num_parameters: int
@@ -80,6 +81,7 @@ class Whole:
     makes_gradients: bool
     owned: tuple[int, ...]
     ends: tuple[Segment, ...]
+    num_sums: Callable[[int, int], int]
 
     @property
     def held(self) -> int:
@@ -243,7 +245,7 @@ def whole_of(workload: Workload, groups: Groups, timeline: Timeline) -> Whole:
         owned = tuple(
             sum(_length(each.intervals[rank * len(each.intervals) // dp]) for each in shares) for rank in range(dp)
         )
-    return Whole(number, state, makes_gradients, owned, ends)
+    return Whole(number, state, makes_gradients, owned, ends, trainer.gradients.num_sums)
 
 
 def _saved_bytes(trainer: Trainer, *, pinned: bool) -> int:

@@ -180,7 +180,7 @@ class Rehearsals:
             hidden = math.prod(rows) * mesh.micro_batch_size * workload.element_bytes
             steps = as_stage(steps, hidden, is_first=stage == 0, is_last=stage == mesh.pp - 1)
         profiles = profiles_of(steps, [each.groups for each in short])
-        row, kept, in_flight = walk(profiles, mesh, workload, few, stage)
+        row, kept, in_flight = walk(profiles, mesh, workload, few, stage, whole.num_sums)
         return Rehearsed(
             **vars(whole.state),
             num_parameters=whole.num_parameters,

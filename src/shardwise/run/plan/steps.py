@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from shardwise.run.plan.timeline import Label, Segment, Sent, joined
 from shardwise.run.plan.workload import Mesh, Workload
-from shardwise.training.gradients.gradient_trees import num_partial_sums
 from shardwise.training.pipeline.schedules import Action, Kind, make_schedule
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weight gradients"
@@ -78,8 +77,13 @@ def profiles_of(segments: Sequence[Segment], repeats: Sequence[Sequence[tuple[in
 _schedule = lru_cache(maxsize=64)(make_schedule)
 
 
-def walk(profiles: Profiles, mesh: Mesh, workload: Workload, few: int, stage: int) -> tuple[list[Segment], int, int]:
-    """All segments of a step of all micro-batches; the most bytes that forwards keep, and micro-batches in flight."""
+def walk(
+    profiles: Profiles, mesh: Mesh, workload: Workload, few: int, stage: int, num_sums: Callable[[int, int], int]
+) -> tuple[list[Segment], int, int]:
+    """All segments of a step of all micro-batches; the most bytes that forwards keep, and micro-batches in flight.
+
+    ``num_sums`` is that of the run's ``Gradients``.
+    """
     number = mesh.num_micro_batches(workload)
 
     def profile(name: str, micro_batch: int, chunk: int) -> Segment:
@@ -123,13 +127,12 @@ def walk(profiles: Profiles, mesh: Mesh, workload: Workload, few: int, stage: in
             held, flight = held + segment.net, flight + 1
         elif action.kind is Kind.WEIGHT_GRADIENT or (action.kind is Kind.BACKWARD and not splits):
             held, flight = held - profile(FORWARD, micro_batch, action.chunk).net, flight - 1
-            if workload.settings.parallel.exact:
-                # The rehearsed micro-batches are one leaf of the tree.
-                is_shown = micro_batch in (0, number - 1) or mesh.schedule == "gpipe"
-                done = 1 + (micro_batch if is_shown else number - shown + micro_batch)
-                sums = (num_partial_sums(done, number) - 1) * of_gradients[action.chunk]
-                row[-1] = dataclasses.replace(segment, net=segment.net + sums - more[action.chunk])
-                more[action.chunk] = sums
+            # The rehearsed micro-batches have one sum of each gradient, as one leaf of a tree has.
+            is_shown = micro_batch in (0, number - 1) or mesh.schedule == "gpipe"
+            done = 1 + (micro_batch if is_shown else number - shown + micro_batch)
+            sums = (num_sums(done, number) - 1) * of_gradients[action.chunk]
+            row[-1] = dataclasses.replace(segment, net=segment.net + sums - more[action.chunk])
+            more[action.chunk] = sums
         most, most_in_flight = max(most, held), max(most_in_flight, flight)
     if left := number - shown:
         between = [

@@ -78,6 +78,11 @@ class Gradients:
         """Clear the previous step's gradients, and set the number of micro-batches, which is the same on every rank."""
         self.zero_()
 
+    @staticmethod
+    def num_sums(done: int, num_micro_batches: int) -> int:
+        """Return how many sums of each gradient this rank holds after ``done`` of a step's micro-batches."""
+        return min(done, 1)
+
     def zero_(self) -> None:
         """Clear all gradients."""
         for param in self._trained:

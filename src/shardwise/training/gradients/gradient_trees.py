@@ -59,12 +59,6 @@ class ExactTotal(Total):
         return self.tensor.new_tensor([exact_total(losses, groups=groups, what="the losses")])
 
 
-def num_partial_sums(done: int, num_micro_batches: int) -> int:
-    """Return how many sums of each gradient a rank holds after ``done`` of a step's micro-batches."""
-    run = _run_of(num_micro_batches)
-    return (done // run).bit_count() + (done % run > 0)
-
-
 def _run_of(num_micro_batches: int) -> int:
     """Return the number of micro-batches of a leaf."""
     return num_micro_batches // (num_micro_batches & -num_micro_batches)
@@ -152,6 +146,11 @@ class GradientTrees(Gradients):
     def begin(self, num_micro_batches: int) -> None:
         self._run = _run_of(num_micro_batches)
         self.zero_()
+
+    @staticmethod
+    def num_sums(done: int, num_micro_batches: int) -> int:
+        run = _run_of(num_micro_batches)
+        return (done // run).bit_count() + (done % run > 0)
 
     def zero_(self) -> None:
         self._sums.clear()
