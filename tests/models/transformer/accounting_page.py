@@ -1,4 +1,4 @@
-"""What the tests of the accounting share: the tables of its two pages in docs/, and the layers that they are about."""
+"""Shared by the tests of the accounting: the tables of its two pages in docs/, and the layers in them."""
 
 from __future__ import annotations
 

@@ -264,9 +264,9 @@ class Recorder:
     def _given(self, name: str, tensor: Tensor, stated: Declared) -> tuple[Tensor, Declared]:
         """Return this rank's term of a parameter, or of its gradient, and how the ranks hold it."""
         of_experts = self._of_experts.get(name)
-        return (
-            (tensor, self._declared[name] | stated) if of_experts is None else of_experts.as_term(tensor, is_term=True)
-        )
+        if of_experts is not None:
+            return of_experts.as_term(tensor, is_term=True)
+        return tensor, self._declared[name] | stated
 
     def _local(self, tensor: Tensor, declared: Declared) -> tuple[Tensor, Declared]:
         placements = getattr(tensor, "placements", None)

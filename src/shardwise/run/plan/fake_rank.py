@@ -73,7 +73,7 @@ class Whole:
         makes_gradients: the backward of the first micro-batch allocates the gradients.
         owned: elements that each data-parallel rank updates, with ZeRO; else empty.
         ends: the sums of gradients and the update, at the end of a step.
-        num_sums: that of the ``Gradients``.
+        num_sums: the method of the run's ``Gradients``.
     """
 
     num_parameters: int

@@ -61,7 +61,7 @@ def profiles_of(segments: Sequence[Segment], repeats: Sequence[Sequence[tuple[in
         groups = list(repeats[action.chunk])
         if action.action == BACKWARD:
             groups.reverse()
-        # What comes before the first span, the spans, and what comes after the last.
+        # The part before the first span, the spans, and the part after the last.
         order, last = [0], max(spans)
         for length, times in groups if last else ():
             order += [*range(order[-1] + 1, order[-1] + 1 + length)] * times
@@ -82,7 +82,7 @@ def walk(
 ) -> tuple[list[Segment], int, int]:
     """All segments of a step of all micro-batches; the most bytes that forwards keep, and micro-batches in flight.
 
-    ``num_sums`` is that of the run's ``Gradients``.
+    ``num_sums`` is the method of the run's ``Gradients``: in exact runs the sums of gradients also take memory.
     """
     number = mesh.num_micro_batches(workload)
 
@@ -106,11 +106,11 @@ def walk(
             last = profiles[place]
             profiles = profiles | {place: dataclasses.replace(last, net=last.net - left)}
     row = [profiles.get(START, Segment(START))]
-    of_gradients = Counter[int]()
+    # By chunk, the bytes of its gradients, and of their sums beyond the first.
+    of_gradients, of_sums = Counter[int](), Counter[int]()
     for place, each in profiles.items():
         if place != START and place.micro_batch == 0:
             of_gradients[place.chunk] += each.net
-    more = Counter[int]()
     held = most = flight = most_in_flight = 0
     # Schedules repeat themselves once all stages are at work.
     shown = min(number, 4 * mesh.pp * mesh.virtual_stages) if mesh.pp > 1 else few
@@ -127,12 +127,12 @@ def walk(
             held, flight = held + segment.net, flight + 1
         elif action.kind is Kind.WEIGHT_GRADIENT or (action.kind is Kind.BACKWARD and not splits):
             held, flight = held - profile(FORWARD, micro_batch, action.chunk).net, flight - 1
-            # The rehearsed micro-batches have one sum of each gradient, as one leaf of a tree has.
-            is_shown = micro_batch in (0, number - 1) or mesh.schedule == "gpipe"
-            done = 1 + (micro_batch if is_shown else number - shown + micro_batch)
-            sums = (num_sums(done, number) - 1) * of_gradients[action.chunk]
-            row[-1] = dataclasses.replace(segment, net=segment.net + sums - more[action.chunk])
-            more[action.chunk] = sums
+            # A step with more micro-batches than are shown ends with the last of them.
+            is_numbered = micro_batch in (0, number - 1) or mesh.schedule == "gpipe"
+            done = 1 + (micro_batch if is_numbered else number - shown + micro_batch)
+            more = (num_sums(done, number) - 1) * of_gradients[action.chunk]
+            row[-1] = dataclasses.replace(segment, net=segment.net + more - of_sums[action.chunk])
+            of_sums[action.chunk] = more
         most, most_in_flight = max(most, held), max(most_in_flight, flight)
     if left := number - shown:
         between = [

@@ -53,7 +53,7 @@ class GenerationChoice:
     """Settings of the continuation of a text.
 
     Attributes:
-        sampling: settings by which a token is chosen.
+        sampling: settings for the choice of a token.
         max_new_tokens: maximum number of tokens to add.
         eos_ids: tokens that end the text, the tokenizer's own first.
         notes: settings of the model that have no effect, one line each.
