@@ -60,7 +60,7 @@ class Rehearsed(StateBytes):
     in_flight: int
 
     def name(self, place: Label) -> str:
-        """Describe the rank's work at a place of its step, such as ``"backward of layer 37, micro-batch 2"``, from 0."""
+        """Describe the work at a place of the rank's step, such as ``"backward of layer 37, micro-batch 2"``."""
         action, micro_batch, chunk, span = place
         if action not in (FORWARD, BACKWARD, WEIGHTS):
             return action
