@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.util
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +29,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from harness.hypothesis_ranks import FailedExample, draw_alike
 from harness.messages import Command, Leave, Outcome, Reply, RunTest
@@ -101,6 +104,21 @@ def _listen(connection: Connection, folder: Path) -> queue.SimpleQueue[Command]:
     return commands
 
 
+# All meshes of this process, by id, because some are equal. DTensor caches them, and a mesh keeps its groups.
+_MESHES: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
+
+
+def _remember_meshes() -> None:
+    make = DeviceMesh.__init__
+
+    @functools.wraps(make)
+    def remembered(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        make(mesh, *args, **kwargs)
+        _MESHES[id(mesh)] = mesh
+
+    DeviceMesh.__init__ = remembered  # type: ignore[method-assign]
+
+
 class _Rank:
     """A pytest plugin that serves a pool instead of running a test session."""
 
@@ -117,6 +135,7 @@ class _Rank:
     def pytest_cmdline_main(self) -> int:
         os.environ.pop("PYTEST_DISABLE_PLUGIN_AUTOLOAD")
         torch.set_num_threads(1)
+        _remember_meshes()
         store = dist.FileStore(str(self.folder / "store"), self.size)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
         group = dist.group.WORLD
@@ -258,10 +277,16 @@ def _clean_up(group: dist.ProcessGroup) -> None:
     is_initialized = getattr(parallel_state, "model_parallel_is_initialized", None)
     if is_initialized is not None and is_initialized():
         parallel_state.destroy_model_parallel()  # type: ignore[union-attr]
-    # Groups that were not destroyed would keep their sockets and threads until the session ends.
-    for other in list(dist.distributed_c10d._world.pg_map):
-        if other is not group:
-            dist.destroy_process_group(other)
+    # Groups that are not freed would keep their sockets and threads until the session ends. A thread of gloo wakes a
+    # hundred times per second.
+    others = [each for each in dist.distributed_c10d._world.pg_map if each is not group]
+    if others:
+        while others:
+            dist.destroy_process_group(others.pop())
+        for mesh in _MESHES.values():
+            mesh._pg_registry.clear()
+        # Models in cycles of references have groups too.
+        gc.collect()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     # Even turning it off imports the compiler, which takes a second.
