@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -74,11 +75,13 @@ def test_a_run_leaves_a_card_that_the_hub_reads(folder, tmp_path, options, capsy
     assert not list(out.glob("LICENSE.safetensors"))
     if is_adapter:
         merged = tmp_path / "merged"
+        (out / "chat_template.jinja").write_text("{{ messages }}")
         assert main(["export-hf", str(out), "--merge", "--out", str(merged)]) == 0
         data = card_of(merged).data
         assert data.library_name == "transformers"
         assert "base_model:finetune:snow/Base-1B" in data.tags
         assert (merged / "BASE_README.md").read_text() == README
+        assert (merged / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 @pytest.mark.slow
@@ -106,13 +109,38 @@ def test_the_export_of_a_new_model_has_a_card(folder, tmp_path, capsys):
         "270",
     )
     short = ("--training.steps", "2", "--model.sequence-length", "16", "--training.global-batch-size", "2")
-    run = str(tmp_path / "run")
-    assert main(["train", "--data", str(folder / "text.txt"), "--out", run, *sizes, *short]) == 0
-    assert main(["export-hf", run, "--out", str(tmp_path / "exported")]) == 0
-    card = card_of(tmp_path / "exported")
-    assert card.data.library_name == "transformers"
-    assert "text.txt" in card.text
-    assert "2 |" in card.text
+    # The name of a run may begin as that of a checkpoint.
+    run, saves = tmp_path / "step-7", ("--training.save-every", "1", "--training.no-asynchronous-saves")
+    assert main(["train", "--data", str(folder / "text.txt"), "--out", str(run), *sizes, *short, *saves]) == 0
+    for source, steps in ((run, 2), (run / "checkpoints" / "step-00000001", 1)):
+        assert main(["export-hf", str(source), "--out", str(tmp_path / f"exported-{steps}")]) == 0
+        card = card_of(tmp_path / f"exported-{steps}")
+        assert card.data.library_name == "transformers"
+        assert "text.txt" in card.text
+        assert f"| steps | {steps} |" in card.text
+
+
+def test_files_of_adapters_replace_those_of_the_model(tmp_path):
+    base, adapters = tmp_path / "base", tmp_path / "adapters"
+    tokenizer = {"tokenizer.json": "{}", "tokenizer_config.json": "{}"}
+    template = {"chat_template.jinja": "x"}
+    own = {**tokenizer, **template, "generation_config.json": "{}", "processor_config.json": "{}", "vocab.json": "{}"}
+    inline = {**tokenizer, "tokenizer_config.json": '{"chat_template": "y"}'}
+    for files, replaced in (
+        ({}, set()),
+        (template, set(template)),
+        ({"generation_config.json": "{}"}, {"generation_config.json"}),
+        (tokenizer, set(tokenizer)),
+        (inline, set(tokenizer)),
+    ):
+        for folder, content in ((base, own), (adapters, files)):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            for name, text in content.items():
+                (folder / name).write_text(text)
+        found = {name: path.parent for path, name in companion_files(base, adapters=adapters)}
+        gone = ({"vocab.json"} if "tokenizer.json" in files else set()) | (set(template) if files is inline else set())
+        assert found == {name: adapters if name in replaced else base for name in own if name not in gone}
 
 
 def test_which_files_are_companions_and_whose_name_a_folder_tells(folder, tmp_path):

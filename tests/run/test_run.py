@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from run.tiny import tiny_settings
 
-from shardwise.core.errors import CheckpointError, ConfigError, DivergenceError, ParityError
+from shardwise.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergenceError,
+    ParityError,
+    ShardwiseError,
+    UnwritableError,
+)
 from shardwise.nn import linear
 from shardwise.run.checkpoint_writer import compressed_bits_per_byte
 from shardwise.run.checkpoints import begin_save, start_or_resume
@@ -107,6 +114,10 @@ def test_what_does_not_belong_is_refused_on_every_rank(group, tmp_path, monkeypa
     other = tiny_settings(tmp_path, tp=2, steps=2, resume="auto", seed=5)
     with pytest.raises(CheckpointError, match=r"training\.seed was 1234 and is 5"):
         train(open_tiny(other, monkeypatch, tmp_path))
+    other = tiny_settings(tmp_path, tp=2, steps=2, resume="auto")
+    other = dataclasses.replace(other, corpus=dataclasses.replace(other.corpus, held_out_fraction=0.3))
+    with pytest.raises(CheckpointError, match=r"held-out data was 'corpus\.held-out-fraction 0\..*0\.3'"):
+        train(open_tiny(other, monkeypatch, tmp_path))
     with pytest.raises(ConfigError, match=r"2 steps already, more than training\.steps 1"):
         train(open_tiny(tiny_settings(tmp_path, tp=2, steps=1, resume="auto"), monkeypatch, tmp_path))
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == before
@@ -130,6 +141,8 @@ def test_a_refused_run_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     run(tiny_settings(tmp_path, steps=1))
     out = tmp_path / "run"
+    # The name of a temporary file of another program.
+    (out / ".mine.tmp").write_text("mine")
     before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
     with pytest.raises(ConfigError, match=r"has a checkpoint already \(step-00000001\)"):
         run(tiny_settings(tmp_path, steps=2, model={"vocab_size": 270}))
@@ -251,6 +264,40 @@ def test_metrics_drop_steps_that_are_done_again(tmp_path):
         assert len(before.readlines()) == 5
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["loss"]) for row in rows] == [(0, 1.0), (1, 0.5), (2, 9.0)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("write", [0, 1])
+def test_metrics_that_cannot_be_written_end_all_ranks(group, tmp_path, monkeypatch, write):
+    """In the middle of a run, and after its last step."""
+    session = open_tiny(tiny_settings(tmp_path, steps=2), monkeypatch, tmp_path)
+    written = MetricsWriter.write
+
+    def fail_once(metrics, step, values):
+        if step == write:
+            raise UnwritableError("cannot write the metrics: No space left on device")
+        written(metrics, step, values)
+
+    monkeypatch.setattr(MetricsWriter, "write", fail_once)
+    with pytest.raises(UnwritableError, match="No space left on device"):
+        train(session)
+
+
+@pytest.mark.ranks(2)
+def test_metrics_that_cannot_be_begun_end_all_ranks(group, tmp_path, monkeypatch):
+    session = open_tiny(tiny_settings(tmp_path, steps=1), monkeypatch, tmp_path)
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True, exist_ok=True)
+    with pytest.raises(ShardwiseError, match=r"metrics\.jsonl"):
+        train(session)
+
+
+def test_a_full_disk_is_an_error_of_the_metrics(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with MetricsWriter(tmp_path / "run", 0) as metrics:
+        metrics._file.close()
+        metrics._file = (tmp_path / "metrics.jsonl").open("w")
+        with pytest.raises(UnwritableError, match=r"metrics\.jsonl': No space left on device; free the disk"):
+            metrics.write(0, {"loss": 1.0})
 
 
 def test_metrics_that_cannot_be_read_are_dropped_aloud(tmp_path, capsys):

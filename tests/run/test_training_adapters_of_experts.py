@@ -113,6 +113,20 @@ def test_a_checkpoint_goes_on_at_another_layout(folder, one, tmp_path):
 
 
 @pytest.mark.slow
+def test_adapters_of_sharded_experts_are_merged(folder, tmp_path):
+    """The model that is left computes without them, as the run's own sample shows."""
+    merged = [
+        finetune(folder, "mixtral", tmp_path / f"{n}", n, "--lora-merge", *more) for n, *more in ((1,), (2, "--fsdp"))
+    ]
+    samples = [(out / "sample.txt").read_text() for out in merged]
+    assert samples[0] == samples[1]
+    files = [load_file(out / "model.safetensors") for out in merged]
+    assert files[0].keys() == files[1].keys()
+    for name, tensor in files[0].items():
+        torch.testing.assert_close(files[1][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.slow
 def test_peft_opens_what_a_run_leaves(folder, one):
     """The default targets of Mixtral, and named parameters of Qwen 2 MoE, are the merged models."""
     import transformers

@@ -189,7 +189,7 @@ def _leave_sample(session: Session) -> None:
 
 
 # Temporary file names of ``files.write_atomically``, of adapters and of exports.
-_UNFINISHED = re.compile(r"\..+\.tmp|adapter_\w+\.\w+\.new|export\.partial|\.export\.partial\..*")
+_UNFINISHED = re.compile(r"\..+\.shardwise-file-.+\.tmp|adapter_\w+\.\w+\.new|export\.partial|\.export\.partial\..*")
 
 
 @contextmanager

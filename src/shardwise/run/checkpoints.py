@@ -18,7 +18,7 @@ from shardwise.core.communication.agreement import agree, barrier
 from shardwise.core.errors import CheckpointError, ConfigError, DivergenceError
 from shardwise.core.files import shown
 from shardwise.core.sharded_state import sharded_state_dict
-from shardwise.run.settings import LoraSettings, RunSettings
+from shardwise.run.settings import CorpusSettings, LoraSettings, RunSettings
 from shardwise.run.tasks.task import Session
 from shardwise.storage import checkpoint
 from shardwise.storage.adapters import lora_layers
@@ -34,7 +34,7 @@ from shardwise.training.trainer import Trainer
 _FIXED_TRAINING = ("global_batch_size", "seed")
 _FIXED_SECTIONS = ("model", "lora", "preference", "distillation")
 _NOT_FINITE = "has values that are not finite"
-_SECTIONS = (*_FIXED_SECTIONS, "training", "optimizer", "parallel")
+_SECTIONS = (*_FIXED_SECTIONS, "training", "optimizer", "parallel", "samples", "corpus")
 
 
 def run_state(session: Session) -> dict[str, ParamShard]:
@@ -274,6 +274,7 @@ def check_belongs(session: Session, folder: Path) -> int:
         if name in names
     }
     pairs |= {name: (meta.get(name), value) for name, value in _identity(session).items()}
+    pairs["held-out data"] = _held_out(saved), _held_out(ours)
     # The optimizers keep different states. Versions without the setting always used AdamW.
     pairs["optimizer.name"] = (saved.get("optimizer", {}).get("name", "adamw"), ours["optimizer"]["name"])
     exact = [_exact_settings(each, ours["training"]["global_batch_size"]) for each in (saved, ours)]
@@ -291,6 +292,14 @@ def check_belongs(session: Session, folder: Path) -> int:
             f"{folder} has done {step} steps already, more than training.steps {session.settings.training.steps}"
         )
     return step
+
+
+def _held_out(settings: Mapping[str, Any]) -> str:
+    """Return the setting that determines which part of the data is not trained on."""
+    if settings.get("samples", {}).get("held_out"):
+        return "--held-out"
+    fraction = settings.get("corpus", {}).get("held_out_fraction", CorpusSettings.held_out_fraction)
+    return f"corpus.held-out-fraction {fraction:g}"
 
 
 def _exact_settings(settings: Mapping[str, Any], batch: int) -> dict[str, Any]:

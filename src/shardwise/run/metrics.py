@@ -12,12 +12,13 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, UnwritableError
 from shardwise.core.files import parse_json, read_regular, write_atomically
 from shardwise.run.quantities import shown_bytes
 
@@ -75,12 +76,15 @@ class MetricsWriter:
         tensorboard: also write ``folder/tensorboard``.
 
     Raises:
-        ConfigError: ``tensorboard`` is True and TensorBoard is not installed.
+        ConfigError: ``tensorboard`` is True and TensorBoard is not installed, or the file cannot be read or written.
     """
 
     def __init__(self, folder: Path, first_step: int, *, tensorboard: bool = False) -> None:
         path = folder / "metrics.jsonl"
-        before = scan_metrics(path)
+        try:
+            before = scan_metrics(path)
+        except OSError as error:
+            raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}; move it away") from error
         if before.unreadable:
             lines = ", ".join(map(str, before.unreadable[:5])) + (", ..." if len(before.unreadable) > 5 else "")
             print(f"note   {path} has lines that cannot be read, which are dropped: {lines}", flush=True)
@@ -88,12 +92,18 @@ class MetricsWriter:
         # The rename is atomic: readers see a complete file at any time, even if this process is killed.
         write_atomically(path, lambda file: file.write(kept.encode()))
         self._file: TextIO = path.open("a", encoding="utf-8")
-        self._board = _open_tensorboard(folder / "tensorboard") if tensorboard else None
+        self._board = _open_tensorboard(folder / "tensorboard", first_step) if tensorboard else None
 
     def write(self, step: int, values: Metrics) -> None:
-        """Record ``values`` of ``step``."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        """Record ``values`` of ``step``; raise UnwritableError if the file cannot be written."""
+        try:
+            self._file.write(json.dumps({"step": step, **values}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UnwritableError(
+                f"cannot write {self._file.name!r}: {error.strerror or error}; free the disk, and go on with "
+                "--resume auto"
+            ) from error
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
@@ -102,19 +112,22 @@ class MetricsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        # What cannot be written raised an error in ``write``.
+        with suppress(OSError):
+            self._file.close()
         if self._board is not None:
             self._board.close()
 
 
-def _open_tensorboard(folder: Path) -> Any:
+def _open_tensorboard(folder: Path, first_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except Exception as error:  # an optional package can fail in any way
         raise ConfigError(
             f"training.tensorboard needs TensorBoard ({error}); install it with: pip install 'shardwise[tensorboard]'"
         ) from error
-    return SummaryWriter(str(folder))
+    # Steps that a resumed run repeats are dropped here too.
+    return SummaryWriter(str(folder), purge_step=first_step)
 
 
 def import_pyplot() -> Any:

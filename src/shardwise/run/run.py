@@ -16,7 +16,7 @@ from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.communication.agreement import agree
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.context import validated_calls
-from shardwise.core.errors import REPORT, DivergenceError
+from shardwise.core.errors import REPORT, DivergenceError, UnwritableError
 from shardwise.core.files import cannot_write, write_atomically
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.run.checkpoint_writer import CheckpointWriter, finish, lock_folder
@@ -109,6 +109,7 @@ class _Training:
     _started: float = 0.0
     _held_out: dict[str, float] | None = None
     _peak_memory: float = 0.0
+    _unwritten: UnwritableError | None = None
 
     def run(self) -> Outcome:
         """Run all remaining steps."""
@@ -117,9 +118,15 @@ class _Training:
         self._saved_at = time.monotonic()
         try:
             with ExitStack() as stack:
-                metrics = None
-                if session.ranks.is_first:
-                    metrics = MetricsWriter(session.out, self.first_step, tensorboard=settings.tensorboard)
+                metrics = agree(
+                    lambda: (
+                        MetricsWriter(session.out, self.first_step, tensorboard=settings.tensorboard)
+                        if session.ranks.is_first
+                        else None
+                    ),
+                    group=session.ranks.control,
+                )
+                if metrics is not None:
                     stack.enter_context(metrics)
                 progress = stack.enter_context(
                     Progress(settings.steps, self.first_step, visible=session.ranks.is_first)
@@ -128,6 +135,7 @@ class _Training:
                 for step in range(self.first_step, settings.steps):
                     self._step(step, metrics, progress)
                     end_of_step()
+                agree(self._check_metrics, group=session.ranks.control)
             if self._held_out is None:  # All steps were done before.
                 self._held_out = self._evaluate(settings.steps)
         except DivergenceError as error:
@@ -179,7 +187,10 @@ class _Training:
             values |= self._held_out
         if metrics is not None:
             # JSON has no infinity or NaN, which the metrics of an overflowed step may have.
-            metrics.write(step, {name: value for name, value in values.items() if math.isfinite(value)})
+            try:
+                metrics.write(step, {name: value for name, value in values.items() if math.isfinite(value)})
+            except UnwritableError as error:
+                self._unwritten = error
         progress.update(reported, values)
         if last:
             self._save(done, signum)
@@ -193,6 +204,8 @@ class _Training:
         self._counting.close()
         signum, due, progress = int(rank_reports[0]), bool(rank_reports[1]), SaveProgress(int(rank_reports[2]))
         self._peak_memory = rank_reports[3]
+        if rank_reports[4]:
+            agree(self._check_metrics, group=self.session.ranks.control)
         with self._outside_the_step():
             self.saves.on_progress(progress)
         if step > self.first_step and (due or signum or _is_due(step, self.session.settings.training.save_every)):
@@ -225,14 +238,20 @@ class _Training:
         self.signals.agreed = True
         raise Interrupted(signum, agreed=True)
 
-    def _rank_reports(self) -> tuple[float, float, float, float]:
+    def _check_metrics(self) -> None:
+        """Raise the error of a write on the rank that has the metrics."""
+        if self._unwritten is not None:
+            raise self._unwritten
+
+    def _rank_reports(self) -> tuple[float, ...]:
         """Return this rank's part of the step's all-reduce: signal (0 for none), whether a timed save is due (on the
-        first rank), progress of the write, and peak memory.
+        first rank), progress of the write, peak memory, and whether metrics could not be written.
         """
         ranks, minutes = self.session.ranks, self.session.settings.training.save_minutes
         due = ranks.is_first and minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
         memory = float(peak_memory(ranks.device)[1])
-        return float(self.signals.signum), float(due), float(self.saves.progress), memory
+        lacks_metrics = self._unwritten is not None
+        return float(self.signals.signum), float(due), float(self.saves.progress), memory, float(lacks_metrics)
 
     def _agreed(self) -> int:
         """Return the signal that any rank received, by a separate collective; 0 for none."""

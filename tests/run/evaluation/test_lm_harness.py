@@ -15,6 +15,7 @@ from shardwise.core.errors import ConfigError, DataError, DesyncError
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 from shardwise.models.transformer.rotary import RotaryEmbedding, RotaryScaling
+from shardwise.run.commands import harness_tasks
 from shardwise.run.lm_harness import ShardwiseLM
 from shardwise.storage.huggingface import load_pretrained
 
@@ -149,6 +150,15 @@ def test_what_cannot_be_asked(group, folder):
         lm.loglikelihood(requests([("a", TEXT * 3)]))
     with pytest.raises(DesyncError, match="what to evaluate"):
         lm.loglikelihood(requests(PAIRS[: 1 + group.rank()]))
+
+
+@pytest.mark.ranks(1)
+def test_an_output_that_cannot_be_written_is_refused_before_the_evaluation(group, folder, monkeypatch):
+    monkeypatch.setattr(harness_tasks, "_read_tasks", None)
+    (folder / "a file").write_text("")
+    for output, reason in ((folder, "it is a folder"), (folder / "a file" / "report.json", "a file is a file")):
+        with pytest.raises(ConfigError, match=f"cannot write to .*: .*{reason}; choose another --output"):
+            harness_tasks._check_output(output)
 
 
 def measured(folder, num_ranks):

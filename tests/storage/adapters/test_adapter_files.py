@@ -479,3 +479,14 @@ def test_new_adapters_of_a_loaded_model_have_their_initial_values(group, folders
         assert not one.lora_B.any()
         # As memory that nobody wrote would not be.
         assert one.lora_A.unique().numel() == one.lora_A.numel()
+
+
+@pytest.mark.ranks(2)
+def test_replicas_hear_that_the_first_cannot_write(group, folders, tmp_path):
+    groups = Groups.of(Topology.create())
+    model = load_pretrained(folders / "llama", groups=groups)
+    architecture = read_config(folders / "llama").architecture
+    add_lora_(model, LoraConfig(r=2, lora_alpha=4, target_modules=("q_proj",)), architecture)
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ConfigError, match="cannot write"):
+        save_adapter(model, tmp_path / "file", architecture)

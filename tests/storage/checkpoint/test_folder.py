@@ -10,7 +10,8 @@ import torch.distributed as dist
 from checkpoint_states import assert_states_equal, empty_state, full_state
 from torch.distributed import ProcessGroup
 
-from shardwise.storage.checkpoint import latest, load, read_meta, save, verify
+from shardwise.core.errors import CheckpointError
+from shardwise.storage.checkpoint import latest, load, manifest, read_meta, save, verify
 from shardwise.storage.checkpoint.folder import publish, step_path
 
 
@@ -117,3 +118,14 @@ def test_killed_just_after_replacing(group: ProcessGroup, tmp_path: Path) -> Non
     save_steps(tmp_path / ".." / tmp_path.name, group, 200)
     assert not (tmp_path / ".step-00000100.replaced").exists()
     assert latest(tmp_path) == tmp_path / "step-00000200"
+
+
+@pytest.mark.ranks(2)
+def test_a_manifest_that_is_too_long_to_be_read_is_not_published(
+    group: ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(tmp_path, group, 100)
+    monkeypatch.setattr(manifest, "_MAX_BYTES", (tmp_path / "step-00000100" / "meta.json").stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=r"meta\.json would have \d+ bytes for \d+ pieces of tensors, and"):
+        save_steps(tmp_path, group, 200)
+    assert published(tmp_path) == [100]

@@ -168,3 +168,19 @@ def test_another_number_of_ids(group: dist.ProcessGroup, reference: Reference, t
             assert num_changed == (1 if reference.name == "llama_tied" else 2)
         with pytest.raises(ConfigError, match="vocab_size is 0"):
             load_pretrained(reference.folder, groups=groups, vocab_size=0)
+
+
+@pytest.mark.parametrize("reference", ["deepseek_v3"], indirect=True)
+def test_the_bias_of_the_choice_stays_in_fp32(reference: Reference, tmp_path: Path, one_rank: Any) -> None:
+    model = load_pretrained(reference.folder, groups=one_rank, dtype=torch.bfloat16)
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("selection_bias")]
+    for bias in biases:
+        # No bf16 number.
+        bias.fill_(6.01)
+    save_pretrained(model, tmp_path / "out", dtype=torch.bfloat16)
+    kept = {name: each for name, each in stored(tmp_path / "out").items() if name.endswith("e_score_correction_bias")}
+    assert len(kept) == len(biases) > 0
+    for tensor in kept.values():
+        assert_bit_equal(tensor, biases[0])
+    others = {each.dtype for name, each in stored(tmp_path / "out").items() if name not in kept}
+    assert others == {torch.bfloat16}

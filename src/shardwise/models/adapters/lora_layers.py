@@ -82,7 +82,7 @@ class LoraLayer(ShardedModule):
         plain: Any = self
         vars(plain).pop("layer_number", None)
         del plain.lora, plain.lora_config, plain.lora_enabled, plain.lora_merged
-        plain.__class__ = type(self).__bases__[1]
+        plain.__class__ = _without_adapters(type(self))
 
     @property
     def _is_active(self) -> bool:
@@ -389,7 +389,18 @@ class ExactLoraRow(_ExactLora, LoraRow):
 @functools.cache
 def _with_adapters(base: Any, plain: Any) -> Any:
     """Return the class of a ``plain`` layer with adapters."""
-    return type(f"Lora{plain.__name__}", (base, plain), {"__doc__": f"A {plain.__name__} with adapters."})
+    own = {"__doc__": f"A {plain.__name__} with adapters.", "plain": plain}
+    return type(f"Lora{plain.__name__}", (base, plain), own)
+
+
+def _without_adapters(adapted: type) -> type:
+    """Undo ``_with_adapters``, also below a class that ``fully_shard`` made of the result."""
+    if "plain" in vars(adapted):
+        plain: type = vars(adapted)["plain"]
+        return plain
+    bases = tuple(_without_adapters(base) if issubclass(base, LoraLayer) else base for base in adapted.__bases__)
+    own = {name: value for name, value in vars(adapted).items() if name not in ("__dict__", "__weakref__")}
+    return type(adapted.__name__, bases, own)
 
 
 def _side_by_side(parts: list[Tensor], dim: int) -> Tensor:

@@ -28,6 +28,7 @@ from shardwise.run.settings import Settings
 from shardwise.run.tasks.model_card import model_card, of_merged
 from shardwise.storage import checkpoint as checkpoints
 from shardwise.storage.adapters import merge_lora_, remove_lora_
+from shardwise.storage.checkpoint.manifest import Manifest
 from shardwise.storage.huggingface import load_pretrained, save_pretrained
 from shardwise.storage.huggingface.architectures.architecture import ExpertNames, label_fields, label_names
 from shardwise.storage.huggingface.exporting import check_target
@@ -118,6 +119,7 @@ def export_hf(
             max_file_size=int(max_file_gb * 1e9),
             fields=fields,
             card=agree(lambda: _card(opened), group=ranks.control),
+            adapters=opened.adapter,
         )
         return Path(out)
 
@@ -135,8 +137,8 @@ def _card(opened: OpenCheckpoint) -> str | None:
     settings = Settings.from_json(checkpoints.read_meta(opened.folder)["settings"])
     sizes = {"tp": settings.parallel.tp, "pp": settings.parallel.pp}
     data = ", ".join(Path(path).name for path in settings.data)
-    run = opened.folder.parent.parent
-    return model_card(settings, run, model_name=settings.model_name, layout=sizes, data=data)
+    run, steps = opened.folder.resolve().parent.parent, Manifest.read(opened.folder).step
+    return model_card(settings, run, model_name=settings.model_name, layout=sizes, data=data, steps=steps)
 
 
 @dataclass(frozen=True)

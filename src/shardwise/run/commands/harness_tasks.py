@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from shardwise.core.communication.agreement import agree
-from shardwise.core.errors import CheckpointError, DataError, ShardwiseError
-from shardwise.core.files import write_atomically
+from shardwise.core.errors import DataError, ShardwiseError
+from shardwise.core.files import cannot_write, check_folder, write_atomically
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.tokenizer.library import DeclaredTokens
 from shardwise.models.gpt import GPT
@@ -62,9 +62,9 @@ def evaluate_tasks(
         The harness's report on the first rank; None on the other ranks.
 
     Raises:
-        ConfigError: see ``generate``.
-        CheckpointError: see ``generate``; also if ``output`` cannot be written.
-        DataError: lm_eval is not installed, or a task cannot be read or evaluated.
+        ConfigError: see ``generate``; or lm_eval is not installed, or ``output`` cannot be written.
+        CheckpointError: see ``generate``.
+        DataError: a task cannot be read or evaluated.
     """
     names = as_tuple(tasks)
     # Disable the subprocesses of datasets: they would be forked from a process with threads.
@@ -73,6 +73,8 @@ def evaluate_tasks(
 
         def prepare() -> tuple[OpenCheckpoint, Tokenizer]:
             harness()
+            if output is not None and ranks.is_first:
+                _check_output(Path(output))
             return open_causal(checkpoint, adapter, ranks.world_size)
 
         def measure() -> Any:
@@ -164,10 +166,13 @@ def _tables(report: Any) -> Iterator[str]:
         yield make(report, "groups")
 
 
+def _check_output(path: Path) -> None:
+    """Find out before the evaluation that the report cannot be written."""
+    if path.is_dir():
+        raise cannot_write(path, "it is a folder", "--output")
+    check_folder(path.parent, flag="--output")
+
+
 def _write(path: Path, report: Any) -> None:
     text = json.dumps(report, indent=2, default=str, ensure_ascii=False) + "\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda file: file.write(text.encode()))
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+    write_atomically(path, lambda file: file.write(text.encode()))

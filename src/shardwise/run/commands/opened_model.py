@@ -21,6 +21,7 @@ from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import Settings
 from shardwise.storage import checkpoint, huggingface
 from shardwise.storage.adapters import load_adapter_, read_adapter_config
+from shardwise.storage.checkpoint.folder import PUBLISHED
 from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest, check_state_fits
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.generation_config import GENERATION_CONFIG_NAME, GenerationDefaults
@@ -204,7 +205,7 @@ def find_checkpoint(path: Path, *, otherwise: str = "") -> Path:
     """
     if not os.path.isdir(path):
         raise CheckpointError(no_folder(path, "give the --out of a training run or one of its checkpoints"))
-    if path.name.startswith("step-"):
+    if PUBLISHED.fullmatch(path.name) or (path / MANIFEST_NAME).is_file():
         return path
     newest = checkpoint.latest(path / "checkpoints") or checkpoint.latest(path)
     if newest is None:

@@ -35,6 +35,7 @@ def model_card(
     base: Path | None = None,
     is_adapter: bool = False,
     task: str = "text-generation",
+    steps: int | None = None,
 ) -> str:
     """Return the text of ``README.md``.
 
@@ -47,6 +48,7 @@ def model_card(
         base: folder of the base model, if any.
         is_adapter: True if adapters were trained and are not merged.
         task: name of the task on the hub.
+        steps: number of steps of the model's checkpoint; None for all steps of the run.
     """
     name = None if base is None else base_name(base)
     fields: dict[str, Any] = {} if name is None else {"base_model": name}
@@ -65,7 +67,7 @@ def model_card(
     if base is not None and (base / README_NAME).is_file():
         lines += [f"What the authors of the base model say of it is in [{BASE_README_NAME}]({BASE_README_NAME}).", ""]
     lines += ["## Training", "", "| | |", "|---|---|"]
-    rows = {"model": model_name, "data": data, **_results(out)}
+    rows = {"model": model_name, "data": data, **_results(out, steps)}
     rows["ranks"] = ", ".join(f"{kind} {size}" for kind, size in layout.items())
     versions = {"shardwise": shardwise.__version__, "torch": torch.__version__, "Python": platform.python_version()}
     rows["versions"] = ", ".join(f"{package} {version}" for package, version in versions.items())
@@ -107,8 +109,8 @@ def _licence_of(base: Path) -> dict[str, str]:
     return {} if front is None else {key: value.strip() for key, value in _LICENCE.findall(front[1])}
 
 
-def _results(out: Path) -> dict[str, str]:
-    rows = read_metrics(out / "metrics.jsonl")
+def _results(out: Path, steps: int | None) -> dict[str, str]:
+    rows = read_metrics(out / "metrics.jsonl", below_step=steps)
     if not rows:
         return {}
     results = {"steps": str(rows[-1]["step"] + 1)}

@@ -103,10 +103,9 @@ def save_adapter(
     *,
     base_model: str | None = None,
 ) -> None:
-    """Save the adapters of a model for ``peft`` and ``load_adapter_``. Collective over the model's ranks.
+    """Save the adapters of a model for ``peft`` and ``load_adapter_``, with trained biases and fully trained modules.
 
-    With adapters of experts it is collective over the data-parallel ranks too. Trained biases and fully trained modules
-    are saved as well.
+    Collective over the model's tensor-, pipeline- and data-parallel ranks.
 
     Args:
         model: a model with adapters.
@@ -158,9 +157,10 @@ def save_adapter(
         task_type = "TOKEN_CLS" if model.classification.is_of_tokens else "SEQ_CLS"
     config["task_type"] = task_type
     ranks, copies = model_groups(model.groups), model.groups.dp
+    everyone = ranks if copies is None else [*ranks, copies]
     # Only one rank of the model and its data-parallel replicas writes.
-    writes = all(group.rank() == 0 for group in (*ranks, *([copies] if copies else [])))
-    agree(lambda: _write(Path(folder), config, tensors) if writes else None, group=ranks)
+    writes = all(group.rank() == 0 for group in everyone)
+    agree(lambda: _write(Path(folder), config, tensors) if writes else None, group=everyone)
 
 
 def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -21,7 +21,9 @@ from pathlib import Path
 from shardwise.core.errors import CheckpointError
 from shardwise.storage.checkpoint.manifest import Manifest
 
-_PUBLISHED = re.compile(r"(step-\d{8,})")
+PUBLISHED = re.compile(r"(step-\d{8,})")
+"""Name of a published checkpoint."""
+
 _REPLACED = re.compile(r"\.(step-\d{8,})\.replaced")
 _PARTIAL = re.compile(r"\.step-\d{8,}\.[0-9a-f]+\.partial")
 
@@ -123,7 +125,7 @@ def checkpoints(root: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Pat
     readable, unreadable = [], []
     for folder in sorted(root.iterdir()):
         replaced = _REPLACED.fullmatch(folder.name)
-        if not (_PUBLISHED.fullmatch(folder.name) or (replaced and not (root / replaced[1]).exists())):
+        if not (PUBLISHED.fullmatch(folder.name) or (replaced and not (root / replaced[1]).exists())):
             continue
         try:
             readable.append((folder, Manifest.read(folder)))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.core.errors import CheckpointError
-from shardwise.core.files import MAX_TABLE_BYTES, can_be_a_name, open_regular, parse_json, read_regular, shown
+from shardwise.core.files import can_be_a_name, open_regular, parse_json, read_regular, shown
 from shardwise.core.sharding import ParamShard
 from shardwise.core.tensor_files import MAX_ELEMENTS, is_shape, some_tensors
 
@@ -28,6 +28,9 @@ REMEDY = "use another copy of it, or remove the checkpoint to use an older one"
 _ANOTHER_COPY = "another copy of it may help"
 
 _READ_SIZE = 1 << 22
+
+# Largest manifest; a piece of a tensor takes about 200 bytes.
+_MAX_BYTES = 1 << 30
 
 Box = tuple[Sequence[int], Sequence[int]]
 """First index and number of indices in each dimension."""
@@ -261,7 +264,7 @@ class Manifest:
                     )
 
     def to_text(self) -> str:
-        """Return JSON text with a checksum."""
+        """Return JSON text with a checksum; raise CheckpointError if it is too long to be read."""
         body = {
             "step": self.step,
             "serial": self.serial,
@@ -270,7 +273,14 @@ class Manifest:
             "tensors": {name: tensor.to_json() for name, tensor in self.tensors.items()},
         }
         head = {"format": FORMAT, "version": FORMAT_VERSION, "crc32": _checksum(body)}
-        return _json_lines(head | body, depth=2) + "\n"
+        text = _json_lines(head | body, depth=2) + "\n"
+        if len(text) > _MAX_BYTES:
+            pieces = sum(len(tensor.chunks) for tensor in self.tensors.values())
+            raise CheckpointError(
+                f"{MANIFEST_NAME} would have {len(text)} bytes for {pieces} pieces of tensors, and {_MAX_BYTES} "
+                "is the most that is read; save from fewer ranks"
+            )
+        return text
 
     @classmethod
     def from_text(cls, text: str | bytes) -> Manifest:
@@ -317,7 +327,7 @@ class Manifest:
     def from_file(cls, path: Path) -> Manifest:
         """Read the manifest in the file at ``path``; raise CheckpointError, which names it, on failure."""
         try:
-            return cls.from_text(read_regular(path, limit=MAX_TABLE_BYTES))
+            return cls.from_text(read_regular(path, limit=_MAX_BYTES))
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         except CheckpointError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.agreement import agree, gather_objects
@@ -53,6 +54,7 @@ def save_pretrained(
     max_file_size: int = DEFAULT_MAX_FILE_SIZE,
     fields: Mapping[str, Any] | None = None,
     card: str | None = None,
+    adapters: str | Path | None = None,
 ) -> None:
     """Save a model as a Hugging Face folder, which transformers can load.
 
@@ -66,13 +68,15 @@ def save_pretrained(
         source: folder from which companion files are copied (tokenizer, processors, generation, licence, readme). If
             its ``config.json`` has the same architecture, its fields are kept unless they contradict this model.
         architecture: the ``model_type`` to write; None for that of ``source``, or else the first that fits.
-        dtype: dtype of the stored weights; None for the parameters' own.
+        dtype: dtype of the stored parameters; None for their own. Buffers keep theirs.
         expert_names: "separate" for a tensor for each expert, or "fused" for one for all experts of a layer, as
             transformers 5 has in memory; None for the form that transformers writes.
         max_file_size: maximum bytes of weights in a file, unless one parameter has more. Each stage writes its own
             files.
         fields: further fields of ``config.json``, such as the ids of special tokens.
         card: text of ``README.md``; the readme of ``source`` is then copied to ``BASE_README.md``.
+        adapters: folder of the merged adapters; its tokenizer, chat template and generation settings replace those of
+            ``source``.
 
     Raises:
         ConfigError: the architecture cannot express the model or has no choice of names, or ``folder`` exists.
@@ -89,7 +93,8 @@ def save_pretrained(
 
     def export(ranks: Sequence[ProcessGroup]) -> None:
         content = agree(
-            lambda: _prepare(models, source, architecture, dtype, fields or {}, card, expert_names), group=ranks
+            lambda: _prepare(models, source, architecture, dtype, fields or {}, card, expert_names, adapters),
+            group=ranks,
         )
         _write_folder(target, content, groups, ranks, max_file_size, writes=is_first)
 
@@ -122,10 +127,11 @@ class _StoredParameter:
 
 @dataclass(frozen=True)
 class _Export:
-    """Contents of a folder: ``config.json``, source of other files, this stage's parameters, and ``README.md``."""
+    """Contents of a folder: ``config.json``, sources of other files, this stage's parameters, and ``README.md``."""
 
     config: Mapping[str, Any]
     source: Path | None
+    adapters: Path | None
     parts: Mapping[str, _StoredParameter]
     card: str | None
 
@@ -138,6 +144,7 @@ def _prepare(
     fields: Mapping[str, Any],
     card: str | None,
     expert_names: ExpertNames | None,
+    adapters: str | Path | None,
 ) -> _Export:
     folder = None if source is None else Path(source)
     if folder is not None and not folder.is_dir():
@@ -156,12 +163,13 @@ def _prepare(
         key: _StoredParameter(
             shard,
             compose(table, key, shard.layout.global_shape, description.heads, description.num_experts),
-            dtype or shard.dtype,
+            # A buffer keeps its dtype: the bias of the choice of experts is in fp32, in transformers too.
+            dtype if dtype is not None and isinstance(shard.data, nn.Parameter) else shard.dtype,
         )
         for model in models
         for key, shard in model.sharded_state_dict().items()
     }
-    return _Export(config | dict(fields), folder, parts, card)
+    return _Export(config | dict(fields), folder, None if adapters is None else Path(adapters), parts, card)
 
 
 def _write_folder(
@@ -263,7 +271,8 @@ def _finish(target: Path, partial: Path, content: _Export, index: Mapping[str, A
             (partial / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     if content.source is not None:
         with write_errors(target):
-            copies = list(companion_files(content.source, beside_card=content.card is not None))
+            beside_card = content.card is not None
+            copies = list(companion_files(content.source, beside_card=beside_card, adapters=content.adapters))
         for path, name in copies:
             with write_errors(target / name):
                 shutil.copyfile(path, partial / name)

@@ -112,13 +112,16 @@ def _what_is_missing(folder: Path) -> str:
     return f"{folder} has neither {WEIGHTS_NAME} nor {INDEX_NAME}"
 
 
-_COMPANIONS = """
-tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json vocab.txt
-merges.txt chat_template.json chat_template.jinja generation_config.json preprocessor_config.json processor_config.json
-image_processor_config.json video_preprocessor_config.json
-"""
-COMPANION_FILES = tuple(_COMPANIONS.split())
-"""Files to copy from a model's folder, in addition to licences and the readme."""
+_TOKENIZER, _TEMPLATE, _GENERATION, _PROCESSORS = (
+    tuple(names.split())
+    for names in (
+        "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json "
+        "vocab.txt merges.txt",
+        "chat_template.json chat_template.jinja",
+        "generation_config.json",
+        "preprocessor_config.json processor_config.json image_processor_config.json video_preprocessor_config.json",
+    )
+)
 
 README_NAME = "README.md"
 BASE_README_NAME = "BASE_README.md"
@@ -130,14 +133,21 @@ _TEXTS = ("", ".md", ".txt", ".rst", ".html", ".pdf")
 _LARGEST_TEXT = 16 << 20
 
 
-def companion_files(folder: Path, *, beside_card: bool = False) -> Iterator[tuple[Path, str]]:
+def companion_files(
+    folder: Path, *, beside_card: bool = False, adapters: Path | None = None
+) -> Iterator[tuple[Path, str]]:
     """Yield the files to copy from a model's folder, and the name of each copy; symbolic links are followed.
 
-    With ``beside_card``, the target has its own card, and the readme is copied to ``BASE_README.md``.
+    Args:
+        folder: the model's folder.
+        beside_card: whether the target has its own card; the readme is then copied to ``BASE_README.md``.
+        adapters: folder whose tokenizer, chat template and generation settings replace those of ``folder``.
     """
-    for name in COMPANION_FILES:
-        if (folder / name).is_file():
-            yield folder / name, name
+    for names, replaced in _replaced_by(adapters).items():
+        source = adapters if adapters is not None and replaced else folder
+        for name in names:
+            if (source / name).is_file():
+                yield source / name, name
     for path in sorted(folder.iterdir()):
         is_licence = path.stem.upper().startswith(_LICENCES) and path.suffix.lower() in _TEXTS
         is_readme = path.name in (README_NAME, BASE_README_NAME)
@@ -146,6 +156,18 @@ def companion_files(folder: Path, *, beside_card: bool = False) -> Iterator[tupl
                 yield path, BASE_README_NAME
             elif path.name != BASE_README_NAME or not (beside_card and (folder / README_NAME).is_file()):
                 yield path, path.name
+
+
+def _replaced_by(adapters: Path | None) -> dict[tuple[str, ...], bool]:
+    """Return the kinds of files, and whether those of adapters replace the model's."""
+    kinds = dict.fromkeys((_TOKENIZER, _TEMPLATE, _GENERATION, _PROCESSORS), False)
+    if adapters is not None:
+        kinds[_TOKENIZER] = (adapters / _TOKENIZER[0]).is_file()
+        config = adapters / "tokenizer_config.json"
+        is_inline = kinds[_TOKENIZER] and config.is_file() and "chat_template" in files.read_json(config)
+        kinds[_TEMPLATE] = is_inline or any((adapters / name).is_file() for name in _TEMPLATE)
+        kinds[_GENERATION] = (adapters / _GENERATION[0]).is_file()
+    return kinds
 
 
 def copy_companion_files(source: Path, target: Path, *, beside_card: bool = False) -> None:
