@@ -61,6 +61,8 @@ def check_statistics(dtype, options, num_rows=4, num_columns=1005):
         actual = loss_triton.row_statistics(in_place, target, want_sum=want_sum, exponentiate_=True, **options)
         check_close(actual, expected, RTOL[wide], "statistics")
         check_close(in_place, exponentials.to(dtype), RTOL[dtype], "exponentials")
+        # Autograd hears of the write.
+        assert in_place._version == 1
 
 
 def check_gradient(dtype, options, num_rows=4, num_columns=1005):
@@ -79,6 +81,7 @@ def check_gradient(dtype, options, num_rows=4, num_columns=1005):
         in_place = logits.clone()
         loss_triton.gradient_(in_place, in_place, target, *given, **options)
         assert torch.equal(in_place, actual)
+        assert in_place._version == 1
         assert not actual[1].any()
 
 

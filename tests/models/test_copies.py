@@ -12,6 +12,8 @@ from training.pipeline.pipelines import random_batch, staged_gpt
 
 from shardwise.models.transformer.layer import TransformerLayer
 from shardwise.tensor_parallel import ColumnParallelLinear
+from shardwise.training.gradients.gradient_buffers import GradientBuffers
+from shardwise.training.gradients.gradient_trees import GradientTrees
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.gradients import finalize_gradients_
 from shardwise.training.pipeline import make_schedule
@@ -76,3 +78,20 @@ def test_parts_of_a_model_can_be_copied_alone(group):
             assert other is not own
         assert [module.training for module in copied.modules()] == [module.training for module in part.modules()]
     assert torch.equal(copied.layers[0].mlp.linear_fc1.weight, model.decoder.layers[0].mlp.linear_fc1.weight)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("delay", [False, True])
+def test_a_copy_has_no_sums_of_gradients(group, trees, delay):
+    """Neither memory for them nor hooks, which belong to the gradients of the model."""
+    staged = staged_gpt(tp=2, pp=1, delay_wgrad_compute=delay)
+    (model,) = staged.chunks
+    dp = staged.topology.group("dp")
+    own = GradientTrees(model, group=dp) if trees else GradientBuffers(model, group=dp)
+    copied = copy.deepcopy(model)
+    names = {name for param in copied.parameters() for name in vars(param)}
+    assert not names & {"main_grad", "grad_added_to_main_grad", "take_output_gradient"}
+    assert any(vars(param) for param in model.parameters())
+    assert own.group is dp
+    assert not any(getattr(layer, "_weight_gradient_hooks", None) for layer in copied.modules())

@@ -314,3 +314,13 @@ def test_repr_says_which_exchange(group):
     x = torch.zeros(2, B, H, dtype=torch.float64)
     down(torch.zeros(2 * group.size(), B, row.local_features, dtype=torch.float64), x)
     assert f"exchange={chosen})" in repr(down)
+
+
+@pytest.mark.ranks(2)
+def test_an_output_of_another_dtype(group):
+    layer = InferenceColumnLinear(H, FFN, group=group, dtype=torch.bfloat16, output_dtype=torch.float32)
+    x = torch.randn(S, B, H, dtype=torch.bfloat16)
+    output = layer(x)
+    output = output[0] if isinstance(output, tuple) else output
+    assert output.dtype == torch.float32
+    assert_close_to(output, F.linear(x.float(), layer.weight.float(), layer.bias.float()), rtol_of_norm=1e-6)

@@ -130,3 +130,15 @@ def test_a_quantised_weight_is_copied_moved_and_not_written_to(group):
         for write in (lambda part=part: part.zero_(), lambda part=part: part.copy_(weight_of())):
             with pytest.raises(ConfigError, match="is frozen: it cannot be written to"):
                 write()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_do_not_depend_on_the_default_dtype(group, kind):
+    weight = weight_of()
+    expected = quantize_alone(kind, weight, group)
+    quantization._levels.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    made = quantize_alone(kind, weight, group)
+    assert made.scales.dtype == torch.float32
+    assert_bit_equal(made.dequantize(), expected.dequantize())

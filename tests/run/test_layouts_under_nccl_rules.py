@@ -1,11 +1,14 @@
 """Layouts train under NCCL's rules, over the calls that GPUs would get, and come to the losses of one rank."""
 
 import pytest
+import torch
 from harness.groups import from_first_rank
 from harness.nccl_rules import nccl_rules
 from run.tiny_layouts import assert_relative, losses_of, trainer_of, whole_weights
+from training.pipeline.pipelines import staged_gpt
 
 from shardwise.core.topology import Groups, Topology
+from shardwise.models import language_model
 from shardwise.run.settings import ParallelSettings, RecomputeSettings
 
 P = ParallelSettings
@@ -38,6 +41,17 @@ LAYOUTS = {
         "dp, zero-bubble": {"parallel": P(pp=2, pipeline_schedule="zero-bubble", zero=1)},
     },
 }
+
+
+@pytest.mark.ranks(2)
+def test_a_tied_weight_that_is_drawn_on_the_cpu_travels_on_the_device_of_the_group(group, monkeypatch):
+    """The groups here are of CPUs, so that another device stands for the GPU."""
+    moved = []
+    monkeypatch.setattr(language_model, "device_of", lambda group: moved.append(group) or torch.device("cpu"))
+    staged = staged_gpt(pp=2)
+    assert moved
+    weights = [chunk.shared_embedding_or_output_weight() for chunk in staged.chunks]
+    assert all(weight is not None for weight in weights)
 
 
 @pytest.mark.slow

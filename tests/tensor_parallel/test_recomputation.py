@@ -467,6 +467,32 @@ class TestFunctions:
         with pytest.raises(RuntimeError, match=r"use backward\(\), or tensor_parallel\.checkpoint\(\)"):
             torch.autograd.grad(again, x)
 
+    @pytest.mark.ranks(1)
+    def test_the_recomputation_has_the_autocast_of_the_forward(self, group):
+        first, second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        params, x = (*first.parameters(), *second.parameters()), torch.randn(3, 16)
+
+        def gradients(call):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = call(x).float().sum()
+            for param in params:
+                param.grad = None
+            loss.backward()
+            return [param.grad for param in params]
+
+        def discarded(x):
+            recompute = CheckpointWithoutOutput()
+            hidden = CheckpointWithoutOutputFunction.apply(first, recompute, x.clone().requires_grad_())
+            output = second(hidden)
+            recompute.discard_output_and_register_recompute(output)
+            return output
+
+        expected = gradients(lambda x: second(first(x)))
+        both = torch.nn.Sequential(first, second)
+        for call in (lambda x: CheckpointFunction.apply(both, False, x.clone().requires_grad_()), discarded):
+            for gradient, plain in zip(gradients(call), expected, strict=True):
+                assert_bit_equal(gradient, plain)
+
     @pytest.mark.ranks(2)
     def test_a_node_distributes_its_first_tensor(self, group):
         parallel_state.initialize_model_parallel(2)

@@ -205,7 +205,7 @@ def rotate_halves(
     size = dispatch.ELEMENTWISE.min_size if at_any_size else input_.numel()
     if not dispatch.ELEMENTWISE.runs(input_, cos, sin, size=size, fits=fits):
         return None
-    output = torch.empty(input_.shape, dtype=input_.dtype)
+    output = torch.empty(input_.shape, dtype=input_.dtype, device="cpu")
     cos, sin = cos.contiguous(), sin.contiguous()
     kernel, strides, sign = _kernel("rotate"), (input_.stride(0), column_stride), -1.0 if backwards else 1.0
 
@@ -252,7 +252,7 @@ def rms_norm_gradient(
     def compute(start: int, stop: int) -> None:
         if needs_weight:
             # Each thread has its own sums.
-            sums[start] = torch.zeros(weight.shape, dtype=torch.float64)
+            sums[start] = torch.zeros(weight.shape, dtype=torch.float64, device="cpu")
         to_input = None if to_rows is None else _address(to_rows, start)
         to_weight = sums[start].data_ptr() if needs_weight else None
         of_rows = _address(rows, start), _address(grad_rows, start), weight.data_ptr(), _address(scales, start)
@@ -284,7 +284,7 @@ def sums_of_squares(flat: Tensor, length: int) -> Tensor | None:
     if not dispatch.ELEMENTWISE.runs(flat, size=dispatch.ELEMENTWISE.min_size, fits=flat.is_contiguous):
         return None
     num_rows = -(-flat.numel() // length)
-    kernel, sums = _kernel("sums_of_squares"), torch.empty(num_rows, dtype=torch.float64)
+    kernel, sums = _kernel("sums_of_squares"), torch.empty(num_rows, dtype=torch.float64, device="cpu")
 
     def compute(start: int, stop: int) -> None:
         first, last = start * length, min(stop * length, flat.numel())
@@ -307,7 +307,7 @@ def row_statistics(
     assert softcap is None
     kernel = _kernel("row_statistics", logits.dtype)
     target_local = target_local.contiguous()
-    statistics = torch.empty(logits.size(0), 4 if want_sum else 3)
+    statistics = torch.empty(logits.size(0), 4 if want_sum else 3, dtype=torch.float32, device="cpu")
 
     def compute(start: int, stop: int) -> None:
         matrix = _address(logits, start), logits.stride(0), stop - start, logits.size(1)

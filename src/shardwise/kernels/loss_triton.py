@@ -212,6 +212,8 @@ def row_statistics(
             BLOCK=block,
             num_warps=num_warps,
         )
+    if exponentiate_:
+        torch.autograd.graph.increment_version(logits)
     return statistics
 
 
@@ -250,6 +252,8 @@ def gradient_(
             BLOCK=block,
             num_warps=num_warps,
         )
+    # PyTorch did not see this write; see ``compiled.gradient_``.
+    torch.autograd.graph.increment_version(out)
 
 
 def launch_shape(num_columns: int, wide_bytes: int = 4) -> tuple[int, int, int]:

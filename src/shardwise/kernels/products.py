@@ -60,7 +60,7 @@ def why_not_onednn() -> str | None:
         return "PyTorch's own products are used on processors other than AMD's"
     if not torch.backends.mkldnn.is_available():
         return "this PyTorch was built without oneDNN"
-    left, right = torch.ones(2, 3), torch.ones(4, 3)
+    left, right = (torch.ones(rows, 3, dtype=torch.float32, device="cpu") for rows in (2, 4))
     try:
         agrees = bool((onednn_linear(left, right, None) == 3.0).all())
     # The operator is not public, so another release of PyTorch may lack or change it.

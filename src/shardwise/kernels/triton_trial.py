@@ -31,7 +31,7 @@ def why_not(device_index: int) -> str | None:
     """Return in one line why no Triton kernel runs on a CUDA device; None if one does."""
 
     def double() -> Iterator[bool]:
-        numbers = torch.ones(_SIZE, device="cuda")
+        numbers = torch.ones(_SIZE, dtype=torch.float32, device="cuda")
         _double_kernel[(1,)](numbers, SIZE=_SIZE)
         yield numbers.tolist() == [2.0] * _SIZE
 
@@ -187,8 +187,9 @@ def _try_adamw(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tenso
     expected = 0.999 * weight - 0.1 * gradient.sign()
     rounded = None if dtype == torch.float32 else torch.empty(40, dtype=dtype, device=device)
     held = gradient.to(device, copy=True), weight.to(device, copy=True)
-    means = torch.zeros(40, device=device), torch.zeros(40, device=device)
-    step, factor = torch.ones((), device=device), torch.full((), 0.5, device=device)
+    numbers = torch.tensor([1.0, 0.5], dtype=torch.float32, device=device)
+    means = numbers.new_zeros(40), numbers.new_zeros(40)
+    step, factor = numbers[0].clone(), numbers[1].clone()
     addresses = [0 if each is None else each.data_ptr() for each in (*held, *means, rounded, step)]
     made = adamw_triton.tables([[*addresses, 40]], device)
     adamw_triton.update_(

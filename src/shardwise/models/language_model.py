@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.context import device_of
 from shardwise.core.errors import ConfigError, ShardingError, TopologyError
 from shardwise.core.sharded_state import state_of_parts
 from shardwise.core.sharding import ParamShard, Replicas, ShardedOffset
@@ -222,7 +223,10 @@ class LanguageModel(GroupModule):
             with torch.no_grad():
                 if not self.pre_process:
                     weight.zero_()
-                weight.copy_(all_reduce(weight.detach(), group=self.embd_group))
+                own = weight.detach()
+                # A GPU group may not be able to communicate a weight that was drawn on the CPU.
+                own = own.to(device_of(self.embd_group)) if own.is_cpu else own
+                weight.copy_(all_reduce(own, group=self.embd_group))
 
     def untie_(self) -> None:
         """Give a tied output layer a separate weight with the embedding's values, in place; no communication."""

@@ -85,7 +85,7 @@ class InferenceColumnLinear(ColumnLinear):
     ) -> Tensor:
         _check_input(input_, weight)
         if self.group.size() == 1 or not (self._gathers or self.skip_norm_and_all_gather):
-            return products.linear(self._normed(input_), weight, bias)
+            return self._products.linear(self._normed(input_), weight, bias)
         # A subclass that overrides a step accepts only Megatron's arguments.
         given = {} if sequence is None else {"sequence": sequence}
         buffer = self._maybe_allocate_symmetric_buffer(input_, **given)
@@ -94,7 +94,7 @@ class InferenceColumnLinear(ColumnLinear):
             whole = self._left_by_row_layer(input_)
         if whole is None:
             whole = self._all_gather(self._normed(input_), buffer, **given)
-        return products.linear(whole, weight, bias)
+        return self._products.linear(whole, weight, bias)
 
     def _maybe_allocate_symmetric_buffer(self, x: Tensor, *, sequence: SequenceView | None = None) -> dict[str, Any]:
         """Return memory for the whole input, ``{"tensor": [s, b, i], "handle": ...}``; values are None if too small."""

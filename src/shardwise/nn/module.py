@@ -15,6 +15,9 @@ from shardwise.core.errors import ShardingError
 from shardwise.core.initialization import InitMethod, initialize_shard_
 from shardwise.core.sharding import ParamLayout, ParamShard, Replicas, ShardedOffset, is_copy_by
 
+# Attributes of a parameter for the sums of its gradients, which a copy does not have.
+_OF_GRADIENTS = {"main_grad", "grad_added_to_main_grad", "take_output_gradient", "take_gradient_of_source"}
+
 
 class GroupModule(nn.Module):
     """A module that holds process groups.
@@ -40,14 +43,17 @@ class GroupModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         for module in self.modules():
-            for value in vars(module).values():
+            for name, value in vars(module).items():
                 if isinstance(value, ProcessGroup):
                     memo[id(value)] = value
+                elif name == "_weight_gradient_hooks" and value is not None:
+                    memo[id(value)] = None
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         for own, other in zip(self.parameters(), copied.parameters(), strict=True):
-            vars(other).update(copy.deepcopy(vars(own), memo))
+            kept = {name: value for name, value in vars(own).items() if name not in _OF_GRADIENTS}
+            vars(other).update(copy.deepcopy(kept, memo))
         return copied
 
 

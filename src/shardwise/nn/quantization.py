@@ -132,7 +132,7 @@ def levels_on(device: torch.device) -> Tensor:
 @functools.cache
 def _levels() -> Tensor:
     tensor_class = _torchao("nf4").NF4Tensor
-    levels: Tensor = tensor_class.from_tensor(torch.ones(1, 64), 64, 1).nf4
+    levels: Tensor = tensor_class.from_tensor(torch.ones(1, 64, dtype=torch.float32), 64, 1).nf4
     return levels
 
 
@@ -209,7 +209,7 @@ class QuantizedTensor(Tensor):
             torch.empty(
                 rows, -(-columns // form.per_byte), dtype=torch.int8 if kind == "int8" else torch.uint8, device=device
             ),
-            torch.empty(rows, number, device=device),
+            torch.empty(rows, number, dtype=torch.float32, device=device),
             # The columns' blocks do not depend on values.
             blocks if blocks is None or like.is_meta else blocks.to(device),
             torch.Size((rows, columns)),
@@ -329,7 +329,7 @@ def quantize_shard(kind: Quantization, values: Tensor, layout: ParamLayout, grou
     number = 1 if size is None else -(-width // size)
     places = torch.zeros(width, dtype=torch.long) if size is None else torch.arange(width) // size
     own = places[_columns(layout, group.rank())].to(values.device)
-    largest = torch.zeros(values.size(0), number, device=values.device)
+    largest = torch.zeros(values.size(0), number, dtype=torch.float32, device=values.device)
     for rows in made.row_blocks():
         wide = values[rows].float().abs()
         largest[rows] = largest[rows].scatter_reduce(1, own.expand_as(wide), wide, "amax")

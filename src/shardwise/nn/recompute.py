@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -190,9 +190,22 @@ def keep_arguments(ctx: Any, function: Callable[..., Any], args: tuple[Any, ...]
     # Autograd can save only tensors.
     ctx.places = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
     ctx.args = [None if i in ctx.places else arg for i, arg in enumerate(args)]
-    ctx.save_for_backward(*(args[i] for i in ctx.places))
+    tensors = [args[i] for i in ctx.places]
+    ctx.autocast = [_autocast_of(kind) for kind in dict.fromkeys(("cpu", *(each.device.type for each in tensors)))]
+    ctx.save_for_backward(*tensors)
     with first, torch.no_grad():
         return function(*args)
+
+
+def _autocast_of(device_type: str) -> Callable[[], torch.autocast]:
+    """Return a context with the present settings of autocast, which the backward is called without."""
+    return partial(
+        torch.autocast,
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+    )
 
 
 def run_again(ctx: Any) -> Any:
@@ -200,7 +213,11 @@ def run_again(ctx: Any) -> Any:
     inputs = list(ctx.args)
     for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
         inputs[place] = tensor.detach().requires_grad_(tensor.requires_grad)
-    with ctx.again, torch.enable_grad():
+    with ExitStack() as stack:
+        for autocast in ctx.autocast:
+            stack.enter_context(autocast())
+        stack.enter_context(ctx.again)
+        stack.enter_context(torch.enable_grad())
         outputs = ctx.function(*inputs)
     ctx.inputs, ctx.outputs = inputs, outputs
     return outputs

@@ -312,3 +312,13 @@ def test_large_shards_of_different_sizes_are_gathered(group):
     with assert_unmodified(*every):
         gathered = all_gather(every[group.rank()], group=group, sizes=sizes)
     assert_bit_equal(gathered, torch.cat(every))
+
+
+@pytest.mark.ranks(2)
+def test_a_part_is_a_new_tensor(group):
+    whole = torch.arange(6.0).view(3, 2)
+    for dim in (0, 1):
+        part = split_for_rank(whole, group=group, dim=dim)
+        assert part.is_contiguous()
+        part.zero_()
+    assert torch.equal(whole, torch.arange(6.0).view(3, 2))

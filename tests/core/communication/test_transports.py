@@ -87,3 +87,14 @@ def test_a_closed_channel_is_opened_again(group):
     assert all_reduce(torch.ones(1), group=own).item() == 2
     assert (context_of(own).channel is None) == (opened is None)
     assert opened is None or context_of(own).channel is not opened
+
+
+@pytest.mark.ranks(2)
+def test_compiled_reductions_are_those_of_their_operation(group):
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        own = torch.tensor([2.0 + group.rank(), 3.0])
+        expected = all_reduce(own, group=group, op=op)
+        # Dynamo does not guard an operation.
+        torch.compiler.reset()
+        reduced = torch.compile(lambda x, op=op: all_reduce(x, group=group, op=op), backend="eager", fullgraph=True)
+        assert torch.equal(reduced(own), expected), op

@@ -28,16 +28,19 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.random import seed_streams
+from shardwise.core.sequence_view import ContextShard
 from shardwise.models.generation.cache import PreallocatedCache
-from shardwise.models.transformer import core_attention, masks
+from shardwise.models.transformer import attention_blocks, core_attention, masks
 from shardwise.models.transformer.attention_backends import check_attention_backend
-from shardwise.models.transformer.attention_blocks import Part
+from shardwise.models.transformer.attention_blocks import Part, of_one_width
+from shardwise.models.transformer.core_attention import CoreAttention
 from shardwise.models.transformer.distance_bias import alibi_slopes, local_alibi_slopes
 from shardwise.models.transformer.masks import (
     AttentionMask,
     AttnMaskType,
     document_ids_of,
 )
+from shardwise.nn.arithmetic import Activation
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
@@ -293,3 +296,33 @@ def test_a_mask_of_another_shape_is_refused():
     for shape in ((2, 5), (2, 6, 5, 5), (2, 1, 5, 4), (1, 1, 1, 5, 5)):
         with pytest.raises(ShardingError, match=r"must broadcast to .* here \[2, 3, 5, 5\]"):
             AttentionMask(torch.zeros(shape, dtype=torch.bool)).blocks(query, 5, causal=True, window=None)
+
+
+def test_flash_attention_gets_a_width_that_it_takes(monkeypatch):
+    query, key, value = torch.randn(1, 2, 3, 20), torch.randn(1, 2, 3, 20), torch.randn(1, 2, 3, 12)
+    assert [each.size(-1) for each in of_one_width(query, key, value)] == [20] * 3
+    monkeypatch.setattr(attention_blocks, "takes_packed", lambda query: True)
+    padded = of_one_width(query, key, value)
+    assert [each.size(-1) for each in padded] == [24] * 3
+    for each, plain in zip(padded, (query, key, value), strict=True):
+        assert torch.equal(each[..., : plain.size(-1)], plain)
+        assert not each[..., plain.size(-1) :].any()
+
+
+@pytest.mark.ranks(2)
+def test_windows_of_split_positions_without_a_causal_mask_are_not_packed(group, monkeypatch):
+    """Flash attention would align the window of a rank's queries at the last key of the sequence."""
+    monkeypatch.setattr(core_attention, "takes_packed", lambda query: True)
+    shard = ContextShard(16, group)
+    query = torch.randn(1, 2, 8, 4)
+    for mask_type, window, is_packed in (
+        (AttnMaskType.no_mask, (2, 2), False),
+        (AttnMaskType.causal, (2, 0), True),
+    ):
+        core = CoreAttention.__new__(CoreAttention)
+        torch.nn.Module.__init__(core)
+        core.attn_mask_type, core.window_size = mask_type, window
+        core.logit_softcap = core.sinks = None
+        core._activation, core._backend = Activation(), "auto"
+        runs = core._packed_runs(query, AttentionMask(context=shard), 16, 0.0)
+        assert (runs is not None) == is_packed

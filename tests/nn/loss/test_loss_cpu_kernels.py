@@ -182,3 +182,19 @@ def test_without_a_compiler_the_reference_computes_and_the_reason_is_told(monkey
         assert loss_cpu.why_not("loss_cpu.c").startswith(expected)
     finally:
         compile_c.cache_clear()
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("default", ["dtype", "device"])
+def test_defaults_of_the_program_do_not_matter(default, monkeypatch):
+    logits, target = rows_of(5, 64, torch.float32)
+    expected = loss_cpu.row_statistics(logits, target)
+    try:
+        if default == "dtype":
+            torch.set_default_dtype(torch.float64)
+        else:
+            torch.set_default_device("meta")
+        assert_bit_equal(loss_cpu.row_statistics(logits, target), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.communication.collectives import all_reduce
+from shardwise.core.communication.context import validated_calls
 from shardwise.core.errors import ConfigError, ShardingError, VocabularyError
 from shardwise.core.sharding import balanced_sizes
 from shardwise.nn import loss as engine
@@ -187,3 +188,12 @@ def test_every_function_of_the_loss_needs_the_size(group):
         for tensor in result if isinstance(result, tuple) else (result,):
             for of_rank in gather_all(tensor, group):
                 assert_bit_equal(of_rank, tensor)
+
+
+@pytest.mark.ranks(2)
+def test_a_share_that_does_not_fit_on_one_rank_is_refused_on_all_ranks_of_validated_calls(group):
+    logits, target = torch.randn(3, 5), torch.tensor([0, 3, 6])
+    with validated_calls((group,)), pytest.raises(ShardingError, match="balanced share of a vocabulary of 11 is 6"):
+        engine.vocab_parallel_cross_entropy(logits, target, group=group, vocab_size=11)
+    with pytest.raises(ShardingError, match="padded_vocab_size is 8, less than vocab_size, which is 10"):
+        engine.vocab_parallel_cross_entropy(logits, target, group=group, vocab_size=10, padded_vocab_size=8)

@@ -208,7 +208,7 @@ def split_for_rank(tensor: Tensor, *, group: ProcessGroup, dim: int, sizes: Sequ
         sizes: every rank's size along ``dim``; balanced if None.
 
     Returns:
-        A contiguous tensor (the input itself on one rank).
+        A new contiguous tensor; on one rank the input itself.
 
     Raises:
         ShardingError: ``sizes`` does not sum to the dimension, or there is no such dimension.
@@ -219,7 +219,8 @@ def split_for_rank(tensor: Tensor, *, group: ProcessGroup, dim: int, sizes: Sequ
     dim = checked_dim(dim, tensor.shape)
     sizes = checked_sizes(sizes, tensor.size(dim), t, f"dimension {dim} of shape {list(tensor.shape)}")
     rank = group.rank()
-    return tensor.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
+    # A view would keep the whole tensor, and autograd forbids in-place operations on one.
+    return tensor.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
 
 
 def all_to_all(

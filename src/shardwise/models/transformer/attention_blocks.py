@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from shardwise.core.sharding import Interval
 from shardwise.core.typed import computed_locally
-from shardwise.kernels.partial_attention import attend_to_part, differentiate_part, merge
+from shardwise.kernels.partial_attention import attend_to_part, differentiate_part, merge, takes_packed
 
 
 class Part(NamedTuple):
@@ -251,8 +251,13 @@ def attend_to_packed(
 
 
 def of_one_width(*tensors: Tensor) -> list[Tensor]:
-    """Append zeros to the last dimension, because flash attention takes queries, keys and values of one width."""
+    """Append zeros to the last dimension, because flash attention takes queries, keys and values of one width.
+
+    On CUDA the width is a multiple of 8.
+    """
     width = max(tensor.size(-1) for tensor in tensors)
+    if takes_packed(tensors[0]):
+        width = -(-width // 8) * 8
     return [F.pad(each, (0, width - each.size(-1))) if each.size(-1) < width else each for each in tensors]
 
 

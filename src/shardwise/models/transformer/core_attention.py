@@ -277,9 +277,12 @@ class CoreAttention(GroupModule):
         takes = dropout == 0 and self.logit_softcap is None and self.sinks is None and self._activation.adds_parts
         takes = takes and self._backend in ("auto", "flash")
         is_restricted = mask.document_ids is not None or self.window_size is not None
-        if not takes or not is_restricted or not takes_packed(query) or torch.compiler.is_compiling():
+        # Flash attention aligns a window at the last query and the last key, and a rank's queries end before the keys.
+        causal = self.attn_mask_type.is_causal
+        is_aligned = causal or self.window_size is None or mask.context is None
+        if not (takes and is_restricted and is_aligned and takes_packed(query)) or torch.compiler.is_compiling():
             return None
-        return mask.packed(query, num_keys, causal=self.attn_mask_type.is_causal)
+        return mask.packed(query, num_keys, causal=causal)
 
     def _attend_to_packed(
         self, query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Packed], heads: LocalHeads

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from shardwise.core.communication.agreement import agree
 from shardwise.core.communication.collectives import all_gather
 from shardwise.core.communication.context import numbers_without_sync
 from shardwise.core.errors import ConfigError, ShardingError
@@ -40,7 +41,8 @@ def vocab_ranges(
 
     Raises:
         ConfigError: ``vocab_size`` is None.
-        ShardingError: this rank's share of the vocabulary is not ``local_size``, or the vocabulary has no ids.
+        ShardingError: this rank's share of the vocabulary is not ``local_size``, the vocabulary has no ids, or
+            ``padded_vocab_size`` is less than ``vocab_size``. If the group's calls are validated, all ranks raise it.
     """
     t, rank = group.size(), group.rank()
     if vocab_size is None:
@@ -51,14 +53,20 @@ def vocab_ranges(
     split_size = vocab_size if padded_vocab_size is None else padded_vocab_size
     if vocab_size < 1:
         raise ShardingError(f"a vocabulary of {vocab_size} ids on {t} ranks; it needs at least 1")
+    if split_size < vocab_size:
+        raise ShardingError(f"padded_vocab_size is {split_size}, less than vocab_size, which is {vocab_size}")
     ranges = intervals_of_sizes(balanced_sizes(split_size, t))
-    share = ranges[rank][1] - ranges[rank][0]
-    if share != local_size or split_size < vocab_size:
-        raise ShardingError(
-            f"rank {rank} of {t} has {local_size} logits per token, but its balanced share of a vocabulary of "
-            f"{split_size} is {share}; pass vocab_size (the true one, {vocab_size} here) and, where it was padded, "
-            "padded_vocab_size"
-        )
+
+    def check_share() -> None:
+        share = ranges[rank][1] - ranges[rank][0]
+        if share != local_size:
+            raise ShardingError(
+                f"rank {rank} of {t} has {local_size} logits per token, but its balanced share of a vocabulary of "
+                f"{split_size} is {share}; pass vocab_size (the true one, {vocab_size} here) and, where it was padded, "
+                "padded_vocab_size"
+            )
+
+    agree(check_share, group=group, only_validated=True)
     return [(min(start, vocab_size), min(stop, vocab_size)) for start, stop in ranges]
 
 

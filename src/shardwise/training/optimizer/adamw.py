@@ -155,6 +155,9 @@ class AdamW(torch.optim.AdamW):
                 rounded=dtype,
                 clears=self.clears_gradients,
             )
+            # PyTorch did not see these writes. A backward through the old weights must raise an error.
+            written = [each for _, weight, *_, rounded, _ in rows for each in (weight, rounded) if each is not None]
+            torch.autograd.graph.increment_version(written)
 
     def state_of(self, param: Parameter, layout: ParamLayout) -> Mapping[str, tuple[Tensor, ParamLayout]]:
         """Return the running means of the gradient and of its square, in the parameter's layout; initially zero."""

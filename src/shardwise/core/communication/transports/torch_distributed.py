@@ -271,6 +271,11 @@ def broadcast_(tensor: Tensor, group: ProcessGroup, group_src: int) -> Tensor:
 
 _operators = torch.ops._c10d_functional
 
+_NAMES = {
+    getattr(dist.ReduceOp, name): name.lower()
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+}
+
 
 class Traced:
     """Collectives that ``torch.compile`` can trace: functional collectives, whose wait comes before the first use.
@@ -282,8 +287,7 @@ class Traced:
     @staticmethod
     def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool) -> Pending:
         """As in ``Transport``."""
-        name = "max" if op == dist.ReduceOp.MAX else "min" if op == dist.ReduceOp.MIN else "sum"
-        return _traced(_operators.all_reduce(tensor.contiguous(), name, group.group_name))
+        return _traced(_operators.all_reduce(tensor.contiguous(), _NAMES[op], group.group_name))
 
     @staticmethod
     def all_gather(
