@@ -32,7 +32,8 @@ def make_gpt(cp=1, way=None, *, pg_collection=None, **settings):
         **settings,
     )
     options = {"position_embedding_type": "rope", "pg_collection": pg_collection}
-    return GPTModel(config, get_gpt_layer_local_spec(), V, S, **options)
+    spec = get_gpt_layer_local_spec(settings.get("num_moe_experts"))
+    return GPTModel(config, spec, V, S, **options)
 
 
 def batch_of(number):
@@ -79,6 +80,49 @@ def test_a_step_is_that_of_one_rank(group, way):
     assert_close_to(mean, expected.detach(), rtol_of_norm=1e-12)
     for (name, param), own in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert_close_to(own.main_grad, param.grad, rtol_of_norm=1e-10, name=name)
+
+
+EXPERTS = {"num_moe_experts": 4, "add_bias_linear": False, "moe_router_topk": 2}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("balance", [{"moe_z_loss_coeff": 0.1}, {"moe_aux_loss_coeff": 0.1}], ids=str)
+def test_losses_of_experts_are_those_of_one_rank(group, balance):
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    alone = ProcessGroupCollection(
+        **dict.fromkeys(("tp", "cp", "pp"), parallel_state.get_pipeline_model_parallel_group())
+    )
+    found = []
+    for cp, collection in ((1, alone), (2, None)):
+        torch.manual_seed(3)
+        model = make_gpt(cp, None if cp == 1 else "all_gather", pg_collection=collection, **EXPERTS, **balance)
+        trained = model
+        if cp > 1:
+            trained = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+
+        def forward_step(batches, model, cp=cp):
+            batch = next(batches)
+            losses = loss_of(model, batch if cp == 1 else get_batch_on_this_cp_rank(batch))
+            # The loss of the tokens has no gradient, so that those of the experts are compared.
+            return losses, lambda losses: (0.0 * losses.sum(), losses.detach().sum())
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=map(batch_of, range(2)),
+            model=trained,
+            num_microbatches=2,
+            seq_length=S,
+            micro_batch_size=2,
+            pg_collection=collection,
+        )
+        if cp > 1:
+            trained.finish_grad_sync()
+        found.append({name: getattr(param, "main_grad", param.grad) for name, param in model.named_parameters()})
+    of_routers = [name for name in found[0] if "router" in name]
+    assert len(of_routers) == 2
+    for name in of_routers:
+        assert found[0][name].norm() > 1e-3
+        assert_close_to(found[1][name], found[0][name], rtol_of_norm=1e-10, name=name)
 
 
 @pytest.mark.ranks(4)

@@ -91,6 +91,13 @@ def test_changes_are_flags():
     selective = Mesh(dp=4, micro_batch_size=4, recomputation=Recomputation("selective", modules=("mlp", "core_attn")))
     assert changes(before, selective) == ["--recompute.granularity selective --recompute.modules mlp core_attn"]
     assert changes(before, before) == []
+    assert changes(Mesh(dp=8), Mesh(dp=8, ep=8, etp=1)) == ["--ep 8"]
+    assert changes(Mesh(dp=8, ep=8), Mesh(tp=2, dp=4, ep=4, etp=1)) == ["--tp 2", "--ep 4", "--etp 1"]
+    staged = Mesh(pp=2, virtual_stages=2, schedule="interleaved")
+    assert changes(staged, Mesh(dp=2)) == ["--pp 1", "--pipeline-schedule 1f1b", "--virtual-stages 1"]
+    split = Mesh(tp=2, sequence_parallel=True)
+    flags = ["--parallel.no-sequence-parallel", "--parallel.no-tp-comm-overlap"]
+    assert changes(split, Mesh(tp=2), overlaps=True) == flags
 
 
 LIMITED = """

@@ -226,3 +226,11 @@ def test_our_runs_are_sound(layout, tmp_path):
     found = run_doctor(tmp_path, None, *_SIZES, *LAYOUTS[layout], exit_code=0)
     assert found["sound"], found["findings"]
     assert found["rounding_is_measured"]
+
+
+def test_a_run_whose_layouts_drop_other_elements_is_refused(tmp_path):
+    data = ("--data", Path(__file__).parents[3] / "README.md", "--out", tmp_path / "run", "--nproc", "2")
+    options = (*_SIZES, "--model.dropout", "0.1", "--training.rng", "per_rank")
+    for code, _, errors in run_commands(tmp_path, [("doctor", "train", *data, *options)] * 2):
+        assert code == 2, errors
+        assert "training.rng is per_rank, so each layout drops other elements" in errors

@@ -48,13 +48,15 @@ def trainer(
     return trainer_of(folder, parallel, recompute, groups=groups, model=EXPERTS | model, seed=seed, **options)
 
 
-def curve(trainer: Trainer, routing: RoutingRecorder | RoutingReplay | None, *, first: int = 0) -> Tensor:
+def curve(
+    trainer: Trainer, routing: RoutingRecorder | RoutingReplay | None, *, first: int = 0, length: int = LENGTH
+) -> Tensor:
     """Losses and norms of steps on random tokens."""
     own = BATCH // trainer.num_sample_ranks
     mine = slice(trainer.sample_rank * own, (trainer.sample_rank + 1) * own)
     results = []
     for step in range(first, first + STEPS):
-        ids = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))[mine]
+        ids = torch.randint(VOCAB, (BATCH, length + 1), generator=torch.Generator().manual_seed(step))[mine]
         size = trainer.settings.micro_batch_size(trainer.num_sample_ranks)
         batches = list(map(Batch, ids[:, :-1].split(size), ids[:, 1:].split(size)))
         with nullcontext() if routing is None else routing.step(step):
@@ -84,6 +86,23 @@ def test_any_layout_records_and_replays_one_routing(layout, group, tmp_path):
     assert not torch.allclose(replayed, curve(trainer(tmp_path, seed=2), None), rtol=1e-4)
     split = trainer(tmp_path, layout, seed=2)
     torch.testing.assert_close(curve(split, RoutingReplay(split.model, alone)), replayed, rtol=1e-10, atol=0)
+
+
+@pytest.mark.ranks(2)
+def test_exact_ranks_that_route_the_same_tokens(group, tmp_path):
+    found = []
+    for tp in (1, 2):
+        parallel = ParallelSettings(tp=tp, ep=tp, exact=True, exact_parts=2)
+        groups = Groups.of(Topology.create(tp=tp, ep=tp, etp=1))
+        groups = groups if tp > 1 else Groups.alone(groups.tp)
+        options: dict[str, Any] = {"dtype": "float32", "micro_batch_size": 4, "global_batch_size": BATCH}
+        exact = trainer_of(tmp_path, parallel, groups=groups, model=EXPERTS, seed=1, **options)
+        folder = tmp_path / ("split" if tp > 1 else f"alone {group.rank()}")
+        curve(exact, RoutingRecorder(exact.model, folder), length=10)
+        found.append(load_file(folder / "step_00000000.safetensors"))
+    assert found[0].keys() == found[1].keys()
+    for key, tensor in found[0].items():
+        assert torch.equal(found[1][key], tensor), key
 
 
 @pytest.mark.ranks(2)

@@ -108,8 +108,7 @@ def repeat(
     """
     with open_ranks(settings.device, timeout=settings.timeout) as ranks:
         session = open_session(settings, ranks)
-        if session.settings.training.rng == "per_rank" and draws_dropout(session):
-            raise ConfigError("training.rng is per_rank, so each layout drops other elements")
+        check_dropout(session)
         if saved is not None:
             check_belongs(session, saved)
         with session.shortage.explained():
@@ -118,6 +117,12 @@ def repeat(
             with twin_of(session, folder, steps=len(steps)) as twin:
                 other = _steps(session, twin, base, steps, evaluated, kept)
     return own, other
+
+
+def check_dropout(session: Session) -> None:
+    """Raise ConfigError if two layouts of the run drop other elements."""
+    if session.settings.training.rng == "per_rank" and draws_dropout(session):
+        raise ConfigError("training.rng is per_rank, so each layout drops other elements; use --training.rng global")
 
 
 def alone(session: Session, dtype: str | None = None) -> Trainer:

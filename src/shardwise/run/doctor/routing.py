@@ -189,9 +189,9 @@ class RoutingRecorder(_Routing):
             parts = [self._experts[place] for place in sorted(self._experts) if place[0] == layer]
             if parts:
                 whole[mine] = torch.cat(parts)
-            # Each token of a layer was on one rank.
+            # Each token of a layer was on one rank, or on several with the same experts, as in exact mode.
             for group in self._groups:
-                whole = all_reduce(whole, group=group, may_overwrite=True)
+                whole = all_reduce(whole, group=group, op=dist.ReduceOp.MAX, may_overwrite=True)
             if self._writes:
                 tensors[str(layer)] = whole.to("cpu", torch.uint8 if num <= 256 else torch.int32)
         hashes = torch.zeros(self._num_ranks * own, dtype=torch.int64, device=self._device)

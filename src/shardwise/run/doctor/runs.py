@@ -13,7 +13,7 @@ from shardwise.core.topology import Groups
 from shardwise.run.doctor.diagnosis import Diagnosis, diagnose
 from shardwise.run.doctor.places import Axes
 from shardwise.run.doctor.recorder import BUDGET, Recorder
-from shardwise.run.doctor.repeating import ONE_RANK, alone, other_rounding
+from shardwise.run.doctor.repeating import ONE_RANK, alone, check_dropout, other_rounding
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.session import open_session
 from shardwise.run.settings import RunSettings
@@ -49,7 +49,7 @@ def diagnose_run(
 
     Raises:
         ParityError: a module is wrong; on every rank, after the report.
-        ConfigError: the layout has one rank, or the settings do not fit the ranks.
+        ConfigError: the layout has one rank, layouts drop other elements, or the settings do not fit the ranks.
         ShardwiseError: any other failure, on every rank.
     """
     overlaps = settings.parallel.tp > 1 and not settings.parallel.fsdp
@@ -62,6 +62,7 @@ def diagnose_run(
         if ranks.is_first:
             shutil.rmtree(folder, ignore_errors=True)
         session = open_session(settings, ranks, make_task)
+        check_dropout(session)
         with session.shortage.explained():
             session.task.method.before(session)
             agree(lambda: _record_alone(session, folder, steps, budget), group=ranks.control)

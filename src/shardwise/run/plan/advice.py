@@ -62,7 +62,7 @@ def _smallest_change(workload: Workload, mesh: Mesh, usable: int) -> str:
             nearest = min(
                 found, key=lambda choice: (*choice.order[:1], -choice.plan.mesh.micro_batch_size, *choice.order[1:])
             )
-            flags = " ".join(changes(mesh, nearest.plan.mesh))
+            flags = " ".join(changes(mesh, nearest.plan.mesh, overlaps=workload.settings.parallel.tp_comm_overlap))
             return f"The smallest change that fits, with {shown_bytes(nearest.plan.worst.total)}: {flags}"
     return (
         f"No layout of {mesh.world_size} ranks needs as little as {shown_bytes(usable)} of each; use more ranks, "
@@ -74,15 +74,23 @@ def _cost(before: Mesh, after: Mesh) -> tuple[int, int]:
     return len(changes(before, after)), -after.micro_batch_size
 
 
-def changes(before: Mesh, after: Mesh) -> list[str]:
-    """The flags that turn one mesh into the other."""
+def changes(before: Mesh, after: Mesh, *, overlaps: bool = False) -> list[str]:
+    """The flags that turn the mesh of a run, with ``--tp-comm-overlap`` if ``overlaps``, into another one."""
     flags = [
         f"--{name} {getattr(after, name)}"
-        for name in ("tp", "pp", "zero")
+        for name in ("tp", "pp", "zero", "ep")
         if getattr(before, name) != getattr(after, name)
     ]
+    if (before.etp or after.tp) != after.expert_tp:
+        flags.append(f"--etp {after.expert_tp}")
+    if before.schedule != after.schedule:
+        flags.append(f"--pipeline-schedule {after.schedule}")
+    if before.virtual_stages != after.virtual_stages:
+        flags.append(f"--virtual-stages {after.virtual_stages}")
     if before.splits_sequence != after.splits_sequence:
         flags.append("--sequence-parallel" if after.splits_sequence else "--parallel.no-sequence-parallel")
+        if overlaps and not after.splits_sequence:
+            flags.append("--parallel.no-tp-comm-overlap")
     if before.shards_fully != after.shards_fully:
         flags.append("--fsdp" if after.shards_fully else "--parallel.no-fsdp")
     recomputation = after.recomputation

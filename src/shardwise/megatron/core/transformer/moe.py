@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.sequence_view import SequenceView
+from shardwise.core.topology import Groups
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _group_of, _groups_of
 from shardwise.megatron.core.tensor_parallel.module import mark_parameter, mark_replicas
@@ -31,7 +32,8 @@ class TopKRouter(router.Router, MegatronModule):
 
     Args:
         config: config with experts.
-        pg_collection: collection with the group ``tp``; None means the ambient topology's.
+        pg_collection: collection with the group ``tp``, and with ``cp`` and ``dp_cp`` if positions are split; None
+            means the ambient topology's.
 
     Attributes:
         weight: ``[num_moe_experts, h]``.
@@ -43,7 +45,11 @@ class TopKRouter(router.Router, MegatronModule):
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         self.tp_group = _group_of(pg_collection, "tp")
-        super().__init__(config, _experts_of(config), self.tp_group)
+        given = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        cp = getattr(given, "cp", None)
+        is_split = cp is not None and cp.size() > 1
+        groups = Groups(self.tp_group) if not is_split else Groups(self.tp_group, dp=given.dp_cp, cp=cp)
+        super().__init__(config, _experts_of(config), self.tp_group, groups)
         mark_replicas(self)
         self.config = config
 
@@ -250,8 +256,9 @@ class MoELayer(moe.MoELayer, MegatronModule):
         config: config with experts.
         submodules: parts of the layer.
         layer_number: stored as an attribute.
-        pg_collection: collection with ``tp``, ``tp_ep``, ``expt_tp`` and ``expt_dp``; None means the ambient
-            topology's. Without ``tp_ep`` the tensor-parallel ranks hold and split all experts.
+        pg_collection: collection with ``tp``, ``tp_ep``, ``expt_tp`` and ``expt_dp``, and with ``cp`` and ``dp_cp`` if
+            positions are split; None means the ambient topology's. Without ``tp_ep`` the tensor-parallel ranks hold
+            and split all experts.
 
     Attributes:
         router, experts: ``TopKRouter``, and ``GroupedMLP`` or ``SequentialMLP``.

@@ -230,7 +230,8 @@ def _own_attention(part: Any, config: ModelConfig, layer_number: int, group: Pro
 
 
 def _experts(part: Any, config: ModelConfig, groups: Groups) -> nn.Module:
-    own = {"tp": groups.tp, "tp_ep": groups.experts, "expt_tp": groups.expert_tp, "expt_dp": groups.expert_dp}
+    own = {"tp": groups.tp} | ({} if groups.cp is None else {"cp": groups.cp, "dp_cp": groups.dp})
+    own |= {"tp_ep": groups.experts, "expt_tp": groups.expert_tp, "expt_dp": groups.expert_dp}
     built: nn.Module = module.build_module(part, config=config, pg_collection=ProcessGroupCollection(**own))
     built.register_forward_hook(_add_bias)
     return built
