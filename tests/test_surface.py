@@ -218,7 +218,7 @@ def test_nothing_public_is_undocumented(module):
     }
     assert defined <= offered
     documented = set(re.findall(r"`(\w+)", GUIDE))
-    assert offered <= documented, f"docs/porting.md does not mention {sorted(offered - documented)}"
+    assert offered <= documented, f"the pages docs/porting*.md do not mention {sorted(offered - documented)}"
     for name in offered:
         value = getattr(imported, name)
         if inspect.isfunction(value) or inspect.isclass(value):
@@ -298,8 +298,10 @@ def test_the_guide_gives_every_item_of_the_surface_a_state():
             assert name in of_submodules, name
             continue
         states = [state for row, state in sections[module] if row == name]
-        assert len(states) == 1, f"docs/porting.md, {module}: {name} stands in {len(states)} rows of its section"
-        assert states[0] in STATES, f"docs/porting.md, {module}: the state of {name} is {states[0]!r}, none of {STATES}"
+        assert len(states) == 1, f"docs/porting*.md, {module}: {name} stands in {len(states)} rows of its section"
+        assert states[0] in STATES, (
+            f"docs/porting*.md, {module}: the state of {name} is {states[0]!r}, none of {STATES}"
+        )
 
 
 def refusals():

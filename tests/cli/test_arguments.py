@@ -259,3 +259,13 @@ def test_commands_of_the_documents_are_read():
     assert {"optimizers.md", "finetuning.md"} <= {page for page, _, _ in commands}
     for _, command, arguments in commands:
         PARSERS[command](shlex.split(arguments))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--sequence-length", "8"), ("--no-mask-prompts",), ("--no-special-tokens",), ("--text-key", "x")],
+    ids=str,
+)
+def test_flags_of_data_are_not_of_tasks(flags):
+    with pytest.raises(ConfigError, match=f"{flags[0]} is of --data, and --tasks has data of its own; leave it out"):
+        of(EvalArguments)(["model", "--tasks", "sums", *flags])

@@ -244,6 +244,8 @@ def test_samples_are_shown(chats, capsys, monkeypatch, coloured):
     assert "record 4" in out
     assert "record 5" not in out
     assert not (chats / "none").exists()
+    assert main(chat_arguments(chats, "--show", "3", "--nproc", "2")) == 2
+    assert "--show prints samples on one rank; leave --nproc 2 out" in capsys.readouterr().err
 
 
 def test_what_is_shown_does_nothing_to_a_terminal(chats, capsys, tmp_path):

@@ -84,6 +84,20 @@ def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     FolderLock(tmp_path).release()
 
 
+def test_a_lock_that_only_files_for_writing_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS 4, where the file of a killed run on another host is free."""
+    lock = fcntl.flock
+
+    def refuse(descriptor: int, operation: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    (tmp_path / LOCK_NAME).write_text(json.dumps({"host": "there", "machine": "00000000", "pid": 1, "started": "1"}))
+    check_free(tmp_path)
+
+
 def holder_of(folder: Path) -> dict:
     """What this process writes into a lock of ``folder``."""
     with FolderLock(folder):

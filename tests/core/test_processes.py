@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from shardwise.core.processes import in_forks
+from shardwise.core.processes import call_in_fresh_process, in_forks
 
 
 def tenfold(number):
@@ -91,3 +91,9 @@ def collected_without(kept, number):
     # What this process still held, the fork drops.
     kept.clear()
     return collected(number)
+
+
+def test_a_fresh_process_leaves_modules_of_the_folder_alone(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise SystemExit('the module of the folder')")
+    monkeypatch.chdir(tmp_path)
+    assert call_in_fresh_process("os:getcwd") == str(tmp_path)

@@ -6,6 +6,7 @@ import pytest
 
 from shardwise.core.errors import DataError
 from shardwise.data import ExampleEncoder, UnusableExampleError, example_of, examples, labelled
+from shardwise.data.examples import messages_of
 from shardwise.data.json_records import Record
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 
@@ -131,3 +132,13 @@ def test_an_item_is_hashed_once(monkeypatch):
         monkeypatch.setattr(module, "digest_of", lambda value: hashed.append(value) or str(len(hashed)))
     items = [example({"text": "Who?"}), labelled.LabelledText("line 1", "Who?", None, "a")]
     assert [item.sha256 for item in (*items, *items)] == ["1", "2", "1", "2"]
+
+
+def test_content_of_a_call_may_be_none():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    (message,) = messages_of([call], "record 1", "messages")
+    assert message["content"] is None
+    (other,) = messages_of([{key: value for key, value in call.items() if key != "content"}], "record 1", "messages")
+    assert "content" not in other
+    with pytest.raises(DataError, match="no content"):
+        messages_of([{"role": "user", "content": None}], "record 1", "messages")

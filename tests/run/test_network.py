@@ -5,9 +5,9 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from shardwise.core.errors import LaunchError
+from shardwise.core.errors import ConfigError, LaunchError
 from shardwise.run.processes import ranks
-from shardwise.run.processes.ranks import addresses_towards, interface_of, join
+from shardwise.run.processes.ranks import addresses_towards, interface_of, join, open_ranks
 
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
@@ -69,3 +69,12 @@ def test_who_cannot_join_is_told_of_the_variable(environment):
     environment.setattr(dist, "rendezvous", refuse)
     with pytest.raises(LaunchError, match=r"rank 1 of 2 could not join the others at 127.0.0.1:9 .*GLOO_SOCKET_IFNAME"):
         join(ranks.torch.device("cpu"), local_rank=0, num_local=1, timeout=ranks.datetime.timedelta(seconds=1))
+
+
+def test_several_hosts_need_the_number_of_ranks_of_one(monkeypatch):
+    for name, value in {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "MASTER_ADDR": "node1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    missing = r"RANK is 8 and LOCAL_RANK 0, .* LOCAL_WORLD_SIZE is missing; set it"
+    with pytest.raises(ConfigError, match=missing), open_ranks("cpu"):
+        pass

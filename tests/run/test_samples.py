@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,12 +11,14 @@ import torch
 from harness.parity import assert_close_to
 from run.tiny_layouts import trainer_of, whole_weights
 
-from shardwise.core.errors import ConfigError, DataError
+from shardwise.core.errors import ConfigError, DataError, DesyncError
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader, Encoded, Example, ExampleEncoder, SampleRows, TokenSamples
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
+from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import SampleSettings
 from shardwise.run.tasks.samples import check_template, prepare_samples
+from shardwise.run.tasks.task_data import share
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content ~ END }}{% endfor %}"
@@ -153,3 +156,12 @@ def test_identity_is_of_the_examples_not_of_their_places(tokenizer, monkeypatch,
     }
     assert len(digests) == 3
     assert json.dumps(prepared(examples, encoder, monkeypatch, tmp_path).identity)
+
+
+@pytest.mark.ranks(2)
+def test_hosts_with_other_data_to_measure_on_are_refused(group):
+    """The first rank of each host reads; here each rank is a host."""
+    tokenizer = SimpleNamespace(sha256="same")
+    data = SimpleNamespace(sha256="same", held_out_sha256=f"of host {group.rank()}", tokenizer=tokenizer, notes=())
+    with pytest.raises(DesyncError, match="the held-out text"):
+        share(lambda: data, Ranks(group.rank(), 0, 2, torch.device("cpu")))

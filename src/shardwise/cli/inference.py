@@ -119,7 +119,11 @@ class ChatArguments(GeneratingArguments):
 
 
 def _turns() -> Iterator[str]:
-    while (line := _read_line()) is not None and (turn := line.strip()) != _EXIT:
+    while True:
+        with _errors_of_input():
+            line = _read_line()
+        if line is None or (turn := line.strip()) == _EXIT:
+            return
         yield turn
 
 
@@ -134,9 +138,15 @@ def _read_line() -> str | None:
         line.encode()
     except EOFError:
         return None
+    return line
+
+
+@contextlib.contextmanager
+def _errors_of_input() -> Iterator[None]:
+    try:
+        yield
     except UnicodeError as error:
         raise DataError(f"a line of standard input is no text: {error}; write it in UTF-8") from error
-    return line
 
 
 @dataclass(frozen=True)
@@ -180,9 +190,17 @@ class ClassifyArguments(SplitArguments):
     def work(self) -> None:
         from shardwise.run import classify
 
-        lines = None if self.text or self.data else sys.stdin
+        lines = None if self.text or self.data else _lines()
         note = partial(print_note, "note")
         classify(**self.keywords(), lines=lines, on_answer=_print_answer, on_note=note)
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of standard input."""
+    with _errors_of_input():
+        for line in sys.stdin:
+            line.encode()
+            yield line
 
 
 def _print_answer(answer: object) -> None:
@@ -249,6 +267,11 @@ class EvalArguments(SplitArguments):
         alone |= {"--chat": self.chat or None, "--output": self.output}
         if not self.tasks and (given := [flag for flag, value in alone.items() if value is not None]):
             raise ConfigError(f"{given[0]} is of tasks; name some with --tasks")
+        of_data = {"--sequence-length": self.sequence_length is not None, "--no-mask-prompts": not self.mask_prompts}
+        of_data |= {"--no-special-tokens": not self.special_tokens}
+        of_data |= {"--text-key": self.text_key != CorpusSettings.text_key}
+        if self.tasks and (named := [flag for flag, is_given in of_data.items() if is_given]):
+            raise ConfigError(f"{named[0]} is of --data, and --tasks has data of its own; leave it out")
 
     def prepare(self, world_size: int) -> None:
         from shardwise.run.commands.evaluate import open_to_measure

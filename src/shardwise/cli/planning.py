@@ -54,7 +54,8 @@ class RunPlanArguments(SettingsArguments):
     """Arguments of the plan of a run.
 
     Attributes:
-        ranks: number of ranks; tp x pp if not given. With --fit, several numbers are allowed.
+        ranks: number of ranks; if not given, the fewest that tp, cp, pp, ep and etp allow. With --fit, several numbers
+            are allowed.
         rank: show all numbers of this rank, such as each collective with its group, count and bytes, instead of a line
             for each pipeline stage.
         fit: memory of a rank, such as 80GiB or 16GB; lists the layouts that fit, best first, instead of one plan.
@@ -67,7 +68,7 @@ class RunPlanArguments(SettingsArguments):
         json: print JSON.
     """
 
-    ranks: tuple[str, ...] = ()
+    ranks: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--nproc",))] = ()
     rank: Annotated[int | None, _RANK] = None
     fit: str | None = None
     ranks_per_host: Annotated[int, LOCAL_RANKS] = DEFAULT_RANKS_PER_HOST
@@ -85,8 +86,7 @@ class RunPlanArguments(SettingsArguments):
 
     def world_sizes(self) -> tuple[int, ...]:
         """Return the numbers of ranks to plan for."""
-        parallel = self.settings.parallel
-        return _world_sizes(self.ranks, self.fit, RANKS) or (parallel.tp * parallel.pp,)
+        return _world_sizes(self.ranks, self.fit, RANKS) or (self.settings.parallel.fewest_ranks,)
 
     def workload(self) -> "Workload":
         """Return the run to plan."""

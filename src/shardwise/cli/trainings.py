@@ -58,6 +58,15 @@ class FinetuneArguments(RunArguments):
     show: Annotated[int, Range(0, 1_000_000)] = 0
 
     @property
+    def lasts(self) -> bool:  # type: ignore[override]  # one command that trains or prints
+        return not self.show
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.show and self.nproc is not None:
+            raise ConfigError(f"--show prints samples on one rank; leave --nproc {self.nproc} out")
+
+    @property
     def num_ranks(self) -> int:
         return 1 if self.show else super().num_ranks
 

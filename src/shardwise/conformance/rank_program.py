@@ -103,7 +103,7 @@ class _Ranks:
         if complaint is not None or any(reply["outcome"] != "passed" for _, reply in replies):
             # State that a failure left must not fail the next case.
             self.end()
-        for outcome in ("not offered", "failed"):
+        for outcome in ("failed", "not offered"):
             for number, reply in replies:
                 if reply["outcome"] == outcome:
                     return outcome, f"rank {number}: {reply['message']}"

@@ -67,8 +67,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 @contextmanager
-def open_regular(path: str | os.PathLike[str]) -> Iterator[int]:
-    """Open a regular file for reading and yield its descriptor.
+def open_regular(path: str | os.PathLike[str], mode: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a regular file, by default for reading, and yield its descriptor.
 
     Opening a named pipe could block forever, and reading a device may never end. The file's type is therefore checked
     before the file is opened, and again afterwards.
@@ -78,7 +78,7 @@ def open_regular(path: str | os.PathLike[str]) -> Iterator[int]:
     """
     try:
         _check_regular(os.stat(path), path)
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(path, mode | os.O_CLOEXEC | os.O_NONBLOCK)
     except ValueError as error:
         # The path has a NUL, or a character that file names cannot have.
         raise OSError(errno.EINVAL, str(error), repr(path)) from error
@@ -302,7 +302,8 @@ def check_free(folder: Path, *, name: str = LOCK_NAME, what: Path | None = None,
     """
     check_folder(folder, flag=flag)
     path = folder / name
-    with suppress(FileNotFoundError), open_regular(path) as descriptor:
+    # NFS locks only files that are open for writing.
+    with suppress(FileNotFoundError), open_regular(path, os.O_RDWR) as descriptor:
         holder = _holder(path)
         if not _is_free(descriptor, holder):
             raise _in_use(what or folder, path, holder, flag)

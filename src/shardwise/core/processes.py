@@ -140,7 +140,8 @@ def call_in_fresh_process(function: str, *args: Any, timeout: float | None = Non
     request = pickle.dumps((list(sys.path), function, args))
     options: dict[str, Any] = {"input": request, "capture_output": True, "timeout": timeout, "check": False}
     try:
-        done = subprocess.run([sys.executable, "-c", _ANSWER], preexec_fn=_lift_limit, **options)
+        # Without -P, modules of the current folder would hide those of Python.
+        done = subprocess.run([sys.executable, "-P", "-c", _ANSWER], preexec_fn=_lift_limit, **options)
     except (OSError, subprocess.SubprocessError) as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
     if done.returncode:

@@ -171,10 +171,10 @@ class ExampleEncoder:
         if not turns and self.mask_prompts:
             raise UnusableExampleError("no turn of the assistant")
         for message in turns:
-            if not (message.get("content", "").strip() or message.get("tool_calls")):
+            if not ((message.get("content") or "").strip() or message.get("tool_calls")):
                 raise UnusableExampleError("an empty turn of the assistant")
         if not self.parse_special:
-            texts = [message.get("content", "") for message in messages]
+            texts = [message.get("content") or "" for message in messages]
             for name in self.tokenizer.special_names:
                 if any(name in text for text in texts):
                     raise UnusableExampleError("it spells a special token (--no-special-tokens)", name)
@@ -286,7 +286,7 @@ _PROBE = 16
 
 def _gist(message: Mapping[str, Any]) -> str:
     """Return the text that every rendering of a message contains: its content, or the function that it calls."""
-    content: str = message.get("content", "").strip()
+    content: str = (message.get("content") or "").strip()
     calls = message.get("tool_calls")
     if content or not isinstance(calls, list) or not calls or not isinstance(calls[0], dict):
         return content

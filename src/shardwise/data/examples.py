@@ -132,6 +132,9 @@ def _message_of(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f'{where}: not an object but {kind_of(value)}; a message is {{"role": ..., "content": ...}}')
     message = {name: each for name, each in value.items() if each is not None}
+    if "content" in value and not message.keys() & {"content", "value"}:
+        # Templates tell None from a missing key.
+        message["content"] = None
     for theirs, ours in (("from", "role"), ("value", "content")):
         if theirs in message and ours not in message:
             message[ours] = message.pop(theirs)
@@ -143,7 +146,7 @@ def _message_of(value: object, where: str) -> dict[str, Any]:
     message["role"] = role = _ROLES.get(role, role)
     if role not in _KNOWN_ROLES:
         raise DataError(f"{where}: the role {role[:40]!r} is unknown; use one of {', '.join((*_KNOWN_ROLES, *_ROLES))}")
-    if "content" in message:
+    if message.get("content") is not None:
         message["content"] = _content_of(message["content"], where)
     elif "tool_calls" not in message:
         raise DataError(f"{where}: no content; give it 'content' (or 'value'), or remove the message")
@@ -250,7 +253,7 @@ def preference_of(record: Record) -> Preference:
         # Each answer keeps at least one message, even if one answer is a prefix of the other.
         common = min(common_length(*answers), min(map(len, answers)) - 1)
         before, *answers = answers[0][:common], *(answer[common:] for answer in answers)
-        if isinstance(prompt, str) and all(prompt.strip() != each.get("content", "").strip() for each in before):
+        if isinstance(prompt, str) and all(prompt.strip() != (each.get("content") or "").strip() for each in before):
             raise DataError(
                 f"{where}: 'prompt' is a text that none of the messages says which 'chosen' and 'rejected' both begin "
                 "with; repair the record, or leave 'prompt' out"

@@ -178,11 +178,25 @@ def test_where_a_folder_has_it(tmp_path):
         found = ChatTemplate.load(tmp_path)
         assert found is not None
         assert found.render(CHAT).text == "</s>"
+    assert found.render(CHAT, tools=[{}]).text == "t"
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token * 2 }}")
     found = ChatTemplate.load(tmp_path)
     assert found is not None
-    assert found.render(CHAT).text == "</s></s>"
+    assert found.render(CHAT).text == found.render(CHAT, tools=[{}]).text == "</s></s>"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }}")
+    of_tools = ChatTemplate.load(tmp_path)
+    assert of_tools is not None
+    assert of_tools.render(CHAT).text == "</s></s>"
+    assert of_tools.render(CHAT, tools=[{}]).text == "1"
+    assert of_tools.sha256 != found.sha256
     (tmp_path / "chat_template.jinja").unlink()
     config.write_text('{"chat_template": [1]}')
     with pytest.raises(DataError, match="neither a template nor a list"):
         ChatTemplate.load(tmp_path)
+
+
+def test_content_that_is_none_is_there():
+    template = ChatTemplate("{% for m in messages %}{{ 'call' if m['content'] is none else m.content }}{% endfor %}")
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "name": None}]
+    assert template.render(messages).text == "xcall"

@@ -58,3 +58,21 @@ def test_blanks_that_depend_on_the_token_before():
     metaspace = Tokenizer(backend, "</s>")
     assert metaspace.decode([1]) == "two"
     assert stream(metaspace, [1, 0], [0]) == [" two", " one", "", ""]
+
+
+@pytest.fixture(scope="module")
+def of_bytes() -> Tokenizer:
+    """Each character but two is its bytes, as for scripts that Llama 2's vocabulary lacks."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)] + ["a", "</s>"]
+    backend = tokenizers.Tokenizer(models.WordLevel({name: id for id, name in enumerate(names)}, unk_token="</s>"))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return Tokenizer(backend, "</s>")
+
+
+@pytest.mark.parametrize("given", range(9))
+def test_runs_of_bytes_are_cut_between_characters(of_bytes, given):
+    """A run that begins within a character would be U+FFFD as a whole, its other characters included."""
+    ids = [*"ကခဂ ဃ中é".encode() * 9, 256]
+    text = of_bytes.decode(ids)
+    first = len(text[:given].encode())
+    assert "".join(stream(of_bytes, ids[first:], ids[:first])) == text[given:]

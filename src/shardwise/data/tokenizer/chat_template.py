@@ -14,6 +14,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ from shardwise.data.tokenizer.template_limits import LimitedEnvironment, render
 from shardwise.data.tokenizer.template_meter import LimitError
 
 TEMPLATE_NAME = "chat_template.jinja"
+TOOLS_TEMPLATE_NAME = "additional_chat_templates/tool_use.jinja"
 
 Message = Mapping[str, Any]
 """A message with a role, a content, and further values that a template may read."""
@@ -61,6 +63,7 @@ class ChatTemplate:
         source: the Jinja program.
         tokens: names of special tokens by role, such as ``bos_token``.
         where: origin of the program, for messages.
+        of_tools: template for messages with tools; None for the same.
 
     Attributes:
         source, tokens: as given.
@@ -71,9 +74,15 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, tokens: Mapping[str, str] | None = None, *, where: str = "the chat template"
+        self,
+        source: str,
+        tokens: Mapping[str, str] | None = None,
+        *,
+        where: str = "the chat template",
+        of_tools: ChatTemplate | None = None,
     ) -> None:
         self.source = source
+        self._of_tools = of_tools
         self.tokens = dict(tokens or {})
         self._where = where
         # The positions of marked parts are known only when the text is complete. Random marks cannot occur in content
@@ -95,7 +104,8 @@ class ChatTemplate:
         """Load the template in a model's folder; None if there is none.
 
         It is in ``chat_template.jinja``, or else under ``chat_template`` in ``tokenizer_config.json`` or
-        ``chat_template.json``: a string, or the one named "default" of several.
+        ``chat_template.json``: a string, or the one named "default" of several. The one named "tool_use", or
+        ``additional_chat_templates/tool_use.jinja``, is for messages with tools.
 
         Raises:
             DataError: a file cannot be read, or the template is invalid.
@@ -103,12 +113,10 @@ class ChatTemplate:
         folder = Path(folder)
         tokens = DeclaredTokens(folder).names
         path = folder / TEMPLATE_NAME
-        try:
-            return cls(read_regular(path, limit=MAX_CONFIG_BYTES).decode(), tokens, where=str(path))
-        except FileNotFoundError:
-            pass
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+        if (source := _text_of(path)) is not None:
+            tools = folder / TOOLS_TEMPLATE_NAME
+            other = None if (text := _text_of(tools)) is None else cls(text, tokens, where=str(tools))
+            return cls(source, tokens, where=str(path), of_tools=other)
         for name in (CONFIG_NAME, "chat_template.json"):
             path = folder / name
             try:
@@ -118,14 +126,20 @@ class ChatTemplate:
             except (OSError, ValueError) as error:
                 raise DataError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
             if value is not None:
-                return cls(_default_of(value, path), tokens, where=f"chat_template in {path}")
+                default, tools_source = _named_in(value, path)
+                where = f"chat_template in {path}"
+                other = None if tools_source is None else cls(tools_source, tokens, where=where)
+                return cls(default, tokens, where=where, of_tools=other)
         return None
 
     @property
     def sha256(self) -> str:
         """Hex digest of everything that affects rendering, including today's date if the template uses it."""
         today = datetime.date.today().isoformat() if "strftime_now" in self.source else ""
-        return hashlib.sha256(json.dumps([self.source, sorted(self.tokens.items()), today]).encode()).hexdigest()
+        parts = [self.source, sorted(self.tokens.items()), today]
+        if self._of_tools is not None:
+            parts.append(self._of_tools.sha256)
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def render(
         self,
@@ -138,7 +152,7 @@ class ChatTemplate:
         """Render messages as the model's input text.
 
         Args:
-            messages: messages in order, not modified; a value of None counts as missing.
+            messages: messages in order, not modified; a value of None counts as missing, except that of ``content``.
             tools: descriptions of functions that the assistant may call.
             add_generation_prompt: whether to add the beginning of the assistant's next turn.
             variables: further variables of the template.
@@ -147,7 +161,13 @@ class ChatTemplate:
             TemplateError: the template rejects the messages or fails on them.
             DataError: the template takes too many steps, or its output is too long.
         """
-        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        if tools and self._of_tools is not None:
+            render_with = partial(self._of_tools.render, messages, tools=tools)
+            return render_with(add_generation_prompt=add_generation_prompt, **variables)
+        given = [
+            {name: value for name, value in message.items() if value is not None or name == "content"}
+            for message in messages
+        ]
         values = self.tokens | variables | {"messages": given, "tools": tools, "documents": None}
         try:
             text = render(self._template, values | {"add_generation_prompt": add_generation_prompt})
@@ -173,16 +193,27 @@ def _without_marks(text: str, opening: str, closing: str) -> Rendered:
     return Rendered("".join(pieces), tuple(spans))
 
 
-def _default_of(value: object, path: Path) -> str:
-    """Return the template itself, or the default one of a list or an object of named templates."""
-    named = value
+def _text_of(path: Path) -> str | None:
+    """Return the content of a file, or None if there is none; raise DataError if it cannot be read."""
+    try:
+        return read_regular(path, limit=MAX_CONFIG_BYTES).decode()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _named_in(value: object, path: Path) -> tuple[str, str | None]:
+    """Return the template itself, or of named templates the default one and that for tools, if any."""
+    named: Any = value
+    of_tools: object = None
     if isinstance(value, list) and all(isinstance(each, dict) for each in value):
         named = {each.get("name"): each.get("template") for each in value}
     if isinstance(named, dict):
-        named = named.get("default")
+        named, of_tools = named.get("default"), named.get("tool_use")
     if not isinstance(named, str):
         raise DataError(f"chat_template in {str(path)!r} is neither a template nor a list with one named 'default'")
-    return named
+    return named, of_tools if isinstance(of_tools, str) else None
 
 
 def _environment(mark: Callable[[str], str]) -> LimitedEnvironment:

@@ -6,10 +6,10 @@ from shardwise.data.tokenizer.tokenizer import Tokenizer
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
-# Decode only a window, because decoding all tokens for each new one takes quadratic time. The window is so long that
-# its start, which may lie within a character, does not matter.
+# Decode only a window, because decoding all tokens for each new one takes quadratic time.
 _MAX_WINDOW = 64
 _KEPT = 8
+_LONGEST_CHARACTER = 4
 
 
 class TextStream:
@@ -25,7 +25,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._window = list(prompt_ids[-_KEPT:])
+        self._window = self._last_of(list(prompt_ids[-_MAX_WINDOW:]))
         self._num_given = len(tokenizer.decode(self._window))
 
     def push(self, token: int) -> str:
@@ -40,9 +40,22 @@ class TextStream:
         piece = certain[self._num_given :]
         self._num_given = max(self._num_given, len(certain))
         if len(self._window) > _MAX_WINDOW and certain == text:
-            self._window = self._window[-_KEPT:]
+            self._window = self._last_of(self._window)
             self._num_given = len(self._tokenizer.decode(self._window))
         return piece
+
+    def _last_of(self, tokens: list[int]) -> list[int]:
+        """Return the last tokens, from the beginning of a character.
+
+        A tokenizer whose tokens are bytes decodes a run of them to U+FFFD, all of it, if its first character lacks a
+        byte. The last character may lack some, too, which the next tokens bring.
+        """
+        first = max(len(tokens) - _KEPT, 0)
+        for stop in range(len(tokens), max(len(tokens) - _LONGEST_CHARACTER, 0), -1):
+            for start in range(first, -1, -1):
+                if not self._tokenizer.decode(tokens[start:stop]).startswith(_UNFINISHED):
+                    return tokens[start:]
+        return tokens[first:]
 
     def finish(self) -> str:
         """Return the remaining text, with U+FFFD for an incomplete character."""

@@ -34,7 +34,7 @@ def plan_run(
     Args:
         model_dir: Hugging Face folder with the config.json of the model; for ``train`` None for that of the settings.
         command: the command of the run.
-        ranks: number of ranks; tp x pp if None.
+        ranks: number of ranks; if None, the fewest that tp, cp, pp, ep and etp allow.
         rank: plan this rank only; if None, of each pipeline stage the rank that needs the most.
         settings: those of the command; for ``train`` also those of adapters on the model of a folder.
 
@@ -46,8 +46,7 @@ def plan_run(
         CheckpointError: there is no ``config.json``, or it cannot be read.
     """
     workload = keyword_workload(command, model_dir, settings)
-    parallel = workload.settings.parallel
-    return plan_of(workload, ranks or parallel.tp * parallel.pp, rank)
+    return plan_of(workload, ranks or workload.settings.parallel.fewest_ranks, rank)
 
 
 def keyword_workload(command: str, model_dir: str | PathLike[str] | None, settings: dict[str, Any]) -> Workload:

@@ -14,7 +14,7 @@ import torch
 from shardwise.core.communication.transports.channel import channel_bytes
 from shardwise.core.communication.transports.shared_memory import MAX_RANKS
 from shardwise.kernels.compiled import why_no_compiler
-from shardwise.run.processes.ranks import addresses_towards, interface_of
+from shardwise.run.processes.ranks import addresses_towards, interface_of, is_loopback
 from shardwise.run.quantities import shown_bytes
 
 SHARED_MEMORY_FOLDER = "/dev/shm"
@@ -85,7 +85,9 @@ def _interfaces() -> Iterator[str]:
     towards = None
     if master:
         try:
-            towards = interface_of(addresses_towards(master)[0])
+            here, _ = addresses_towards(master)
+            # The first host may know its own name as loopback, which tells nothing of the other hosts.
+            towards = None if is_loopback(here) else interface_of(here)
         except OSError as error:
             yield f"MASTER_ADDR {master} cannot be reached ({error}): use a name or an address of the first host"
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):

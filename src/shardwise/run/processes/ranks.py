@@ -122,6 +122,11 @@ def open_ranks(
         launcher_number("LOCAL_RANK") or 0,
         launcher_number("LOCAL_WORLD_SIZE", least=1) or world_size,
     )
+    if os.environ.get("LOCAL_RANK") and rank != local_rank and not os.environ.get("LOCAL_WORLD_SIZE"):
+        raise ConfigError(
+            f"RANK is {rank} and LOCAL_RANK {local_rank}, so there are several hosts, and LOCAL_WORLD_SIZE is missing; "
+            "set it to the number of ranks on this host, as torchrun does"
+        )
     if overlaps and device != "cpu" and torch.version.cuda is not None:
         prepare_overlap()
     where, why_device = choose_device(device, local_rank=local_rank, num_local=num_local)
@@ -326,8 +331,8 @@ def _choose_interface(store: Any, rank: int, world_size: int) -> None:
         return
     here, there = addresses_towards(os.environ["MASTER_ADDR"])
     # If the master's name resolves to loopback on the master itself, the other hosts know which address they use.
-    store.set(f"shardwise/master-address/{rank}", "" if _is_loopback(there) else there)
-    if _is_loopback(here):
+    store.set(f"shardwise/master-address/{rank}", "" if is_loopback(there) else there)
+    if is_loopback(here):
         seen = (store.get(f"shardwise/master-address/{other}").decode() for other in range(world_size))
         here = next(filter(None, seen), here)
     interface = interface_of(here)
@@ -372,5 +377,5 @@ def _addresses_of(interface: str) -> list[Any]:
     return found + [ipaddress.ip_address(bytes.fromhex(row[0])) for row in rows if row[-1] == interface]
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

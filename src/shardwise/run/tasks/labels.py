@@ -86,6 +86,7 @@ class LabelledTexts(Method):
             {"labels": list(labels.names), "problem_type": labels.problem},
             labels=labels,
             head=self._head(labels),
+            held_out_sha256=sha256_of(parts[1]),
         )
 
     def read_texts(self, paths: Sequence[str]) -> tuple[str, list[LabelledText]]:

@@ -240,6 +240,7 @@ def prepare_rows(
             "chat_template_sha256": None if template is None else hashlib.sha256(template.source.encode()).hexdigest(),
         },
         bits_per_nat=_bits_per_nat(rows[0]),
+        held_out_sha256=sha256_of(parts[1]),
     )
 
 

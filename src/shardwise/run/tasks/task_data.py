@@ -36,6 +36,7 @@ class TaskData:
             predicted.
         labels: labels of texts or words, if they have any.
         head: classification head for these labels.
+        held_out_sha256: hex digest of the data of ``held_out``.
     """
 
     name: str
@@ -49,6 +50,7 @@ class TaskData:
     bits_per_nat: float = 0.0
     labels: Labels | None = None
     head: Classification | None = None
+    held_out_sha256: str = ""
 
 
 def share(prepare: Callable[[], TaskData], ranks: Ranks) -> TaskData:
@@ -65,6 +67,7 @@ def share(prepare: Callable[[], TaskData], ranks: Ranks) -> TaskData:
     for note in data.notes if ranks.is_first else ():
         print(f"note   {note}", flush=True)
     check_same(data.sha256, "the text (its SHA-256)", group=ranks.control)
+    check_same(data.held_out_sha256, "the held-out text (its SHA-256)", group=ranks.control)
     check_same(data.tokenizer.sha256, "the tokenizer (its SHA-256)", group=ranks.control)
     return data
 

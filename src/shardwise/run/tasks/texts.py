@@ -142,5 +142,6 @@ def encode_texts(
         HeldOut(WindowRows(measured, sequence_length)),
         notes,
         held_out_bytes=held_out.to_bytes(),
+        held_out_sha256=held_out.sha256,
         bits_per_nat=stream.num_tokens / stream.num_bytes / math.log(2),
     )

@@ -275,6 +275,7 @@ def _finish(target: Path, partial: Path, content: _Export, index: Mapping[str, A
             copies = list(companion_files(content.source, beside_card=beside_card, adapters=content.adapters))
         for path, name in copies:
             with write_errors(target / name):
+                (partial / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, partial / name)
     if content.card is not None:
         with write_errors(target / README_NAME):

@@ -117,7 +117,7 @@ _TOKENIZER, _TEMPLATE, _GENERATION, _PROCESSORS = (
     for names in (
         "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json "
         "vocab.txt merges.txt",
-        "chat_template.json chat_template.jinja",
+        "chat_template.json chat_template.jinja additional_chat_templates/tool_use.jinja",
         "generation_config.json",
         "preprocessor_config.json processor_config.json image_processor_config.json video_preprocessor_config.json",
     )
@@ -175,4 +175,5 @@ def copy_companion_files(source: Path, target: Path, *, beside_card: bool = Fals
     for path, name in companion_files(source, beside_card=beside_card):
         # A link may point to the file itself.
         if not (target / name).exists() or not os.path.samefile(path, target / name):
+            (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target / name)
