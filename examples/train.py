@@ -1,8 +1,8 @@
 """Train a small Llama with tensor and data parallelism, from a text file to a checkpoint, with Shardwise's Python API.
 
     python examples/train.py README.md                                       # one rank
-    torchrun --nproc-per-node 2 examples/train.py README.md --tp 2           # each layer split over two ranks
-    torchrun --nproc-per-node 4 examples/train.py README.md --tp 2 --steps 40  # two copies; resumes the run
+    torchrun --nproc-per-node 2 examples/train.py README.md --tp 2 --out split    # each layer split over two ranks
+    torchrun --nproc-per-node 4 examples/train.py README.md --tp 2 --steps 40     # two copies; resumes the first run
 
 The losses are the same in every layout, and a checkpoint can be loaded in any other layout.
 """
