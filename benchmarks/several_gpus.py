@@ -145,6 +145,7 @@ def compare_layouts(place: Place, layouts: Mapping[str, tuple[str, ...]]) -> lis
 
     alone, rows = run(place, "one rank", 1), []
     for name, flags in layouts.items():
+        print(f"running: {name}", flush=True)
         goal = f"at most {BOUNDS['float32']:g}"
         try:
             found = difference(run(place, name, 2, *flags), alone)

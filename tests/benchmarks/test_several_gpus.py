@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import gpu
 import pytest
@@ -14,6 +15,9 @@ from several_gpus import LAYOUTS, Place, RunError
 
 def rehearsed(folder, *layouts):
     with Program("-W", "error", several_gpus.__file__, "--rehearsal", "--only", *layouts, "--out", folder) as program:
+        # A limit for each part, because a slow machine takes long for all.
+        for name in layouts:
+            program.wait_for_line(f"running: {re.escape(name)}")
         program.finish()
     (table,) = folder.glob("gpus-????-??-??.md")
     return json.loads(table.with_suffix(".json").read_text())["rows"], table.read_text()

@@ -25,7 +25,7 @@ def main():
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
         mock.patch("torch.cuda.device", return_value=contextlib.nullcontext()),
-        mock.patch("torch.ones", lambda size, device: ones(size)),
+        mock.patch("torch.ones", lambda size, dtype, device: ones(size, dtype=dtype)),
     ):
         # What launches kernels is C, compiled when Triton looks for its driver.
         found["no C compiler"] = LOSS_TRITON.why_not(CALL)
