@@ -302,7 +302,8 @@ def test_flash_attention_gets_a_width_that_it_takes(monkeypatch):
     query, key, value = torch.randn(1, 2, 3, 20), torch.randn(1, 2, 3, 20), torch.randn(1, 2, 3, 12)
     assert [each.size(-1) for each in of_one_width(query, key, value)] == [20] * 3
     monkeypatch.setattr(attention_blocks, "takes_packed", lambda query: True)
-    padded = of_one_width(query, key, value)
+    assert [each.size(-1) for each in of_one_width(query, key, value)] == [20] * 3
+    padded = of_one_width(query, key, value, direct=True)
     assert [each.size(-1) for each in padded] == [24] * 3
     for each, plain in zip(padded, (query, key, value), strict=True):
         assert torch.equal(each[..., : plain.size(-1)], plain)

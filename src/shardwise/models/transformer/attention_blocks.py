@@ -250,13 +250,13 @@ def attend_to_packed(
     return results[0] if len(results) == 1 else torch.cat(results, dim=2)
 
 
-def of_one_width(*tensors: Tensor) -> list[Tensor]:
+def of_one_width(*tensors: Tensor, direct: bool = False) -> list[Tensor]:
     """Append zeros to the last dimension, because flash attention takes queries, keys and values of one width.
 
-    On CUDA the width is a multiple of 8.
+    With ``direct`` the kernel is called without PyTorch's function around it: on CUDA it takes multiples of 8.
     """
     width = max(tensor.size(-1) for tensor in tensors)
-    if takes_packed(tensors[0]):
+    if direct and takes_packed(tensors[0]):
         width = -(-width // 8) * 8
     return [F.pad(each, (0, width - each.size(-1))) if each.size(-1) < width else each for each in tensors]
 

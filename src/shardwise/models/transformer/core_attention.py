@@ -198,7 +198,7 @@ class CoreAttention(GroupModule):
         """Attend to the keys and values of all context-parallel ranks as they arrive; a ``Way``."""
         width = value.size(-1)
         key, value = (_made_even(each, heads) for each in (key, value))
-        query, key, value = of_one_width(query, key, value)
+        query, key, value = of_one_width(query, key, value, direct=True)
         own = torch.cat([key, value], dim=-1).permute(2, 0, 1, 3).contiguous()
         sees: dict[str, Any] = {"causal": self.attn_mask_type.is_causal, "window": self.window_size}
         blocks = mask.blocks(query, shard.length, **sees, has_parts=True)
@@ -266,7 +266,7 @@ class CoreAttention(GroupModule):
             by_kernel = partial(self._attend_by_kernel, dropout=0.0, heads=heads)
             return _block_by_block(by_kernel, query, key, value, blocks)
         key, value = (_made_even(each, heads) for each in (key, value))
-        query, key, padded = of_one_width(query, key, value)
+        query, key, padded = of_one_width(query, key, value, direct=True)
         context = attend_in_blocks(query, key, padded, blocks, scale=self.softmax_scale, sinks=sinks)
         return context[..., : value.size(-1)]
 
@@ -290,7 +290,7 @@ class CoreAttention(GroupModule):
         before, after = self.window_size or (-1, -1)
         window = before, 0 if self.attn_mask_type.is_causal else after
         key, padded = (_made_even(each, heads) for each in (key, value))
-        query, key, padded = of_one_width(query, key, padded)
+        query, key, padded = of_one_width(query, key, padded, direct=True)
         context = attend_to_packed(query, key, padded, runs, scale=self.softmax_scale, window=window)
         return context[..., : value.size(-1)]
 
