@@ -267,5 +267,5 @@ def test_commands_of_the_documents_are_read():
     ids=str,
 )
 def test_flags_of_data_are_not_of_tasks(flags):
-    with pytest.raises(ConfigError, match=f"{flags[0]} is of --data, and --tasks has data of its own; leave it out"):
+    with pytest.raises(ConfigError, match=f"{flags[0]} is for --data, which --tasks replaces; leave it out"):
         of(EvalArguments)(["model", "--tasks", "sums", *flags])

@@ -50,6 +50,18 @@ def loss_of(model, batch):
     return model(*arguments, labels=batch["labels"])
 
 
+def two_micro_batches(forward_step, model, **options):
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=map(batch_of, range(2)),
+        model=model,
+        num_microbatches=2,
+        seq_length=S,
+        micro_batch_size=2,
+        **options,
+    )
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", ["a2a", "all_gather", None])
 def test_a_step_is_that_of_one_rank(group, way):
@@ -66,14 +78,7 @@ def test_a_step_is_that_of_one_rank(group, way):
         # Divided by the number of labels of all ranks that share the samples.
         return losses, lambda losses: (losses.sum() / (2 * S), losses.detach().sum() / (2 * S))
 
-    results = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=map(batch_of, range(2)),
-        model=wrapped,
-        num_microbatches=2,
-        seq_length=S,
-        micro_batch_size=2,
-    )
+    results = two_micro_batches(forward_step, wrapped)
     wrapped.finish_grad_sync()
     mean = torch.stack(results).mean()
     torch.distributed.all_reduce(mean, group=group)
@@ -106,15 +111,7 @@ def test_losses_of_experts_are_those_of_one_rank(group, balance):
             # The loss of the tokens has no gradient, so that those of the experts are compared.
             return losses, lambda losses: (0.0 * losses.sum(), losses.detach().sum())
 
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=map(batch_of, range(2)),
-            model=trained,
-            num_microbatches=2,
-            seq_length=S,
-            micro_batch_size=2,
-            pg_collection=collection,
-        )
+        two_micro_batches(forward_step, trained, pg_collection=collection)
         if cp > 1:
             trained.finish_grad_sync()
         found.append({name: getattr(param, "main_grad", param.grad) for name, param in model.named_parameters()})

@@ -271,7 +271,7 @@ class EvalArguments(SplitArguments):
         of_data |= {"--no-special-tokens": not self.special_tokens}
         of_data |= {"--text-key": self.text_key != CorpusSettings.text_key}
         if self.tasks and (named := [flag for flag, is_given in of_data.items() if is_given]):
-            raise ConfigError(f"{named[0]} is of --data, and --tasks has data of its own; leave it out")
+            raise ConfigError(f"{named[0]} is for --data, which --tasks replaces; leave it out")
 
     def prepare(self, world_size: int) -> None:
         from shardwise.run.commands.evaluate import open_to_measure

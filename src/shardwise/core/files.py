@@ -303,10 +303,15 @@ def check_free(folder: Path, *, name: str = LOCK_NAME, what: Path | None = None,
     check_folder(folder, flag=flag)
     path = folder / name
     # NFS locks only files that are open for writing.
-    with suppress(FileNotFoundError), open_regular(path, os.O_RDWR) as descriptor:
-        holder = _holder(path)
-        if not _is_free(descriptor, holder):
-            raise _in_use(what or folder, path, holder, flag)
+    try:
+        with open_regular(path, os.O_RDWR) as descriptor:
+            holder = _holder(path)
+            if not _is_free(descriptor, holder):
+                raise _in_use(what or folder, path, holder, flag)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise cannot_write(folder, f"{path}: {error.strerror}", flag) from error
 
 
 def lock_of_target(target: Path) -> dict[str, Any]:
