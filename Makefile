@@ -70,8 +70,8 @@ define shown_at_its_end
 @shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT && echo '$@: $(2)' > "$$shown" && { $(PYTEST) -m "$(strip $(ONLY) $(1))" -o cache_dir=.pytest_cache/$@ $(2) >> "$$shown" 2>&1; code=$$?; cat "$$shown"; exit $$code; }
 endef
 
-# On one GPU, in ten minutes at most: its tests, its speed, and a dated table in benchmarks/results/. It installs nothing, as
-# constraints.txt has PyTorch without CUDA: GPU_PYTHON is a Python that has it.
+# On one GPU, in ten minutes at most: its tests, its speed, and a dated table in benchmarks/results/. It installs nothing:
+# GPU_PYTHON is a Python whose PyTorch has CUDA, by default that of .venv.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
 	@$(GPU_PYTHON) benchmarks/gpu.py

@@ -4,7 +4,8 @@
     python benchmarks/context.py --sequence-length 32768 --num-layers 1
 
 Two context-parallel ranks of one thread each, and one process of two threads, in alternating rounds. Before anything is
-timed, all must agree on the first loss, and both attentions of the packed row on their output.
+timed, all must agree on the first loss and gradient norm, and both attentions of the packed row on the sums of squares
+of their output and gradients.
 """
 
 from __future__ import annotations
@@ -29,13 +30,12 @@ from common import (
 )
 from ranks import NUM_RANKS
 from steps.context_steps import PACKED_VARIANTS, WAYS, ContextRunner, ContextSizes
+from train_step import check_parity
 from workers import Workers, WorkerSpec
-
-from shardwise.core.errors import ParityError
 
 RANKS = [f"rank {rank}" for rank in range(NUM_RANKS)]
 RATIOS = (*((way, "single") for way in WAYS), PACKED_VARIANTS)
-MOST_ERROR = 1e-4
+LOSS_RTOL = 1e-5
 
 
 def start_workers(folder: Path) -> Workers:
@@ -59,9 +59,8 @@ def benchmark(sizes: ContextSizes, workers: Workers, num_rounds: int) -> dict[st
     names = {variant: RANKS if variant in WAYS else ["single"] for variant in variants}
     workers.call([*RANKS, "single"], "prepare", sizes)
     first = {variant: workers.call(names[variant], "first", variant)[0] for variant in variants}
-    for one, other in RATIOS:
-        if abs(first[one] - first[other]) > MOST_ERROR * abs(first[other]):
-            raise ParityError(f"the first result of {one} is {first[one]}, and that of {other} {first[other]}")
+    for variants_alike in (("single", *WAYS), PACKED_VARIANTS[::-1]):
+        check_parity({variant: [first[variant]] for variant in variants_alike}, loss_rtol=LOSS_RTOL)
     seconds = measure_in_rounds(
         variants, lambda variant: max(workers.call(names[variant], "time_step", variant)), num_rounds=num_rounds
     )

@@ -49,14 +49,16 @@ SIZES = LlamaSizes(
 )
 SAMPLES = (4, 1)
 DEFAULT_STEPS = 3
-DEFAULT_VARIANTS = ("ddp", "fsdp2", "buffers", "zero")
+DEFAULT_VARIANTS = ("ddp", "fsdp2", "fsdp2_zero2", "buffers", "zero")
 RATIOS = (
     ("zero", "ddp"),
     ("zero", "fsdp2"),
+    ("zero", "fsdp2_zero2"),
     ("zero", "buffers"),
     ("zero", "silent"),
     ("silent", "ddp"),
     ("silent", "fsdp2"),
+    ("fsdp2", "ddp"),
     ("buffers", "ddp"),
     ("zero_gloo", "ddp"),
     ("buffers_gloo", "ddp"),

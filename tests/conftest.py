@@ -3,6 +3,7 @@
 import os
 import signal
 
+import pytest
 from harness.plugin import (
     group,
     pytest_collection_finish,
@@ -35,6 +36,15 @@ collect_ignore = [] if os.environ.get("SHARDWISE_GPU_TESTS") else ["gpu"]
 # start; tests send both to some of these.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_the_tests(tmp_path_factory):
+    """Keep the user's cache as it is, and let nothing in it hide a fault."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("no limits", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import safetensors.torch
 import torch
+from steps.baselines import by_mesh, clip_together_, whole
 from steps.problem import ADAM_EPSILON, BETAS, LEARNING_RATE, MAX_GRAD_NORM, Step
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from adapters.problem import IGNORED, Files
 from shardwise.core.topology import Groups, Topology
@@ -58,12 +58,7 @@ def make_peft(files: Files, batch: Batch, **options: Any) -> Step:
     model = peft.get_peft_model(base, config).train()
     _load_(model, safetensors.torch.load_file(files.adapter / "adapter_model.safetensors"))
     trained = [param for param in model.parameters() if param.requires_grad]
-    # Separate split from whole parameters, because neither the fused AdamW nor the norm accepts both at once.
-    several = [
-        params
-        for is_split in (False, True)
-        if (params := [param for param in trained if isinstance(param, DTensor) is is_split])
-    ]
+    several = by_mesh(trained)
     optimizer = torch.optim.AdamW(
         [{"params": params} for params in several],
         lr=LEARNING_RATE,
@@ -78,16 +73,16 @@ def make_peft(files: Files, batch: Batch, **options: Any) -> Step:
         # The model shifts labels unless shifted labels are given.
         loss = model(input_ids=ids, shift_labels=labels, labels=labels, num_items_in_batch=num_labels).loss
         loss.backward()
-        norm = _clip_(several)
+        norm = clip_together_(several)
         optimizer.step()
         optimizer.zero_grad()
-        return _whole(loss.detach()), norm
+        return whole(loss.detach()), norm
 
     return step
 
 
 @torch.no_grad()
-def _load_(model: nn.Module, whole: dict[str, Tensor]) -> None:
+def _load_(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Copy the adapters' whole tensors into the model; of split tensors, only this rank's part."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
@@ -95,24 +90,11 @@ def _load_(model: nn.Module, whole: dict[str, Tensor]) -> None:
             module.out_features, module.in_features = module.weight.shape
     for name, param in model.named_parameters():
         if param.requires_grad:
-            values = whole.pop(name.replace(".default.", "."))
+            values = tensors.pop(name.replace(".default.", "."))
             if isinstance(param, DTensor):
                 values = distribute_tensor(values, param.device_mesh, param.placements)
             param.copy_(values)
-    assert not whole
-
-
-def _clip_(several: Iterable[list[nn.Parameter]]) -> Tensor:
-    several = list(several)
-    parts = [get_total_norm([param.grad for param in params if param.grad is not None]) for params in several]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([_whole(part) for part in parts]))
-    for params in several:
-        clip_grads_with_norm_(params, MAX_GRAD_NORM, norm)
-    return norm
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    assert not tensors
 
 
 def _num_labels(batch: Batch) -> int:

@@ -36,12 +36,21 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def milliseconds(step: Callable[[], object], device: torch.device, *, repeats: int, warmups: int = 3) -> float:
-    """Return the median time of one call, measured by the GPU's clock if there is a GPU."""
+def milliseconds(
+    step: Callable[[], object],
+    device: torch.device,
+    *,
+    repeats: int,
+    warmups: int = 3,
+    restore: Callable[[], object] = lambda: None,
+) -> float:
+    """Return the median time of one call, measured by the GPU's clock if there is a GPU; ``restore`` is not timed."""
     for _ in range(warmups):
+        restore()
         step()
     times = []
     for _ in range(repeats):
+        restore()
         synchronize(device)
         if device.type == "cuda":
             begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))

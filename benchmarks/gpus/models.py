@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from checkpoint import GOAL, KINDS, Saver
-from common import Spread
+from common import measure_in_rounds, ratios_of
 
 from gpus.measuring import Limits, Row, busy_share, synchronize
 from shardwise.core.topology import Groups
@@ -123,7 +123,8 @@ def measure_saving(device: torch.device, sizes: ModelRunSizes) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         saver = Saver(Path(folder), sizes.saved_bytes, str(device))
         saver.check()
-        spread = Spread.of([saver.seconds(KINDS[0]) / saver.seconds(KINDS[1]) for _ in range(3)])
+        (ratio,) = ratios_of(measure_in_rounds(KINDS, saver.seconds, num_rounds=3, num_warmup_rounds=0), [KINDS])
+    spread = ratio.spread
     value = f"{spread.median:.3f} ({spread.min:.3f} to {spread.max:.3f})"
     what = f"blocked, of a synchronous save of {saver.num_bytes / 2**30:.1f} GiB"
     met = spread.median <= GOAL if device.type == "cuda" else None

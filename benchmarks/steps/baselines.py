@@ -58,6 +58,30 @@ def gradients_of(params: Iterable[Parameter]) -> list[Tensor]:
     return [param.grad for param in params if param.grad is not None]
 
 
+def by_mesh(params: Iterable[Parameter]) -> list[list[Parameter]]:
+    """Separate parameters by their mesh, and plain ones: neither norms nor the fused AdamW accept a mixture."""
+    several: dict[DeviceMesh | None, list[Parameter]] = {}
+    for param in params:
+        several.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
+    return list(several.values())
+
+
+def clip_together_(several: Iterable[list[Parameter]]) -> Tensor:
+    """Clip the gradients of all lists, as of ``by_mesh``, by their one norm, and return the norm."""
+    several = list(several)
+    norm: Tensor = torch.linalg.vector_norm(
+        torch.stack([whole(get_total_norm(gradients_of(each))) for each in several])
+    )
+    for each in several:
+        clip_grads_with_norm_(each, MAX_GRAD_NORM, norm)
+    return norm
+
+
+def whole(value: Tensor) -> Tensor:
+    """Return a DTensor's full tensor, and a plain tensor itself."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def make_single(problem: Problem, *, fused: bool = False) -> Step:
     """Create a step of the whole model in one process."""
     model = DenseLlama(problem.sizes, fused=fused).load(problem.weights)
@@ -136,9 +160,4 @@ def _clip_dtensor_gradients_(matrices: list[Parameter], norms: list[Parameter]) 
         # redistributed to their parameters' placements once here, and not again by each later use.
         if isinstance(param, DTensor) and isinstance(param.grad, DTensor) and param.grad.placements != param.placements:
             param.grad = param.grad.redistribute(placements=param.placements)
-    parts = [get_total_norm(gradients_of(matrices)), get_total_norm(gradients_of(norms))]
-    whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(whole))
-    clip_grads_with_norm_(matrices, MAX_GRAD_NORM, norm)
-    clip_grads_with_norm_(norms, MAX_GRAD_NORM, norm)
-    return norm
+    return clip_together_([matrices, norms])

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from ranks import join_ranks, leave_ranks, seconds_of
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import Batch
@@ -56,7 +57,7 @@ class ContextRunner:
         self._joined = join_ranks(store, rank, tp=1, world=world)
         self._topology = Topology.create(cp=world)
         self._groups = Groups.of(self._topology)
-        self._steps: dict[str, Callable[[], float]] = {}
+        self._steps: dict[str, Callable[[], tuple[float, float]]] = {}
 
     def prepare(self, sizes: ContextSizes) -> None:
         """Make the models."""
@@ -88,7 +89,7 @@ class ContextRunner:
         if "single" in self._steps:
             self._prepare_packed(sizes, model.decoder.layers[0].self_attention)
 
-    def _step(self, model: Any, sizes: ContextSizes, batch: Batch) -> Callable[[], float]:
+    def _step(self, model: Any, sizes: ContextSizes, batch: Batch) -> Callable[[], tuple[float, float]]:
         settings = Settings(
             data=("none",),
             model=ModelSettings(sequence_length=sizes.sequence_length),
@@ -97,7 +98,12 @@ class ContextRunner:
         rates = {"learning_rate": LEARNING_RATE, "schedule": "constant", "warmup_steps": 0}
         settings = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, **rates))
         trainer = Trainer(settings, model, self._groups)
-        return lambda: trainer.step(0, [batch]).loss
+
+        def step() -> tuple[float, float]:
+            result = trainer.step(0, [batch])
+            return result.loss, result.grad_norm
+
+        return step
 
     def _prepare_packed(self, sizes: ContextSizes, attention: Any) -> None:
         s, width = sizes.packed_length, sizes.hidden_size // sizes.num_heads
@@ -116,15 +122,18 @@ class ContextRunner:
             context: Tensor = attention.attended(*tensors, AttentionMask(document_ids=ids))
             return context
 
-        def run(attend: Callable[[], Tensor]) -> float:
+        def run(attend: Callable[[], Tensor]) -> tuple[float, float]:
+            for each in tensors:
+                each.grad = None
             output = attend()
             output.sum().backward()
-            return float(output.detach().double().square().mean())
+            gradients = [each.grad for each in tensors if each.grad is not None]
+            return float(output.detach().double().square().mean()), float(get_total_norm(gradients))
 
         self._steps |= {"packed": lambda: run(in_blocks), "dense mask": lambda: run(whole)}
 
-    def first(self, variant: str) -> float:
-        """Make one step and return its loss, or run attention once and return the mean square of its output."""
+    def first(self, variant: str) -> tuple[float, float]:
+        """Run a step once: return its loss, or attention's mean square, and the norm of its gradients."""
         return self._steps[variant]()
 
     def time_step(self, variant: str) -> float:

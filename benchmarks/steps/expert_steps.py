@@ -18,7 +18,8 @@ from shardwise.models.experts.router import Router
 from shardwise.run.settings import ModelSettings, Settings, TrainingSettings
 from shardwise.storage.huggingface import load_pretrained, read_config
 from shardwise.training.trainer import Trainer
-from steps.problem import ADAM_EPSILON, BETAS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY
+from steps.baselines import by_mesh, clip_together_
+from steps.problem import ADAM_EPSILON, BETAS, LEARNING_RATE, WEIGHT_DECAY
 
 EXPERT_VARIANTS = ("balanced", "dense", "experts", "transformers", "transformers_tp")
 """On two data-parallel ranks: ours at ep 2, with as many tokens for each expert; a dense model of ours with the same
@@ -76,7 +77,7 @@ class ExpertRunner:
         self._rank = rank
         self._joined = join_ranks(store, rank, tp=1)
         self._topology: Topology | None = None
-        self._steps: dict[str, Callable[[], float]] = {}
+        self._steps: dict[str, Callable[[], tuple[float, float]]] = {}
 
     def prepare(self, sizes: ExpertSizes, folder: str) -> None:
         """Make the models."""
@@ -94,13 +95,13 @@ class ExpertRunner:
         self._steps = {name: self._ours(model, groups, sizes, ids) for name, model in models.items()}
         routers = [layer for layer in experts.modules() if isinstance(layer, Router)]
 
-        def balanced() -> float:
+        def balanced() -> tuple[float, float]:
             for router in routers:
                 router.experts = dataclasses.replace(router.experts, forces_balance=True)
-            loss = self._steps["experts"]()
+            result = self._steps["experts"]()
             for router in routers:
                 router.experts = dataclasses.replace(router.experts, forces_balance=False)
-            return loss
+            return result
 
         self._steps["balanced"] = balanced
         self._steps["transformers"] = self._theirs(folder, ids, fsdp_size=2)
@@ -108,7 +109,9 @@ class ExpertRunner:
         torch.distributed.all_gather(every, ids)
         self._steps["transformers_tp"] = self._theirs(folder, torch.cat(every), tp_size=2)
 
-    def _ours(self, model: Any, groups: Groups, sizes: ExpertSizes, ids: torch.Tensor) -> Callable[[], float]:
+    def _ours(
+        self, model: Any, groups: Groups, sizes: ExpertSizes, ids: torch.Tensor
+    ) -> Callable[[], tuple[float, float]]:
         settings = Settings(
             data=("none",),
             model=ModelSettings(sequence_length=sizes.sequence_length),
@@ -118,9 +121,14 @@ class ExpertRunner:
         settings = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, **rates))
         trainer = Trainer(settings, model, groups)
         batch = Batch(ids[:, :-1], ids[:, 1:])
-        return lambda: trainer.step(0, [batch]).loss
 
-    def _theirs(self, folder: str, ids: torch.Tensor, **axes: int) -> Callable[[], float]:
+        def step() -> tuple[float, float]:
+            result = trainer.step(0, [batch])
+            return result.loss, result.grad_norm
+
+        return step
+
+    def _theirs(self, folder: str, ids: torch.Tensor, **axes: int) -> Callable[[], tuple[float, float]]:
         import transformers
         from transformers.distributed import DistributedConfig
 
@@ -128,23 +136,24 @@ class ExpertRunner:
             folder, dtype=torch.float32, distributed_config=DistributedConfig(**axes, ep_size=2)
         ).train()
         options: dict[str, Any] = {"betas": BETAS, "eps": ADAM_EPSILON, "weight_decay": WEIGHT_DECAY}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False, **options)
+        several = by_mesh(model.parameters())
+        optimizer = torch.optim.AdamW(
+            [{"params": params} for params in several], lr=LEARNING_RATE, fused=True, **options
+        )
 
-        def step() -> float:
+        def step() -> tuple[float, float]:
             optimizer.zero_grad()
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
             loss.backward()
-            for param in model.parameters():
-                # Meshes differ, so each norm is one of its own.
-                torch.nn.utils.clip_grad_norm_([param], MAX_GRAD_NORM)
+            norm = clip_together_(several)
             optimizer.step()
-            return float(loss.detach())
+            return float(loss.detach()), float(norm)
 
         return step
 
-    def first_loss(self, variant: str) -> float:
-        """Make one step, and return its loss: of transformers this rank's, of ours the mean."""
+    def first_step(self, variant: str) -> tuple[float, float]:
+        """Make one step, and return its loss (of transformers this rank's, of ours the mean) and gradient norm."""
         return self._steps[variant]()
 
     def time_step(self, variant: str) -> float:

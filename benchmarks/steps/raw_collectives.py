@@ -1,4 +1,4 @@
-"""The training step of the dense modules with collectives written by hand: a lower bound for DTensor and Shardwise."""
+"""The training step of the dense modules with collectives of ``torch.distributed`` written by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from steps.problem import MAX_GRAD_NORM, Problem, Step, Weights
 
 
 def make_raw(problem: Problem, group: ProcessGroup) -> Step:
-    """Create a step with collectives around the narrow model: the minimum cost of tensor parallelism here."""
+    """Create a step with two collectives around each block of the narrow model, without overlap."""
     t, rank = group.size(), group.rank()
     model = DenseLlama(problem.sizes, shards=t).load(_shards(problem.weights, t, rank))
     first_id, num_ids = rank * model.tok_embeddings.num_embeddings, model.tok_embeddings.num_embeddings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +25,14 @@ from shardwise.models.gpt import GPT
 from shardwise.training.gradients import GradientBuffers
 from shardwise.training.optimizer.gradients import clip_grad_norm_
 from shardwise.training.optimizer.optimizer import ZeroOptimizer
+from steps.baselines import whole
 from steps.problem import MAX_GRAD_NORM, LlamaSizes, Problem, Step
 from steps.runner import SEED
 from steps.shardwise_step import make_model, make_optimizer
 
 # The last variant computes like ``zero`` without communication, so its results differ from the others.
 SILENT = "silent"
-REPLICA_VARIANTS = ("ddp", "fsdp2", "buffers", "zero", "buffers_gloo", "zero_gloo", SILENT)
+REPLICA_VARIANTS = ("ddp", "fsdp2", "fsdp2_zero2", "buffers", "zero", "buffers_gloo", "zero_gloo", SILENT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +66,12 @@ def make_ddp(problem: Problem, topology: Topology, group: ProcessGroup) -> Repli
     return Replica(step, lambda: [*_held_by(model, optimizer), *(torch.empty_like(p) for p in model.parameters())])
 
 
-def make_fsdp2(problem: Problem, topology: Topology, group: ProcessGroup) -> Replica:
-    """Use PyTorch's ``fully_shard`` on each layer and on the model."""
+def make_fsdp2(problem: Problem, topology: Topology, group: ProcessGroup, *, zero2: bool = False) -> Replica:
+    """Use PyTorch's ``fully_shard`` on each layer and on the model; with ``zero2``, parameters are gathered once."""
     model = make_model(problem, topology)
     mesh = DeviceMesh.from_group(group, "cpu")
     for module in (*model.decoder.layers, model):
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False if zero2 else None)
         assert isinstance(module, FSDPModule)
         # gloo has no averaging reduction.
         module.set_force_sum_reduction_for_comms(True)
@@ -81,7 +83,7 @@ def make_fsdp2(problem: Problem, topology: Topology, group: ProcessGroup) -> Rep
         norm = torch_clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach(), norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return loss.detach(), whole(norm)
 
     # Gradients are sharded like parameters, and are freed after a step.
     return Replica(step, lambda: [*_held_by(model, optimizer), *(torch.empty_like(p) for p in model.parameters())])
@@ -169,7 +171,12 @@ class ReplicaRunner:
         every = Problem.draw(dataclasses.replace(sizes, batch_size=NUM_RANKS * sizes.batch_size), SEED)
         mine = slice(self._rank * sizes.batch_size, (self._rank + 1) * sizes.batch_size)
         problem = dataclasses.replace(every, sizes=sizes, ids=every.ids[mine], labels=every.labels[mine])
-        makers: dict[str, Callable[..., Replica]] = {"ddp": make_ddp, "fsdp2": make_fsdp2, SILENT: make_silent}
+        makers: dict[str, Callable[..., Replica]] = {
+            "ddp": make_ddp,
+            "fsdp2": make_fsdp2,
+            "fsdp2_zero2": partial(make_fsdp2, zero2=True),
+            SILENT: make_silent,
+        }
         for variant in variants:
             options: dict[str, Any] = {} if variant in makers else {"zero": variant.startswith("zero")}
             make = makers.get(variant, make_buffers)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ranks import NUM_RANKS, join_ranks, leave_ranks, seconds_of
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from shardwise.core.topology import Topology
-from steps.baselines import make_dtensor, make_single
+from shardwise.kernels.host_memory import keep_freed_memory
+from steps.baselines import make_dtensor, make_single, whole
 from steps.problem import LlamaSizes, Problem, Step
 from steps.raw_collectives import make_raw
 from steps.shardwise_step import make_shardwise
@@ -29,9 +28,12 @@ class Runner:
     Args:
         store: file through which the ranks connect; None for the single process.
         rank: this rank.
+        keep_freed: whether the process keeps the memory that it frees, as a run of ``shardwise train`` does.
     """
 
-    def __init__(self, store: str | None, rank: int = 0) -> None:
+    def __init__(self, store: str | None, rank: int = 0, keep_freed: bool = False) -> None:
+        if keep_freed:
+            keep_freed_memory()
         self._topology: Topology | None = None
         self._makers: dict[str, Maker] = {
             "single": make_single,
@@ -54,7 +56,7 @@ class Runner:
     def run_steps(self, variant: str, num_steps: int) -> list[tuple[float, float]]:
         """Run the next steps and return the loss and the gradient norm of each."""
         results = [self._steps[variant]() for _ in range(num_steps)]
-        return [(_as_float(loss), _as_float(norm)) for loss, norm in results]
+        return [(float(whole(loss)), float(whole(norm))) for loss, norm in results]
 
     def time_steps(self, variant: str, num_steps: int) -> float:
         """Return the seconds that the next steps take on this rank, starting when all ranks are ready."""
@@ -78,7 +80,3 @@ def _rank_makers(topology: Topology) -> dict[str, Maker]:
         "dtensor_sp_fused": lambda problem: make_dtensor(problem, mesh, sequence_parallel=True, fused=True),
         "raw": lambda problem: make_raw(problem, topology.group("tp")),
     }
-
-
-def _as_float(value: Tensor) -> float:
-    return float(value.full_tensor() if isinstance(value, DTensor) else value)

@@ -203,7 +203,7 @@ def test_help_explains_every_setting_with_its_default(capsys, monkeypatch):
             value = getattr(part, setting.name)
             assert entry[1] == (" ".join(value) if isinstance(value, tuple) else str(value)), flag
             assert len(entry[0].split()) > 5, flag
-    nproc = "ranks to start on this machine; as many as parallel.tp x parallel.pp x parallel.cp if not given."
+    nproc = "ranks to start on this machine; if not given, the fewest that tp, pp, cp, ep and etp allow."
     assert f"--nproc INT {nproc}" in words
 
 
@@ -248,17 +248,20 @@ def test_the_number_of_ranks_is_spelled_alike_in_every_command(parse):
 
 
 def test_commands_of_the_documents_are_read():
-    pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+    root = Path(__file__).parents[2]
+    line = re.compile(rf"^ *(?:\.venv/bin/)?shardwise ({'|'.join(PARSERS)}) (.*?\\?)$", re.MULTILINE)
     commands = [
         (page.name, command, arguments)
-        for page in pages
-        for command, arguments in re.findall(
-            r"^    shardwise (train|finetune|dpo|distill|chat|eval) (.*)$", page.read_text(), re.MULTILINE
-        )
+        for page in (root / "README.md", *sorted((root / "docs").rglob("*.md")))
+        for command, arguments in line.findall(page.read_text().replace("\\\n", " "))
     ]
-    assert {"optimizers.md", "finetuning.md"} <= {page for page, _, _ in commands}
-    for _, command, arguments in commands:
-        PARSERS[command](shlex.split(arguments))
+    assert {"README.md", "optimizers.md", "finetuning.md", "memory.md"} <= {page for page, _, _ in commands}
+    assert len(commands) > 70
+    for page, command, arguments in commands:
+        # Dots stand for arguments of the reader.
+        if "..." not in arguments and arguments != "--help":
+            words = shlex.split(arguments, comments=True)
+            PARSERS[command]([word for word in words if word not in ("&", ">", "2>&1")]), page
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_one_rank_in_detail(capsys):
     assert rank["sent_between_hosts"]["pp"] == rank["sent"]["pp"] > 0
     assert rank["sent_between_hosts"]["tp"] == 0 < rank["sent"]["tp"]
     assert "to other hosts." in text
-    assert "2 in flight at most; the wait for other stages adds 25.0 %" in text or "1 in flight at most" in text
+    assert "1 in flight at most" in text
     assert rank["seconds"]["compute"] == rank["flops"] / 1e12
     assert rank["seconds"]["least"] < rank["seconds"]["most"]
     assert "if products hide all communication" in text
@@ -198,7 +198,7 @@ def test_a_picture_of_the_memory(capsys, tmp_path):
         (["generate"], "plan generate", "MODEL_DIR is missing; see --help"),
         (["generate", "nowhere"], "plan generate", "nowhere"),
         (["generate", "F", "--ranks", "2", "--tp", "4"], "plan generate", "--tp 4 is not the number of ranks, 2"),
-        (["generate", "F", "--ranks", "2", "4"], "plan generate", "--ranks has 2 numbers; several go with --fit only"),
+        (["generate", "F", "--ranks", "2", "4"], "plan generate", "--ranks (--nproc) has 2 numbers; several go with"),
         (["generate", "F", "--fit", "1GB", "--batch-size", "4"], "plan generate", "--batch-size 4 with --fit"),
         (["generate", "F", "--rank", "1"], "plan generate", "rank 1 is not one of the 1 ranks, 0 to 0"),
         (

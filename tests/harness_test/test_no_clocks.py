@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"}
+CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "process_time_ns"}
 ALLOWED = {
     # Chooses the moments of its kills, and asserts nothing of time.
     "storage/checkpoint/test_kills.py",

@@ -110,5 +110,5 @@ def test_what_it_is_not_for_stays_with_pytorch() -> None:
     assert rms_norm(input_[:0], weight, EPS).shape == (0, 10)
     with torch.autocast("cpu", torch.bfloat16):
         assert not _is_ours(rms_norm(input_, weight, EPS))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="must match the size"):
         rms_norm(input_, weight[:9], EPS)

@@ -10,6 +10,7 @@ from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
 from shardwise.megatron.models.gpt import GPTModel
+from shardwise.megatron.moe import MoELayer
 from shardwise.megatron.packed_seq_params import PackedSeqParams
 from shardwise.megatron.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.schedules import get_forward_backward_func
@@ -120,6 +121,37 @@ def test_losses_of_experts_are_those_of_one_rank(group, balance):
     for name in of_routers:
         assert found[0][name].norm() > 1e-3
         assert_close_to(found[1][name], found[0][name], rtol_of_norm=1e-10, name=name)
+
+
+class Own(torch.nn.Module):
+    """A program's own model."""
+
+    def __init__(self, config, **options):
+        super().__init__()
+        self.config, self.layer = config, MoELayer(config, **options)
+
+    def set_input_tensor(self, tensor):
+        assert tensor is None
+
+    def forward(self, hidden):
+        return self.layer(hidden)[0]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shares", [True, False])
+def test_losses_of_a_layer_are_multiplied_by_the_ranks_that_share_its_positions(group, shares):
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    collection = None if shares else ProcessGroupCollection(tp=parallel_state.get_pipeline_model_parallel_group())
+    config = make_gpt(2, "all_gather", moe_aux_loss_coeff=0.1, **EXPERTS).config
+    model = Own(config, pg_collection=collection)
+
+    def forward_step(batches, model):
+        next(batches)
+        hidden = torch.randn(S // 2, 2, config.hidden_size, dtype=config.params_dtype)
+        return model(hidden), lambda output: (output.sum(), None)
+
+    two_micro_batches(forward_step, model)
+    assert model.layer.loss_scale == (1.0 if shares else 0.5)
 
 
 @pytest.mark.ranks(4)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,6 @@ from shardwise.run import run as run_module, session as session_module
 from shardwise.run.comparison import results
 from shardwise.run.metrics import read_metrics
 from shardwise.run.processes import ranks as ranks_module
-from shardwise.run.processes.ranks import process_group_of
 from shardwise.run.settings import RunSettings
 from shardwise.storage.checkpoint.comparing import StoredCheckpoint
 from shardwise.training.trainer import Trainer
@@ -138,8 +138,8 @@ def _run_rank(
     os.environ["SHARDWISE_CACHE"] = str(store.parent.parent / "cache")
     _be_rank(rank, world_size, store)
     # They have tests of their own.
-    session_module.check_device = lambda *_, **__: None
-    run_module.finish = lambda _, outcome: outcome
+    mock.patch.object(session_module, "check_device").start()
+    mock.patch.object(run_module, "finish", side_effect=lambda _, outcome: outcome).start()
     step = Trainer.step
 
     def step_or_die(self: Trainer, number: int, *arguments: Any, **options: Any) -> Any:
@@ -178,9 +178,6 @@ def _be_rank(rank: int, world_size: int, store: Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "unused"}
 
-    def join(device: torch.device, **_: Any) -> None:
-        # A file for the rendezvous, so that no port is needed.
-        meeting = dist.FileStore(str(store), world_size)
-        dist.init_process_group(**process_group_of(device, world_size), store=meeting, rank=rank, world_size=world_size)
-
-    ranks_module.join = join
+    # A file for the rendezvous, so that no port is needed.
+    meeting = mock.patch.object(ranks_module, "meet", side_effect=lambda *_: dist.FileStore(str(store), world_size))
+    meeting.start()

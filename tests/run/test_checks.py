@@ -16,7 +16,7 @@ from shardwise.run.processes import checks
 from shardwise.run.processes.checks import _is_chosen, find_problems
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def machine(monkeypatch):
     """A machine on which nothing is wrong; a test changes it."""
     for name in ("MASTER_ADDR", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
@@ -137,7 +137,14 @@ def test_names_as_nccl_reads_them(value, name, exactly, expected):
     assert _is_chosen(value, name, exactly=exactly) == expected
 
 
-def test_this_machine_is_asked():
+def test_this_machine_is_asked(monkeypatch):
     """The functions that other tests replace are there, and answer."""
+    asked = []
+    for module, name in ((shutil, "disk_usage"), (socket, "if_nameindex")):
+        own = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, own=own, name=name: (asked.append(name), own(*given))[1])
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     assert all(isinstance(each, str) for each in find_problems())
+    assert {*asked} == {"disk_usage", "if_nameindex"}
+    assert checks._DRIVERS
     assert os.path.isdir(checks.SHARED_MEMORY_FOLDER)

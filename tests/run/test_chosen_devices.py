@@ -74,13 +74,15 @@ def test_ranks_that_would_share_a_gpu_are_told_so():
     for rank in (4, 5, 6):
         gpu = store.get(f"shardwise/gpu/{rank}").decode()
         with pytest.raises(ConfigError, match="ranks 4 and 6 would share the GPU GPU-a, and NCCL needs one for each"):
-            refuse_shared_gpus(store, gpu, rank=rank, local_rank=rank - 4, num_local=3)
-    refuse_shared_gpus(store, "GPU-b", rank=5, local_rank=0, num_local=1)
+            refuse_shared_gpus(store, gpu, rank=rank, on_host=(4, 5, 6))
+    refuse_shared_gpus(store, "GPU-b", rank=5, on_host=(5,))
 
 
 def test_what_the_user_set_stays(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    monkeypatch.delenv("TORCH_NCCL_HIGH_PRIORITY", raising=False)
+    # So that the test ends with the value of its beginning.
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "")
+    monkeypatch.delenv("TORCH_NCCL_HIGH_PRIORITY")
     prepare_overlap()
     assert {name: os.environ[name] for name in OVERLAP_VARIABLES} == {
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",

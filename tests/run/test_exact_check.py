@@ -40,16 +40,15 @@ def model_of(kind, settings=None, **description):
 
 
 def check(model, **options):
-    check_device(model, **SIZES, **options)
-
-
-@pytest.fixture(autouse=True)
-def _two_threads():
-    threads = torch.get_num_threads()
+    """Check the device with two threads, which it must leave as they were."""
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    yield
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(threads)
+    try:
+        check_device(model, **SIZES, **options)
+    finally:
+        after = torch.get_num_threads()
+        torch.set_num_threads(before)
+    assert after == 2
 
 
 def by_threads(function):

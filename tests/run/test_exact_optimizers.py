@@ -20,7 +20,6 @@ from shardwise.training.optimizer.mixed_precision import DynamicLossScale
 ZERO = {"zero": 1}
 
 
-@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.ranks(4)

@@ -10,9 +10,9 @@ import pytest
 from storage.adapters.tiny_models import save_model
 
 from shardwise.cli.main import main
-from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 from shardwise.run.tasks.model_card import base_name
-from shardwise.storage.huggingface.tensor_folder import companion_files
+from shardwise.storage.huggingface.tensor_folder import companion_files, write_chat_template
 
 TEXT = "Snow is white, grass is green, and the sky is blue above all of them. " * 20
 README = "---\nlicense: other\nlicense_name: snow-1.0\nlanguage: en\n---\n# The base | model\n"
@@ -118,6 +118,15 @@ def test_the_export_of_a_new_model_has_a_card(folder, tmp_path, capsys):
         assert card.data.library_name == "transformers"
         assert "text.txt" in card.text
         assert f"| steps | {steps} |" in card.text
+    (tmp_path / "linked").symlink_to(run / "checkpoints" / "step-00000001")
+    for source in (tmp_path / "linked", run / "checkpoints" / "step-00000001"):
+        if source.name != "linked":
+            # The checkpoints may be on another disk, behind a link.
+            (run / "checkpoints").rename(tmp_path / "elsewhere")
+            (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
+        shutil.rmtree(tmp_path / "exported-1")
+        assert main(["export-hf", str(source), "--out", str(tmp_path / "exported-1")]) == 0
+        assert "| steps | 1 |" in card_of(tmp_path / "exported-1").text
 
 
 def test_files_of_adapters_replace_those_of_the_model(tmp_path):
@@ -139,8 +148,38 @@ def test_files_of_adapters_replace_those_of_the_model(tmp_path):
             for name, text in content.items():
                 (folder / name).write_text(text)
         found = {name: path.parent for path, name in companion_files(base, adapters=adapters)}
-        gone = ({"vocab.json"} if "tokenizer.json" in files else set()) | (set(template) if files is inline else set())
+        gone = {"vocab.json"} if "tokenizer.json" in files else set()
         assert found == {name: adapters if name in replaced else base for name in own if name not in gone}
+
+
+@pytest.mark.parametrize("of_base", ["file", "inline"])
+@pytest.mark.parametrize("of_adapters", [None, "null", "inline", "without tokenizer.json", "file", "file for tools"])
+def test_a_merged_model_has_the_template_of_its_adapters_or_of_its_model(tmp_path, of_base, of_adapters):
+    def lay(folder, source, kind):
+        folder.mkdir()
+        config = {} if kind in (None, "file", "file for tools") else {"chat_template": source}
+        if kind != "without tokenizer.json":
+            (folder / "tokenizer.json").write_text("{}")
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        if kind in ("file", "file for tools"):
+            (folder / "chat_template.jinja").write_text(source)
+        if kind == "file for tools":
+            (folder / "additional_chat_templates").mkdir()
+            (folder / "additional_chat_templates" / "tool_use.jinja").write_text(source + " with tools")
+
+    base, adapters, merged = tmp_path / "base", tmp_path / "adapters", tmp_path / "merged"
+    lay(base, "of the base", of_base)
+    lay(adapters, None if of_adapters == "null" else "of the adapters", of_adapters)
+    merged.mkdir()
+    for path, name in companion_files(base, adapters=adapters):
+        (merged / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, merged / name)
+    write_chat_template(merged, base, adapters)
+    expected = "of the base" if of_adapters in (None, "null") else "of the adapters"
+    found = ChatTemplate.load(merged)
+    assert found is not None
+    assert found.source == expected
+    assert found.source_for(True) == expected + " with tools" * (of_adapters == "file for tools")
 
 
 def test_which_files_are_companions_and_whose_name_a_folder_tells(folder, tmp_path):

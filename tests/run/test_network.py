@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from shardwise.core.errors import ConfigError, LaunchError
 from shardwise.run.processes import ranks
-from shardwise.run.processes.ranks import addresses_towards, interface_of, join, open_ranks
+from shardwise.run.processes.ranks import addresses_towards, interface_of, meet, ranks_of_host
 
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
@@ -68,13 +68,26 @@ def test_who_cannot_join_is_told_of_the_variable(environment):
 
     environment.setattr(dist, "rendezvous", refuse)
     with pytest.raises(LaunchError, match=r"rank 1 of 2 could not join the others at 127.0.0.1:9 .*GLOO_SOCKET_IFNAME"):
-        join(ranks.torch.device("cpu"), local_rank=0, num_local=1, timeout=ranks.datetime.timedelta(seconds=1))
+        meet(1, 2, ranks.datetime.timedelta(seconds=1))
 
 
-def test_several_hosts_need_the_number_of_ranks_of_one(monkeypatch):
-    for name, value in {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0", "MASTER_ADDR": "node1"}.items():
-        monkeypatch.setenv(name, value)
+def test_without_the_number_of_ranks_of_a_host_the_ranks_compare_hosts(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    missing = r"RANK is 8 and LOCAL_RANK 0, .* LOCAL_WORLD_SIZE is missing; set it"
-    with pytest.raises(ConfigError, match=missing), open_ranks("cpu"):
-        pass
+    # A launcher that reserves one GPU for each rank may call it 0 everywhere.
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    store = dist.HashStore()
+    for rank, host in enumerate(["one", "two", "one", "two", "one"]):
+        store.set(f"shardwise/host/{rank}", host)
+    monkeypatch.setattr(ranks, "machine", lambda: "one")
+    assert [*ranks_of_host(store, 2, 5)] == [0, 2, 4]
+    monkeypatch.setattr(ranks, "machine", lambda: "two")
+    assert [*ranks_of_host(store, 3, 5)] == [1, 3]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert [*ranks_of_host(store, 3, 5)] == [2, 3]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match="LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2, but ranks of a host count from 0"):
+        ranks_of_host(store, 3, 5)
+    # Left by something else: one rank may have any number.
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert 0 in ranks_of_host(store, 0, 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,10 @@ def test_what_does_not_belong_is_refused_on_every_rank(group, tmp_path, monkeypa
     other = dataclasses.replace(other, corpus=dataclasses.replace(other.corpus, held_out_fraction=0.3))
     with pytest.raises(CheckpointError, match=r"held-out data was 'corpus\.held-out-fraction 0\..*0\.3'"):
         train(open_tiny(other, monkeypatch, tmp_path))
+    same = open_tiny(tiny_settings(tmp_path, tp=2, steps=2, resume="auto"), monkeypatch, tmp_path)
+    other = dataclasses.replace(same, data=dataclasses.replace(same.data, held_out_sha256="of another file"))
+    with pytest.raises(CheckpointError, match=r"held_out_sha256 was '[0-9a-f]{64}' and is 'of another file'"):
+        train(other)
     with pytest.raises(ConfigError, match=r"2 steps already, more than training\.steps 1"):
         train(open_tiny(tiny_settings(tmp_path, tp=2, steps=1, resume="auto"), monkeypatch, tmp_path))
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == before
@@ -268,13 +274,16 @@ def test_metrics_drop_steps_that_are_done_again(tmp_path):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("write", [0, 1])
-def test_metrics_that_cannot_be_written_end_all_ranks(group, tmp_path, monkeypatch, write):
-    """In the middle of a run, and after its last step."""
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_metrics_that_cannot_be_written_end_all_ranks(group, tmp_path, monkeypatch, write, is_stopped):
+    """In the middle of a run, and after its last step; also of a run that a signal ends there."""
     session = open_tiny(tiny_settings(tmp_path, steps=2), monkeypatch, tmp_path)
     written = MetricsWriter.write
 
     def fail_once(metrics, step, values):
         if step == write:
+            if is_stopped:
+                os.kill(os.getpid(), signal.SIGTERM)
             raise UnwritableError("cannot write the metrics: No space left on device")
         written(metrics, step, values)
 

@@ -91,6 +91,9 @@ def test_changes_are_flags():
     selective = Mesh(dp=4, micro_batch_size=4, recomputation=Recomputation("selective", modules=("mlp", "core_attn")))
     assert changes(before, selective) == ["--recompute.granularity selective --recompute.modules mlp core_attn"]
     assert changes(before, before) == []
+    # A dense model has no --etp, also where an exact run counts with 1; one stage has no need of another schedule.
+    assert changes(Mesh(dp=4, etp=1), Mesh(tp=2, dp=2)) == ["--tp 2"]
+    assert changes(Mesh(dp=4, schedule="gpipe"), Mesh(dp=4, zero=1)) == ["--zero 1"]
     assert changes(Mesh(dp=8), Mesh(dp=8, ep=8, etp=1)) == ["--ep 8"]
     assert changes(Mesh(dp=8, ep=8), Mesh(tp=2, dp=4, ep=4, etp=1)) == ["--tp 2", "--ep 4", "--etp 1"]
     staged = Mesh(pp=2, virtual_stages=2, schedule="interleaved")

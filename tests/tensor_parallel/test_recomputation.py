@@ -468,6 +468,12 @@ class TestFunctions:
             torch.autograd.grad(again, x)
 
     @pytest.mark.ranks(1)
+    def test_arguments_on_a_device_without_autocast(self, group):
+        x = torch.ones(2, device="meta", requires_grad=True)
+        CheckpointFunction.apply(torch.sin, False, x).sum().backward()
+        assert x.grad is not None
+
+    @pytest.mark.ranks(1)
     def test_the_recomputation_has_the_autocast_of_the_forward(self, group):
         first, second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
         params, x = (*first.parameters(), *second.parameters()), torch.randn(3, 16)

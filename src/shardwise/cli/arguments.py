@@ -75,7 +75,7 @@ class LaunchArguments(Arguments):
     """Arguments of the commands that start ranks.
 
     Attributes:
-        nproc: ranks to start on this machine; as many as parallel.tp x parallel.pp x parallel.cp if not given.
+        nproc: ranks to start on this machine; if not given, the fewest that tp, pp, cp, ep and etp allow.
     """
 
     nproc: Annotated[int | None, LOCAL_RANKS] = None
@@ -402,7 +402,7 @@ VARIABLES = {
     "RANK": "this process's rank; set by launchers, as those below",
     "WORLD_SIZE": "number of ranks",
     "LOCAL_RANK": "this process's rank on its host",
-    "LOCAL_WORLD_SIZE": "number of ranks on this host",
+    "LOCAL_WORLD_SIZE": "number of ranks on this host; if it is not set, the ranks compare their hosts",
     "GROUP_RANK": "this host's number",
     "MASTER_ADDR": "address at which the ranks meet",
     "MASTER_PORT": "its port",

@@ -84,10 +84,10 @@ def launch_ranks(
 ) -> int:
     """Run ``argv`` as ``nproc`` ranks on this machine, and wait for all of them.
 
-    Each rank reads its place from ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. If a
-    rank fails, the others are ended within seconds. Ranks inside ``run_command`` also end when this process is killed.
-    On a first SIGINT, SIGTERM or SIGHUP they handle the signal and end in their own time (a training step is finished
-    and saved). A further signal ends them at once.
+    Each rank reads its place from ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+    ``MASTER_PORT``. If a rank fails, the others are ended within seconds. Ranks inside ``run_command`` also end when
+    this process is killed. On a first SIGINT, SIGTERM or SIGHUP they handle the signal and end in their own time (a
+    training step is finished and saved). A further signal ends them at once.
 
     Args:
         nproc: number of ranks.

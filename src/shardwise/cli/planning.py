@@ -37,14 +37,14 @@ _KINDS = ("train", "finetune", "dpo", "distill", "generate")
 
 
 def _world_sizes(ranks: tuple[str, ...], fit: str | None, limits: Range) -> tuple[int, ...]:
-    """Parse ``--ranks``."""
+    """Parse ``--ranks``, or ``--nproc``."""
     if fit is None and len(ranks) > 1:
-        raise ConfigError(f"--ranks has {len(ranks)} numbers; several go with --fit only")
+        raise ConfigError(f"--ranks (--nproc) has {len(ranks)} numbers; several go with --fit only")
     numbers = []
     for text in ranks:
         if not text.isdecimal() or len(text) > 9:
-            raise ConfigError(f"--ranks {text!r} is not a number of ranks; give integers such as 8 64")
-        check_value("--ranks", int(text), int, limits)
+            raise ConfigError(f"--ranks (--nproc) {text!r} is not a number of ranks; give integers such as 8 64")
+        check_value("--ranks (--nproc)", int(text), int, limits)
         numbers.append(int(text))
     return tuple(numbers)
 
@@ -241,7 +241,7 @@ class GeneratePlanArguments(Arguments):
     """
 
     model_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL_DIR"), Folder("")]
-    ranks: tuple[str, ...] = ()
+    ranks: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--nproc",))] = ()
     tp: Annotated[int | None, LOCAL_RANKS, tyro.conf.arg(aliases=("--parallel.tp",))] = None
     rank: Annotated[int | None, _RANK] = None
     fit: str | None = None

@@ -79,7 +79,7 @@ class _Ranks:
         try:
             first = self._reply()
             if "error" in first:
-                raise ConfigError(f"the target {target} cannot be imported: {first['error']}")
+                raise ConfigError(f"the target {target} cannot be imported: {first['error']}; install what it imports")
         except BaseException:
             self.end()
             raise

@@ -132,7 +132,7 @@ def _message_of(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f'{where}: not an object but {kind_of(value)}; a message is {{"role": ..., "content": ...}}')
     message = {name: each for name, each in value.items() if each is not None}
-    if "content" in value and not message.keys() & {"content", "value"}:
+    if {"content", "value"} & value.keys() and not message.keys() & {"content", "value"}:
         # Templates tell None from a missing key.
         message["content"] = None
     for theirs, ours in (("from", "role"), ("value", "content")):

@@ -23,7 +23,6 @@ from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryB
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout, balanced_range, balanced_sizes
-from shardwise.kernels import products
 from shardwise.kernels.norms import fused_reduce_norm_, runs_fused
 from shardwise.nn.column import ColumnLinear
 from shardwise.nn.linear import LinearParallelism
@@ -340,7 +339,7 @@ class InferenceRowLinear(RowLinear):
     def _reduce_and_norm(self, x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
         """Return the new residual; write the norm of the whole residual into ``out``."""
         assert self.next_norm is not None
-        partial = products.linear(x, self.weight).to(residual.dtype)
+        partial = self._products.linear(x, self.weight).to(residual.dtype)
         # Each row belongs to exactly one rank, so the sum contains residual and bias once.
         start, stop = balanced_range(x.size(0), self.group.size(), self.group.rank())
         own = partial[start:stop]

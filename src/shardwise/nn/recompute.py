@@ -191,7 +191,8 @@ def keep_arguments(ctx: Any, function: Callable[..., Any], args: tuple[Any, ...]
     ctx.places = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
     ctx.args = [None if i in ctx.places else arg for i, arg in enumerate(args)]
     tensors = [args[i] for i in ctx.places]
-    ctx.autocast = [_autocast_of(kind) for kind in dict.fromkeys(("cpu", *(each.device.type for each in tensors)))]
+    kinds = dict.fromkeys(("cpu", *(each.device.type for each in tensors)))
+    ctx.autocast = [_autocast_of(kind) for kind in kinds if torch.amp.is_autocast_available(kind)]
     ctx.save_for_backward(*tensors)
     with first, torch.no_grad():
         return function(*args)

@@ -230,6 +230,7 @@ def _identity(session: Session) -> dict[str, Any]:
         **session.task.identity,
         **session.data.identity,
         "corpus_sha256": session.data.sha256,
+        "held_out_sha256": session.data.held_out_sha256,
         "tokenizer_sha256": session.data.tokenizer.sha256,
         "vocab_size": session.data.tokenizer.vocab_size,
     }
@@ -273,8 +274,10 @@ def check_belongs(session: Session, folder: Path) -> int:
         for name in ours[section]
         if name in names
     }
-    pairs |= {name: (meta.get(name), value) for name, value in _identity(session).items()}
-    pairs["held-out data"] = _held_out(saved), _held_out(ours)
+    # Earlier versions did not keep the hash of the held-out data.
+    known = {"held_out_sha256": session.data.held_out_sha256} | meta
+    pairs |= {name: (known.get(name), value) for name, value in _identity(session).items()}
+    pairs["held-out data"] = _held_out(saved, folder), _held_out(ours, folder)
     # The optimizers keep different states. Versions without the setting always used AdamW.
     pairs["optimizer.name"] = (saved.get("optimizer", {}).get("name", "adamw"), ours["optimizer"]["name"])
     exact = [_exact_settings(each, ours["training"]["global_batch_size"]) for each in (saved, ours)]
@@ -294,11 +297,13 @@ def check_belongs(session: Session, folder: Path) -> int:
     return step
 
 
-def _held_out(settings: Mapping[str, Any]) -> str:
+def _held_out(settings: Mapping[str, Any], folder: Path) -> str:
     """Return the setting that determines which part of the data is not trained on."""
     if settings.get("samples", {}).get("held_out"):
         return "--held-out"
     fraction = settings.get("corpus", {}).get("held_out_fraction", CorpusSettings.held_out_fraction)
+    if not isinstance(fraction, int | float):
+        raise CheckpointError(f"{folder} is damaged: its corpus.held_out_fraction is {shown(fraction)}, not a number")
     return f"corpus.held-out-fraction {fraction:g}"
 
 

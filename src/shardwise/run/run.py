@@ -135,7 +135,7 @@ class _Training:
                 for step in range(self.first_step, settings.steps):
                     self._step(step, metrics, progress)
                     end_of_step()
-                agree(self._check_metrics, group=session.ranks.control)
+                self._check_metrics()
             if self._held_out is None:  # All steps were done before.
                 self._held_out = self._evaluate(settings.steps)
         except DivergenceError as error:
@@ -205,7 +205,7 @@ class _Training:
         signum, due, progress = int(rank_reports[0]), bool(rank_reports[1]), SaveProgress(int(rank_reports[2]))
         self._peak_memory = rank_reports[3]
         if rank_reports[4]:
-            agree(self._check_metrics, group=self.session.ranks.control)
+            self._check_metrics()
         with self._outside_the_step():
             self.saves.on_progress(progress)
         if step > self.first_step and (due or signum or _is_due(step, self.session.settings.training.save_every)):
@@ -235,13 +235,22 @@ class _Training:
     def _end(self, signum: int) -> NoReturn:
         with self._outside_the_step():
             self.saves.complete()
+        self._check_metrics()
         self.signals.agreed = True
         raise Interrupted(signum, agreed=True)
 
     def _check_metrics(self) -> None:
-        """Raise the error of a write on the rank that has the metrics."""
-        if self._unwritten is not None:
-            raise self._unwritten
+        """Raise the error of the rank that could not write the metrics, on every rank, when no save is in progress."""
+
+        def check() -> None:
+            if self._unwritten is not None:
+                raise self._unwritten
+
+        try:
+            agree(check, group=self.session.ranks.control)
+        except UnwritableError:
+            self.saves.complete_if_possible()
+            raise
 
     def _rank_reports(self) -> tuple[float, ...]:
         """Return this rank's part of the step's all-reduce: signal (0 for none), whether a timed save is due (on the

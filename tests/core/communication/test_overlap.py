@@ -121,7 +121,7 @@ def test_a_part_is_multiplied_while_the_next_ones_travel(group, monkeypatch, tmp
 def test_disagreement_and_wrong_sizes_are_told(group):
     with pytest.raises(ShardingError, match=r"sizes \[1, 1, 1\] do not fit a shard of 1"):
         overlap.gather_and_multiply(torch.ones(1, 2), same, 2, group=group, sizes=[1, 1, 1])
-    with pytest.raises(ShardingError, match="7"):
+    with pytest.raises(ShardingError, match=r"7.*\[1, 1\]|\[1, 1\].*7"):
         overlap.multiply_and_scatter(torch.ones(7, 2), same, group=group, sizes=[1, 1])
     own = dist.new_group([0, 1])
     rows = torch.ones(2, 3 + own.rank())

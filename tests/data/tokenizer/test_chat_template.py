@@ -190,6 +190,13 @@ def test_where_a_folder_has_it(tmp_path):
     assert of_tools.render(CHAT).text == "</s></s>"
     assert of_tools.render(CHAT, tools=[{}]).text == "1"
     assert of_tools.sha256 != found.sha256
+    # A template that no chat needs keeps none from being rendered.
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{% if %}")
+    broken = ChatTemplate.load(tmp_path)
+    assert broken is not None
+    assert broken.render(CHAT).text == "</s></s>"
+    with pytest.raises(DataError, match=r"tool_use.jinja, line 1 is no Jinja template"):
+        broken.render(CHAT, tools=[{}])
     (tmp_path / "chat_template.jinja").unlink()
     config.write_text('{"chat_template": [1]}')
     with pytest.raises(DataError, match="neither a template nor a list"):

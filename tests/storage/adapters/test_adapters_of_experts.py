@@ -217,6 +217,7 @@ def test_new_adapters_start_like_those_of_peft_at_any_layout(group, folders):
                     whole = gather_shards(adapter.get_parameter(name).detach(), layout, adapter.group)
                     wholes[target.path, name] = adapter.to_file(name, whole)
         started.append(wholes)
+    assert started[0]
     for (path, name), whole in started[0].items():
         assert_bit_equal(started[1][path, name], whole, name=f"{path} {name}")
         bound = whole.size(1) ** -0.5

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -351,7 +352,14 @@ def test_a_folder_holds_what_was_asked_for_last(tmp_path):
         (out / name).touch()
     for name in of_model:
         (partial / name).touch()
+    # The run left the files of the base model at its beginning.
+    templates = "additional_chat_templates"
+    for folder, text in ((out, "of the base"), (partial, "of the export")):
+        (folder / templates).mkdir()
+        (folder / templates / "tool_use.jinja").write_text(text)
     results._move_into_place(partial, out)
+    assert (out / templates / "tool_use.jinja").read_text() == "of the export"
+    shutil.rmtree(out / templates)
     assert {path.name for path in out.iterdir()} == kept | of_model
     results._remove(out, results._MODEL_FILES)
     assert {path.name for path in out.iterdir()} == kept

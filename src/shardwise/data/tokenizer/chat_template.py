@@ -14,7 +14,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -63,7 +63,7 @@ class ChatTemplate:
         source: the Jinja program.
         tokens: names of special tokens by role, such as ``bos_token``.
         where: origin of the program, for messages.
-        of_tools: template for messages with tools; None for the same.
+        of_tools: another program for messages with tools, and its origin; compiled when it is first used.
 
     Attributes:
         source, tokens: as given.
@@ -79,7 +79,7 @@ class ChatTemplate:
         tokens: Mapping[str, str] | None = None,
         *,
         where: str = "the chat template",
-        of_tools: ChatTemplate | None = None,
+        of_tools: tuple[str, str] | None = None,
     ) -> None:
         self.source = source
         self._of_tools = of_tools
@@ -115,8 +115,8 @@ class ChatTemplate:
         path = folder / TEMPLATE_NAME
         if (source := _text_of(path)) is not None:
             tools = folder / TOOLS_TEMPLATE_NAME
-            other = None if (text := _text_of(tools)) is None else cls(text, tokens, where=str(tools))
-            return cls(source, tokens, where=str(path), of_tools=other)
+            other = _text_of(tools)
+            return cls(source, tokens, where=str(path), of_tools=None if other is None else (other, str(tools)))
         for name in (CONFIG_NAME, "chat_template.json"):
             path = folder / name
             try:
@@ -128,18 +128,23 @@ class ChatTemplate:
             if value is not None:
                 default, tools_source = _named_in(value, path)
                 where = f"chat_template in {path}"
-                other = None if tools_source is None else cls(tools_source, tokens, where=where)
-                return cls(default, tokens, where=where, of_tools=other)
+                return cls(default, tokens, where=where, of_tools=None if not tools_source else (tools_source, where))
         return None
 
     @property
     def sha256(self) -> str:
         """Hex digest of everything that affects rendering, including today's date if the template uses it."""
-        today = datetime.date.today().isoformat() if "strftime_now" in self.source else ""
-        parts = [self.source, sorted(self.tokens.items()), today]
-        if self._of_tools is not None:
-            parts.append(self._of_tools.sha256)
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        sources = dict.fromkeys((self.source, self.source_for(True)))
+        today = datetime.date.today().isoformat() if any("strftime_now" in each for each in sources) else ""
+        return hashlib.sha256(json.dumps([*sources, sorted(self.tokens.items()), today]).encode()).hexdigest()
+
+    def source_for(self, has_tools: bool) -> str:
+        """Return the program that renders messages with or without tools."""
+        return self.source if self._of_tools is None or not has_tools else self._of_tools[0]
+
+    @cached_property
+    def _with_tools(self) -> ChatTemplate:
+        return self if self._of_tools is None else ChatTemplate(self._of_tools[0], self.tokens, where=self._of_tools[1])
 
     def render(
         self,
@@ -161,8 +166,8 @@ class ChatTemplate:
             TemplateError: the template rejects the messages or fails on them.
             DataError: the template takes too many steps, or its output is too long.
         """
-        if tools and self._of_tools is not None:
-            render_with = partial(self._of_tools.render, messages, tools=tools)
+        if tools and self._with_tools is not self:
+            render_with = partial(self._with_tools.render, messages, tools=tools)
             return render_with(add_generation_prompt=add_generation_prompt, **variables)
         given = [
             {name: value for name, value in message.items() if value is not None or name == "content"}

@@ -82,7 +82,8 @@ class LoraLayer(ShardedModule):
         plain: Any = self
         vars(plain).pop("layer_number", None)
         del plain.lora, plain.lora_config, plain.lora_enabled, plain.lora_merged
-        plain.__class__ = _without_adapters(type(self))
+        adapted: Any = type(self)
+        plain.__class__ = _without_adapters(adapted)
 
     @property
     def _is_active(self) -> bool:
@@ -393,14 +394,18 @@ def _with_adapters(base: Any, plain: Any) -> Any:
     return type(f"Lora{plain.__name__}", (base, plain), own)
 
 
-def _without_adapters(adapted: type) -> type:
+@functools.cache
+def _without_adapters(adapted: Any) -> Any:
     """Undo ``_with_adapters``, also below a class that ``fully_shard`` made of the result."""
     if "plain" in vars(adapted):
         plain: type = vars(adapted)["plain"]
         return plain
     bases = tuple(_without_adapters(base) if issubclass(base, LoraLayer) else base for base in adapted.__bases__)
     own = {name: value for name, value in vars(adapted).items() if name not in ("__dict__", "__weakref__")}
-    return type(adapted.__name__, bases, own)
+    name = adapted.__name__
+    for before, after in zip(adapted.__bases__, bases, strict=True):
+        name = name.replace(before.__name__, after.__name__)
+    return type(name, bases, own)
 
 
 def _side_by_side(parts: list[Tensor], dim: int) -> Tensor:

@@ -83,6 +83,7 @@ class Router(ShardedModule):
         weight: ``[num, h]``.
         bias: ``[num]``, or None.
         selection_bias: ``[num]`` in fp32, a buffer, or None.
+        num_position_ranks: number of ranks that share the positions of a sample, and its losses.
     """
 
     weight: Tensor
@@ -98,6 +99,7 @@ class Router(ShardedModule):
         groups, is_global = groups or Groups(group), experts.balances == "global"
         # The ranks whose tokens are balanced together: those of ``group``, and others.
         self._balanced_in: ProcessGroup | None = group
+        self.num_position_ranks = 1 if groups.cp is None else groups.cp.size()
         self._balanced_with = groups.dp if is_global else groups.cp
         self._num_together = groups.samples[1] if is_global else 1
         bias = torch.zeros(experts.num, dtype=torch.float32, device=self._device()) if experts.selection_bias else None

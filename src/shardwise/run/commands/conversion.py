@@ -1,5 +1,6 @@
 """Conversion between checkpoints and Hugging Face folders."""
 
+import os
 import shutil
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -137,7 +138,10 @@ def _card(opened: OpenCheckpoint) -> str | None:
     settings = Settings.from_json(checkpoints.read_meta(opened.folder)["settings"])
     sizes = {"tp": settings.parallel.tp, "pp": settings.parallel.pp}
     data = ", ".join(Path(path).name for path in settings.data)
-    run, steps = opened.folder.resolve().parent.parent, Manifest.read(opened.folder).step
+    # The run's folder may have a link to its checkpoints, and a checkpoint may be given as a link.
+    runs = [path.parent.parent for path in (Path(os.path.abspath(opened.folder)), opened.folder.resolve())]
+    run = next((each for each in runs if (each / "metrics.jsonl").exists()), runs[0])
+    steps = Manifest.read(opened.folder).step
     return model_card(settings, run, model_name=settings.model_name, layout=sizes, data=data, steps=steps)
 
 

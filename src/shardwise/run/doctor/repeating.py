@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups
 from shardwise.run.checkpoints import check_belongs, draws_dropout, load_state_, state_of
@@ -108,7 +109,7 @@ def repeat(
     """
     with open_ranks(settings.device, timeout=settings.timeout) as ranks:
         session = open_session(settings, ranks)
-        check_dropout(session)
+        agree(lambda: check_dropout(session), group=session.ranks.control)
         if saved is not None:
             check_belongs(session, saved)
         with session.shortage.explained():

@@ -59,10 +59,11 @@ def diagnose_run(
             raise ConfigError("the doctor compares several ranks with one, and this run has one; give --nproc, --tp...")
         if settings.training.steps < steps:
             raise ConfigError(f"training.steps is {settings.training.steps}, and {steps} steps are recorded")
+        session = open_session(settings, ranks, make_task)
+        # The adapters of one stage may have dropout, and those of another none.
+        agree(lambda: check_dropout(session), group=ranks.control)
         if ranks.is_first:
             shutil.rmtree(folder, ignore_errors=True)
-        session = open_session(settings, ranks, make_task)
-        check_dropout(session)
         with session.shortage.explained():
             session.task.method.before(session)
             agree(lambda: _record_alone(session, folder, steps, budget), group=ranks.control)

@@ -53,25 +53,22 @@ def _smallest_change(workload: Workload, mesh: Mesh, usable: int) -> str:
         for given in (mesh.micro_batch_size, None)
         for samples in micro_batch_sizes(workload, other, given)
     }
+    overlaps = workload.settings.parallel.tp_comm_overlap
+    flags = {other: changes(mesh, other, overlaps=overlaps) for other in others}
     # Few changes first: the first number of changes with a layout that fits is enough.
-    for _, group in groupby(
-        sorted(others, key=lambda other: _cost(mesh, other)), key=lambda other: _cost(mesh, other)[0]
-    ):
+    in_order = sorted(others, key=lambda other: (len(flags[other]), -other.micro_batch_size))
+    for _, group in groupby(in_order, key=lambda other: len(flags[other])):
         found = [choice for other in group if (choice := fitted(rehearsals, other, usable)) is not None]
         if found:
             nearest = min(
                 found, key=lambda choice: (*choice.order[:1], -choice.plan.mesh.micro_batch_size, *choice.order[1:])
             )
-            flags = " ".join(changes(mesh, nearest.plan.mesh, overlaps=workload.settings.parallel.tp_comm_overlap))
-            return f"The smallest change that fits, with {shown_bytes(nearest.plan.worst.total)}: {flags}"
+            change = " ".join(changes(mesh, nearest.plan.mesh, overlaps=overlaps))
+            return f"The smallest change that fits, with {shown_bytes(nearest.plan.worst.total)}: {change}"
     return (
         f"No layout of {mesh.world_size} ranks needs as little as {shown_bytes(usable)} of each; use more ranks, "
         "shorter samples or a smaller model."
     )
-
-
-def _cost(before: Mesh, after: Mesh) -> tuple[int, int]:
-    return len(changes(before, after)), -after.micro_batch_size
 
 
 def changes(before: Mesh, after: Mesh, *, overlaps: bool = False) -> list[str]:
@@ -81,9 +78,11 @@ def changes(before: Mesh, after: Mesh, *, overlaps: bool = False) -> list[str]:
         for name in ("tp", "pp", "zero", "ep")
         if getattr(before, name) != getattr(after, name)
     ]
-    if (before.etp or after.tp) != after.expert_tp:
+    # Models without experts have no such number, except in exact runs, where it is 1 and no flag.
+    if after.etp is not None and (before.etp or after.tp) != after.etp:
         flags.append(f"--etp {after.expert_tp}")
-    if before.schedule != after.schedule:
+    # Any schedule but the interleaved one runs a single stage.
+    if before.schedule != after.schedule and (after.pp > 1 or before.schedule == "interleaved"):
         flags.append(f"--pipeline-schedule {after.schedule}")
     if before.virtual_stages != after.virtual_stages:
         flags.append(f"--virtual-stages {after.virtual_stages}")

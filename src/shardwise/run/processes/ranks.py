@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.context import backends_of
 from shardwise.core.errors import ConfigError, LaunchError
+from shardwise.core.processes import machine
 from shardwise.run.processes.watch import Watch
 from shardwise.training.bounds import DEFAULT_TIMEOUT, launcher_number
 
@@ -100,7 +101,8 @@ def open_ranks(
 ) -> Iterator[Ranks]:
     """Join the other ranks for the duration of the block.
 
-    The launcher (``shardwise``, torchrun) sets RANK, WORLD_SIZE and LOCAL_RANK. Without them this is the only rank.
+    The launcher (``shardwise``, torchrun) sets RANK and WORLD_SIZE. Without them this is the only rank. Without its
+    LOCAL_RANK and LOCAL_WORLD_SIZE, the ranks compare their hosts.
 
     Args:
         device: device to compute on; "auto" takes a GPU if there is one for each rank of this machine.
@@ -118,15 +120,12 @@ def open_ranks(
             "call it before torch.distributed.init_process_group or after destroy_process_group"
         )
     world_size, rank = launcher_number("WORLD_SIZE", least=1) or 1, launcher_number("RANK") or 0
-    local_rank, num_local = (
-        launcher_number("LOCAL_RANK") or 0,
-        launcher_number("LOCAL_WORLD_SIZE", least=1) or world_size,
-    )
-    if os.environ.get("LOCAL_RANK") and rank != local_rank and not os.environ.get("LOCAL_WORLD_SIZE"):
-        raise ConfigError(
-            f"RANK is {rank} and LOCAL_RANK {local_rank}, so there are several hosts, and LOCAL_WORLD_SIZE is missing; "
-            "set it to the number of ranks on this host, as torchrun does"
-        )
+    joining = datetime.timedelta(seconds=max(timeout, _JOINING_SECONDS))
+    # One rank meets no others, even if something else left RANK=0 and WORLD_SIZE=1.
+    has_launcher = world_size > 1 or {"RANK", "MASTER_ADDR"} <= os.environ.keys()
+    store = meet(rank, world_size, joining) if has_launcher else dist.HashStore()  # type: ignore[attr-defined]  # not in its stubs
+    on_host = ranks_of_host(store, rank, world_size)
+    local_rank, num_local = on_host.index(rank), len(on_host)
     if overlaps and device != "cpu" and torch.version.cuda is not None:
         prepare_overlap()
     where, why_device = choose_device(device, local_rank=local_rank, num_local=num_local)
@@ -134,12 +133,7 @@ def open_ranks(
     if use_cuda:
         prepare_allocator()
         torch.cuda.set_device(where)
-    joining = datetime.timedelta(seconds=max(timeout, _JOINING_SECONDS))
-    # One rank joins no others, even if something else left RANK=0 and WORLD_SIZE=1.
-    if world_size > 1 or {"RANK", "MASTER_ADDR"} <= os.environ.keys():
-        join(where, local_rank=local_rank, num_local=num_local, timeout=joining)
-    else:
-        dist.init_process_group(**process_group_of(where, 1), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    join(store, where, rank, world_size, on_host=on_host, timeout=joining)
     watch: Watch | None = None
     failed = False
     try:
@@ -225,20 +219,19 @@ def choose_device(
     raise ConfigError(f"device is 'cuda', but {refusal}; start fewer ranks with --nproc, or use --device cpu")
 
 
-def refuse_shared_gpus(store: Any, own_gpu: str, *, rank: int, local_rank: int, num_local: int) -> None:
+def refuse_shared_gpus(store: Any, own_gpu: str, *, rank: int, on_host: Sequence[int]) -> None:
     """Raise ConfigError on every rank of this host if two of them have the same GPU: NCCL would fail or hang.
 
     Args:
         store: store shared by the ranks.
         own_gpu: identifier of this rank's GPU, such as its UUID.
-        rank: global rank; the ranks of a host are consecutive.
-        local_rank, num_local: rank among the ranks of this host, and their number.
+        rank: global rank.
+        on_host: global ranks of this host.
     """
-    peers = range(rank - local_rank, rank - local_rank + num_local)
     store.set(f"shardwise/gpu/{rank}", own_gpu)
-    store.wait([f"shardwise/gpu/{peer}" for peer in peers], datetime.timedelta(minutes=10))
+    store.wait([f"shardwise/gpu/{peer}" for peer in on_host], datetime.timedelta(minutes=10))
     seen: dict[str, int] = {}
-    for peer in peers:
+    for peer in on_host:
         gpu = store.get(f"shardwise/gpu/{peer}").decode()
         other = seen.setdefault(gpu, peer)
         if other != peer:
@@ -264,35 +257,82 @@ def process_group_of(device: torch.device, num_ranks: int) -> dict[str, Any]:
     return {"backend": "cpu:gloo,cuda:nccl"} | ({"device_id": device} if num_ranks > 1 else {})
 
 
-def join(device: torch.device, *, local_rank: int, num_local: int, timeout: datetime.timedelta) -> None:
-    """Call ``init_process_group`` with the launcher's variables, over the interface that reaches the other hosts.
+def meet(rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
+    """Return the store of the launcher's ranks; wait at most ``timeout`` for the first rank, which has it.
+
+    Raises:
+        ConfigError: MASTER_ADDR or MASTER_PORT is missing.
+        LaunchError: the store cannot be reached.
+    """
+    _check_variables()
+    with _joining(rank, world_size):
+        return next(dist.rendezvous("env://", timeout=timeout))[0]  # type: ignore[attr-defined]  # not in its stubs
+
+
+def ranks_of_host(store: Any, rank: int, world_size: int) -> Sequence[int]:
+    """Return the global ranks of this host: by the launcher's variables, or else those whose host is this one.
+
+    Raises:
+        ConfigError: a variable is not a number, or not less than the number of ranks of the host.
+        LaunchError: a rank does not arrive.
+    """
+    local_rank, number = launcher_number("LOCAL_RANK") or 0, launcher_number("LOCAL_WORLD_SIZE", least=1)
+    if number is not None and local_rank >= number:
+        raise ConfigError(
+            f"the environment has LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={number}, but ranks of a host count "
+            "from 0; unset both to have the ranks compare their hosts"
+        )
+    if number is not None or world_size == 1:
+        return range(rank - local_rank, rank - local_rank + (number or local_rank + 1))
+    with _joining(rank, world_size):
+        store.set(f"shardwise/host/{rank}", machine() or socket.gethostname())
+        hosts = [store.get(f"shardwise/host/{other}") for other in range(world_size)]
+    return [other for other in range(world_size) if hosts[other] == hosts[rank]]
+
+
+def join(
+    store: Any,
+    device: torch.device,
+    rank: int,
+    world_size: int,
+    *,
+    on_host: Sequence[int],
+    timeout: datetime.timedelta,
+) -> None:
+    """Call ``init_process_group``, over the interface that reaches the other hosts.
 
     By default gloo listens on the address of this host's name, on Debian the loopback address 127.0.1.1, which no other
     host can reach. Therefore, if there are several hosts, ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set to
     the interface if it is found and the user has not set them.
 
     Args:
+        store: store shared by the ranks.
         device: device of this rank.
-        local_rank, num_local: rank among the ranks of this host, and their number.
+        rank, world_size: global rank, and number of ranks.
+        on_host: global ranks of this host.
         timeout: maximum wait for the other ranks.
 
     Raises:
-        ConfigError: MASTER_ADDR or MASTER_PORT is missing, or two ranks have the same GPU.
+        ConfigError: two ranks have the same GPU.
         LaunchError: the other ranks cannot be reached or do not arrive.
     """
-    _check_variables()
-    master = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]  # not in its stubs
-        if num_local < world_size:
+    with _joining(rank, world_size):
+        if len(on_host) < world_size:
             _choose_interface(store, rank, world_size)
-        if device.type == "cuda":
+        if device.type == "cuda" and world_size > 1:
             gpu = str(torch.cuda.get_device_properties(device).uuid)
-            refuse_shared_gpus(store, gpu, rank=rank, local_rank=local_rank, num_local=num_local)
+            refuse_shared_gpus(store, gpu, rank=rank, on_host=on_host)
         dist.init_process_group(
             **process_group_of(device, world_size), store=store, rank=rank, world_size=world_size, timeout=timeout
         )
+
+
+@contextmanager
+def _joining(rank: int, world_size: int) -> Iterator[None]:
+    """In the block, raise LaunchError if the others cannot be reached."""
+    master = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    try:
+        yield
     except ConfigError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
@@ -304,7 +344,7 @@ def join(device: torch.device, *, local_rank: int, num_local: int, timeout: date
 
 def _check_variables() -> None:
     """Check that MASTER_ADDR and MASTER_PORT are set; without them, RANK and WORLD_SIZE are not from a launcher."""
-    ranks = f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']}"
+    ranks = f"RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ.get('WORLD_SIZE')}"
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
         if not value:

@@ -142,6 +142,9 @@ def _move_into_place(partial: Path, out: Path) -> None:
     _remove(out, (*_ADAPTER_FILES, *_MODEL_FILES))
     try:
         for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_NAME):
+            if path.is_dir() and (out / path.name).is_dir():
+                # Only an empty folder can be replaced.
+                shutil.rmtree(out / path.name)
             path.replace(out / path.name)
         partial.rmdir()
     except OSError as error:

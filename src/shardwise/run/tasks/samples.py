@@ -227,7 +227,6 @@ def prepare_rows(
         found += [*unkept, *left_out_notes(part, left_out, what)]
         rows.append(rows_of(samples))
         fitted += rows[-1].notes(what)
-    template = encoder.template
     return TaskData(
         f"{name}, {counted(len(examples), noun)}",
         sha256_of(examples),
@@ -235,13 +234,17 @@ def prepare_rows(
         rows[0],
         HeldOut(rows[1]),
         tuple(dict.fromkeys([*found, *fitted])),
-        {
-            **identity,
-            "chat_template_sha256": None if template is None else hashlib.sha256(template.source.encode()).hexdigest(),
-        },
+        {**identity, "chat_template_sha256": _hash_of_templates(encoder.template, examples)},
         bits_per_nat=_bits_per_nat(rows[0]),
         held_out_sha256=sha256_of(parts[1]),
     )
+
+
+def _hash_of_templates(template: ChatTemplate | None, examples: Sequence[Example]) -> str | None:
+    if template is None:
+        return None
+    sources = dict.fromkeys([template.source, *(template.source_for(bool(each.tools)) for each in examples)])
+    return hashlib.sha256("".join(sources).encode()).hexdigest()
 
 
 def _bits_per_nat(rows: SampleRows | PairRows) -> float:
@@ -270,7 +273,7 @@ def check_template(encoder: ExampleEncoder, examples: Sequence[Example]) -> list
         if not tokenizer.added_names.keys().isdisjoint(encoded.ids[encoded.learned].tolist()):
             return []
         text = tokenizer.decode(encoded.ids[encoded.learned].tolist())
-        names = dict.fromkeys(_TOKEN_NAMES.findall(template.source))
+        names = dict.fromkeys(_TOKEN_NAMES.findall(template.source_for(bool(example.tools))))
         foreign = [each for each in names if each in text and each not in tokenizer.added_names.values()]
         if foreign:
             raise DataError(

@@ -25,6 +25,7 @@ from shardwise.core.sharding import ParamShard
 from shardwise.core.sharding.balanced import is_sharded
 from shardwise.core.tensor_files import TensorFile, write_errors
 from shardwise.core.topology import Groups, gather_from_stages, model_groups
+from shardwise.data.tokenizer.chat_template import TEMPLATE_NAME
 from shardwise.models.description import Model, ModelChunks, describe_model
 from shardwise.nn.quantization import QuantizedTensor
 from shardwise.storage.checkpoint.folder import fsync
@@ -38,6 +39,7 @@ from shardwise.storage.huggingface.tensor_folder import (
     WEIGHTS_NAME,
     companion_files,
     read_json,
+    write_chat_template,
 )
 
 DEFAULT_MAX_FILE_SIZE = 5_000_000_000
@@ -149,6 +151,9 @@ def _prepare(
     folder = None if source is None else Path(source)
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"there is no folder {folder} to copy the tokenizer from")
+    if adapters is not None and (folder is None or not Path(adapters).is_dir()):
+        why = "source, the folder of their model, is None" if folder is None else f"there is no folder {adapters}"
+        raise ConfigError(f"the files of adapters replace those of their model, but {why}")
     for each in itertools.chain(*(model.parameters() for model in models)):
         if isinstance(each, QuantizedTensor):
             raise ConfigError(f"the model's weights are in {each.kind}, which is not written; save its adapters")
@@ -277,11 +282,14 @@ def _finish(target: Path, partial: Path, content: _Export, index: Mapping[str, A
             with write_errors(target / name):
                 (partial / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, partial / name)
+        if content.adapters is not None:
+            with write_errors(target / TEMPLATE_NAME):
+                write_chat_template(partial, content.source, content.adapters)
     if content.card is not None:
         with write_errors(target / README_NAME):
             (partial / README_NAME).write_text(content.card, encoding="utf-8")
     with write_errors(target):
-        for path in partial.iterdir():
+        for path in partial.rglob("*"):
             fsync(path)
         fsync(partial)
         # The rename replaces an empty folder, and fails if the folder was filled in the meantime.

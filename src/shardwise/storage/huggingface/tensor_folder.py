@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from shardwise.core import files
-from shardwise.core.errors import CheckpointError
+from shardwise.core.errors import CheckpointError, DataError
 from shardwise.core.files import MAX_CONFIG_BYTES, MAX_TABLE_BYTES, can_be_a_name
 from shardwise.core.tensor_files import DTYPES, StoredTensor, read_box, read_header
+from shardwise.data.tokenizer.chat_template import TEMPLATE_NAME, TOOLS_TEMPLATE_NAME, ChatTemplate
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -163,11 +165,28 @@ def _replaced_by(adapters: Path | None) -> dict[tuple[str, ...], bool]:
     kinds = dict.fromkeys((_TOKENIZER, _TEMPLATE, _GENERATION, _PROCESSORS), False)
     if adapters is not None:
         kinds[_TOKENIZER] = (adapters / _TOKENIZER[0]).is_file()
-        config = adapters / "tokenizer_config.json"
-        is_inline = kinds[_TOKENIZER] and config.is_file() and "chat_template" in files.read_json(config)
-        kinds[_TEMPLATE] = is_inline or any((adapters / name).is_file() for name in _TEMPLATE)
+        kinds[_TEMPLATE] = any((adapters / name).is_file() for name in _TEMPLATE)
         kinds[_GENERATION] = (adapters / _GENERATION[0]).is_file()
     return kinds
+
+
+def write_chat_template(target: Path, folder: Path, adapters: Path) -> None:
+    """Write the chat template that ``adapters`` of the model in ``folder`` are used with, if the copied files lack it.
+
+    One folder may have its template in a file of its own, and the other in the settings of its tokenizer.
+    """
+    # A template that does not work is copied as it is.
+    with suppress(DataError):
+        template = ChatTemplate.load(adapters) or ChatTemplate.load(folder)
+        copied = ChatTemplate.load(target)
+        if template is None or (copied is not None and copied.sha256 == template.sha256):
+            return
+        (target / TEMPLATE_NAME).write_text(template.source, encoding="utf-8")
+        of_tools = target / TOOLS_TEMPLATE_NAME
+        of_tools.unlink(missing_ok=True)
+        if template.source_for(True) != template.source:
+            of_tools.parent.mkdir(exist_ok=True)
+            of_tools.write_text(template.source_for(True), encoding="utf-8")
 
 
 def copy_companion_files(source: Path, target: Path, *, beside_card: bool = False) -> None:

@@ -153,7 +153,7 @@ def _forward_backward_func(
         if isinstance(layer, MoELayer):
             # Losses that balance experts are scaled as the loss of a micro-batch.
             scale = 1.0 if hooks.grad_scale_func is None else float(hooks.grad_scale_func(torch.ones(())))
-            layer.loss_scale = scale * (1 if cp_group is None else cp_group.size()) / num_microbatches
+            layer.loss_scale = scale * layer.router.num_position_ranks / num_microbatches
     # A stage may have no parameters.
     first = next((param for chunk in chunks for param in chunk.parameters()), None)
     pipeline: engine.Pipeline[Any] = engine.Pipeline(chunks, group=groups.pp)

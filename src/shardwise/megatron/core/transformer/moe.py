@@ -48,7 +48,8 @@ class TopKRouter(router.Router, MegatronModule):
         given = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         cp = getattr(given, "cp", None)
         is_split = cp is not None and cp.size() > 1
-        groups = Groups(self.tp_group) if not is_split else Groups(self.tp_group, dp=given.dp_cp, cp=cp)
+        shared = {"dp": _group_of(pg_collection, "dp_cp"), "cp": cp} if is_split else {}
+        groups = Groups(self.tp_group, **shared)
         super().__init__(config, _experts_of(config), self.tp_group, groups)
         mark_replicas(self)
         self.config = config
