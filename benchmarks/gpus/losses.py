@@ -39,6 +39,12 @@ def _rival(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    if not torch.cuda.is_available():
+        raise ImportError("a rehearsal compiles nothing")
+    return torch.compile(function)
+
+
 def plain_candidates(group: ProcessGroup, vocab_size: int) -> dict[str, Callable[[], Callable[..., Tensor]]]:
     """Return loaders of the candidates, functions of logits and targets; a loader may raise ImportError.
 
@@ -56,7 +62,7 @@ def plain_candidates(group: ProcessGroup, vocab_size: int) -> dict[str, Callable
     return {
         "shardwise": lambda: ours,
         "torch": lambda: F.cross_entropy,
-        "torch, compiled": lambda: torch.compile(F.cross_entropy),
+        "torch, compiled": lambda: _compiled(F.cross_entropy),
         "Liger": lambda: _rival("liger_kernel.transformers.functional", "liger_cross_entropy"),
         "quack": quack,
         "quack, in place": lambda: quack(inplace_backward=True),
@@ -75,7 +81,7 @@ def linear_candidates(group: ProcessGroup, vocab_size: int) -> dict[str, Callabl
         "shardwise": lambda: partial(vocab_parallel_linear_cross_entropy, **options),
         "shardwise, in slices": lambda: partial(vocab_parallel_linear_cross_entropy, plan="chunked", **options),
         "torch": lambda: plain,
-        "torch, compiled": lambda: torch.compile(plain),
+        "torch, compiled": lambda: _compiled(plain),
         "Liger": lambda: _rival("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"),
         "cut-cross-entropy": lambda: _rival("cut_cross_entropy", "linear_cross_entropy"),
     }

@@ -20,7 +20,6 @@ SIZES = {
 }
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 def test_all_sides_train_alike_on_the_same_files(tmp_path, monkeypatch, capsys):
     report, printed = measured(finetune, ["--steps", "1"], SIZES, tmp_path, monkeypatch, capsys)
