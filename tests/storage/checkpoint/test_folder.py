@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from checkpoint_states import assert_states_equal, empty_state, full_state
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import CheckpointError
-from shardwise.storage.checkpoint import latest, load, manifest, read_meta, save, verify
+from shardwise.storage.checkpoint import PendingSave, Snapshot, latest, load, manifest, read_meta, save, verify
 from shardwise.storage.checkpoint.folder import publish, step_path
 
 
@@ -46,6 +48,23 @@ def test_the_last_few_are_kept(group: ProcessGroup, tmp_path: Path) -> None:
     dist.barrier(group)
     save_steps(tmp_path, group, 123_456_789)
     assert latest(tmp_path) == tmp_path / "step-123456789"
+
+
+@pytest.mark.ranks(1)
+def test_a_thread_deletes_the_oldest_after_a_save_of_a_thread(
+    group: ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmtree, may_delete = shutil.rmtree, threading.Event()
+    monkeypatch.setattr(shutil, "rmtree", lambda *given: (may_delete.wait(), rmtree(*given)))
+    for step in (1, 2):
+        PendingSave(tmp_path, step, full_state(1, 0), group=group, keep=1, snapshot=Snapshot()).complete()
+    # The save has returned, and nobody reads the files that are still there.
+    hidden, visible = sorted(entry.name for entry in tmp_path.iterdir())
+    assert (hidden.endswith(".partial"), visible) == (True, "step-00000002")
+    (thread,) = (each for each in threading.enumerate() if each.name == "shardwise-remove-step-00000001")
+    may_delete.set()
+    thread.join()
+    assert published(tmp_path) == [2]
 
 
 @pytest.mark.ranks(1)

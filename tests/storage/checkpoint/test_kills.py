@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -58,15 +59,18 @@ class Photographer:
         self.album = album
         self.current = 0
         self._busy = False
+        # A thread deletes checkpoints while the next save begins.
+        self._lock = threading.RLock()
         self.pictures: list[tuple[Path, int, bool]] = []
         """Each picture, the number of the save that it shows, and whether that save had returned."""
 
     def take(self, *, returned: bool = False) -> None:
-        picture = self.album / f"{len(self.pictures):03d}"
-        self._busy = True
-        shutil.copytree(self.root, picture, copy_function=copy_unless_gone)
-        self._busy = False
-        self.pictures.append((picture, self.current, returned))
+        with self._lock:
+            picture = self.album / f"{len(self.pictures):03d}"
+            self._busy = True
+            shutil.copytree(self.root, picture, copy_function=copy_unless_gone)
+            self._busy = False
+            self.pictures.append((picture, self.current, returned))
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("mkdir", "rename", "unlink", "rmdir", "fsync"):
@@ -74,10 +78,11 @@ class Photographer:
 
     def _watched(self, call):
         def photographed(*args, **kwargs):
-            # Taking a picture makes folders itself.
-            if not self._busy:
-                self.take()
-            return call(*args, **kwargs)
+            with self._lock:
+                # Taking a picture makes folders itself.
+                if not self._busy:
+                    self.take()
+                return call(*args, **kwargs)
 
         return photographed
 

@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 from pathlib import Path
 
 from shardwise.core.errors import CheckpointError
@@ -97,27 +98,22 @@ def publish(partial: Path, target: Path) -> None:
         remove(replaced)
 
 
-def remove(folder: Path) -> None:
+def remove(folder: Path, *, waits: bool = True) -> None:
     """Delete a complete checkpoint. It is renamed before its files are deleted, so that no reader sees a part of it.
 
     The next save deletes files that cannot be deleted now, for example those in use on a network file system.
+
+    Args:
+        folder: the checkpoint.
+        waits: False to delete the files in a thread, since the deletion of large files takes long.
     """
     partial = _partial_path(folder)
     os.rename(folder, partial)
-    shutil.rmtree(partial, ignore_errors=True)
-
-
-def prune(root: Path, keep: int) -> None:
-    """Delete all but the last ``keep`` published checkpoints of ``root``; unreadable checkpoints are not deleted."""
-    readable, _ = checkpoints(root)
-    for folder, _ in readable[: max(0, len(readable) - keep)]:
-        remove(folder)
-
-
-def next_serial(root: Path) -> int:
-    """Return the serial of the next checkpoint in ``root``."""
-    readable, _ = checkpoints(root)
-    return readable[-1][1].serial + 1 if readable else 0
+    if waits:
+        shutil.rmtree(partial, ignore_errors=True)
+    else:
+        name = f"shardwise-remove-{folder.name}"
+        threading.Thread(target=shutil.rmtree, args=(partial, True), name=name).start()
 
 
 def checkpoints(root: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Path, CheckpointError]]]:

@@ -31,7 +31,7 @@ from shardwise.storage.checkpoint.checkpoint import (
     describe_state,
     merge_descriptions,
 )
-from shardwise.storage.checkpoint.folder import fsync, next_serial, prepare, prune, publish, step_path
+from shardwise.storage.checkpoint.folder import checkpoints, fsync, prepare, publish, remove, step_path
 from shardwise.storage.checkpoint.manifest import (
     MANIFEST_NAME,
     ChunkRecord,
@@ -324,13 +324,18 @@ class PendingSave:
         for key in sorted(chunks):
             dtype, shape, layout = self._tensors[key]
             records[key] = TensorRecord(shape, dtype, dataclasses.asdict(layout), tuple(chunks[key]))
-        manifest = Manifest(self.step, next_serial(self._root), self._meta, records, files)
+        earlier, _ = checkpoints(self._root)
+        serial = earlier[-1][1].serial + 1 if earlier else 0
+        manifest = Manifest(self.step, serial, self._meta, records, files)
         (self._partial / MANIFEST_NAME).write_text(manifest.to_text(), encoding="utf-8")
         fsync(self._partial / MANIFEST_NAME)
         fsync(self._partial)
-        publish(self._partial, step_path(self._root, self.step))
-        if self._keep is not None:
-            prune(self._root, self._keep)
+        target = step_path(self._root, self.step)
+        publish(self._partial, target)
+        # Unreadable checkpoints are neither counted nor deleted.
+        others = [folder for folder, _ in earlier if folder != target]
+        for folder in [] if self._keep is None else others[: max(0, len(others) + 1 - self._keep)]:
+            remove(folder, waits=self._thread is None)
         return "; ".join(note for _, note in ranks if note)
 
     @contextlib.contextmanager
