@@ -173,9 +173,9 @@ def _replaced_by(adapters: Path | None) -> dict[tuple[str, ...], bool]:
 def write_chat_template(target: Path, folder: Path, adapters: Path) -> None:
     """Write the chat template that ``adapters`` of the model in ``folder`` are used with, if the copied files lack it.
 
-    One folder may have its template in a file of its own, and the other in the settings of its tokenizer.
+    One folder may have its template in a separate file, and the other in the settings of its tokenizer.
     """
-    # A template that does not work is copied as it is.
+    # A template that does not work is copied unchanged.
     with suppress(DataError):
         template = ChatTemplate.load(adapters) or ChatTemplate.load(folder)
         copied = ChatTemplate.load(target)
