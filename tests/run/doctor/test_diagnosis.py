@@ -115,7 +115,7 @@ def test_a_parallel_reference_is_compared_rank_by_rank(group, tmp_path):
 
 
 def run_doctor(folder: Path, fault: Fault | None, *arguments: str, exit_code: int) -> dict[str, object]:
-    text = Path(__file__).parents[3] / "README.md"
+    text = Path(__file__).parents[1] / "english.txt"
     command = ("doctor", "train", "--data", text, "--out", folder / "run", "--json", *arguments)
     flags = dict(pairwise(arguments))
     size = int(flags.get("--nproc", 0)) or math.prod(int(flags.get(axis, 1)) for axis in ("--tp", "--pp", "--cp"))
@@ -229,7 +229,7 @@ def test_our_runs_are_sound(layout, tmp_path):
 
 
 def test_a_run_whose_layouts_drop_other_elements_is_refused(tmp_path):
-    data = ("--data", Path(__file__).parents[3] / "README.md", "--out", tmp_path / "run", "--nproc", "2")
+    data = ("--data", Path(__file__).parents[1] / "english.txt", "--out", tmp_path / "run", "--nproc", "2")
     options = (*_SIZES, "--model.dropout", "0.1", "--training.rng", "per_rank")
     for code, _, errors in run_commands(tmp_path, [("doctor", "train", *data, *options)] * 2):
         assert code == 2, errors

@@ -16,7 +16,7 @@ from shardwise.run.comparison import compare
 from shardwise.run.doctor.judged_runs import OneRun, _metrics
 from shardwise.run.doctor.repeating import Repetition
 
-TEXT = Path(__file__).parents[3] / "README.md"
+TEXT = Path(__file__).parents[1] / "english.txt"
 STEPS = 6
 SIZES = (
     *("--model.num-layers", "2", "--model.hidden-size", "32", "--model.num-heads", "4", "--device", "cpu"),
