@@ -102,7 +102,7 @@ def open_ranks(
     """Join the other ranks for the duration of the block.
 
     The launcher (``shardwise``, torchrun) sets RANK and WORLD_SIZE. Without them this is the only rank. Without its
-    LOCAL_RANK and LOCAL_WORLD_SIZE, the ranks compare their hosts.
+    LOCAL_WORLD_SIZE, the ranks compare their hosts.
 
     Args:
         device: device to compute on; "auto" takes a GPU if there is one for each rank of this machine.
