@@ -18,21 +18,20 @@ from shardwise.training.bounds import from_keywords
 
 EXPORTS = {
     "shardwise": "Groups Topology",
-    "shardwise.models": "Bert Classification Experts GPT LatentAttention LayerConfig ModelConfig Recomputation",
+    "shardwise.models": "Bert Experts GPT LatentAttention LayerConfig ModelConfig Recomputation",
     "shardwise.nn": (
         "Arithmetic ColumnLinear GroupModule HeadsRMSNorm LinearParallelism ReplicatedEmbedding ReplicatedLinear "
         "RowLinear ShardedModule VocabEmbedding add_and_norm arithmetic_of named_param_layouts parameter_device "
         "tensor_parallel_linear viewless"
     ),
     "shardwise.run": (
-        "chat classify compare distill dpo evaluate evaluate_tasks export_hf finetune fit_generation fit_run generate "
+        "chat compare distill dpo evaluate evaluate_tasks export_hf finetune fit_generation fit_run generate "
         "import_hf plan_generation plan_run train"
     ),
 }
 # Whose function is not named as the command, with the fields that are another function's.
 FUNCTIONS = {
     "chat": ("chat", ()),
-    "classify": ("classify", ()),
     "compare": ("compare", ()),
     "eval": ("evaluate", ("tasks", "task_path", "num_fewshot", "limit", "chat", "output")),
     "export-hf": ("export_hf", ()),
@@ -112,7 +111,7 @@ def test_a_function_has_the_flags_of_its_command_with_their_defaults(command):
         ("train('x.txt', parallel={'tp': 2})", r"^parallel.tp 2 does not divide the 1 ranks"),
         ("train(())", "^no text to train on"),
         ("fit_run('1GiB', ranks=[1, 'two'])", r"^ranks is 'two'; it must be an integer"),
-        ("classify('nowhere')", "there is no folder"),
+        ("train('x.txt', task='sequence-classification')", "^task is not a setting any more: Shardwise does not label"),
     ],
 )
 def test_a_wrong_argument_is_refused_by_its_name(call, message):

@@ -55,8 +55,9 @@ def test_version(capsys):
         (
             "xyz",
             "unknown command 'xyz'; one of demo, train, finetune, dpo, distill, plan, doctor, generate, chat, eval, "
-            "classify, compare, import-hf, export-hf, conformance, env",
+            "compare, import-hf, export-hf, conformance, env",
         ),
+        ("classify", "classify is not a command any more: Shardwise does not label texts; train a classifier with"),
         ("--verson", "unknown option '--verson'; did you mean --version?"),
     ],
 )

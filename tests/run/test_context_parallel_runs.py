@@ -62,10 +62,6 @@ TASKS = {
         ("distill", "texts", "--teacher", "hf", "--lora-rank", "4"),
         ("--nproc", "4", "--cp", "2", "--zero", "1"),
     ),
-    "labels": (
-        ("finetune", "labels", "--task", "sequence-classification", "--pad-token", "<|endoftext|>"),
-        ("--nproc", "4", "--cp", "2", "--pp", "2"),
-    ),
 }
 
 
@@ -81,7 +77,6 @@ def pretrained(tmp_path_factory, one):
             {"prompt": each["prompt"], "chosen": each["completion"], "rejected": f"no {k % 7}"}
             for k, each in enumerate(texts)
         ],
-        "labels": [{"text": each["prompt"] + each["completion"], "label": k % 3} for k, each in enumerate(texts)],
     }
     for name, each in records.items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, each)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -68,10 +67,6 @@ def root(tmp_path_factory):
     save_model("gpt2", root / "short", vocab_size=301, n_positions=16)
     tokenizer.save(root / "short")
     save_model("gpt2", root / "bare", vocab_size=301)
-    shutil.copytree(root / "gpt2", root / "labels")
-    config = json.loads((root / "labels" / "config.json").read_text())
-    config |= {"architectures": ["GPT2ForSequenceClassification"]}
-    (root / "labels" / "config.json").write_text(json.dumps(config))
     encoder = ExampleEncoder(tokenizer, None)
     encoded = [encoder.encode(example_of(Record("here", record), "text")) for record in records]
     dataset = SampleRows(TokenSamples.of("texts", encoded, tokenizer.eos_id), LENGTH, packing=False)
@@ -238,7 +233,6 @@ def test_a_teacher_that_does_not_fit_is_refused(group, root, tmp_path, monkeypat
         ("cut", ConfigError, r"the teacher .*cut has 289 ids, fewer than the 29\d of its tokenizer and that of .*gpt2"),
         ("foreign", ConfigError, r"the tokenizer of the teacher .*foreign is another one: id \d+ is .* there and"),
         ("short", ConfigError, r"model\.sequence-length 40 is more than 16, the longest sequence of the teacher"),
-        ("labels", ConfigError, "the teacher .*labels is a gpt2 sequence-classification model, no causal one"),
         ("bare", DataError, "tokenizer"),
         ("nowhere", CheckpointError, "nowhere"),
     ):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from harness.parity import gather_all
-from models import test_heads_over_positions as heads
 from models.model_checks import alone, check_gradients
 from models.test_context_parallel import VOCABULARY, build
 from torch import Tensor
@@ -19,7 +18,6 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.data import IGNORE_INDEX, Batch
 from shardwise.run.settings import PreferenceSettings, TeacherSettings
 from shardwise.run.tasks.distillation import DistillationObjective
-from shardwise.run.tasks.labelling import Labelling
 from shardwise.run.tasks.preference import PreferenceObjective
 from shardwise.training.objective import Objective
 from shardwise.training.optimizer.gradients import finalize_gradients_
@@ -88,22 +86,3 @@ def test_a_teacher(group, divergence):
         return DistillationObjective(settings, teacher, groups.tp, VOCABULARY, VOCABULARY - 3)
 
     check(group.size(), objective_of, Batch(**rows_of(3)))
-
-
-@pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("kind", [kind for kind, (*_, head) in heads.KINDS.items() if head is not None])
-def test_labels(group, kind):
-    """Each sample is counted by one rank, and entities are those of whole samples."""
-    head = heads.KINDS[kind][2]
-    assert head is not None
-    for count in (4, 1):
-        given = heads.inputs_of(kind, count, 13)
-        labels = given.pop("labels")
-        batch = Batch(given.pop("input_ids"), labels if labels.dim() > 1 else labels.unsqueeze(1), **given)
-        names = ("O", "B-name", "I-name", "B-place") if head.is_of_tokens else ()
-        check(
-            group.size(),
-            lambda groups, names=names: Labelling(head, names, groups.cp),
-            batch,
-            partial(heads.build, kind),
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 
 import numpy as np
 import pytest
@@ -11,9 +10,8 @@ import torch
 import torch.distributed as dist
 from run.test_chats import TEMPLATE
 from run.test_dpo import pairs_of, write_lines
-from storage.adapters.tiny_models import config_of, save_model
+from storage.adapters.tiny_models import save_model
 
-from shardwise.cli.main import main
 from shardwise.data import Batch
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.processes.ranks import Ranks
@@ -22,7 +20,6 @@ from shardwise.run.settings import (
     DistillSettings,
     DpoSettings,
     FinetuneSettings,
-    LabelSettings,
     ParallelSettings,
     PretrainedSettings,
     SampleSettings,
@@ -50,35 +47,26 @@ LAYOUTS = (
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A model with LongRoPE, with a head for labels and without, a student without rotary positions, and data."""
-    import transformers
-
+    """A model with LongRoPE, a student without rotary positions, and data."""
     root = tmp_path_factory.mktemp("lengths")
     pairs = pairs_of(16)
     chats = [{"messages": [*pair["prompt"], *pair["chosen"]]} for pair in pairs]
-    labels = [{"text": pair["chosen"][0]["content"], "label": "ab"[i % 2]} for i, pair in enumerate(pairs)]
-    for name, records in (("pairs", pairs), ("chats", chats), ("labels", labels)):
+    for name, records in (("pairs", pairs), ("chats", chats)):
         write_lines(root / f"{name}.jsonl", records)
     names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     tokenizer = Tokenizer.train([json.dumps(pairs), "user\n assistant\n" * 9], 300, names)
     save_model("llama", root / "llama", vocab_size=301, dtype=torch.float64, rope_parameters=dict(LONGROPE))
     save_model("gpt2", root / "gpt2", vocab_size=301, dtype=torch.float64)
-    short = LONGROPE | {"original_max_position_embeddings": 6}
-    config = config_of("llama", vocab_size=301, num_labels=2, pad_token_id=0, rope_parameters=short)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(3)
-        transformers.LlamaForSequenceClassification(config).double().save_pretrained(root / "classifier")
-    for kind in ("llama", "gpt2", "classifier"):
+    for kind in ("llama", "gpt2"):
         tokenizer.save(root / kind)
         (root / kind / "chat_template.jinja").write_text(TEMPLATE)
     return root
 
 
 def open_run(root, out, what, parallel, micro_batch_size, monkeypatch):
-    base, data = {"labels": ("classifier", "labels"), "pairs": ("llama", "pairs")}.get(what, ("llama", "chats"))
+    data = "pairs" if what == "pairs" else "chats"
     options = {
-        "base": str(root / ("gpt2" if what == "taught" else base)),
+        "base": str(root / ("gpt2" if what == "taught" else "llama")),
         "data": (str(root / f"{data}.jsonl"),),
         "out": str(out),
         "device": "cpu",
@@ -92,10 +80,7 @@ def open_run(root, out, what, parallel, micro_batch_size, monkeypatch):
     }.get(what, FinetuneSettings)
     if what == "taught":
         options["distillation"] = TeacherSettings(teacher=str(root / "llama"))
-    if what == "labels":
-        options["labels"] = LabelSettings(task="sequence-classification")
-    else:
-        options["samples"] = SampleSettings(packing=what == "packed") if what != "pairs" else SampleSettings()
+    options["samples"] = SampleSettings(packing=what == "packed")
     monkeypatch.setenv("SHARDWISE_CACHE", str(root / f"cache-{dist.get_world_size()}"))
     ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     return open_session(kind(**options), ranks)
@@ -107,7 +92,7 @@ def texts_of(batch, what):
     for row in range(len(tokens)):
         if what != "packed":
             length = int(batch.lengths[row])
-            yield Batch(tokens[row : row + 1, :length], labels[row : row + 1, : length if what != "labels" else None])
+            yield Batch(tokens[row : row + 1, :length], labels[row : row + 1, :length])
             continue
         documents = batch.document_ids[row]
         for number in documents[documents >= 0].unique():
@@ -117,7 +102,7 @@ def texts_of(batch, what):
 @pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("what", ["unpacked", "packed", "labels", "taught"])
+@pytest.mark.parametrize("what", ["unpacked", "packed", "taught"])
 def test_losses_are_those_of_texts_alone(group, root, tmp_path, monkeypatch, what):
     """In any micro-batch, over tensor-parallel and data-parallel ranks, and over stages."""
     expected = None
@@ -127,7 +112,7 @@ def test_losses_are_those_of_texts_alone(group, root, tmp_path, monkeypatch, wha
         if expected is None:
             (batch,) = session.loader.batch(0, with_lengths=True)
             texts = list(texts_of(batch, what))
-            assert {len(text.tokens[0]) > (6 if what == "labels" else CONTEXT) for text in texts} == {False, True}
+            assert {len(text.tokens[0]) > CONTEXT for text in texts} == {False, True}
             with torch.no_grad():
                 alone = sum(objective.sums(trainer.model(**objective.inputs(text)), text)[0] for text in texts)
             expected = float(alone) / session.loader.num_labels(0)
@@ -151,12 +136,3 @@ def test_answers_are_as_likely_as_alone(group, root, tmp_path, monkeypatch):
                 loss = trainer.model(tokens[side : side + 1, :length], labels=labels[side : side + 1, :length])
                 alone[index, side] = -loss.sum()
     np.testing.assert_allclose(found, alone, rtol=1e-11)
-
-
-def test_labels_do_not_depend_on_the_other_texts(root, capsys):
-    texts = ["1+1? 2.", "Sure. " * 4, "12."]
-    answers = []
-    for several in (texts, *([text] for text in texts)):
-        assert main(["classify", str(root / "classifier"), "--device", "cpu", "--text", *several]) == 0
-        answers += [json.loads(line)["score"] for line in capsys.readouterr().out.splitlines()]
-    assert answers[:3] == pytest.approx(answers[3:], rel=1e-12)

@@ -1,7 +1,6 @@
-"""The commands that use a model: ``generate``, ``chat``, ``classify`` and ``eval``."""
+"""The commands that use a model: ``generate``, ``chat`` and ``eval``."""
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -149,64 +148,6 @@ def _errors_of_input() -> Iterator[None]:
         raise DataError(f"a line of standard input is no text: {error}; write it in UTF-8") from error
 
 
-@dataclass(frozen=True)
-class ClassifyArguments(SplitArguments):
-    """Label texts with a classifier, such as a model from shardwise finetune --task sequence-classification.
-
-    Prints a line of JSON for each text, in the format of transformers' pipelines: {"label": ..., "score": ...}. A
-    multi-label model gives a list of the labels that are likelier than not, and a regression {"scores": [...]}. A model
-    that labels words (--task token-classification) gives a list of {"word": ..., "label": ..., "score": ...}, with null
-    for words that were truncated. Words are separated by whitespace.
-
-    Attributes:
-        checkpoint: folder of a Hugging Face model, of adapters, which name their base model, or of an import.
-        text: texts to label; without text and data, each line of standard input is one text.
-        data: files and folders of records in the forms that shardwise finetune reads: text, and text_pair for pairs of
-            texts, or tokens, a list of words.
-        adapter: folder of LoRA adapters, in the peft library's format, to use with the model.
-        sequence_length: most tokens of a text; longer texts lose their end. Default: 512, or the model's maximum if
-            that is less.
-        batch_size: number of texts at once.
-        special_tokens: parse names of special tokens in texts as these tokens.
-        text_key: field of a record that holds the text or the words.
-        device: device to compute on; "auto" takes a GPU if there is one for each rank.
-    """
-
-    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]
-    text: tuple[str, ...] = ()
-    data: tuple[str, ...] = ()
-    adapter: Annotated[str | None, Folder()] = None
-    sequence_length: Annotated[int | None, SEQUENCE] = None
-    batch_size: Annotated[int, BATCH] = DEFAULT_BATCH
-    special_tokens: bool = True
-    text_key: str = CorpusSettings.text_key
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-
-    def prepare(self, world_size: int) -> None:
-        from shardwise.run.commands.label_texts import open_classifier
-
-        open_classifier(self.checkpoint, self.adapter, world_size)
-
-    def work(self) -> None:
-        from shardwise.run import classify
-
-        lines = None if self.text or self.data else _lines()
-        note = partial(print_note, "note")
-        classify(**self.keywords(), lines=lines, on_answer=_print_answer, on_note=note)
-
-
-def _lines() -> Iterator[str]:
-    """Yield the lines of standard input."""
-    with _errors_of_input():
-        for line in sys.stdin:
-            line.encode()
-            yield line
-
-
-def _print_answer(answer: object) -> None:
-    print(json.dumps(answer, ensure_ascii=False), flush=True)
-
-
 _OF_TASKS = {"tasks", "task_path", "num_fewshot", "limit", "chat", "output"}
 _OF_DATA = {"data", "sequence_length", "mask_prompts", "special_tokens", "text_key"}
 
@@ -215,9 +156,7 @@ _OF_DATA = {"data", "sequence_length", "mask_prompts", "special_tokens", "text_k
 class EvalArguments(SplitArguments):
     """Measure a model from shardwise train, demo, finetune or import-hf, or from a Hugging Face folder, on data.
 
-    Prints the loss in nats per token, the perplexity, and bits per byte, which are comparable between tokenizers. For a
-    model that labels texts, prints the accuracy, the labels' mean F1 (macro) and the loss; for a model that labels
-    words, the F1 is that of the entities that the words form.
+    Prints the loss in nats per token, the perplexity, and bits per byte, which are comparable between tokenizers.
 
     With --tasks, runs tasks of EleutherAI's lm-evaluation-harness (pip install 'shardwise[eval]').
 
@@ -231,7 +170,7 @@ class EvalArguments(SplitArguments):
         batch_size: number of windows at once.
         mask_prompts: measure only assistant messages and completions; --no-mask-prompts measures all of the text.
         special_tokens: parse names of special tokens in texts as these tokens.
-        text_key: field of a record that holds the text or the words.
+        text_key: field of a record that holds the text.
         tasks: names of lm-evaluation-harness tasks, instead of data.
         task_path: folder of your own tasks (YAML), which replace the harness's tasks.
         num_fewshot: number of solved examples before each question; the task's own number if not given.
@@ -274,9 +213,9 @@ class EvalArguments(SplitArguments):
             raise ConfigError(f"{named[0]} is for --data, which --tasks replaces; leave it out")
 
     def prepare(self, world_size: int) -> None:
-        from shardwise.run.commands.evaluate import open_to_measure
+        from shardwise.run.commands.text_generation import open_causal
 
-        open_to_measure(self.checkpoint, self.adapter, world_size)
+        open_causal(self.checkpoint, self.adapter, world_size)
 
     def work(self) -> None:
         given = self.keywords()

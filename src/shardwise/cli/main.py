@@ -19,7 +19,7 @@ from shardwise.cli.reporting import RankEnvironment, run_command
 from shardwise.core.errors import ConfigError
 from shardwise.core.processes import check_switches
 from shardwise.run.processes.stopping import Interrupted
-from shardwise.training.bounds import nearest
+from shardwise.training.bounds import REMOVED, nearest
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,7 @@ COMMANDS = {
     ),
     "generate": Command("inference", "GenerateArguments", "continue a text with a trained checkpoint"),
     "chat": Command("inference", "ChatArguments", "talk with a model, by its own chat template"),
-    "eval": Command(
-        "inference", "EvalArguments", "measure a model on your data: loss, perplexity, bits per byte; accuracy"
-    ),
-    "classify": Command(
-        "inference", "ClassifyArguments", "say what the labels of texts are, with a fine-tuned classifier"
-    ),
+    "eval": Command("inference", "EvalArguments", "measure a model on your data: loss, perplexity, bits per byte"),
     "compare": Command("inspection", "CompareArguments", "show where two runs part, and if by rounding or a fault"),
     "import-hf": Command("conversion", "ImportArguments", "make a checkpoint of a Hugging Face folder"),
     "export-hf": Command("conversion", "ExportArguments", "write a checkpoint as a Hugging Face folder"),
@@ -271,6 +266,8 @@ def _without_command(word: str) -> int:
         print(_help(), file=sys.stderr)
         return 2
     else:
+        if word in REMOVED:
+            raise ConfigError(f"{word} is not a command any more: {REMOVED[word]}")
         kind = "option" if word.startswith("-") else "command"
         close = nearest(word, ["--help", "--version"] if kind == "option" else COMMANDS)
         hint = f"did you mean {close}?" if close else f"one of {', '.join(COMMANDS)}"

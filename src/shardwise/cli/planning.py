@@ -185,7 +185,6 @@ class FinetunePlanArguments(RunPlanArguments):
     The settings are those of the run. Of the folders of the model and of adapters
     only config.json and adapter_config.json are read; no data is needed. Examples:
       shardwise plan finetune MODEL_DIR --ranks 8 --tp 8 --lora-rank 16 --base-quantization nf4
-      shardwise plan finetune MODEL_DIR --task sequence-classification --num-labels 3
       shardwise plan finetune MODEL_DIR --device cuda --ranks 8 --fit 80GiB
     """
 

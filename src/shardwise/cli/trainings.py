@@ -39,15 +39,13 @@ class TrainArguments(RunArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneArguments(RunArguments):
-    """Fine-tune a Hugging Face model on your chats, instructions or texts, or to label texts.
+    """Fine-tune a Hugging Face model on your chats, instructions or texts.
 
     Training updates all weights, or only low-rank adapters (LoRA). OUT becomes a
     Hugging Face folder, or an adapter folder of the peft library. Flags override
     the TOML file of --config, which overrides the defaults. Examples:
       shardwise finetune MODEL_DIR --data chats.jsonl --out OUT --epochs 3 --tp 2
       shardwise finetune MODEL_DIR --data FOLDER --out OUT --tp 2 --lora-rank 8
-      shardwise finetune MODEL_DIR --data labelled.jsonl --out OUT --task sequence-classification
-      shardwise finetune MODEL_DIR --data tagged.jsonl --out OUT --task token-classification
       shardwise finetune MODEL_DIR --data chats.jsonl --show 3
 
     Attributes:

@@ -130,12 +130,6 @@ class ContextShard:
         start, stop = intervals_of_sizes(balanced_sizes(whole.size(0), self.group.size()))[self.group.rank()]
         return whole[start:stop]
 
-    def places_of(self, positions: Tensor) -> Tensor:
-        """Return where this rank holds positions of the whole sequence, int64; -1 for those of other ranks."""
-        own = self.positions(positions.device)
-        places = torch.searchsorted(own, positions).clamp(max=self.size - 1)
-        return torch.where(own[places] == positions, places, -1)
-
     def in_order(self, gathered: Tensor, *, dim: int) -> Tensor:
         """Put the positions of all ranks, one rank after the other, into the order of the sequence."""
         runs = [run for of_rank in self.intervals_of_ranks for run in of_rank]

@@ -5,7 +5,6 @@
     read_corpus -> Corpus -> TokenStream                                       -> TokenRows, WindowRows
     read_records -> example_of -> ExampleEncoder -> TokenSamples               -> SampleRows
     read_records -> preference_of -> PreferenceEncoder -> TokenSamples         -> PairRows
-    read_records -> labelled_text_of, labelled_words_of -> encode_labelled     -> LabelledRows
 
     Rows -> DataLoader, to learn from -> Batch
          -> HeldOut, to measure on    -> Batch
@@ -24,19 +23,6 @@ from shardwise.data.examples import (
     Preference as Preference,
     example_of as example_of,
     preference_of as preference_of,
-)
-from shardwise.data.labelled import (
-    LabelledText as LabelledText,
-    Labels as Labels,
-    labelled_text_of as labelled_text_of,
-    labelled_words_of as labelled_words_of,
-    labels_of as labels_of,
-    read_labelled as read_labelled,
-)
-from shardwise.data.labelled_rows import (
-    EncodedTexts as EncodedTexts,
-    LabelledRows as LabelledRows,
-    encode_labelled as encode_labelled,
 )
 from shardwise.data.loader import (
     BatchSchedule as BatchSchedule,

@@ -24,13 +24,11 @@ class Batch:
 
     Attributes:
         tokens: ``[b, s]``, int64.
-        labels: ``[b, s]``, int64, ids to predict; -100 is ignored. For labelled texts ``[b, 1]`` int64 or ``[b, n]``
-            fp32, for labelled words ``[b, s]`` int64.
+        labels: ``[b, s]``, int64, ids to predict; -100 is ignored.
         position_ids: ``[b, s]``, int64, for rows of several texts.
         document_ids: ``[b, s]``, int64, for rows of several texts. They stay on the CPU, where attention reads how long
             each text is.
         lengths: ``[b]``, int64, on request: number of positions that the text of each sample takes.
-        tokentype_ids, attention_mask: ``[b, s]``, int64, for a bidirectional model.
         reference: ``[b]``, fp64: log-probability of each answer under the reference model.
     """
 
@@ -39,8 +37,6 @@ class Batch:
     position_ids: Tensor | None = None
     document_ids: Tensor | None = None
     lengths: Tensor | None = None
-    tokentype_ids: Tensor | None = None
-    attention_mask: Tensor | None = None
     reference: Tensor | None = None
 
     @property

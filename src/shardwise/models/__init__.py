@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.models.bert import Bert as Bert
-    from shardwise.models.classification import Classification as Classification
     from shardwise.models.config import LayerConfig as LayerConfig, ModelConfig as ModelConfig
     from shardwise.models.experts import Experts as Experts
     from shardwise.models.gpt import GPT as GPT
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Bert": "bert",
-    "Classification": "classification",
     "Experts": "experts",
     "GPT": "gpt",
     "LatentAttention": "transformer.heads",

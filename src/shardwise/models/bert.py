@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import moves
-from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.errors import ConfigError
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups
-from shardwise.models.classification import Classification
 from shardwise.models.config import ModelConfig
 from shardwise.models.token_embedding import forbidden_keys, is_token
 from shardwise.models.transformer.block import TransformerBlock
@@ -85,7 +84,7 @@ class Bert(TransformerModel):
         num_tokentypes: number of token types; 0 for none.
         layer_spec: parts of a layer. The default attention is not causal; for another mask, give
             ``functools.partial(SelfAttention, attn_mask_type=...)``.
-        add_binary_head: whether there are a pooler and a head for the next sentence; not with ``classification``.
+        add_binary_head: whether there are a pooler and a head for the next sentence.
         options: ``pre_process`` and later arguments of ``GPT``.
 
     Attributes:
@@ -93,8 +92,7 @@ class Bert(TransformerModel):
         encoder: this stage's layers.
         lm_head: layers before the output layer; on the last stage, like all modules below.
         output_layer: output layer with a bias; with tied weights it has no weight if this is also the first stage.
-        pooler, binary_head: modules or None. A classification head for sequences also has a pooler.
-        classifier: with ``classification``, replaces ``lm_head``, ``output_layer`` and ``binary_head``.
+        pooler, binary_head: modules or None.
 
     Raises:
         ConfigError: a size or an option is out of range.
@@ -128,7 +126,7 @@ class Bert(TransformerModel):
             spec = dataclasses.replace(spec, attention=attention)
         # The base class creates all parts, and reads these attributes.
         self.num_tokentypes = num_tokentypes
-        self.add_binary_head = add_binary_head and options.get("classification") is None
+        self.add_binary_head = add_binary_head
         self.pooler: Pooler | None = None
         self.binary_head: ReplicatedLinear | None = None
         super().__init__(config, vocab_size, max_sequence_length, groups=groups, layer_spec=spec, **options)
@@ -142,12 +140,6 @@ class Bert(TransformerModel):
             with self._seeded("binary_head"):
                 self.binary_head = _dense(self.config, 2, self.tp_group)
 
-    def _make_classifier(self, spec: Classification) -> None:
-        if not spec.is_of_tokens:
-            with self._seeded("pooler"):
-                self.pooler = Pooler(self.config, self.tp_group)
-        super()._make_classifier(spec)
-
     def forward(
         self,
         input_ids: Tensor | None,
@@ -156,7 +148,6 @@ class Bert(TransformerModel):
         lm_labels: Tensor | None = None,
         *,
         position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None] | Tensor:
         """Return the loss of each token (logits without ``lm_labels``) and the logits of the next-sentence head.
 
@@ -167,23 +158,17 @@ class Bert(TransformerModel):
             tokentype_ids: ``[b, s]``; all 0 if None and there are token types.
             lm_labels: ``[b, s]`` ids of the masked tokens; -100, whose loss is 0, for other tokens.
             position_ids: ``[s]`` or ``[b, s]``; 0 to ``s - 1`` if None.
-            labels: with ``classification``, replaces ``lm_labels``; see ``Classification.loss``.
 
         Returns:
-            With ``classification``, or on a stage that is not the last, as for ``GPT.forward``. Otherwise a pair: loss
-            ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``); and the logits of "B
-            follows A" and "B is random", ``[b, 2]``, or None without ``add_binary_head``. With context parallelism
-            ``s`` is this rank's number of positions, and ``b`` of the second its share of the samples
-            (``ContextShard.own_samples``).
+            On a stage that is not the last, as for ``GPT.forward``. Otherwise a pair: loss ``[b, s]``, or logits
+            ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``); and the logits of "B follows A" and "B is
+            random", ``[b, 2]``, or None without ``add_binary_head``. With context parallelism ``s`` is this rank's
+            number of positions, and ``b`` of the second its share of the samples (``ContextShard.own_samples``).
 
         Raises:
-            ShardingError: the sequence is too long, a mask has the wrong shape, a later stage has no input, or labels
-                are given that this model does not take.
+            ShardingError: the sequence is too long, a mask has the wrong shape, or a later stage has no input.
             VocabularyError: an id is outside the vocabulary, or a label is invalid.
         """
-        if (lm_labels if self.classification is not None else labels) is not None:
-            given, wanted = ("labels", "lm_labels") if self.classification is None else ("lm_labels", "labels")
-            raise ShardingError(f"{given} are given, and this model's are {wanted}")
         sequence = self._sequence_of(input_ids, attention_mask, lm_labels)
         context = sequence.context
         if self.pre_process:
@@ -204,12 +189,6 @@ class Bert(TransformerModel):
         )
         if not self.post_process:
             return hidden
-        if self.classification is not None:
-            if self.pooler is None:
-                logits = self.classifier.of_tokens(hidden, sequence).transpose(0, 1)
-            else:
-                logits = self.classifier.of_sequences(self.pooler(hidden, sequence), sequence)
-            return self._classified(logits, labels, sequence)
         binary_logits = None
         if self.pooler is not None and self.binary_head is not None:
             pooled = self.pooler(hidden, sequence)

@@ -21,7 +21,6 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamShard, ShardedOffset
 from shardwise.core.topology import Groups
 from shardwise.models.bert import Bert
-from shardwise.models.classification import Classification
 from shardwise.models.config import ModelConfig, TransformerFields
 from shardwise.models.experts.moe import MoELayer
 from shardwise.models.gpt import GPT
@@ -54,7 +53,6 @@ class ModelDescription(TransformerFields):
         attention_bias: whether attention's output projection has a bias.
         qkv_bias: whether its query, key and value projections have biases.
         mlp_bias: whether both projections of the MLP have biases.
-        classification: classification head, instead of all other heads.
         add_binary_head: whether BERT has the next-sentence head and its pooler.
     """
 
@@ -77,7 +75,6 @@ class ModelDescription(TransformerFields):
     rope_scaling: RotaryScaling | None = None
     window_rotary_base: float | None = None
     num_tokentypes: int = 0
-    classification: Classification | None = None
     add_binary_head: bool = False
     hidden_dropout: float = field(default=0.0, compare=False)
     attention_dropout: float = field(default=0.0, compare=False)

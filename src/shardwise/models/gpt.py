@@ -3,8 +3,6 @@
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError, ShardingError
-from shardwise.core.sequence_view import SequenceView
-from shardwise.models.classification import Classification
 from shardwise.models.token_embedding import (
     TokensFirst,
     check_inputs,
@@ -39,14 +37,12 @@ class GPT(TransformerModel):
         window_rotary_base: base of the rotary wavelengths of layers with a window; ``rotary_base`` if None.
         position_offset: number of rows before position 0 in a table of learned positions (OPT has 2).
         positions_skip_padding: whether default positions do not count padding (OPT).
-        classification: head for labels of sequences or tokens, instead of the output layer.
         vp_stage: index of the chunk in its stage, with interleaving.
 
     Attributes:
         embedding: ``TokenEmbedding``; on the first stage.
         decoder: this stage's layers.
         output_layer: on the last stage; with tied weights it has no weight if this is also the first stage.
-        classifier: with ``classification``, on the last stage.
         output_queue: with ``config.defer_embedding_wgrad_compute``, the weight gradients that
             ``finish_weight_gradients`` computes between the last backward and the optimizer's step.
 
@@ -79,7 +75,7 @@ class GPT(TransformerModel):
             attention_mask: ``[b, s]``, 1 or True for tokens and 0 for padding, at any position in a row, as in
                 ``transformers``; with a cache ``[b, keys]``. Or bools of more dimensions, True where attention is
                 forbidden, broadcast to ``[b, heads/t, s, keys]``. Attention to later tokens is always forbidden.
-            labels: ``[b, s]`` ids to predict; -100 has loss 0. With ``classification`` see ``Classification.loss``.
+            labels: ``[b, s]`` ids to predict; -100 has loss 0.
             document_ids: ``[b, s]`` integers, for several texts packed into one row: a token sees only tokens with the
                 same number. Positions continue from text to text unless ``position_ids`` are given. Experts do not
                 count tokens with a negative number, which are padding.
@@ -90,31 +86,26 @@ class GPT(TransformerModel):
             cache: keys and values of earlier tokens, for generation; give ``position_ids`` with it.
 
         Returns:
-            With ``classification`` the loss of each sequence ``[b]`` or token ``[b, s]``, or logits ``[b, n]`` or
-            ``[b, s, n]``. Otherwise loss ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without
-            ``parallel_output``). Hidden states ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) on a stage
-            that is not the last. Results for padding are finite, but have no meaning. With context parallelism every
-            rank is given whole sequences, and ``s`` of a result is this rank's number of positions, in the order of
-            ``ContextShard.intervals``; with ``classification``, ``b`` is its share of the samples
-            (``ContextShard.own_samples``).
+            Loss ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``). Hidden states
+            ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) on a stage that is not the last. Results for
+            padding are finite, but have no meaning. With context parallelism every rank is given whole sequences, and
+            ``s`` of a result is this rank's number of positions, in the order of ``ContextShard.intervals``.
 
         Raises:
             ShardingError: an input is not a tensor or has no tokens; the sequence is too long; a mask, labels or
                 ``lengths`` have the wrong shape; or a later stage has no input.
             VocabularyError: an id is outside the vocabulary, or a label is invalid.
-            ConfigError: several sequences are to be classified without a ``pad_token_id``; or a cache is given to a
-                model with context parallelism.
+            ConfigError: a cache is given to a model with context parallelism.
         """
         check_inputs(
             input_ids,
             labels,
-            labels_are_of_tokens=self.classification is None,
             position_ids=position_ids,
             attention_mask=attention_mask,
             document_ids=document_ids,
         )
-        own_ids, own_labels = input_ids, labels
-        sequence = self._sequence_of(input_ids, position_ids, labels if self.classification is None else None)
+        own_ids = input_ids
+        sequence = self._sequence_of(input_ids, position_ids, labels)
         context = sequence.context
         if context is not None and cache is not None:
             raise ConfigError("generation has no context parallelism; build the model without Groups.cp")
@@ -133,10 +124,10 @@ class GPT(TransformerModel):
                 tokens = first.move(tokens)
                 position_ids = first.order if position_ids is None else first.move(position_ids.expand(b, -1))
                 input_ids = None if input_ids is None else first.move(input_ids)
-                labels = None if labels is None or self.classification is not None else first.move(labels)
+                labels = None if labels is None else first.move(labels)
             elif self.alibi_slopes is not None:
                 key_positions = positions_of(tokens)
-        if context is not None and labels is not None and self.classification is None:
+        if context is not None and labels is not None:
             labels = context.own(labels, dim=1)
         if self.pre_process:
             hidden: Tensor = self.embedding(input_ids, position_ids, context=context)
@@ -163,8 +154,6 @@ class GPT(TransformerModel):
         )
         if not self.post_process:
             return hidden
-        if self.classification is not None:
-            return self._classify(self.classification, hidden, own_ids, own_labels, sequence, first)
         if labels is None:
             logits = self._logits(hidden, sequence)
             return logits if first is None else first.move_sequence_back(logits)
@@ -188,27 +177,6 @@ class GPT(TransformerModel):
             # Attention raises an error for a wrong shape.
             return None
         return document_lengths(document_ids).to(hidden.device)
-
-    def _classify(
-        self,
-        spec: Classification,
-        hidden: Tensor,
-        input_ids: Tensor | None,
-        labels: Tensor | None,
-        sequence: SequenceView,
-        first: TokensFirst | None,
-    ) -> Tensor:
-        if spec.is_of_tokens:
-            logits = self.classifier.of_tokens(hidden, sequence)
-            logits = (logits if first is None else first.move_sequence_back(logits)).transpose(0, 1)
-        else:
-            if input_ids is None:
-                raise ShardingError("the last token of each sequence is looked for; pass input_ids to the last stage")
-            places = self.classifier.last_tokens(input_ids)
-            if first is not None:
-                places = first.place_of(places)
-            logits = self.classifier.of_sequences(self.classifier.pool(hidden, places, sequence), sequence)
-        return self._classified(logits, labels, sequence)
 
     @property
     def _sees_all_before(self) -> bool:

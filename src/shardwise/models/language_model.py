@@ -15,7 +15,6 @@ from shardwise.core.sharded_state import state_of_parts
 from shardwise.core.sharding import ParamShard, Replicas, ShardedOffset
 from shardwise.core.topology import Groups
 from shardwise.exact import sum_in_parts
-from shardwise.models.classification import Classification
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention_backends import check_attention_backend
 from shardwise.nn import GroupModule, arithmetic_of, parameter_device, viewless
@@ -25,7 +24,7 @@ from shardwise.nn.replicated import set_replicas_
 
 
 class LanguageModel(GroupModule):
-    """Base of language models. A model with a ``classification`` has a head for labels instead of an output layer.
+    """Base of language models.
 
     A subclass sets ``pre_process`` (whether it has ``embedding.word_embeddings``), ``post_process`` (whether it has
     ``output_layer``), ``share_embeddings_and_output_weights``, ``vocab_size`` and, with interleaving, ``vp_stage``. It
@@ -48,7 +47,6 @@ class LanguageModel(GroupModule):
     post_process: bool
     # Defaults for models that do not set these.
     share_embeddings_and_output_weights: bool = False
-    classification: Classification | None = None
     vocab_size: int | None = None
     vp_stage: int | None = None
     # Whether attention always has a mask or bias besides the causal one, which some backends do not support.
@@ -177,18 +175,13 @@ class LanguageModel(GroupModule):
         separate |= not getattr(output_layer, "is_one_product", True)
         return self.config.fuse_output_layer_and_loss and not separate
 
-    @property
-    def ties_weights(self) -> bool:
-        """True if the model has an output layer that uses the embedding's weight."""
-        return self.share_embeddings_and_output_weights and self.classification is None
-
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """Return the tied weight on this stage: the word embedding's on the first, the output layer's on the last.
 
         Returns:
             ``[v/t, h]``, or None on a middle stage or if the weights are not tied.
         """
-        if not self.ties_weights:
+        if not self.share_embeddings_and_output_weights:
             return None
         return self._tied_layer().weight if self.pre_process or self.post_process else None
 
@@ -288,7 +281,7 @@ class LanguageModel(GroupModule):
         for name in (output_weight, output_bias):
             if name in entries:
                 entries[name] = entries[name].with_key(entries[name].key, allow_shape_mismatch=True)
-        if self.ties_weights:
+        if self.share_embeddings_and_output_weights:
             self._tie_state(entries, output_weight, f"{prefix}embedding.word_embeddings.weight")
         return entries
 

@@ -165,13 +165,12 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
     return torch.tensor(number, dtype=dtype, device="cpu").item()
 
 
-def check_inputs(input_ids: Any, labels: Any = None, *, labels_are_of_tokens: bool = True, **others: Any) -> None:
+def check_inputs(input_ids: Any, labels: Any = None, **others: Any) -> None:
     """Check that inputs are tensors, and that there is at least one token.
 
     Args:
         input_ids: ``[b, s]``, or None on a stage that needs none.
-        labels: ``[b, s]``, if each token has a label.
-        labels_are_of_tokens: whether each token has a label.
+        labels: ``[b, s]``, or None.
         others: further inputs by name; each a tensor or None.
 
     Raises:
@@ -189,7 +188,7 @@ def check_inputs(input_ids: Any, labels: Any = None, *, labels_are_of_tokens: bo
             f"input_ids has shape {list(input_ids.shape)}; it must be [b, s], with at least one sequence of at "
             "least one token"
         )
-    if labels is not None and labels_are_of_tokens and labels.shape != input_ids.shape:
+    if labels is not None and labels.shape != input_ids.shape:
         raise ShardingError(
             f"labels has shape {list(labels.shape)}, and input_ids {list(input_ids.shape)}; each token has one label"
         )
@@ -289,10 +288,6 @@ class TokensFirst:
     def move(self, rows: Tensor) -> Tensor:
         """Reorder ``[b, s]`` to the new order."""
         return rows.gather(1, self.order)
-
-    def place_of(self, places: Tensor) -> Tensor:
-        """Convert an index in each row, ``[b]``, to its index in the new order."""
-        return self._back.gather(1, places.unsqueeze(1)).squeeze(1)
 
     def move_back(self, rows: Tensor) -> Tensor:
         """Reorder ``[b, s]`` to the original order."""

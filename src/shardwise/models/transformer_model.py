@@ -15,7 +15,6 @@ from shardwise.core.initialization import draw_seed, part_seeded
 from shardwise.core.sequence_view import ContextShard, Reroute, SequenceView
 from shardwise.core.topology import Groups
 from shardwise.core.typed import computed_locally
-from shardwise.models.classification import Classification, Classifier
 from shardwise.models.config import ModelConfig
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.token_embedding import PositionEmbedding, TokenEmbedding, losses_at, places_learned, tokens_at
@@ -93,7 +92,6 @@ class TransformerModel(FixedTensors, LanguageModel):
         window_rotary_base: float | None = None,
         position_offset: int = 0,
         positions_skip_padding: bool = False,
-        classification: Classification | None = None,
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config, groups)
@@ -102,11 +100,6 @@ class TransformerModel(FixedTensors, LanguageModel):
         self.window_rotary_base = window_rotary_base
         self.position_offset = position_offset
         self.positions_skip_padding = positions_skip_padding
-        self.classification = classification
-        if classification is not None and config.exact_parts is not None:
-            raise ConfigError(
-                f"exact_parts is {config.exact_parts}, and classification heads have no exact form; leave it at None"
-            )
         if groups.cp is not None:
             check_way(config, groups.tp.size(), groups.cp.size())
         self._check(vocab_size, max_sequence_length, position_embedding_type)
@@ -166,11 +159,9 @@ class TransformerModel(FixedTensors, LanguageModel):
         )
         self.add_module(self.block_name, block)
         self.output_queue: WeightGradientQueue | None = None
-        if config.defer_embedding_wgrad_compute and post_process and classification is None:
+        if config.defer_embedding_wgrad_compute and post_process:
             self.output_queue = WeightGradientQueue(limit=config.wgrad_deferral_limit, inputs=[])
-        if post_process and classification is not None:
-            self._make_classifier(classification)
-        elif post_process:
+        if post_process:
             with self._seeded("output_layer"):
                 self.output_layer = self._make_output_layer(vocab_size, self._output_bias)
             self._make_heads()
@@ -178,10 +169,6 @@ class TransformerModel(FixedTensors, LanguageModel):
 
     def _make_heads(self) -> None:
         """Hook for subclasses that create heads in addition to the output layer."""
-
-    def _make_classifier(self, spec: Classification) -> None:
-        with self._seeded("classifier"):
-            self.classifier = Classifier(self.config, spec, self.tp_group)
 
     def _make_output_layer(self, vocab_size: int, bias: bool) -> ColumnLinear:
         return ColumnLinear(
@@ -200,14 +187,6 @@ class TransformerModel(FixedTensors, LanguageModel):
         logits: Tensor = self.output_layer(hidden, self._output_weight(), sequence=sequence)
         logits = self._scaled(logits)
         return viewless(logits if self.parallel_output else self.output_layer.gather(logits))
-
-    def _classified(self, logits: Tensor, labels: Tensor | None, sequence: SequenceView) -> Tensor:
-        """Return the logits of a classification head, or losses for the labels of all samples."""
-        if labels is None:
-            return viewless(logits)
-        assert self.classification is not None
-        context = sequence.context
-        return self.classification.loss(logits, labels if context is None else context.own_samples(labels))
 
     def _loss(self, hidden: Tensor, labels: Tensor, sequence: SequenceView) -> Tensor:
         """Map ``[s, b, h]``, or this rank's shard, and labels ``[b, s]`` to the loss of each token ``[b, s]``."""

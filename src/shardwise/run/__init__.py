@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from shardwise.run.commands.conversion import export_hf as export_hf, import_hf as import_hf
     from shardwise.run.commands.evaluate import evaluate as evaluate
     from shardwise.run.commands.harness_tasks import evaluate_tasks as evaluate_tasks
-    from shardwise.run.commands.label_texts import classify as classify
     from shardwise.run.commands.text_generation import chat as chat, generate as generate
     from shardwise.run.commands.train import distill as distill, dpo as dpo, finetune as finetune, train as train
     from shardwise.run.comparison import compare as compare
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "chat": "commands.text_generation",
-    "classify": "commands.label_texts",
     "compare": "comparison",
     "distill": "commands.train",
     "dpo": "commands.train",

@@ -151,8 +151,6 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
     attempt("comparison", lambda: references.update(compressed_bits_per_byte(session.data.held_out_bytes)))
     if session.ranks.is_first:
         attempt("picture", draw)
-    if session.data.labels is not None:
-        return dataclasses.replace(outcome, references=references, notes=tuple(notes))
     parallel = session.settings.parallel
     if parallel.pp == parallel.cp == 1:
         attempt("sample", lambda: _leave_sample(session))

@@ -19,6 +19,7 @@ from shardwise.core.errors import CheckpointError, ConfigError, DivergenceError
 from shardwise.core.files import shown
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.run.settings import CorpusSettings, LoraSettings, RunSettings
+from shardwise.run.settings.run_settings import without_removed
 from shardwise.run.tasks.task import Session
 from shardwise.storage import checkpoint
 from shardwise.storage.adapters import lora_layers
@@ -258,7 +259,7 @@ def check_belongs(session: Session, folder: Path) -> int:
         raise CheckpointError(
             f"{folder} is damaged: its settings are {shown(saved)}; they must be an object of objects"
         )
-    ours = session.settings.to_json()
+    saved, ours = without_removed(saved), session.settings.to_json()
     # The merge of adapters at the end does not affect training.
     fixed = {name: ours[name].keys() - {"lora_merge"} for name in _FIXED_SECTIONS if name in ours}
     fixed["training"] = {*_FIXED_TRAINING, "rng"} if draws_dropout(session) else {*_FIXED_TRAINING}

@@ -219,7 +219,7 @@ def _try_embedding(run: TrialRun, kind: tuple[int, int, bool, Tensor], parts: in
 
 def _vocabularies(run: TrialRun) -> set[int]:
     """Return the vocabulary sizes of the losses that this rank computes."""
-    ends = (each for each in run.layers(LanguageModel) if each.post_process and each.classification is None)
+    ends = (each for each in run.layers(LanguageModel) if each.post_process)
     return {each.vocab_size for each in ends if each.vocab_size is not None}
 
 

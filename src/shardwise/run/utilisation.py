@@ -148,7 +148,7 @@ def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trai
 
     Source: Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
     """
-    h, head = model.hidden_size, model.classification
+    h = model.hidden_size
     heads, each = model.num_attention_heads, (3 if model.gated_linear_unit else 2) * h
     if (latent := model.latent) is None:
         attention_weights = 2 * h * (heads + model.num_query_groups) * model.kv_channels
@@ -163,9 +163,7 @@ def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trai
         width = experts.per_token * experts.ffn_hidden_size + (experts.shared_ffn_hidden_size or 0)
         inner = (model.num_layers - number) * each * model.ffn_hidden_size + number * (each * width + h * experts.num)
     # A token reads one row of the embeddings, and all rows of the output layer.
-    multiplied = (
-        model.num_layers * attention_weights + inner + h * (model.vocab_size if head is None else head.num_labels)
-    )
+    multiplied = model.num_layers * attention_weights + inner + h * model.vocab_size
     attention = 6 * model.num_layers * heads * (model.kv_channels + model.value_width) * sequence_length
     return (6 if trains_weights else 4) * multiplied + attention
 

@@ -126,6 +126,15 @@ SEQUENCE = Range(2, 1 << 24)
 DEFAULT_SEQUENCE = 512
 """Default number of tokens in a sample, if the model allows it."""
 
+_NO_LABELS = (
+    "Shardwise does not label texts; train a classifier with transformers' Trainer and use it with its pipeline"
+)
+
+REMOVED = dict.fromkeys(
+    ("classify", "labels", "task", "num_labels", "label_names", "problem_type", "pad_token"), _NO_LABELS
+)
+"""Commands, flags and settings of earlier versions, by name, with the remedy."""
+
 
 @dataclass(frozen=True)
 class Folder:
@@ -393,6 +402,8 @@ def _checked(values: Mapping[str, Any], where: str, prefix: str, known: dict[str
             table, _, field = name.rpartition(".")
             raise ConfigError(f"{where}{name} is not one key; give the table {table} with the key {field}")
         if name not in known or "." in last:
+            if last in REMOVED:
+                raise ConfigError(f"{where}{name} is not a setting any more: {REMOVED[last]}")
             close = nearest(name, known)
             raise ConfigError(f"{where}unknown setting {name}{f'; did you mean {close}?' if close else ''}")
         kind = kind_of(known[name])

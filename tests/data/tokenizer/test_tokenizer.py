@@ -151,8 +151,6 @@ def test_a_regular_expression_that_gives_up_is_an_error(tmp_path):
         lambda text: tokenizer.encode(text, parse_special=True),
         lambda text: tokenizer.encode_batch(["xy", text, "y"]),
         tokenizer.encode_with_spans,
-        lambda text: tokenizer.encode_framed(text, max_length=60),
-        lambda text: tokenizer.encode_framed([text], max_length=60),
     ):
         with ThreadPoolExecutor(1) as thread, pytest.raises(DataError, match=said):
             thread.submit(encode, many).result()

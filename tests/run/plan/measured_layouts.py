@@ -11,7 +11,6 @@ from torch import nn
 
 from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups, Topology
-from shardwise.models.classification import Classification
 from shardwise.models.description import ModelDescription
 from shardwise.models.experts import Experts
 from shardwise.nn.quantization import Quantization, QuantizedTensor
@@ -21,7 +20,6 @@ from shardwise.run.settings import (
     DistillSettings,
     DpoSettings,
     FinetuneSettings,
-    LabelSettings,
     LoraSettings,
     ModelSettings,
     OptimizerSettings,
@@ -53,7 +51,6 @@ BERT: dict[str, Any] = GPT | {
 EXPERTS: dict[str, Any] = LLAMA | {
     "experts": Experts(num=4, per_token=2, ffn_hidden_size=352, aux_loss=0.01, forces_balance=True)
 }
-LABELS = Classification("sequence-classification", 3, "single_label_classification", pad_token_id=0)
 LENGTH = 256
 # Of the measured run, and of one before it that takes in what PyTorch and the system keep from a first step.
 LARGE = {"hidden_size": 256, "num_attention_heads": 8, "kv_channels": 32, "ffn_hidden_size": 704, "vocab_size": 4099}
@@ -71,7 +68,6 @@ class Case:
         layers: of the model.
         make: kind of the run's settings: ``"train"``, ``"finetune"``, ``"dpo"`` or ``"distill"``.
         more: other fields of the settings.
-        head: labels that the model gives.
         adaptation: adapters.
     """
 
@@ -85,7 +81,6 @@ class Case:
     layers: int = 4
     make: str = "train"
     more: dict[str, Any] = field(default_factory=dict)
-    head: Classification | None = None
     adaptation: Adaptation | None = None
 
     def workload(self, *, small: bool = False) -> Workload:
@@ -95,7 +90,6 @@ class Case:
             num_layers=self.layers,
             num_query_groups=4,
             max_sequence_length=LENGTH,
-            classification=self.head,
             **self.kind,
             **sizes,
         )
@@ -248,9 +242,6 @@ CASES: dict[str, Case] = {
     "dpo": Case(2, parallel={"tp": 2}, make="dpo"),
     "distillation": Case(2, parallel={"tp": 2}, make="distill",
                          more={"distillation": TeacherSettings(teacher="teacher")}),
-    "labels": Case(2, parallel={"tp": 2}, make="finetune",
-                   head=LABELS,
-                   more={"labels": LabelSettings(task="sequence-classification")}),
     "cp 2": Case(2, parallel={"cp": 2}),
     "cp 2, window, zero 1": Case(2, kind=LLAMA | {"window_size": (31, 0)}, parallel={"cp": 2, "zero": 1}),
     "cp 2, fsdp": Case(2, parallel={"cp": 2, "fsdp": True}),
@@ -277,6 +268,4 @@ CASES: dict[str, Case] = {
         training={"global_batch_size": 8, "micro_batch_size": 1},
     ),
     "experts, tp 2, ep 2": Case(4, kind=EXPERTS, parallel={"tp": 2, "ep": 2}),
-    "labels, bert": Case(kind=BERT, make="finetune", head=LABELS,
-                         more={"labels": LabelSettings(task="sequence-classification")}),
 }  # fmt: skip

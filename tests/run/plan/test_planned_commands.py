@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from run.test_classifying import bert_config, bert_tokenizer, open_run
-from storage.adapters.tiny_models import config_of, save_model
+from storage.adapters.tiny_models import save_model
 
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.context import context_of
@@ -25,43 +24,36 @@ from shardwise.run import fit_run, plan_run
 from shardwise.run.checkpoints import begin_save
 from shardwise.run.plan.machine import Surroundings
 from shardwise.run.plan.plan import keyword_workload, plan_of
-from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings
+from shardwise.run.processes.ranks import Ranks
+from shardwise.run.session import open_session
+from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings, RunSettings
+from shardwise.run.tasks.task import Session
 from shardwise.storage.adapters.model import trained_of
 from shardwise.storage.checkpoint import Snapshot
 from shardwise.training.bounds import from_keywords
 
 WORDS = ("grass", "snow", "coal", "blood", "green", "white", "black", "red", *map(str, range(20)))
 SETTINGS = {"finetune": FinetuneSettings, "dpo": DpoSettings, "distill": DistillSettings}
-LABELS = {"task": "sequence-classification"}
-# Command, model, data, settings of the run, and what only its plan needs.
-CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any]]] = {
-    "finetune": ("finetune", "llama", "texts", {}, {}),
-    "adapters": ("finetune", "gpt2", "texts", {"lora_rank": 3, "lora_modules_to_save": ("wte",)}, {}),
-    "int8": ("finetune", "llama", "texts", {"lora_rank": 2, "base_quantization": "int8"}, {}),
-    "nf4": ("finetune", "llama", "texts", {"lora_rank": 2, "base_quantization": "nf4"}, {}),
-    "dpo": ("dpo", "llama", "pairs", {"training": {"dtype": "bfloat16"}}, {}),
-    "distill": ("distill", "llama", "texts", {"teacher": "large"}, {}),
-    "texts": ("finetune", "llama", "labels", LABELS | {"pad_token": "<pad>"}, {"num_labels": 2}),
-    "names": ("finetune", "llama", "labels", LABELS | {"pad_token": "<pad>", "label_names": ("yes", "no")}, {}),
-    "a head": ("finetune", "head", "labels", LABELS, {}),
-    "words": ("finetune", "llama", "words", {"task": "token-classification", "lora_rank": 2}, {"num_labels": 3}),
-    "bert": ("finetune", "bert", "labels", LABELS | {"lora_rank": 2}, {"num_labels": 2}),
+# Command, model, data and settings of the run.
+CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "finetune": ("finetune", "llama", "texts", {}),
+    "adapters": ("finetune", "gpt2", "texts", {"lora_rank": 3, "lora_modules_to_save": ("wte",)}),
+    "int8": ("finetune", "llama", "texts", {"lora_rank": 2, "base_quantization": "int8"}),
+    "nf4": ("finetune", "llama", "texts", {"lora_rank": 2, "base_quantization": "nf4"}),
+    "dpo": ("dpo", "llama", "pairs", {"training": {"dtype": "bfloat16"}}),
+    "distill": ("distill", "llama", "texts", {"teacher": "large"}),
 }
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """Models by transformers, and data of every kind."""
-    import transformers
-
     root = tmp_path_factory.mktemp("commands")
     things, colours = WORDS[:4], WORDS[4:8]
     both = [(f"{number} {thing}", colour) for number in range(4) for thing, colour in zip(things, colours, strict=True)]
     texts = [{"prompt": thing, "completion": f" {colour}"} for thing, colour in both]
     pairs = [{"prompt": thing, "chosen": f" {colour}", "rejected": " no"} for thing, colour in both]
-    labels = [{"text": thing, "label": ("yes", "no")[number % 2]} for number, (thing, _) in enumerate(both)]
-    words = [{"tokens": [str(number), *things], "labels": ["a", "b", "c", "a", "b"]} for number in range(12)]
-    for name, records in {"texts": texts, "pairs": pairs, "labels": labels, "words": words}.items():
+    for name, records in {"texts": texts, "pairs": pairs}.items():
         (root / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     tokenizer = Tokenizer.train([" ".join(WORDS)], 280, ("<|endoftext|>", "<pad>"))
     torch.manual_seed(0)
@@ -71,19 +63,16 @@ def root(tmp_path_factory):
             save_model("llama" if name == "llama" else "gpt2", root / name, vocab_size=tokenizer.vocab_size, **changes)
         large = {"hidden_size": 48, "num_hidden_layers": 3, "vocab_size": tokenizer.vocab_size + 7}
         save_model("llama", root / "large", dtype=torch.bfloat16, **large)
-        head = config_of("llama", vocab_size=tokenizer.vocab_size, id2label={0: "no", 1: "yes"}, pad_token_id=1)
-        transformers.LlamaForSequenceClassification(head).save_pretrained(root / "head")
-        # A model without the pooler of a classifier, which is trained whole next to adapters.
-        bert = bert_config(bert_tokenizer(root / "bert", WORDS))
-        transformers.BertForMaskedLM(bert).save_pretrained(root / "bert")
-    for name in ("llama", "gpt2", "deep", "large", "head"):
+    for name in ("llama", "gpt2", "deep", "large"):
         tokenizer.save(root / name)
+    (root / "bert").mkdir()
+    (root / "bert" / "config.json").write_text('{"model_type": "bert"}')
     return root
 
 
 def run_settings(root, case, *, for_plan: bool) -> dict[str, Any]:
-    _, model, data, settings, of_plan = CASES[case]
-    settings = settings | (of_plan if for_plan else {"data": root / f"{data}.jsonl", "base": root / model})
+    _, model, data, settings = CASES[case]
+    settings = settings | ({} if for_plan else {"data": root / f"{data}.jsonl", "base": root / model})
     if "teacher" in settings:
         settings["teacher"] = root / settings["teacher"]
     training = {"steps": 2, "global_batch_size": 2} | settings.get("training", {})
@@ -96,6 +85,12 @@ def plan(request, root):
     command, model, *_ = CASES[request.param]
     workload = keyword_workload(command, root / model, run_settings(root, request.param, for_plan=True))
     return request.param, workload, [plan_of(workload, 2, rank) for rank in range(2)]
+
+
+def open_run(settings: RunSettings, root: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
+    monkeypatch.setenv("SHARDWISE_CACHE", str(root / "cache"))
+    ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    return open_session(settings, ranks)
 
 
 def flat(tensor: torch.Tensor | None) -> Iterator[torch.Tensor]:
@@ -121,16 +116,12 @@ def test_the_run_that_is_planned(group, root, tmp_path, monkeypatch, plan):
     session = open_run(from_keywords(SETTINGS[CASES[case][0]], given), root, monkeypatch)
     trainer, source = session.trainer, session.task.source
     described = source.describe(session.data)
-    if "pad_token" in given:
-        # Its number is not in config.json, and changes no size.
-        head = dataclasses.replace(described.classification, pad_token_id=0)
-        described = dataclasses.replace(described, classification=head)
     assert workload.model == described
     dropouts = "hidden_dropout", "attention_dropout"
     assert [getattr(workload.model, name) for name in dropouts] == [getattr(described, name) for name in dropouts]
     assert workload.settings.sequence_length == session.settings.sequence_length
     if workload.adaptation is not None:
-        assert workload.adaptation.config == source._adapters(session.data.head)
+        assert workload.adaptation.config == source.settings.lora.config()
     session.task.method.before(session)
     trainer.train_step(0, session.loader)
     params = list(trainer.model.parameters())
@@ -226,7 +217,6 @@ def test_a_plan_reads_configs_alone(root, tmp_path):
 @pytest.mark.parametrize(
     ("command", "settings", "message"),
     [
-        ("finetune", LABELS, "a plan reads no data, whose labels it could count; give their number with --num-labels"),
         ("finetune", {"model": {"sequence_length": 65}}, "model.sequence-length 65 is more than 64"),
         ("finetune", {"model": {"num_layers": 2}}, "unknown setting model.num_layers"),
         ("distill", {}, "no model to learn from"),
@@ -242,10 +232,3 @@ def test_what_cannot_be_planned(root, command, settings, message):
         settings = settings | {"teacher": root / settings["teacher"]}
     with pytest.raises(ConfigError, match=re.escape(message)):
         plan_run(root / "llama", command=command, **settings)
-
-
-def test_a_head_that_the_settings_contradict(root):
-    with pytest.raises(ConfigError, match=f"--num-labels is 3, and the head of {root / 'head'} has 2 labels"):
-        plan_run(root / "head", command="finetune", num_labels=3, **LABELS)
-    with pytest.raises(ConfigError, match="is a model for sequence-classification and has no head to continue texts"):
-        plan_run(root / "head", command="finetune")

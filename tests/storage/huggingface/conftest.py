@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 
 import pytest
 import torch.distributed as dist
-from hf_references import Reference, add_padded_values, make_classifier, make_reference
+from hf_references import Reference, add_padded_values, make_reference
 
 from shardwise.core.topology import Groups
 from shardwise.run.processes.ranks import open_ranks
@@ -31,19 +30,6 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]
 def reference(request: pytest.FixtureRequest, make: Callable[[str], Reference]) -> Reference:
     """The reference that the test's parameter names."""
     return make(request.param)
-
-
-@pytest.fixture(scope="session")
-def made_classifiers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """A function from a name of ``CLASSIFIERS`` to its reference."""
-    root = tmp_path_factory.mktemp("classifiers")
-    return lru_cache(lambda name: make_classifier(name, root))
-
-
-@pytest.fixture
-def classifier(request: pytest.FixtureRequest, made_classifiers: Callable[[str], Reference]) -> Reference:
-    """The classifier that the test's parameter names."""
-    return made_classifiers(request.param)
 
 
 @pytest.fixture

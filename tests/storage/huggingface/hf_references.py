@@ -262,36 +262,6 @@ class Reference:
         return load_file(self.folder / "model.safetensors")
 
 
-CLASSIFIERS = {
-    "gpt2": ("GPT2ForSequenceClassification", {}),
-    "gpt2_tokens": ("GPT2ForTokenClassification", {}),
-    "bloom": ("BloomForSequenceClassification", {}),
-    "bloom_tokens": ("BloomForTokenClassification", {}),
-    "llama": ("LlamaForSequenceClassification", {}),
-    "llama_tokens": ("LlamaForTokenClassification", {"classifier_dropout": 0.2}),
-    "llama_tied": ("LlamaForSequenceClassification", {"problem_type": "multi_label_classification"}),
-    "mistral": ("MistralForSequenceClassification", {"num_labels": 1}),
-    "mistral_tokens": ("MistralForTokenClassification", {}),
-    "qwen2": ("Qwen2ForSequenceClassification", {"problem_type": "regression"}),
-    "qwen3": ("Qwen3ForSequenceClassification", {}),
-    "phi3": ("Phi3ForSequenceClassification", {}),
-    "smollm3": ("SmolLM3ForSequenceClassification", {}),
-    "olmo2": ("Olmo2ForSequenceClassification", {}),
-    "gemma2": ("Gemma2ForSequenceClassification", {}),
-    "gemma3": ("Gemma3TextForSequenceClassification", {}),
-    "gpt_neox": ("GPTNeoXForSequenceClassification", {}),
-    "gpt_neox_tokens": ("GPTNeoXForTokenClassification", {}),
-    "opt": ("OPTForSequenceClassification", {}),
-    "deepseek_v2": ("DeepseekV2ForSequenceClassification", {}),
-    "deepseek_v3_tokens": ("DeepseekV3ForTokenClassification", {}),
-    "gpt_oss": ("GptOssForSequenceClassification", {}),
-    "gpt_oss_tokens": ("GptOssForTokenClassification", {}),
-    "bert": ("BertForSequenceClassification", {"problem_type": "single_label_classification"}),
-    "bert_tokens": ("BertForTokenClassification", {}),
-}
-"""Models of ``MODELS`` with heads for labels, three but where it says otherwise."""
-
-
 def transformers_model(name: str, **changes: Any) -> Any:
     """A model of ``MODELS`` in which every parameter is random, in evaluation mode."""
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -342,38 +312,6 @@ def make_balanced(name: str, root: Path) -> Reference:
     # In fp64 transformers gives NaN for tokens that see none: no padding is on the left, or longer than a window.
     mask = torch.tensor([[1] * 9 + [0] * 2, [1] * 11, [1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0], [1] * 8 + [0] * 3])
     _save_values(reference, model, "values", mask, seed=4)
-    return reference
-
-
-def make_classifier(name: str, root: Path) -> Reference:
-    """Save a model of ``CLASSIFIERS`` below ``root``, and what it computes of a padded batch."""
-    class_name, changes = CLASSIFIERS[name]
-    changes = {"num_labels": 3, "pad_token_id": 0} | changes
-    model = transformers_model(name, class_name=class_name, **changes)
-    reference = Reference(name, root / f"{name}_classifier" / "model")
-    model.save_pretrained(reference.folder)
-    generator = torch.Generator().manual_seed(3)
-    n, rows = changes["num_labels"], len(PADDED)
-    input_ids = torch.randint(1, model.config.vocab_size, PADDED.shape, generator=generator)
-    if not reference.is_bert:
-        input_ids = input_ids.masked_fill(PADDED == 0, 0)
-    if name.endswith("_tokens"):
-        labels = torch.randint(n, PADDED.shape, generator=generator).masked_fill(PADDED == 0, -100)
-    elif changes.get("problem_type") == "multi_label_classification":
-        labels = torch.randint(2, (rows, n), generator=generator).float()
-    elif changes.get("problem_type") == "regression" or n == 1:
-        labels = torch.rand((rows, n) if n > 1 else (rows,), generator=generator)
-    else:
-        labels = torch.tensor([2, -100, 0])
-    output = model(input_ids=input_ids, attention_mask=PADDED, labels=labels)
-    output.loss.backward()
-    values = {"input_ids": input_ids, "labels": labels, "logits": output.logits, "loss": output.loss, "mask": PADDED}
-    gradients = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
-    values |= {f"gradient.{key}": gradient for key, gradient in _as_stored(name, gradients).items()}
-    save_file(
-        {key: value.detach().contiguous() for key, value in values.items()},
-        reference.folder.parent / "values.safetensors",
-    )
     return reference
 
 

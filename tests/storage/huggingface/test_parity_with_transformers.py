@@ -70,25 +70,10 @@ class Step:
         return loss if sentence_logits is None else loss + sentence_logits.logsumexp(-1).sum()
 
 
-class ClassifierStep(Step):
-    """The same of a model with a classification head."""
-
-    def call(self, model: Any, labels: Tensor | None) -> Any:
-        return model(self.values["input_ids"], attention_mask=self.values["mask"], labels=labels)
-
-    def remember(self, output: Any, labels: Tensor | None) -> Tensor:
-        if labels is None:
-            self.outputs["logits"] = output.detach()
-            return output.sum()
-        counted = (labels != -100).sum() if output.shape == labels.shape and not labels.is_floating_point() else None
-        self.outputs["loss"] = loss = output.sum() / (output.numel() if counted is None else counted)
-        return loss
-
-
 def gathered_gradients(model: Any, reference: Reference) -> dict[str, Tensor]:
     """The gradients of this rank's stage, whole, by transformers' names."""
     config = read_config(reference.folder)
-    table = config.architecture.table_of(config.description.classification)
+    table = config.architecture.table
     gradients: dict[str, Tensor] = {}
     for key, shard in model.sharded_state_dict().items():
         if not isinstance(shard.data, torch.nn.Parameter):
@@ -111,16 +96,13 @@ def check(
     *,
     ep: int = 1,
     sequence_parallel: bool = False,
-    kind: type[Step] = Step,
 ) -> None:
     """Load the model at a layout, and compare logits, loss and gradients; at real tokens, where there is a mask."""
     groups = groups_of(tp, pp, ep)
     dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     model = load_pretrained(reference.folder, groups=groups, sequence_parallel=sequence_parallel, **dropout)
     model.parallel_output = False
-    if kind is ClassifierStep and model.post_process:
-        model.classifier.dropout.p = 0.0
-    step = kind(model, reference, groups, expected)
+    step = Step(model, reference, groups, expected)
     step.run(with_labels=False)
     step.run(with_labels=True)
     finalize_gradients_(

@@ -20,7 +20,6 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups
 from shardwise.models.bert import Bert
-from shardwise.models.classification import Classification
 from shardwise.models.config import ModelConfig
 from shardwise.models.generation.generation import generate
 from shardwise.models.generation.sampling import Sampling
@@ -171,19 +170,14 @@ def model_of(kind, group, **options):
 def test_what_models_return_under_pytorch_s_own_fully_shard_may_be_written_to(group, rows):
     """PyTorch warns of views there: what it hangs on them, to gather parameters, is lost when they are written to."""
     ids, one = torch.arange(4 * rows).view(rows, 4) % 11, alone(group)
-    classes = {name: Classification(f"{name}-classification", 3, pad_token_id=0) for name in ("token", "sequence")}
-    for kind, options, call in (
-        (GPT, {}, lambda model: model(ids)),
-        (GPT, {}, lambda model: model(ids, labels=ids)),
-        (GPT, {}, lambda model: model(ids, labels=torch.where(ids == 1, ids, -100))),
-        (GPT, {"classification": classes["token"]}, lambda model: model(ids)),
-        (GPT, {"classification": classes["sequence"]}, lambda model: model(ids)),
-        (GPT, {"classification": classes["token"]}, lambda model: model(ids, labels=ids % 3)),
-        (Bert, {}, lambda model: model(ids, None)[0]),
-        (Bert, {}, lambda model: model(ids, None, lm_labels=ids)[0]),
-        (Bert, {"classification": classes["token"]}, lambda model: model(ids, None)),
+    for kind, call in (
+        (GPT, lambda model: model(ids)),
+        (GPT, lambda model: model(ids, labels=ids)),
+        (GPT, lambda model: model(ids, labels=torch.where(ids == 1, ids, -100))),
+        (Bert, lambda model: model(ids, None)[0]),
+        (Bert, lambda model: model(ids, None, lm_labels=ids)[0]),
     ):
-        expected, model = (model_of(kind, one, **options) for _ in range(2))
+        expected, model = (model_of(kind, one) for _ in range(2))
         for unit in (model.embedding, *model.block.layers, model):
             fully_shard(unit, mesh=DeviceMesh.from_group(group, "cpu"))
         (call(expected) * 2).square().sum().backward()

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
@@ -57,22 +57,6 @@ class TextSource(Protocol):
     @property
     def sha256(self) -> str:
         """Hex digest of the contents."""
-
-
-class Framed(NamedTuple):
-    """Tokens of a text or a pair, with the special tokens around them.
-
-    Attributes:
-        ids: token ids.
-        type_ids: type of each token.
-        words: index of each token's word; None for the special tokens around them.
-        is_cut: whether a text was cut.
-    """
-
-    ids: list[int]
-    type_ids: list[int]
-    words: list[int | None]
-    is_cut: bool
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -372,45 +356,6 @@ class Tokenizer:
             raise DataError("the text has a lone surrogate, which is no character; remove it") from error
         return encoding.ids, encoding.offsets
 
-    def encode_framed(
-        self, text: str | Sequence[str], pair: str | None = None, *, max_length: int, parse_special: bool = False
-    ) -> Framed:
-        """Encode a text or a pair with the special tokens that the tokenizer's file adds, as ``transformers`` does.
-
-        Args:
-            text: the text; or its words, as with ``is_split_into_words`` of ``transformers``, with nothing between
-                them.
-            pair: the second text, if any.
-            max_length: maximum number of tokens; the end of the longer text is cut.
-            parse_special: as for ``encode``.
-
-        Raises:
-            DataError: a text has a lone surrogate, a regular expression of the tokenizer fails, or the added tokens
-                alone reach ``max_length``.
-        """
-        backend = self._framing_backend
-        backend.encode_special_tokens = not parse_special
-        if (backend.truncation or {}).get("max_length") != max_length:
-            around = backend.num_special_tokens_to_add(pair is not None)
-            if around >= max_length:
-                raise DataError(f"{max_length} tokens are too few: the tokenizer puts {around} around every text")
-            backend.enable_truncation(max_length)
-        whole = text if isinstance(text, str) else " ".join(text)
-        try:
-            with panics_as_errors(f"encode {shown(whole if pair is None else f'{whole} {pair}')}"):
-                given, is_split = (text, False) if isinstance(text, str) else (list(text), True)
-                encoding = backend.encode(given, pair, is_pretokenized=is_split, add_special_tokens=True)
-        except TypeError as error:
-            raise DataError("the text has a lone surrogate, which is no character; remove it") from error
-        return Framed(encoding.ids, encoding.type_ids, encoding.word_ids, bool(encoding.overflowing))
-
-    @cached_property
-    def joins_words(self) -> bool:
-        """Whether ``encode_framed`` joins words without blanks, as byte-level tokenizers usually do."""
-        with panics_as_errors("encode the words 'x' and 'x'"):
-            encoding = self._framing_backend.encode(["x", "x"], is_pretokenized=True, add_special_tokens=False)
-        return self.decode(encoding.ids) == "xx"
-
     def id_of(self, name: str) -> int | None:
         """Return the id of the token with that name, or None."""
         number: int | None = self._backend.token_to_id(name)
@@ -435,11 +380,6 @@ class Tokenizer:
     @cached_property
     def _parsing_backend(self) -> tokenizers.Tokenizer:
         """A separate copy that parses special tokens, so that no call changes the state of another."""
-        return tokenizers.Tokenizer.from_str(self._backend.to_str())
-
-    @cached_property
-    def _framing_backend(self) -> tokenizers.Tokenizer:
-        """A separate copy that may truncate."""
         return tokenizers.Tokenizer.from_str(self._backend.to_str())
 
     @cached_property

@@ -31,9 +31,8 @@ from shardwise.storage import checkpoint as checkpoints
 from shardwise.storage.adapters import merge_lora_, remove_lora_
 from shardwise.storage.checkpoint.manifest import Manifest
 from shardwise.storage.huggingface import load_pretrained, save_pretrained
-from shardwise.storage.huggingface.architectures.architecture import ExpertNames, label_fields, label_names
+from shardwise.storage.huggingface.architectures.architecture import ExpertNames
 from shardwise.storage.huggingface.exporting import check_target
-from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.pretrained import ADAPTER_CONFIG_NAME, CONFIG_NAME, PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import README_NAME, copy_companion_files
 from shardwise.training.bounds import DEFAULT_FILE_GB, DEFAULT_TIMEOUT, FILE_GB, TIMEOUT, checks_arguments
@@ -103,9 +102,6 @@ def export_hf(
         if opened.config is None and opened.tokenizer is not None:
             # The run's tokenizer has a token that ends a text; the same token begins a text.
             fields = dict.fromkeys(("bos_token_id", "eos_token_id"), opened.tokenizer.eos_id)
-        elif opened.config is not None and opened.adapter is not None and opened.description.classification is not None:
-            # Adapters may have their own head, whose labels are missing in the base model's folder.
-            fields = label_fields(label_names(Fields(opened.config.values)))
         model = opened.load_model(ranks)
         if merge:
             merge_lora_(model)
@@ -203,7 +199,7 @@ def import_hf(
         except DataError as error:
             identity, lack = {}, str(error)
         path = _import(source, Path(out), source.dtype if dtype is None else getattr(torch, dtype), identity, ranks)
-        is_gpt = source.description.kind == "gpt" and source.description.classification is None
+        is_gpt = source.description.kind == "gpt"
         note = ""
         if lack:
             means = "exports have none"
@@ -221,7 +217,7 @@ def _import(
     model = load_pretrained(source.path, groups=Groups(tp=ranks.world), dtype=dtype, device="cpu")
     # The class in ``architectures`` covers the heads that were found in the files.
     config = dict(source.config.values) | {
-        "architectures": [source.architecture.class_name(source.description)],
+        "architectures": [source.architecture.class_of(source.description)],
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     config.pop("dtype", None)

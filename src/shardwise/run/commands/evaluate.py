@@ -20,10 +20,8 @@ from shardwise.data import (
 from shardwise.data.examples import has_text, is_plain_text
 from shardwise.data.json_records import counted
 from shardwise.data.reading import corpus_of
-from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.gpt import GPT
-from shardwise.run.commands.label_texts import OpenClassifier, evaluate_labels, open_classifier
-from shardwise.run.commands.opened_model import Evaluation, OpenCheckpoint, as_tuple, open_model
+from shardwise.run.commands.opened_model import Evaluation, as_tuple
 from shardwise.run.commands.text_generation import open_causal
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.settings import CorpusSettings
@@ -31,15 +29,6 @@ from shardwise.run.tasks.samples import encode_examples, left_out_notes
 from shardwise.run.tasks.texts import STDLIB, read_data
 from shardwise.training.bounds import BATCH, DEFAULT_BATCH, DEFAULT_TIMEOUT, SEQUENCE, TIMEOUT, checks_arguments
 from shardwise.training.objective import CrossEntropy, measure
-
-
-def open_to_measure(
-    checkpoint: str | PathLike[str], adapter: str | PathLike[str] | None, world_size: int
-) -> OpenClassifier | tuple[OpenCheckpoint, Tokenizer]:
-    """Open a classifier or a causal model without its tensors. Raises as ``open_causal``."""
-    model = open_model(checkpoint, adapter)
-    open_ = open_causal if model.description.classification is None else open_classifier
-    return open_(checkpoint, adapter, world_size)
 
 
 @checks_arguments
@@ -69,7 +58,7 @@ def evaluate(
         batch_size: windows per batch.
         mask_prompts: measure only completions and the turns of the assistant instead of all tokens.
         special_tokens: parse the names of special tokens in texts as special tokens.
-        text_key: field of a record that has the text or the words.
+        text_key: field of a record that has the text.
         device: device of the model; "auto" takes a GPU if every rank can have one.
         timeout: maximum wait for another rank, in seconds.
         on_note: callback on the first rank; receives each line for the user, before the evaluation is done.
@@ -78,27 +67,15 @@ def evaluate(
         The metrics, on every rank.
 
     Raises:
-        ConfigError: an argument is out of range, the model cannot be split over this many ranks, or it neither
-            continues nor labels texts.
+        ConfigError: an argument is out of range, the model cannot be split over this many ranks, or it does not
+            continue texts.
         CheckpointError: the model is missing or damaged.
         DataError: the tokenizer is missing, or the data cannot be read or has no token to measure.
         DivergenceError: the loss is not finite.
     """
     files = as_tuple(data)
     with open_ranks(device, timeout=timeout) as ranks:
-        found = agree(lambda: open_to_measure(checkpoint, adapter, ranks.world_size), group=ranks.control)
-        if isinstance(found, OpenClassifier):
-            return evaluate_labels(
-                found,
-                ranks,
-                files,
-                sequence_length=sequence_length,
-                batch_size=batch_size,
-                special_tokens=special_tokens,
-                text_key=text_key,
-                on_note=on_note,
-            )
-        opened, tokenizer = found
+        opened, tokenizer = agree(lambda: open_causal(checkpoint, adapter, ranks.world_size), group=ranks.control)
 
         def read() -> tuple[str, HeldOut, list[str]]:
             length = opened.sequence_length(sequence_length)

@@ -122,7 +122,6 @@ class OpenCheckpoint:
                 self.folder,
                 groups=Groups(tp=ranks.world),
                 device=ranks.device,
-                classification=self.description.classification,
             )
             assert not isinstance(loaded, ModelChunks)
             return loaded
@@ -170,8 +169,7 @@ class Evaluation:
     Attributes:
         data: name and amount of the data, as text for the user.
         metrics: metrics by the names that ``shardwise eval`` prints: ``loss`` (nats per token), ``perplexity`` and
-            ``bits per byte`` for a causal model; ``accuracy``, ``macro F1`` or ``entity F1``, and ``loss`` for a
-            classifier.
+            ``bits per byte``.
         notes: reasons why data was left out, one line each.
     """
 
@@ -272,21 +270,13 @@ def _base_of(adapter: Path) -> Path:
 
 def _open_pretrained(path: Path, adapter: Path | None) -> OpenCheckpoint:
     source = PretrainedFolder(path)
-    config = source.config
-    if adapter is not None and (adapter / CONFIG_NAME).is_file():
-        # Adapters may have their own head; their config.json describes it.
-        classes = read_json(adapter / CONFIG_NAME).get("architectures")
-        if isinstance(classes, list) and any("Classification" in str(name) for name in classes):
-            config = huggingface.read_config(adapter)
-            assert config.description.classification is not None
-            source.change_head_(config.description.classification)
     # Adapters were trained with the tokenizer in their folder.
     beside = adapter is not None and (adapter / "tokenizer.json").exists()
     try:
         tokenizer = PaddedTokenizer.load(adapter if adapter is not None and beside else path)
     except DataError as error:
         raise DataError(f"{error}; {TO_BRING_A_TOKENIZER}") from error
-    return OpenCheckpoint(path, source.description, source.dtype, config, tokenizer, is_checkpoint=False)
+    return OpenCheckpoint(path, source.description, source.dtype, source.config, tokenizer, is_checkpoint=False)
 
 
 def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:

@@ -12,7 +12,6 @@ from shardwise.data.json_records import counted
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.settings import FinetuneSettings
 from shardwise.run.tasks import task_of
-from shardwise.run.tasks.labels import LabelledTexts, choose_labels
 from shardwise.run.tasks.preference import Preferences
 from shardwise.run.tasks.samples import Examples
 from shardwise.run.tasks.task_data import TaskData
@@ -27,7 +26,7 @@ def shown_samples(settings: FinetuneSettings, count: int, *, colours: bool) -> I
 
     Args:
         settings: settings of the run.
-        count: number of samples, pairs or labelled texts.
+        count: number of samples or pairs.
         colours: mark the trained tokens with terminal colours instead of brackets.
 
     Yields:
@@ -37,15 +36,8 @@ def shown_samples(settings: FinetuneSettings, count: int, *, colours: bool) -> I
         ShardwiseError: the errors of a run, or no sample can be trained on.
     """
     method = task_of(settings).method
-    if isinstance(method, LabelledTexts):
-        yield from _labelled(method, count)
-    else:
-        assert isinstance(method, Examples | Preferences)
-        yield from _samples(method, count, colours)
-
-
-def _samples(method: Examples | Preferences, count: int, colours: bool) -> Iterator[str]:
-    settings, examples = method.settings, method.to_show()
+    assert isinstance(method, Examples | Preferences)
+    examples = method.to_show()
     longest = settings.sequence_length + 1
     key = f"{_LEARNED}learned{_PLAIN}, {_READ}only read{_PLAIN}" if colours else "[[learned]], only read"
     if isinstance(examples, TaskData):
@@ -90,18 +82,6 @@ def _stream(texts: TaskData, count: int, key: str, colours: bool) -> Iterator[st
         ids = np.append(row["tokens"], row["labels"][-1:])
         learned = np.arange(len(ids)) > 0
         yield f"\nsample {number + 1}:\n{_tokens(ids, learned, texts.tokenizer, colours)}"
-
-
-def _labelled(method: LabelledTexts, count: int) -> Iterator[str]:
-    name, texts = method.read_texts(method.settings.data)
-    labels = choose_labels(method.source.folder, texts, method.settings.labels)
-    yield f"{name}, {counted(len(texts), 'text')}; {labels.problem}: {_printable(', '.join(labels.names))}"
-    encoded = method.encoded(texts[:count], labels)
-    for index, text in enumerate(encoded.texts):
-        row = encoded.rows.row(index)
-        ids, label = row["tokens"].tolist(), row["labels"].tolist()
-        shown = _printable(method.source.tokenizer.decode(ids))
-        yield f"\nsample {index + 1} ({_printable(text.where)}): label {label}\n{shown}\n{ids}"
 
 
 def _tokens(ids: NDArray[np.int64], learned: NDArray[np.bool_], tokenizer: Tokenizer, colours: bool) -> str:

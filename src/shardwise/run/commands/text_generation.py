@@ -96,10 +96,6 @@ def open_causal(
     """Open a causal model, without its tensors, and its tokenizer. Raises as ``generate``."""
     opened = open_model(checkpoint, adapter)
     check_fits(opened.description, world_size)
-    if (head := opened.description.classification) is not None:
-        raise ConfigError(
-            f"{opened.folder} holds a model for {head.task}, which adds no tokens; use shardwise classify"
-        )
     if opened.config is not None and opened.description.kind != "gpt":
         kind = opened.config.architecture.model_type
         raise ConfigError(f"{opened.folder} holds a {kind} model, which adds no tokens")

@@ -36,7 +36,7 @@ def train(data: _Paths, *, out: str | PathLike[str] = Settings.out, **settings: 
 def finetune(
     base: str | PathLike[str], data: _Paths, *, out: str | PathLike[str] = FinetuneSettings.out, **settings: Any
 ) -> Outcome:
-    """Fine-tune a Hugging Face model on chats, instructions or texts, or to label texts; every rank calls.
+    """Fine-tune a Hugging Face model on chats, instructions or texts; every rank calls.
 
     Args:
         base: Hugging Face folder to start from.

@@ -330,9 +330,8 @@ def _text_of(
     path = Path(model_dir)
     config = read_config(path)
     model, longest = config.description, config.description.max_sequence_length
-    if model.kind != "gpt" or model.classification is not None:
-        what = config.architecture.model_type if model.classification is None else model.classification.task
-        raise ConfigError(f"{path} is a {what} model, which adds no tokens")
+    if model.kind != "gpt":
+        raise ConfigError(f"{path} is a {config.architecture.model_type} model, which adds no tokens")
     if prompt_length is None:
         prompt_length = max(
             1, min(DEFAULT_SEQUENCE, longest - (max_new_tokens or min(USUAL_MAX_NEW_TOKENS, longest // 2)))

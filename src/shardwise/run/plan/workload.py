@@ -32,10 +32,8 @@ from shardwise.run.settings import (
     RunSettings,
 )
 from shardwise.run.tasks.distillation import DistillationObjective, check_teacher
-from shardwise.run.tasks.labelling import Labelling
-from shardwise.run.tasks.labels import planned_head
 from shardwise.run.tasks.preference import PreferenceObjective
-from shardwise.run.tasks.pretrained_model import check_task, resolved, with_dropout, with_head
+from shardwise.run.tasks.pretrained_model import check_task, resolved, with_dropout
 from shardwise.storage.adapters import add_lora_, read_adapter_config
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.loading import BaseQuantization, make_room_
@@ -138,27 +136,20 @@ class Workload:
             teacher.requires_grad_(False).eval()
             shared = min(self.teacher.vocab_size, self.model.vocab_size)
             return DistillationObjective(settings.distillation, teacher, groups.tp, self.model.vocab_size, shared)
-        head = self.model.classification
-        return None if head is None else Labelling(head, tuple(map(str, range(head.num_labels))), groups.cp)
+        return None
 
     def batch(self, samples: int, with_lengths: bool) -> Batch:
         """A micro-batch of the run, of its longest rows."""
-        settings, head, s = self.settings, self.model.classification, self.settings.sequence_length
+        settings, s = self.settings, self.settings.sequence_length
         rows = samples * (2 if isinstance(settings, DpoSettings) else 1)
         tokens = torch.zeros(rows, s, dtype=torch.int64)
         packs = isinstance(settings, FinetuneSettings) and settings.samples.packing
-        labels = tokens
-        if head is not None and not head.is_of_tokens:
-            is_numbers = head.problem_type != "single_label_classification"
-            labels = torch.zeros(rows, head.num_labels) if is_numbers else tokens[:, :1]
         return Batch(
             tokens,
-            labels,
+            tokens,
             position_ids=tokens if packs else None,
             document_ids=tokens if packs else None,
-            lengths=tokens[:, 0] if with_lengths or head is not None else None,
-            tokentype_ids=tokens if self.model.kind == "bert" and self.model.num_tokentypes else None,
-            attention_mask=tokens if self.model.kind == "bert" else None,
+            lengths=tokens[:, 0] if with_lengths else None,
             reference=torch.zeros(rows, dtype=torch.float64) if isinstance(settings, DpoSettings) else None,
         )
 
@@ -173,7 +164,7 @@ def _built(
         build_model(description, config, groups=groups, device=where, vp_stage=chunk) for chunk in chunks_of(config)
     ]
     if adaptation is not None and quantization is not None:
-        table = ARCHITECTURES[adaptation.architecture].table_of(description.classification)
+        table = ARCHITECTURES[adaptation.architecture].table
         for model in models:
             parts = {
                 key: (shard, compose(table, key, shard.layout.global_shape, description.heads, description.num_experts))
@@ -348,8 +339,7 @@ def _adaptation_of(lora: LoraSettings, model: ModelDescription, folder: str | No
     # Without a folder the names are those of the architecture that a new model is exported as.
     source = config_from_json(config_to_json(model)) if folder is None else read_config(Path(folder))
     if lora.lora_from is None:
-        has_pooler = "BertForMaskedLM" not in (source.values.get("architectures") or ())
-        config = with_head(lora.config(), model.classification, source.architecture, has_pooler=has_pooler)
+        config = lora.config()
     else:
         config = read_adapter_config(lora.lora_from)
     kind = lora.base_quantization
@@ -430,7 +420,4 @@ def _finetuned(settings: FinetuneSettings) -> Workload:
         assert settings.distillation.teacher is not None
         teacher = Path(settings.distillation.teacher)
         check_teacher(read_config(teacher), settings, teacher)
-    model = with_dropout(config.description, settings.model.dropout)
-    if (head := planned_head(config, settings)) is not None:
-        model = config.architecture.with_head(model, head)
-    return workload_of(settings, model)
+    return workload_of(settings, with_dropout(config.description, settings.model.dropout))

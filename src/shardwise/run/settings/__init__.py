@@ -5,7 +5,6 @@ from shardwise.run.settings.finetune_settings import (
     DpoSettings as DpoSettings,
     FinetuneOptimizerSettings as FinetuneOptimizerSettings,
     FinetuneSettings as FinetuneSettings,
-    LabelSettings as LabelSettings,
     LoraSettings as LoraSettings,
     PreferenceSettings as PreferenceSettings,
     PretrainedSettings as PretrainedSettings,

@@ -1,4 +1,4 @@
-"""Settings of runs that start from a pretrained model: labels, adapters, preferences, a teacher."""
+"""Settings of runs that start from a pretrained model: adapters, preferences, a teacher."""
 
 from __future__ import annotations
 
@@ -176,8 +176,8 @@ class PretrainedSettings(Checked, prefix="model."):
 
     Attributes:
         sequence_length: tokens in a training sample; if not given, 512 or the model's maximum, whichever is less.
-        dropout: probability of dropping an element of residual branches, of attention weights, and of the input of a
-            classification head; if not given, the values in the folder's config.json.
+        dropout: probability of dropping an element of residual branches and of attention weights; if not given, the
+            values in the folder's config.json.
     """
 
     sequence_length: Annotated[int | None, SEQUENCE] = None
@@ -208,52 +208,6 @@ class SampleSettings(Checked, prefix="--"):
 
 
 @dataclass(frozen=True)
-class LabelSettings(Checked, prefix="--"):
-    """Labels for texts.
-
-    Attributes:
-        task: "text-generation" trains a model to continue texts. "sequence-classification" trains it to label texts, on
-            records with a text (corpus.text-key), its label and, for pairs of texts, text_pair. "token-classification"
-            trains it to label words, on records with tokens (a list of words) and their labels (or tags, or ner_tags).
-        num_labels: number of labels; if not given, the number in the model's head, or in the data for a new head.
-        label_names: names of the labels, in order, if the data has integers from 0; for a new head, or a head whose
-            labels have no names.
-        problem_type: problem type as in transformers; if not given, the type in the config.json of the model's head, or
-            the type that fits the data: a list of labels, a fraction, or one label of several.
-        pad_token: name of the padding token if the model's config.json has no pad_token_id; for
-            sequence-classification.
-    """
-
-    task: Literal["text-generation", "sequence-classification", "token-classification"] = "text-generation"
-    num_labels: Annotated[int | None, Range(1, 1 << 20)] = None
-    label_names: tuple[str, ...] = ()
-    problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = None
-    pad_token: str | None = None
-
-    def _check_together(self) -> None:
-        for flag, _ in self.changed("num_labels", "label_names", "problem_type", "pad_token"):
-            require(self.is_on, f"{flag} is for --task sequence-classification or token-classification; add it")
-        for name, why in (
-            ("problem_type", "each word has one label of several"),
-            ("pad_token", "labels of words do not depend on what fills up short texts"),
-        ):
-            for flag, _ in self.changed(name) if self.task == "token-classification" else ():
-                raise ConfigError(f"{flag} is for --task sequence-classification: {why}")
-        names, count = self.label_names, len(self.label_names)
-        if names and (count < 2 or len(set(names)) < count or "" in names):
-            raise ConfigError(f"--label-names {' '.join(map(repr, names))}: give at least two names, all different")
-        if names and self.problem_type == "regression":
-            raise ConfigError("--label-names: the number of a regression has no name; leave it out")
-        if names and self.num_labels not in (None, count):
-            raise ConfigError(f"--num-labels is {self.num_labels}, and --label-names has {count}; leave one out")
-
-    @property
-    def is_on(self) -> bool:
-        """True if texts or words are labelled."""
-        return self.task != "text-generation"
-
-
-@dataclass(frozen=True)
 class FinetuneOptimizerSettings(OptimizerSettings):
     """AdamW or Muon, and the learning rate of each step.
 
@@ -280,7 +234,6 @@ class FinetuneSettings(RunSettings):
         model: sequence length and dropout of the model.
         lora: low-rank adapters.
         samples: chats and instructions, and the number of epochs.
-        labels: labels to predict for texts.
     """
 
     learning_rates: ClassVar[tuple[float, float]] = (_LEARNING_RATE, _LORA_LEARNING_RATE)
@@ -296,7 +249,6 @@ class FinetuneSettings(RunSettings):
     )
     lora: Annotated[LoraSettings, tyro.conf.arg(name="")] = field(default_factory=LoraSettings)
     samples: Annotated[SampleSettings, tyro.conf.arg(name="")] = field(default_factory=SampleSettings)
-    labels: Annotated[LabelSettings, tyro.conf.arg(name="")] = field(default_factory=LabelSettings)
 
     def _check_together(self) -> None:
         super()._check_together()
@@ -315,11 +267,6 @@ class FinetuneSettings(RunSettings):
                 f"--epochs {self.samples.epochs:g} and --training.steps {self.training.steps} exclude each other; "
                 "leave one of them out"
             )
-        if self.labels.is_on and self.parallel.exact:
-            raise ConfigError(f"--task {self.labels.task} and --exact exclude each other; leave one out")
-        for flag, _ in self.samples.changed("mask_prompts", "packing", "too_long"):
-            words = f"is for text that is continued, and --task {self.labels.task} labels it; leave one of them out"
-            require(not self.labels.is_on, f"{flag} {words}")
         if self.optimizer.learning_rate is None:
             rate = self.learning_rates[self.lora.is_on]
             object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, learning_rate=rate))
@@ -327,8 +274,7 @@ class FinetuneSettings(RunSettings):
     @property
     def model_name(self) -> str:
         """Folder of the model, and the trained parameters."""
-        task = f", {self.labels.task}" if self.labels.is_on else ""
-        return f"{self.base}, {self.lora.describe()}{task}"
+        return f"{self.base}, {self.lora.describe()}"
 
 
 @dataclass(frozen=True)
@@ -375,7 +321,6 @@ class DpoSettings(FinetuneSettings):
             (self.samples.packing, "--packing: the answers of a pair are rows of one batch"),
             (not self.samples.mask_prompts, "--no-mask-prompts: what is compared are the answers to one prompt"),
             (self.samples.too_long == "split", "--too-long split: a part of an answer is not what people chose; cut"),
-            (self.labels.is_on, f"--task {self.labels.task}: what is learned are answers; finetune learns labels"),
             (self.parallel.exact, "--exact: the loss of preferences has no exact form"),
         )
         if self.model.dropout is None:
@@ -421,6 +366,5 @@ class DistillSettings(FinetuneSettings):
         refuse(
             "distill has no {}",
             (self.parallel.pp > 1, "--pp over 1: the teacher has no stages; split both models with --tp"),
-            (self.labels.is_on, f"--task {self.labels.task}: what is learned is text; use shardwise finetune"),
             (self.parallel.exact, "--exact: the divergence has no exact form; leave it out"),
         )

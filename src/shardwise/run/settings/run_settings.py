@@ -17,12 +17,14 @@ from shardwise.core.files import shown
 from shardwise.models.experts import Balanced, Dropped
 from shardwise.models.recomputation import Recomputation
 from shardwise.training import bounds
-from shardwise.training.bounds import Checked, Folder, Range, checked, require, with_values
+from shardwise.training.bounds import REMOVED, Checked, Folder, Range, checked, require, with_values
 from shardwise.training.step_settings import OptimizerSettings, ParallelSettings, StepSettings, TrainingSettings
 
 _WIDTH = Range(1, 1 << 20)
 _EXPERTS = Range(1, 1 << 16)
 _COEFFICIENT = Range(0, 1e6)
+# Tables of settings that are gone, with the values of runs that did not use them.
+_REMOVED_TABLES = {"labels": {"task": "text-generation", "label_names": []}}
 
 
 def _require_multiple(name: str, value: int, of: str, divisor: int) -> None:
@@ -328,14 +330,28 @@ class RunSettings(StepSettings):
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Create settings from the values of ``to_json``.
+        """Create settings from the values of ``to_json``, also of an earlier version (see ``without_removed``).
 
         Raises:
             ConfigError: a field is unknown or has an invalid value; the message names it.
         """
         if not isinstance(value, dict):
             raise ConfigError(f"settings is {shown(value)}; it must be an object")
-        return with_values(cls, checked(cls, value, "settings, maybe of another version: "))
+        kept = without_removed(value)
+        return with_values(cls, checked(cls, kept, "settings, maybe of another version: "))
+
+
+def without_removed(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an earlier version's run without the tables of removed features.
+
+    Raises:
+        ConfigError: the run used such a feature.
+    """
+    for table, unused in _REMOVED_TABLES.items():
+        given = values.get(table)
+        for name, value in given.items() if isinstance(given, dict) else ():
+            require(value == unused.get(name), f"the run has {table}.{name} {shown(value)}: {REMOVED[table]}")
+    return {name: value for name, value in values.items() if name not in _REMOVED_TABLES}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tasks of a run (text, chats, preferences, labels, distillation), and the choice of one by the settings."""
+"""Tasks of a run (text, chats, preferences, distillation), and the choice of one by the settings."""
 
 from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings, RunSettings, Settings
 from shardwise.run.tasks.task import Method, Task
@@ -24,10 +24,6 @@ def task_of(settings: RunSettings) -> Task:
         from shardwise.run.tasks.distillation import Teacher
 
         method = Teacher(source)
-    elif settings.labels.is_on:
-        from shardwise.run.tasks.labels import LabelledTexts
-
-        method = LabelledTexts(source)
     else:
         from shardwise.run.tasks.samples import Examples
 

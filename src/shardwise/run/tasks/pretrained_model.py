@@ -12,8 +12,6 @@ import torch
 from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import PaddedTokenizer
-from shardwise.models.adapters import LoraConfig
-from shardwise.models.classification import Classification
 from shardwise.models.description import ModelChunks, ModelDescription
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.build import config_fields
@@ -22,7 +20,6 @@ from shardwise.run.tasks.task_data import TaskData
 from shardwise.storage.adapters import add_lora_, load_adapter_, read_adapter_config
 from shardwise.storage.adapters.config_file import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from shardwise.storage.huggingface import BaseQuantization, load_pretrained
-from shardwise.storage.huggingface.architectures import Architecture
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME, PretrainedConfig, PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import copy_companion_files
 from shardwise.training.bounds import DEFAULT_SEQUENCE
@@ -100,9 +97,8 @@ class PretrainedModel:
         }
 
     def describe(self, data: TaskData) -> ModelDescription:
-        """Describe the folder's model with the dropout of the settings and the head for the data."""
-        description = with_dropout(self.folder.description, self.settings.model.dropout)
-        return description if data.head is None else self.folder.architecture.with_head(description, data.head)
+        """Describe the folder's model with the dropout of the settings."""
+        return with_dropout(self.folder.description, self.settings.model.dropout)
 
     def build(
         self, settings: RunSettings, data: TaskData, *, groups: Groups, device: torch.device
@@ -112,13 +108,10 @@ class PretrainedModel:
         fields["sequence_parallel"] &= groups.tp.size() > 1
         if (dropout := self.settings.model.dropout) is not None:
             fields |= {"hidden_dropout": dropout, "attention_dropout": dropout}
-        # The seed initializes a new head.
-        torch.default_generator.manual_seed(settings.training.seed)
         loaded = load_pretrained(
             self.folder.path,
             groups=groups,
             device=device,
-            classification=data.head,
             quantization=_base_quantization(lora),
             **fields,
         )
@@ -127,30 +120,16 @@ class PretrainedModel:
             assert isinstance(model, TransformerModel)
             torch.default_generator.manual_seed(settings.training.seed)
             if lora.lora_from is None:
-                add_lora_(model, self._adapters(data.head), architecture)
+                add_lora_(model, lora.config(), architecture)
             else:
                 load_adapter_(model, lora.lora_from, architecture)
         return model
 
-    def _adapters(self, head: Classification | None) -> LoraConfig:
-        """Return the configuration of new adapters; a classification head is trained whole."""
-        has_pooler = any("pooler" in name for name in self.folder.tensors.tensors)
-        return with_head(self.settings.lora.config(), head, self.folder.architecture, has_pooler=has_pooler)
-
 
 def check_task(config: PretrainedConfig, settings: FinetuneSettings, path: Path) -> None:
     """Raise ConfigError unless the model in a folder can be trained for the task of the settings."""
-    if settings.labels.task != "text-generation":
-        config.architecture.classifier_of(settings.labels.task)
-    elif config.description.kind != "gpt":
-        raise ConfigError(
-            f"{path} is a {config.architecture.model_type} model, which does not continue texts; --task "
-            "sequence-classification labels them"
-        )
-    elif (head := config.description.classification) is not None:
-        raise ConfigError(
-            f"{path} is a model for {head.task} and has no head to continue texts; add --task {head.task}"
-        )
+    if config.description.kind != "gpt":
+        raise ConfigError(f"{path} is a {config.architecture.model_type} model, which does not continue texts")
 
 
 def resolved(settings: S, model: ModelDescription, path: Path) -> S:
@@ -171,25 +150,6 @@ def resolved(settings: S, model: ModelDescription, path: Path) -> S:
 def with_dropout(model: ModelDescription, dropout: float | None) -> ModelDescription:
     """Return the model with another dropout, unless it is None."""
     return model if dropout is None else dataclasses.replace(model, hidden_dropout=dropout, attention_dropout=dropout)
-
-
-def with_head(
-    config: LoraConfig, head: Classification | None, architecture: Architecture, *, has_pooler: bool
-) -> LoraConfig:
-    """Return the configuration of adapters that are trained with a classification head, which is trained whole.
-
-    Args:
-        config: configuration of the adapters.
-        head: classification head of the model.
-        architecture: architecture of the model.
-        has_pooler: whether the folder's model has the pooler that the head reads; a new one is trained whole.
-    """
-    if head is None:
-        return config
-    modules = [*config.modules_to_save, architecture.classifier_of(head.task).tensor]
-    if not head.is_of_tokens and "pooler.dense.*" in architecture.table and not has_pooler:
-        modules.append("pooler")
-    return dataclasses.replace(config, modules_to_save=tuple(dict.fromkeys(modules)))
 
 
 def _base_quantization(lora: LoraSettings) -> BaseQuantization | None:

@@ -1,11 +1,9 @@
 """Write the final files of a run with a pretrained model: the fine-tuned model or its adapters."""
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError
@@ -17,8 +15,7 @@ from shardwise.run.tasks.model_card import model_card
 from shardwise.run.tasks.pretrained_model import PretrainedModel
 from shardwise.run.tasks.task import Session
 from shardwise.storage.adapters import merge_lora_, remove_lora_, save_adapter
-from shardwise.storage.huggingface import config_to_json, describe_model, save_pretrained
-from shardwise.storage.huggingface.architectures.architecture import label_fields
+from shardwise.storage.huggingface import save_pretrained
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
 from shardwise.storage.huggingface.tensor_folder import README_NAME
 
@@ -26,8 +23,7 @@ from shardwise.storage.huggingface.tensor_folder import README_NAME
 def leave_adapters(session: Session) -> None:
     """Write the run's adapters into its folder; every rank calls.
 
-    With a classification head, the model's ``config.json`` is written too. ``adapter_config.json`` is written last: if
-    it exists, the adapters are complete.
+    ``adapter_config.json`` is written last: if it exists, the adapters are complete.
 
     Raises:
         CheckpointError, ConfigError: a file cannot be written (no permission, disk full).
@@ -42,14 +38,6 @@ def leave_adapters(session: Session) -> None:
 
     def add_files() -> None:
         try:
-            if session.data.labels is not None:
-                config = config_to_json(
-                    describe_model(model),
-                    architecture=source.folder.architecture.model_type,
-                    dtype=source.folder.dtype,
-                    base=source.folder.config.values,
-                )
-                _write(out / CONFIG_NAME, json.dumps(config | _label_fields(session), indent=2) + "\n")
             _write(out / README_NAME, _card(session))
         except OSError as error:
             raise ConfigError(f"cannot write to {out}: {error.strerror or error}") from error
@@ -82,7 +70,6 @@ def leave_model(session: Session) -> None:
         source=source.folder.path,
         architecture=source.folder.architecture.model_type,
         dtype=source.folder.dtype,
-        fields=_label_fields(session),
         card=agree(lambda: _card(session), group=control),
     )
     agree(lambda: _move_into_place(partial, out) if session.ranks.is_first else None, group=control)
@@ -93,15 +80,9 @@ def _source_of(session: Session) -> PretrainedModel:
     return session.task.source
 
 
-def _label_fields(session: Session) -> dict[str, Any]:
-    """Return the fields of ``config.json`` with the names of the labels."""
-    return {} if session.data.labels is None else label_fields(list(session.data.labels.names))
-
-
 def _card(session: Session) -> str:
     settings = session.settings
     assert isinstance(settings, FinetuneSettings)
-    task = settings.labels.task
     return model_card(
         settings,
         session.out,
@@ -114,8 +95,6 @@ def _card(session: Session) -> str:
         data=session.data.name,
         base=_source_of(session).folder.path,
         is_adapter=settings.lora.is_on and not settings.lora.lora_merge,
-        # The hub's name of the base model.
-        task="text-classification" if task == "sequence-classification" else task,
     )
 
 

@@ -10,10 +10,9 @@ from typing import Any, Protocol, TypeVar
 from shardwise.core.communication.agreement import agree, check_same
 from shardwise.core.errors import DataError, UnwritableError
 from shardwise.core.files import check_folder
-from shardwise.data import HeldOut, Labels, Rows
+from shardwise.data import HeldOut, Rows
 from shardwise.data.json_records import counted
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.models.classification import Classification
 from shardwise.run.processes.ranks import Ranks
 
 _T = TypeVar("_T")
@@ -34,8 +33,6 @@ class TaskData:
         held_out_bytes: held-out text for the comparison with compressors; empty if they are not comparable.
         bits_per_nat: factor from a loss in nats per token to bits per byte of the training text; 0 if no text is
             predicted.
-        labels: labels of texts or words, if they have any.
-        head: classification head for these labels.
         held_out_sha256: hex digest of the data of ``held_out``.
     """
 
@@ -48,8 +45,6 @@ class TaskData:
     identity: Mapping[str, Any] = field(default_factory=dict)
     held_out_bytes: bytes = b""
     bits_per_nat: float = 0.0
-    labels: Labels | None = None
-    head: Classification | None = None
     held_out_sha256: str = ""
 
 
@@ -101,7 +96,7 @@ def with_cache(make: Callable[[Path | None], _T]) -> tuple[_T, tuple[str, ...]]:
 
 
 class Item(Protocol):
-    """An example, a preference or a text with labels."""
+    """An example or a preference."""
 
     @property
     def sha256(self) -> str:

@@ -152,10 +152,7 @@ def save_adapter(
     exact &= not (isinstance(lora.target_modules, str) and architecture.module_targets)
     modules, parameters = ([path for path in paths if (path in all_targets.parameters) == is_one] for is_one in (0, 1))
     config = config_json(lora, transposed, modules, parameters, names_will_do=exact, base_model=base_model)
-    task_type = "CAUSAL_LM" if isinstance(model, GPT) else None
-    if model.classification is not None:
-        task_type = "TOKEN_CLS" if model.classification.is_of_tokens else "SEQ_CLS"
-    config["task_type"] = task_type
+    config["task_type"] = "CAUSAL_LM" if isinstance(model, GPT) else None
     ranks, copies = model_groups(model.groups), model.groups.dp
     everyone = ranks if copies is None else [*ranks, copies]
     # Only one rank of the model and its data-parallel replicas writes.

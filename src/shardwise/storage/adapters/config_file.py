@@ -57,6 +57,8 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
         raise CheckpointError(f"{str(path)!r} is not an adapter's configuration: {error}") from error
     if kind != "LORA":
         raise ConfigError(f"{str(path)!r}: peft_type is {kind!r:.80}; only 'LORA' is supported")
+    if (task := values.get("task_type")) in ("SEQ_CLS", "TOKEN_CLS"):
+        raise ConfigError(f"{str(path)!r}: task_type is {task}: these adapters label texts; use them with peft")
     try:
         config = LoraConfig(**arguments)
     except ConfigError as error:

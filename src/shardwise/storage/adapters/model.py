@@ -95,7 +95,8 @@ def add_adapters_(
 
     agree(check, group=model_groups(model.groups))
     outer = outer_paths(model, architecture)
-    if model.ties_weights and any(path in chosen or f"{path}.weight" in trained for path in outer):
+    is_tied = model.share_embeddings_and_output_weights
+    if is_tied and any(path in chosen or f"{path}.weight" in trained for path in outer):
         model.untie_()
     parameters = base_parameters(model, architecture)
     together: dict[int, list[AdapterTarget]] = {}
@@ -120,7 +121,7 @@ def add_adapters_(
         layer.lora_config = config
     # Layers with adapters get their number in the model, so that stages draw the same random numbers.
     parts: list[tuple[Any, int]] = [(part, part.layer_number) for part in cast(Iterable[Any], model.block.layers)]
-    if model.post_process and model.classification is None:
+    if model.post_process:
         parts.append((model.output_layer, model.config.num_layers + 1))
     for part, number in parts:
         for layer in lora_layers(part):
@@ -247,7 +248,7 @@ def base_parameters(model: TransformerModel, architecture: Architecture) -> list
         for module in model.modules()
         for name, param in module.named_parameters(recurse=False)
     }
-    heads, table = Heads(*model.config.heads), architecture.table_of(model.classification)
+    heads, table = Heads(*model.config.heads), architecture.table
     return [
         BaseParameter(
             *owners[id(shard.data)],

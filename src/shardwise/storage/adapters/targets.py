@@ -117,9 +117,7 @@ def outer_paths(model: TransformerModel, architecture: Architecture) -> dict[str
     """Map the paths of the embedding and the output layer to their names in our model and in messages."""
     if not isinstance(model, GPT):
         return {}
-    parts = {"embedding.word_embeddings": "the embedding"}
-    if model.classification is None:
-        parts["output_layer"] = "the output layer"
+    parts = {"embedding.word_embeddings": "the embedding", "output_layer": "the output layer"}
     found = {}
     for name, what in parts.items():
         with contextlib.suppress(ConfigError):

@@ -163,7 +163,7 @@ def _prepare(
         base = None
     stored_dtype = dtype or models[0].config.params_dtype
     config = config_to_json(description, architecture=architecture, dtype=stored_dtype, base=base)
-    table = ARCHITECTURES[config["model_type"]].table_of(description.classification, expert_names)
+    table = ARCHITECTURES[config["model_type"]].table_with(expert_names)
     parts = {
         key: _StoredParameter(
             shard,

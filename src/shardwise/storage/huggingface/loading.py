@@ -5,7 +5,7 @@ Weights are quantised while they are read, so that a rank never holds more than 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +17,10 @@ from torch.nn import Parameter
 from shardwise.core.communication.agreement import agree
 from shardwise.core.communication.context import default_device
 from shardwise.core.errors import CheckpointError, ConfigError
-from shardwise.core.initialization import draw_seed, part_seeded
 from shardwise.core.sharding import Interval, ParamShard
 from shardwise.core.topology import Groups, gather_from_stages, model_groups
-from shardwise.models.classification import Classification
 from shardwise.models.description import Model, ModelChunks, build_model, chunks_of, model_config
-from shardwise.nn import ReplicatedLinear, arithmetic_of
+from shardwise.nn import arithmetic_of
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.nn.quantization import Quantization, QuantizedTensor, check_available, quantize_shard
 from shardwise.storage.huggingface.mapping import Composition, compose
@@ -38,7 +36,6 @@ def load_pretrained(
     device: torch.device | str | None = None,
     max_sequence_length: int | None = None,
     vocab_size: int | None = None,
-    classification: Classification | None = None,
     quantization: BaseQuantization | None = None,
     **settings: Any,
 ) -> Model | ModelChunks:
@@ -55,9 +52,6 @@ def load_pretrained(
         max_sequence_length: maximum length, for models without learned positions; None for that of ``config.json``.
         vocab_size: size of the vocabulary; None for that of ``config.json``. Rows of ids that the folder lacks are 0;
             surplus rows are not read.
-        classification: classification head. If the folder's head has another task or size, a new head is initialised
-            from PyTorch's default generator, with the same values at every layout; the folder's other heads are not
-            read.
         quantization: which weights are quantised and frozen; None for none.
         **settings: fields of ``ModelConfig`` that the folder lacks, or that override its values (``hidden_dropout``).
 
@@ -72,7 +66,7 @@ def load_pretrained(
             rank raises the same error, which names the field or tensor.
     """
     ranks = model_groups(groups)
-    source = agree(lambda: _opened(folder, classification, vocab_size), group=ranks)
+    source = agree(lambda: _opened(folder, vocab_size), group=ranks)
     settings = {"params_dtype": dtype or source.dtype, "pipeline_model_parallel_size": groups.num_stages, **settings}
     # All values are read from files, so do not initialise any.
     config = agree(lambda: model_config(source.description, perform_initialization=False, **settings), group=ranks)
@@ -108,32 +102,14 @@ def load_pretrained(
     for shard, composition in parts.values():
         if isinstance(shard.data, QuantizedTensor):
             fill_quantized_(shard, composition, source, names, groups)
-    if source.changes_head:
-        seed = draw_seed()
-        for model in models:
-            _start_head_(model, parts, seed)
     return models[0] if config.virtual_pipeline_model_parallel_size is None else ModelChunks(models)
 
 
-def _opened(folder: str | Path, classification: Classification | None, vocab_size: int | None) -> PretrainedFolder:
+def _opened(folder: str | Path, vocab_size: int | None) -> PretrainedFolder:
     source = PretrainedFolder(folder)
     if vocab_size is not None:
         source.change_vocabulary_(vocab_size)
-    if classification is not None:
-        source.change_head_(classification)
     return source
-
-
-def _start_head_(model: Model, filled: Container[str], seed: int) -> None:
-    """Initialise the parts of a classification head that were not read."""
-    for part in ("classifier", "pooler"):
-        module = getattr(model, part, None)
-        if module is None or any(f"{part}.{name}" in filled for name, _ in module.named_parameters()):
-            continue
-        with part_seeded(seed, part):
-            for each in module.modules():
-                if isinstance(each, ReplicatedLinear):
-                    each.reset_parameters()
 
 
 def _check_sizes(source: PretrainedFolder) -> None:
@@ -162,7 +138,6 @@ def _compositions_and_names(
             key: (shard, compose(table, key, source.stored_shape(key, shard.layout.global_shape), heads, num_experts))
             for model in models
             for key, shard in model.sharded_state_dict().items()
-            if not (source.changes_head and key.startswith("classifier."))
         }
 
     parts = agree(compositions, group=model_groups(groups))
@@ -171,12 +146,8 @@ def _compositions_and_names(
 
     def check() -> dict[str, str]:
         names = source.stored_names(expected)
-        for key, (_, composition) in list(parts.items()):
-            if composition.stored_shapes.keys() <= names.keys():
-                check_shapes(source.tensors, composition, names)
-            else:
-                # A parameter of a new head.
-                del parts[key]
+        for _, composition in parts.values():
+            check_shapes(source.tensors, composition, names)
         return names
 
     return parts, agree(check, group=model_groups(groups))

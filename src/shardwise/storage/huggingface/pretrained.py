@@ -13,10 +13,8 @@ import torch
 
 from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.tensor_files import some_tensors
-from shardwise.models.classification import Classification
 from shardwise.models.description import ModelDescription
 from shardwise.storage.huggingface.architectures import ARCHITECTURES, Architecture
-from shardwise.storage.huggingface.architectures.architecture import with_label_fields
 from shardwise.storage.huggingface.architectures.mixtures import WithExperts
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.mapping import Table
@@ -76,8 +74,13 @@ def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> 
         raise fields.error("model_type", model_type, f"one of {', '.join(ARCHITECTURES)}")
     architecture = ARCHITECTURES[model_type]
     classes = values.get("architectures") or [architecture.classes[0]]
-    known = (*architecture.classes, *(format.class_name for format in architecture.classifiers))
+    known = architecture.classes
     if not isinstance(classes, list) or len(classes) != 1 or classes[0] not in known:
+        if "Classification" in str(classes):
+            raise ConfigError(
+                f"{where}: architectures is {classes}, a model that labels texts; Shardwise trains models that "
+                "continue or fill in texts, so use transformers for this one (its Trainer, its pipelines)"
+            )
         raise fields.error("architectures", classes, f"one of {', '.join(known)}")
     quantized, readable = values.get("quantization_config"), architecture.quantizations
     if quantized is not None and not (isinstance(quantized, dict) and quantized.get("quant_method") in readable):
@@ -141,8 +144,7 @@ def config_to_json(
 def _written_as(
     architecture: Architecture, description: ModelDescription, dtype: torch.dtype | None, base: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    values = {"architectures": [architecture.class_name(description)], "model_type": architecture.model_type}
-    head = description.classification
+    values = {"architectures": [architecture.class_of(description)], "model_type": architecture.model_type}
     if dtype is not None:
         # All readers know this name; transformers 5 writes "dtype" instead.
         values["torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -150,13 +152,11 @@ def _written_as(
         # Weights are written in the stated dtype, whether or not those of the folder were quantised.
         left_out = ("dtype", "torch_dtype", "architectures", "quantization_config")
         kept = {name: value for name, value in base.items() if name not in left_out}
-        kept = kept if head is None else with_label_fields(kept, head.num_labels)
         with contextlib.suppress(ConfigError):
             if not description.differences(architecture.read(Fields(kept | values))):
                 return kept | values
         values = kept | values
     values |= architecture.write(description)
-    values = values if head is None else with_label_fields(values, head.num_labels)
     meant = architecture.read(Fields(values))
     if different := description.differences(meant):
         text = ", ".join(f"{name} {mine!r} (it would be {theirs!r})" for name, (mine, theirs) in different.items())
@@ -174,7 +174,6 @@ class PretrainedFolder:
         config: content of ``config.json``.
         description: the model to load, with the requested changes.
         tensors: stored tensors.
-        changes_head: whether the model gets another head than the folder's.
 
     Raises:
         ConfigError, CheckpointError: as for ``load_pretrained``.
@@ -188,7 +187,6 @@ class PretrainedFolder:
         is_quantized = self.config.values.get("quantization_config") is not None
         self.tensors = Mxfp4Folder(self.path) if is_quantized else TensorFolder(self.path)
         self.description = self.architecture.adapt(self.config.description, self.tensors.tensors.keys())
-        self.changes_head = False
         self._stored_vocab_size = self.description.vocab_size
 
     @property
@@ -206,19 +204,7 @@ class PretrainedFolder:
     def table(self) -> Table:
         """Stored tensors of each parameter, by the names of experts that the folder has."""
         fused = self.architecture.fused and any(each.endswith(".experts.gate_up_proj") for each in self.tensors.tensors)
-        return self.architecture.table_of(self.description.classification, "fused" if fused else None)
-
-    def change_head_(self, head: Classification) -> None:
-        """Set the classification head: the folder's if it has the same task and size, otherwise a new one.
-
-        Raises:
-            ConfigError: the architecture has no such head.
-        """
-        self.architecture.classifier_of(head.task)
-        own = self.description.classification
-        # Names of labels and the padding token may differ.
-        self.changes_head = own is None or (own.task, own.num_labels) != (head.task, head.num_labels)
-        self.description = self.architecture.with_head(self.description, head)
+        return self.architecture.table_with("fused" if fused else None)
 
     def change_vocabulary_(self, size: int) -> None:
         """Set the size of the vocabulary, at least 1: the folder's first ids; ids that it lacks get rows of 0."""
@@ -232,7 +218,7 @@ class PretrainedFolder:
         return (self._stored_vocab_size, *shape[1:]) if is_of_vocabulary else tuple(shape)
 
     def stored_names(self, expected: Set[str]) -> dict[str, str]:
-        """Return the stored name of each ``expected`` tensor; tensors of a new head may be absent.
+        """Return the stored name of each ``expected`` tensor.
 
         Raises:
             CheckpointError: a tensor is missing or unexpected.
@@ -240,19 +226,18 @@ class PretrainedFolder:
         found: dict[str, str] = {}
         extra = []
         copies = self.copies()
-        optional = self.architecture.tensors_of_heads if self.changes_head else set()
         for stored in self.tensors.tensors:
             name = self._todays_name(stored, expected)
             if name in found:
                 raise CheckpointError(f"{self.path} holds tensor {name!r} twice, also as {stored!r}")
             if name in expected or name in copies:
                 found[name] = stored
-            elif name not in optional and not any(re.search(f"{each}$", name) for each in self.architecture.ignored):
+            elif not any(re.search(f"{each}$", name) for each in self.architecture.ignored):
                 extra.append(stored)
         for copy, original in copies.items():
             if copy in found:
                 found.setdefault(original, found[copy])
-        if missing := sorted(expected - found.keys() - optional):
+        if missing := sorted(expected - found.keys()):
             raise CheckpointError(f"{self.path} lacks {some_tensors(missing)}, which its config.json asks for")
         if extra:
             raise CheckpointError(
@@ -290,7 +275,7 @@ def check_model_folder(folder: Path) -> None:
     if holds_adapters_alone(folder):
         raise CheckpointError(
             f"{folder} holds adapters and no model; give the folder of the model that they were trained on, and "
-            f"where a command takes both (generate, chat, eval, classify) --adapter {folder}"
+            f"where a command takes both (generate, chat, eval) --adapter {folder}"
         )
 
 

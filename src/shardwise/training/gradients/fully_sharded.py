@@ -77,7 +77,7 @@ class FullyShardedModel(Gradients):
             if own in self._other_groups:
                 self._shard_unit(module, self._other_groups[own])
         units: list[nn.Module] = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
-        if chunk.pre_process and not chunk.ties_weights:
+        if chunk.pre_process and not chunk.share_embeddings_and_output_weights:
             units.append(chunk.get_submodule("embedding"))
         for unit in units:
             self._shard_unit(unit, self._group)

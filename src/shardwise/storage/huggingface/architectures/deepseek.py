@@ -14,7 +14,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.models.description import ModelDescription
 from shardwise.models.experts import Experts
 from shardwise.models.transformer.heads import LatentAttention
-from shardwise.storage.huggingface.architectures.architecture import Setting, classifiers
+from shardwise.storage.huggingface.architectures.architecture import Setting
 from shardwise.storage.huggingface.architectures.llama import LLAMA, TABLE, Decoder, decoder_settings
 from shardwise.storage.huggingface.architectures.mixtures import (
     EXPERTS_AND_SHARED,
@@ -131,7 +131,6 @@ DEEPSEEK_V2 = _DeepseekV2(
     **tied_of(_V2),
     model_type="deepseek_v2",
     classes=("DeepseekV2ForCausalLM", "DeepseekV2Model"),
-    classifiers=classifiers("DeepseekV2", of_tokens=False),
     settings=_V2_SETTINGS,
     # transformers ignores the last three; DeepSeek's own code does not.
     required={"mlp_bias": False, "norm_topk_prob": False, "moe_layer_freq": 1, "scoring_func": "softmax"},
@@ -161,7 +160,6 @@ DEEPSEEK_V3 = AfterDenseLayers(
     **tied_of(_V3) | {"ignored": (*LLAMA.ignored, r"model\.layers\.61\..*")},
     model_type="deepseek_v3",
     classes=("DeepseekV3ForCausalLM", "DeepseekV3Model"),
-    classifiers=classifiers("DeepseekV3"),
     settings=_V3_SETTINGS,
     # transformers ignores these; DeepSeek's own code does not.
     required={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.core.errors import ConfigError
 from shardwise.models.description import ModelDescription
-from shardwise.storage.huggingface.architectures.architecture import ActivationSetting, Setting, classifiers
+from shardwise.storage.huggingface.architectures.architecture import ActivationSetting, Setting
 from shardwise.storage.huggingface.architectures.llama import (
     LLAMA,
     POST_NORMS,
@@ -128,7 +128,6 @@ _TABLE = TABLE | POST_NORMS | {"decoder.layers.{layer}.pre_mlp_layernorm.*": _PR
 GEMMA2 = _Gemma(
     model_type="gemma2",
     classes=("Gemma2ForCausalLM", "Gemma2Model"),
-    classifiers=classifiers("Gemma2"),
     settings=_SETTINGS,
     fixed=_FIXED,
     table=_TABLE,
@@ -140,7 +139,6 @@ GEMMA2 = _Gemma(
 GEMMA3 = _Gemma3(
     model_type="gemma3_text",
     classes=("Gemma3ForCausalLM", "Gemma3TextModel"),
-    classifiers=classifiers("Gemma3Text", of_tokens=False),
     settings=_SETTINGS
     | {"vocab_size": Setting("vocab_size", 262208), "max_sequence_length": Setting("max_position_embeddings", 131072)},
     fixed={**_FIXED, "qk_layernorm": True},

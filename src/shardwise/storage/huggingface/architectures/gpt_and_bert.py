@@ -14,9 +14,7 @@ from shardwise.models.description import ModelDescription
 from shardwise.storage.huggingface.architectures.architecture import (
     ActivationSetting,
     Architecture,
-    ClassifierFormat,
     Setting,
-    classifiers,
 )
 from shardwise.storage.huggingface.fields import Fields, read_rope, rope_json
 from shardwise.storage.huggingface.mapping import Table, joint_qkv, separate_qkv, whole
@@ -75,7 +73,6 @@ class _GPT2(Architecture):
 GPT2 = _GPT2(
     model_type="gpt2",
     classes=("GPT2LMHeadModel", "GPT2Model"),
-    classifiers=classifiers("GPT2", token_tensor="classifier"),
     settings={
         "vocab_size": Setting("vocab_size", 50257),
         "max_sequence_length": Setting("n_positions", 1024, "max_position_embeddings"),
@@ -136,7 +133,6 @@ class _OPT(Architecture):
 OPT = _OPT(
     model_type="opt",
     classes=("OPTForCausalLM", "OPTModel"),
-    classifiers=classifiers("OPT", of_tokens=False),
     settings={
         "vocab_size": Setting("vocab_size", 50272),
         "max_sequence_length": Setting("max_position_embeddings", 2048),
@@ -175,7 +171,6 @@ class _Bloom(Architecture):
 BLOOM = _Bloom(
     model_type="bloom",
     classes=("BloomForCausalLM", "BloomModel"),
-    classifiers=classifiers("Bloom", token_tensor="classifier"),
     settings={
         "vocab_size": Setting("vocab_size", 250880),
         # The field is optional, because ALiBi does not limit the length.
@@ -217,7 +212,6 @@ class _GPTNeoX(Architecture):
 GPT_NEOX = _GPTNeoX(
     model_type="gpt_neox",
     classes=("GPTNeoXForCausalLM", "GPTNeoXModel"),
-    classifiers=classifiers("GPTNeoX", token_tensor="classifier", token_dropout=("classifier_dropout",)),
     settings={
         "vocab_size": Setting("vocab_size", 50432),
         "max_sequence_length": Setting("max_position_embeddings", 2048),
@@ -284,13 +278,9 @@ class _Bert(Architecture):
 
     def adapt(self, model: ModelDescription, stored: Set[str]) -> ModelDescription:
         # A file may have more heads than ``architectures`` states, as in ``bert-base-uncased``.
-        if model.classification is not None:
-            return model
         has_head = model.add_binary_head or "cls.seq_relationship.weight" in stored
         return dataclasses.replace(model, add_binary_head=has_head)
 
-
-_BERT_DROPOUT = ("classifier_dropout", "hidden_dropout_prob")
 
 BERT = _Bert(
     model_type="bert",
@@ -318,12 +308,6 @@ BERT = _Bert(
         # With untied embeddings, transformers stores two output biases and uses only one.
         "tie_word_embeddings": True,
     },
-    classifiers=(
-        ClassifierFormat(
-            "sequence-classification", "BertForSequenceClassification", "classifier", True, _BERT_DROPOUT, pads=False
-        ),
-        ClassifierFormat("token-classification", "BertForTokenClassification", "classifier", True, _BERT_DROPOUT),
-    ),
     prefix="bert.",
     table=_BERT_TABLE,
     tied={"cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"},

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.models.description import ModelDescription
 from shardwise.models.experts import ClampedGate, Experts
-from shardwise.storage.huggingface.architectures.architecture import Setting, classifiers
+from shardwise.storage.huggingface.architectures.architecture import Setting
 from shardwise.storage.huggingface.architectures.llama import (
     LLAMA,
     TABLE,
@@ -76,7 +76,6 @@ _DECODER = _Decoder(model_type="gpt_oss", classes=(), settings={}, num_key_value
 GPT_OSS = _GptOss(
     model_type="gpt_oss",
     classes=("GptOssForCausalLM", "GptOssModel"),
-    classifiers=classifiers("GptOss"),
     settings={
         **decoder_settings(
             vocab_size=201088,

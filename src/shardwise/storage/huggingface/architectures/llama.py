@@ -17,7 +17,6 @@ from shardwise.storage.huggingface.architectures.architecture import (
     ActivationSetting,
     Architecture,
     Setting,
-    classifiers,
 )
 from shardwise.storage.huggingface.fields import Fields, read_rope, rope_json
 from shardwise.storage.huggingface.mapping import Table, joint_qkv, separate_qkv, stacked, whole
@@ -176,7 +175,6 @@ class Mistral(Decoder):
 LLAMA = Decoder(
     model_type="llama",
     classes=("LlamaForCausalLM", "LlamaModel"),
-    classifiers=classifiers("Llama"),
     settings={
         **decoder_settings(),
         "attention_bias": Setting("attention_bias", False),
@@ -187,7 +185,6 @@ LLAMA = Decoder(
 MISTRAL = Mistral(
     model_type="mistral",
     classes=("MistralForCausalLM", "MistralModel"),
-    classifiers=classifiers("Mistral"),
     settings=decoder_settings(ffn_hidden_size=14336, max_sequence_length=4096 * 32),
     num_key_value_heads=8,
 )
@@ -217,7 +214,6 @@ GRANITE = _Granite(
 OLMO2 = Decoder(
     model_type="olmo2",
     classes=("Olmo2ForCausalLM", "Olmo2Model"),
-    classifiers=classifiers("Olmo2", of_tokens=False),
     settings={
         **decoder_settings(vocab_size=50304, layernorm_epsilon=1e-5),
         "attention_bias": Setting("attention_bias", False),
@@ -253,7 +249,6 @@ class _Phi3(Mistral):
 PHI3 = _Phi3(
     model_type="phi3",
     classes=("Phi3ForCausalLM", "Phi3Model"),
-    classifiers=classifiers("Phi3"),
     settings={
         **decoder_settings(
             vocab_size=32064, hidden_size=3072, ffn_hidden_size=8192, max_sequence_length=4096, layernorm_epsilon=1e-5
@@ -290,7 +285,6 @@ class _Qwen(Decoder):
 QWEN2 = _Qwen(
     model_type="qwen2",
     classes=("Qwen2ForCausalLM", "Qwen2Model"),
-    classifiers=classifiers("Qwen2"),
     settings=_QWEN_SETTINGS,
     fixed={**LLAMA.fixed, "qkv_bias": True},
     num_key_value_heads=32,
@@ -299,7 +293,6 @@ QWEN2 = _Qwen(
 QWEN3 = _Qwen(
     model_type="qwen3",
     classes=("Qwen3ForCausalLM", "Qwen3Model"),
-    classifiers=classifiers("Qwen3"),
     settings=_QWEN_SETTINGS | {"attention_bias": Setting("attention_bias", False)},
     fixed={**LLAMA.fixed, "qk_layernorm": True},
     table=TABLE | QK_NORMS,
@@ -350,7 +343,6 @@ def _rotated(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 SMOLLM3 = _SmolLM3(
     model_type="smollm3",
     classes=("SmolLM3ForCausalLM", "SmolLM3Model"),
-    classifiers=classifiers("SmolLM3"),
     settings={
         **LLAMA.settings,
         **decoder_settings(

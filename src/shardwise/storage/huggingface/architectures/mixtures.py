@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.core.errors import ConfigError
-from shardwise.models.classification import Classification
 from shardwise.models.description import ModelDescription
 from shardwise.models.experts import Experts
-from shardwise.storage.huggingface.architectures.architecture import Architecture, Setting, classifiers
+from shardwise.storage.huggingface.architectures.architecture import Architecture, Setting
 from shardwise.storage.huggingface.architectures.llama import (
     GRANITE,
     LLAMA,
@@ -156,12 +155,6 @@ class WithExperts(Architecture):
         loss = {"output_router_logits": True, "router_aux_loss_coef": experts.aux_loss} if experts.pools_layers else {}
         return {**self.decoder.write_others(model), **self.write_experts(experts, model), **loss}
 
-    def with_head(self, model: ModelDescription, head: Classification) -> ModelDescription:
-        """Return the same model with another head, to whose loss transformers adds none that balances the experts."""
-        assert model.experts is not None
-        experts = replace(model.experts, aux_loss=0.0, pools_layers=False)
-        return replace(super().with_head(model, head), experts=experts)
-
     def write_experts(self, experts: Experts, model: ModelDescription) -> dict[str, Any]:
         """Return the fields of the experts."""
         layers = experts.layers or (True,) * model.num_layers
@@ -285,7 +278,6 @@ MIXTRAL = WithExperts(
     **tied_of(_MIXTRAL),
     model_type="mixtral",
     classes=("MixtralForCausalLM", "MixtralModel"),
-    classifiers=classifiers("Mixtral"),
     settings=decoder_settings(ffn_hidden_size=14336, max_sequence_length=4096 * 32, layernorm_epsilon=1e-5),
     required={"router_jitter_noise": 0.0},
     table={
@@ -306,7 +298,6 @@ QWEN2_MOE = WithExperts(
     **tied_of(QWEN2),
     model_type="qwen2_moe",
     classes=("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
-    classifiers=classifiers("Qwen2Moe"),
     settings=decoder_settings(
         vocab_size=151936,
         hidden_size=2048,
@@ -330,7 +321,6 @@ QWEN3_MOE = WithExperts(
     **tied_of(QWEN3),
     model_type="qwen3_moe",
     classes=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
-    classifiers=classifiers("Qwen3Moe"),
     settings=decoder_settings(
         vocab_size=151936, hidden_size=2048, num_layers=24, ffn_hidden_size=6144, max_sequence_length=32768
     )
