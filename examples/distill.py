@@ -3,9 +3,9 @@
     python examples/distill.py STUDENT --teacher LARGE --data chats.jsonl --out taught
     torchrun --nproc-per-node 2 examples/distill.py STUDENT --teacher LARGE --data chats.jsonl --out taught --tp 2
 
-Both models are Hugging Face folders with the same tokenizer. The loss of a token is ``alpha T² KL + (1 - alpha) CE`` (Hinton
-et al. 2015, arXiv:1503.02531). Ranks split the teacher as they split the student, and logits are never gathered. Data, resuming,
-checkpoints and the written folder are those of ``shardwise finetune``.
+Both models are Hugging Face folders with the same tokenizer. The loss of a token is ``alpha T² KL + (1 - alpha) CE``
+(Hinton et al. 2015, arXiv:1503.02531). Ranks split the teacher as they split the student, and logits are never
+gathered. Data, resuming, checkpoints and the written folder are those of ``shardwise finetune``.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ EXPORTS = {
         "tensor_parallel_linear viewless"
     ),
     "shardwise.run": (
-        "chat compare distill dpo evaluate evaluate_tasks export_hf finetune fit_generation fit_run generate "
+        "chat compare dpo evaluate evaluate_tasks export_hf finetune fit_generation fit_run generate "
         "import_hf plan_generation plan_run train"
     ),
 }

@@ -12,7 +12,7 @@ from shardwise.cli.arguments import parse_command
 from shardwise.cli.conversion import ExportArguments, ImportArguments
 from shardwise.cli.inference import ChatArguments, EvalArguments, GenerateArguments
 from shardwise.cli.main import COMMANDS
-from shardwise.cli.trainings import DemoArguments, DistillArguments, DpoArguments, FinetuneArguments, TrainArguments
+from shardwise.cli.trainings import DemoArguments, DpoArguments, FinetuneArguments, TrainArguments
 from shardwise.core.errors import ConfigError
 from shardwise.run.settings import Settings
 
@@ -26,7 +26,6 @@ PARSERS = {
     "train": parse_train_arguments,
     "finetune": parse_finetune_arguments,
     "dpo": of(DpoArguments),
-    "distill": of(DistillArguments),
     "demo": of(DemoArguments),
     "generate": of(GenerateArguments),
     "chat": of(ChatArguments),
@@ -41,7 +40,6 @@ REQUIRED = dict(
         (
             ["--data=a"],
             *[["m", "--data=a"]] * 2,
-            ["m", "--data=a", "--teacher=t"],
             [],
             ["r"],
             ["r"],

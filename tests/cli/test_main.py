@@ -54,9 +54,10 @@ def test_version(capsys):
         ("trian", "unknown command 'trian'; did you mean train?"),
         (
             "xyz",
-            "unknown command 'xyz'; one of demo, train, finetune, dpo, distill, plan, doctor, generate, chat, eval, "
+            "unknown command 'xyz'; one of demo, train, finetune, dpo, plan, doctor, generate, chat, eval, "
             "compare, import-hf, export-hf, conformance, env",
         ),
+        ("distill", "distill is not a command any more: a teacher's predictions are learned by the program"),
         ("classify", "classify is not a command any more: Shardwise does not label texts; train a classifier with"),
         ("--verson", "unknown option '--verson'; did you mean --version?"),
     ],

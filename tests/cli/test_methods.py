@@ -1,4 +1,4 @@
-"""``shardwise dpo`` and ``distill`` as a user calls them: a folder in, one that others open out."""
+"""``shardwise dpo`` as a user calls it: a folder in, one that others open out."""
 
 from __future__ import annotations
 
@@ -50,32 +50,6 @@ def test_preferences_on_two_ranks(folder):
     assert len(rows) == 3
     assert rows[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
     assert {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"} <= rows[0].keys()
-
-
-@pytest.mark.slow
-def test_a_teacher_on_two_ranks(folder, capsys, monkeypatch):
-    save_model("gpt2", folder / "teacher", vocab_size=301, n_embd=42, n_head=7)
-    Tokenizer.load(folder / "base").save(folder / "teacher")
-    (folder / "texts.jsonl").write_text(
-        "".join(
-            json.dumps({"prompt": f"{number} + 1 =", "completion": f" {number + 1}"}) + "\n" for number in range(40)
-        )
-    )
-    given = ("--out", str(folder / "taught"), "--temperature", "2", "--divergence", "reverse")
-    command = arguments_of(folder, "distill", *given, "--teacher", str(folder / "teacher"), data="texts.jsonl")
-    printed, progress = run_command(folder, 2, *command, "--tp", "2")
-    assert "bits per byte" in printed
-    assert "divergence" in progress
-    import transformers
-
-    transformers.AutoModelForCausalLM.from_pretrained(folder / "taught")
-    rows = [json.loads(line) for line in (folder / "taught" / "metrics.jsonl").read_text().splitlines()]
-    assert rows[0]["loss"] == pytest.approx(0.5 * rows[0]["cross_entropy"] + 0.5 * 4 * rows[0]["divergence"])
-    assert "held_out_bits_per_byte" in rows[-1]
-    monkeypatch.setenv("SHARDWISE_CACHE", str(folder / "cache"))
-    other = arguments_of(folder, "distill", "--out", str(folder / "no"), "--teacher", str(folder / "other"))
-    assert main(other) == 2
-    assert "is another one: id 1 is '!' there and '<|im_start|>' in" in capsys.readouterr().err
 
 
 def test_a_look_at_pairs(folder, capsys, monkeypatch):

@@ -47,8 +47,6 @@ def test_each_command_takes_its_settings(capsys, folder):
     pairs = planned(capsys, "dpo", folder, "--config", folder / "tp.toml", "--beta", "0.3")
     texts = planned(capsys, "finetune", folder, "--config", folder / "tp.toml")
     assert pairs["stages"][0]["activations"] > 1.9 * texts["stages"][0]["activations"]
-    taught = planned(capsys, "distill", folder, "--teacher", folder, "--config", folder / "tp.toml")
-    assert taught["stages"][0]["others"] >= taught["stages"][0]["weights"]
     # As today, with and without the word.
     assert planned(capsys, "train", "--tp", "2") == planned(capsys, "--tp", "2")
     assert planned(capsys, folder) == planned(capsys, "train", folder) == planned(capsys, "finetune", folder)
@@ -58,9 +56,6 @@ def test_each_command_takes_its_settings(capsys, folder):
 def test_layouts_that_fit_each_command(capsys, folder):
     code, text, _ = call(capsys, "dpo", folder, "--ranks", "1", "--fit", "1GiB", *FEW)
     assert (code, text.splitlines()[0].split()[:4]) == (0, ["ranks", "tp", "pp", "dp"])
-    plans = planned(capsys, "distill", folder, "--teacher", folder, "--ranks", "2", "--fit", "100MiB", *FEW)
-    # A teacher has no stages.
-    assert {plan["layout"]["pp"] for plan in plans} == {1}
     code, _, error = call(capsys, "finetune", folder, "--ranks", "1", "--fit", "1MiB", "--device", "cuda", *FEW)
     assert (code, "no layout of 1 rank needs at most 1.00 MiB of each (0 B of it for tensors)" in error) == (2, True)
 
@@ -182,9 +177,6 @@ def test_a_picture_of_the_memory(capsys, tmp_path):
         (["finetune"], "plan finetune", "no model to start from; name its Hugging Face folder"),
         (["finetune", "nowhere"], "plan finetune", "nowhere"),
         (["dpo", "F", "--packing"], "plan dpo", "dpo has no --packing"),
-        (["distill", "F"], "plan distill", "no model to learn from; name its Hugging Face folder: --teacher FOLDER"),
-        (["distill", "F", "--teacher", "nowhere"], "plan distill", "nowhere"),
-        (["distill", "F", "--teacher", "F", "--pp", "2"], "plan distill", "distill has no --pp over 1"),
         (["finetune", "F", "--tp", "16"], "plan finetune", "tp 16 is more than the 8 attention heads"),
         (["finetune", "F", "--rank", "2", "--tp", "2"], "plan finetune", "rank 2 is not one of the 2 ranks, 0 to 1"),
         (["--rank", "-1"], "plan", "--rank is -1; it must be from 0 to 2,147,483,647"),

@@ -58,10 +58,6 @@ TASKS = {
         ("finetune", "texts", "--packing", "--lora-rank", "4", "--lora-dropout", "0.2"),
         ("--nproc", "4", "--cp", "2", "--tp", "2"),
     ),
-    "a teacher": (
-        ("distill", "texts", "--teacher", "hf", "--lora-rank", "4"),
-        ("--nproc", "4", "--cp", "2", "--zero", "1"),
-    ),
 }
 
 

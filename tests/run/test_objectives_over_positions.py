@@ -16,8 +16,7 @@ from torch import Tensor
 from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import IGNORE_INDEX, Batch
-from shardwise.run.settings import PreferenceSettings, TeacherSettings
-from shardwise.run.tasks.distillation import DistillationObjective
+from shardwise.run.settings import PreferenceSettings
 from shardwise.run.tasks.preference import PreferenceObjective
 from shardwise.training.objective import Objective
 from shardwise.training.optimizer.gradients import finalize_gradients_
@@ -74,15 +73,3 @@ def test_preferences(group, loss_type):
         reference = torch.linspace(-70.0, -30.0, 2 * pairs, dtype=torch.float64)
         batch = Batch(**rows, reference=reference)
         check(group.size(), lambda groups: PreferenceObjective(settings, groups.cp), batch)
-
-
-@pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("divergence", ["forward", "reverse"])
-def test_a_teacher(group, divergence):
-    settings = TeacherSettings(teacher="t", divergence=divergence, temperature=1.7, alpha=0.6)
-
-    def objective_of(groups: Groups) -> DistillationObjective:
-        teacher = build("alibi", Groups(tp=groups.tp, dp=groups.dp, cp=groups.cp)).requires_grad_(False).eval()
-        return DistillationObjective(settings, teacher, groups.tp, VOCABULARY, VOCABULARY - 3)
-
-    check(group.size(), objective_of, Batch(**rows_of(3)))

@@ -17,13 +17,11 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.session import open_session
 from shardwise.run.settings import (
-    DistillSettings,
     DpoSettings,
     FinetuneSettings,
     ParallelSettings,
     PretrainedSettings,
     SampleSettings,
-    TeacherSettings,
     TrainingSettings,
 )
 from shardwise.run.tasks.preference import log_probs
@@ -47,7 +45,7 @@ LAYOUTS = (
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A model with LongRoPE, a student without rotary positions, and data."""
+    """A model with LongRoPE, and data."""
     root = tmp_path_factory.mktemp("lengths")
     pairs = pairs_of(16)
     chats = [{"messages": [*pair["prompt"], *pair["chosen"]]} for pair in pairs]
@@ -56,17 +54,15 @@ def root(tmp_path_factory):
     names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     tokenizer = Tokenizer.train([json.dumps(pairs), "user\n assistant\n" * 9], 300, names)
     save_model("llama", root / "llama", vocab_size=301, dtype=torch.float64, rope_parameters=dict(LONGROPE))
-    save_model("gpt2", root / "gpt2", vocab_size=301, dtype=torch.float64)
-    for kind in ("llama", "gpt2"):
-        tokenizer.save(root / kind)
-        (root / kind / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer.save(root / "llama")
+    (root / "llama" / "chat_template.jinja").write_text(TEMPLATE)
     return root
 
 
 def open_run(root, out, what, parallel, micro_batch_size, monkeypatch):
     data = "pairs" if what == "pairs" else "chats"
     options = {
-        "base": str(root / ("gpt2" if what == "taught" else "llama")),
+        "base": str(root / "llama"),
         "data": (str(root / f"{data}.jsonl"),),
         "out": str(out),
         "device": "cpu",
@@ -74,12 +70,7 @@ def open_run(root, out, what, parallel, micro_batch_size, monkeypatch):
         "parallel": parallel,
         "training": TrainingSettings(steps=2, global_batch_size=4, micro_batch_size=micro_batch_size, dtype="float64"),
     }
-    kind = {
-        "pairs": DpoSettings,
-        "taught": DistillSettings,
-    }.get(what, FinetuneSettings)
-    if what == "taught":
-        options["distillation"] = TeacherSettings(teacher=str(root / "llama"))
+    kind = DpoSettings if what == "pairs" else FinetuneSettings
     options["samples"] = SampleSettings(packing=what == "packed")
     monkeypatch.setenv("SHARDWISE_CACHE", str(root / f"cache-{dist.get_world_size()}"))
     ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
@@ -102,11 +93,11 @@ def texts_of(batch, what):
 @pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("what", ["unpacked", "packed", "taught"])
+@pytest.mark.parametrize("what", ["unpacked", "packed"])
 def test_losses_are_those_of_texts_alone(group, root, tmp_path, monkeypatch, what):
     """In any micro-batch, over tensor-parallel and data-parallel ranks, and over stages."""
     expected = None
-    for parallel, micro_batch_size in LAYOUTS[: -1 if what == "taught" else None]:
+    for parallel, micro_batch_size in LAYOUTS:
         session = open_run(root, tmp_path / "run", what, parallel, micro_batch_size, monkeypatch)
         trainer, objective = session.trainer, session.trainer.objective
         if expected is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from shardwise.cli.arguments import Arguments, LaunchArguments, RunArguments
-from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings, Settings
+from shardwise.run.settings import DpoSettings, FinetuneSettings, Settings
 from shardwise.training.bounds import Folder, Range, with_values
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class DoctorArguments(Arguments):
     """Name the first wrong module of a parallel run, from recordings of it and of the same run on one rank.
 
     In any training script, shardwise.doctor.record records a run; see docs/doctor.md. After the word train,
-    finetune, dpo or distill, both runs are made and compared; the flags are those of that command. With --explain, a
+    finetune or dpo, both runs are made and compared; the flags are those of that command. With --explain, a
     page shows what tensor parallelism does to a small model. The exit code is 0 if all differences are rounding, 1 if
     a module is wrong, and 2 if the recordings cannot be compared. Examples:
       shardwise doctor recordings/one recordings/parallel --html report.html
@@ -125,19 +125,6 @@ class DoctorDpoArguments(_DoctorRunArguments):
     """
 
     settings: Annotated[DpoSettings, tyro.conf.arg(name="")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoctorDistillArguments(_DoctorRunArguments):
-    """Name the first wrong module of shardwise distill at a layout, by the same steps on one rank.
-
-    The first rank also trains the model alone, and with another rounding. The
-    recordings are left in OUT/doctor. Other flags are those of shardwise distill.
-    Example:
-      shardwise doctor distill MODEL_DIR --teacher LARGE --data chats.jsonl --tp 2
-    """
-
-    settings: Annotated[DistillSettings, tyro.conf.arg(name="")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,9 +46,6 @@ COMMANDS = {
         "trainings", "FinetuneArguments", "fine-tune a Hugging Face model, all weights or LoRA adapters"
     ),
     "dpo": Command("trainings", "DpoArguments", "fine-tune on preferences: pairs of a better and a worse answer"),
-    "distill": Command(
-        "trainings", "DistillArguments", "fine-tune on what a larger model of the same tokenizer predicts"
-    ),
     "plan": Command(
         "planning",
         "PlanArguments",
@@ -57,7 +54,6 @@ COMMANDS = {
             "train": "PlanArguments",
             "finetune": "FinetunePlanArguments",
             "dpo": "DpoPlanArguments",
-            "distill": "DistillPlanArguments",
             "generate": "GeneratePlanArguments",
         },
     ),
@@ -69,7 +65,6 @@ COMMANDS = {
             "train": "DoctorTrainArguments",
             "finetune": "DoctorFinetuneArguments",
             "dpo": "DoctorDpoArguments",
-            "distill": "DoctorDistillArguments",
             "--explain": "DoctorExplainArguments",
         },
     ),

@@ -10,7 +10,6 @@ import tyro
 from shardwise.cli.arguments import Arguments, SettingsArguments
 from shardwise.core.errors import ConfigError
 from shardwise.run.settings import (
-    PlannedDistillSettings,
     PlannedDpoSettings,
     PlannedFinetuneSettings,
     PlanSettings,
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 _RANK = Range(0, 2**31 - 1)
-_KINDS = ("train", "finetune", "dpo", "distill", "generate")
+_KINDS = ("train", "finetune", "dpo", "generate")
 
 
 def _world_sizes(ranks: tuple[str, ...], fit: str | None, limits: Range) -> tuple[int, ...]:
@@ -149,7 +148,6 @@ class PlanArguments(RunPlanArguments):
     settings; of folders only config.json is read, and no data is needed:
       shardwise plan finetune MODEL_DIR --tp 8 --lora-rank 16
       shardwise plan dpo MODEL_DIR --tp 8
-      shardwise plan distill MODEL_DIR --teacher LARGE --tp 8
       shardwise plan generate MODEL_DIR --ranks 8 --fit 80GiB
     Without a command, or with train, the settings are those of shardwise train;
     with MODEL_DIR they train the model of a folder. Examples:
@@ -202,19 +200,6 @@ class DpoPlanArguments(RunPlanArguments):
     """
 
     settings: Annotated[PlannedDpoSettings, tyro.conf.arg(name="")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillPlanArguments(RunPlanArguments):
-    """Show the memory and traffic of each rank of shardwise distill, without starting it.
-
-    The settings are those of the run; of the folders of the model and of the
-    teacher only config.json is read. Examples:
-      shardwise plan distill MODEL_DIR --teacher LARGE --ranks 8 --tp 8
-      shardwise plan distill MODEL_DIR --teacher LARGE --device cuda --ranks 8 --fit 80GiB
-    """
-
-    settings: Annotated[PlannedDistillSettings, tyro.conf.arg(name="")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The commands that train: ``train``, ``finetune``, ``dpo``, ``distill`` and ``demo``."""
+"""The commands that train: ``train``, ``finetune``, ``dpo`` and ``demo``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from shardwise.cli.arguments import LaunchArguments, RunArguments
 from shardwise.cli.reporting import allow_any_character, has_colours
 from shardwise.core.errors import ConfigError
 from shardwise.core.files import check_free
-from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings, Settings
+from shardwise.run.settings import DpoSettings, FinetuneSettings, Settings
 from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Folder, Range, with_values
 
 
@@ -109,19 +109,6 @@ class DpoArguments(FinetuneArguments):
     """
 
     settings: Annotated[DpoSettings, tyro.conf.arg(name="")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillArguments(FinetuneArguments):
-    """Fine-tune a Hugging Face model on the predictions of another model.
-
-    The other model, the teacher, has the same tokenizer. It is split over the
-    same ranks and is not trained. The rest works as in shardwise finetune:
-      shardwise distill MODEL_DIR --teacher LARGE --data chats.jsonl --out OUT --tp 2
-      shardwise distill MODEL_DIR --teacher LARGE --data FOLDER --out OUT --alpha 1
-    """
-
-    settings: Annotated[DistillSettings, tyro.conf.arg(name="")]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardwise.run.commands.evaluate import evaluate as evaluate
     from shardwise.run.commands.harness_tasks import evaluate_tasks as evaluate_tasks
     from shardwise.run.commands.text_generation import chat as chat, generate as generate
-    from shardwise.run.commands.train import distill as distill, dpo as dpo, finetune as finetune, train as train
+    from shardwise.run.commands.train import dpo as dpo, finetune as finetune, train as train
     from shardwise.run.comparison import compare as compare
     from shardwise.run.plan.fit import fit_run as fit_run
     from shardwise.run.plan.generation import fit_generation as fit_generation, plan_generation as plan_generation
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _MODULES = {
     "chat": "commands.text_generation",
     "compare": "comparison",
-    "distill": "commands.train",
     "dpo": "commands.train",
     "evaluate": "commands.evaluate",
     "evaluate_tasks": "commands.harness_tasks",

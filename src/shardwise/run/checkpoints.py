@@ -33,7 +33,7 @@ from shardwise.training.trainer import Trainer
 
 # Settings that must not change when a run is resumed, because they determine the model and the order of samples.
 _FIXED_TRAINING = ("global_batch_size", "seed")
-_FIXED_SECTIONS = ("model", "lora", "preference", "distillation")
+_FIXED_SECTIONS = ("model", "lora", "preference")
 _NOT_FINITE = "has values that are not finite"
 _SECTIONS = (*_FIXED_SECTIONS, "training", "optimizer", "parallel", "samples", "corpus")
 

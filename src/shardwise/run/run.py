@@ -280,7 +280,7 @@ class _Training:
         if not self._losses and self.first_step == 0:
             # No weight was updated, so the learning rate is not the cause.
             return (
-                "no step was made before; what the run begins with is broken (weights, a teacher's too), or too large "
+                "no step was made before; what the run begins with is broken (weights), or too large "
                 f"for --training.dtype; {REPORT.format('good weights fail in float32 too')}"
             )
         rate = f"a lower optimizer.learning-rate than {self.session.settings.optimizer.learning_rate:g}"

@@ -130,9 +130,14 @@ _NO_LABELS = (
     "Shardwise does not label texts; train a classifier with transformers' Trainer and use it with its pipeline"
 )
 
-REMOVED = dict.fromkeys(
-    ("classify", "labels", "task", "num_labels", "label_names", "problem_type", "pad_token"), _NO_LABELS
-)
+_NO_TEACHER = "a teacher's predictions are learned by the program examples/distill.py of Shardwise's repository"
+
+REMOVED = {
+    **dict.fromkeys(
+        ("classify", "labels", "task", "num_labels", "label_names", "problem_type", "pad_token"), _NO_LABELS
+    ),
+    **dict.fromkeys(("distill", "distillation", "teacher", "divergence"), _NO_TEACHER),
+}
 """Commands, flags and settings of earlier versions, by name, with the remedy."""
 
 

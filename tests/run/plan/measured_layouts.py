@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,6 @@ from shardwise.nn.quantization import Quantization, QuantizedTensor
 from shardwise.nn.replicated import named_param_layouts
 from shardwise.run.plan.workload import Adaptation, Mesh, Workload, mesh_of
 from shardwise.run.settings import (
-    DistillSettings,
     DpoSettings,
     FinetuneSettings,
     LoraSettings,
@@ -28,7 +26,6 @@ from shardwise.run.settings import (
     RecomputeSettings,
     RunSettings,
     Settings,
-    TeacherSettings,
     TrainingSettings,
 )
 from shardwise.training.trainer import Trainer
@@ -66,7 +63,7 @@ class Case:
         kind: fields of the model that are not sizes.
         parallel, recompute, training, optimizer: settings that are not the defaults.
         layers: of the model.
-        make: kind of the run's settings: ``"train"``, ``"finetune"``, ``"dpo"`` or ``"distill"``.
+        make: kind of the run's settings: ``"train"``, ``"finetune"`` or ``"dpo"``.
         more: other fields of the settings.
         adaptation: adapters.
     """
@@ -93,8 +90,7 @@ class Case:
             **self.kind,
             **sizes,
         )
-        teacher = dataclasses.replace(model, num_layers=2) if self.make == "distill" else None
-        return Workload(self._settings(small), model, adaptation=self.adaptation, teacher=teacher)
+        return Workload(self._settings(small), model, adaptation=self.adaptation)
 
     @property
     def mesh(self) -> Mesh:
@@ -115,7 +111,7 @@ class Case:
             experts = {"num_experts": self.kind["experts"].num} if "experts" in self.kind else {}
             model = ModelSettings(num_layers=self.layers, num_heads=8, sequence_length=length, **experts)
             return Settings(model=model, optimizer=OptimizerSettings(**self.optimizer), **common)
-        kinds = {"finetune": FinetuneSettings, "dpo": DpoSettings, "distill": DistillSettings}
+        kinds = {"finetune": FinetuneSettings, "dpo": DpoSettings}
         return kinds[self.make](base="model", model=PretrainedSettings(sequence_length=length), **common, **self.more)
 
 
@@ -144,9 +140,6 @@ class Run:
         self.model = self.workload.build(groups)
         _initialize_(self.model)
         self.trainer = Trainer(self.workload.settings, self.model, groups, self.workload.objective(groups))
-        teacher = getattr(self.trainer.objective, "teacher", None)
-        if teacher is not None:
-            _initialize_(teacher)
         # As a run that goes on from a checkpoint: a first step that a loss scale skips would make no state.
         for _, param, layout in named_param_layouts(self.model, groups.tp.size()):
             if param.requires_grad:
@@ -240,8 +233,6 @@ CASES: dict[str, Case] = {
     "adapters, nf4": Case(**lora("nf4")),
     "adapters, int8": Case(**lora("int8"), training={"dtype": "bfloat16"}),
     "dpo": Case(2, parallel={"tp": 2}, make="dpo"),
-    "distillation": Case(2, parallel={"tp": 2}, make="distill",
-                         more={"distillation": TeacherSettings(teacher="teacher")}),
     "cp 2": Case(2, parallel={"cp": 2}),
     "cp 2, window, zero 1": Case(2, kind=LLAMA | {"window_size": (31, 0)}, parallel={"cp": 2, "zero": 1}),
     "cp 2, fsdp": Case(2, parallel={"cp": 2, "fsdp": True}),

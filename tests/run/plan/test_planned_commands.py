@@ -1,4 +1,4 @@
-"""The plan of each command that trains is that of its run: the same model, adapters, teacher and state."""
+"""The plan of each command that trains is that of its run: the same model, adapters and state."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from shardwise.run.plan.machine import Surroundings
 from shardwise.run.plan.plan import keyword_workload, plan_of
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.session import open_session
-from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings, RunSettings
+from shardwise.run.settings import DpoSettings, FinetuneSettings, RunSettings
 from shardwise.run.tasks.task import Session
 from shardwise.storage.adapters.model import trained_of
 from shardwise.storage.checkpoint import Snapshot
 from shardwise.training.bounds import from_keywords
 
 WORDS = ("grass", "snow", "coal", "blood", "green", "white", "black", "red", *map(str, range(20)))
-SETTINGS = {"finetune": FinetuneSettings, "dpo": DpoSettings, "distill": DistillSettings}
+SETTINGS = {"finetune": FinetuneSettings, "dpo": DpoSettings}
 # Command, model, data and settings of the run.
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "finetune": ("finetune", "llama", "texts", {}),
@@ -41,7 +41,6 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "int8": ("finetune", "llama", "texts", {"lora_rank": 2, "base_quantization": "int8"}),
     "nf4": ("finetune", "llama", "texts", {"lora_rank": 2, "base_quantization": "nf4"}),
     "dpo": ("dpo", "llama", "pairs", {"training": {"dtype": "bfloat16"}}),
-    "distill": ("distill", "llama", "texts", {"teacher": "large"}),
 }
 
 
@@ -65,16 +64,12 @@ def root(tmp_path_factory):
         save_model("llama", root / "large", dtype=torch.bfloat16, **large)
     for name in ("llama", "gpt2", "deep", "large"):
         tokenizer.save(root / name)
-    (root / "bert").mkdir()
-    (root / "bert" / "config.json").write_text('{"model_type": "bert"}')
     return root
 
 
 def run_settings(root, case, *, for_plan: bool) -> dict[str, Any]:
     _, model, data, settings = CASES[case]
     settings = settings | ({} if for_plan else {"data": root / f"{data}.jsonl", "base": root / model})
-    if "teacher" in settings:
-        settings["teacher"] = root / settings["teacher"]
     training = {"steps": 2, "global_batch_size": 2} | settings.get("training", {})
     return settings | {"device": "cpu", "training": training, "parallel": {"tp": 2}, "model": {"sequence_length": 16}}
 
@@ -131,8 +126,7 @@ def test_the_run_that_is_planned(group, root, tmp_path, monkeypatch, plan):
     weight_of = getattr(trainer.optimizer, "weight_of", lambda param: param)
     copies = bytes_of(*map(weight_of, trained)) if weight_of(trained[0]) is not trained[0] else 0
     assert step.masters == copies
-    teacher = getattr(trainer.objective, "teacher", None)
-    others = [*trainer.model.buffers(), *(() if teacher is None else (*teacher.parameters(), *teacher.buffers()))]
+    others = [*trainer.model.buffers()]
     # Trained weights next to adapters keep their first values.
     others += [each.original for each in trained_of(trainer.model).parameters]
     assert step.others == bytes_of(*others)
@@ -199,19 +193,14 @@ def test_a_plan_reads_configs_alone(root, tmp_path):
         "all": plan_run(tmp_path / "llama", command="finetune"),
         "adapters": plan_run(tmp_path / "llama", command="finetune", lora_from=tmp_path / "adapters"),
         "dpo": plan_run(tmp_path / "llama", command="dpo"),
-        "distill": plan_run(tmp_path / "llama", command="distill", teacher=tmp_path / "large"),
     }
     assert plans["adapters"].worst.step.gradients < plans["all"].worst.step.gradients / 10
     # Two rows a sample.
     assert plans["dpo"].worst.flops == pytest.approx(2 * plans["all"].worst.flops, rel=1e-9)
-    assert plans["distill"].worst.step.others > 0
-    assert plans["distill"].worst.flops > plans["all"].worst.flops
     (best, *_) = fit_run("1GiB", tmp_path / "llama", command="dpo", ranks=1)
     assert best.plan.mesh.world_size == 1
     with pytest.raises(CheckpointError, match="nowhere"):
         plan_run(tmp_path / "nowhere", command="finetune")
-    with pytest.raises(CheckpointError, match="nowhere"):
-        plan_run(tmp_path / "llama", command="distill", teacher=tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -219,16 +208,12 @@ def test_a_plan_reads_configs_alone(root, tmp_path):
     [
         ("finetune", {"model": {"sequence_length": 65}}, "model.sequence-length 65 is more than 64"),
         ("finetune", {"model": {"num_layers": 2}}, "unknown setting model.num_layers"),
-        ("distill", {}, "no model to learn from"),
-        ("distill", {"teacher": "bert"}, "is a bert model, no causal one"),
         ("dpo", {"packing": True}, "dpo has no --packing"),
         ("finetune", {"rank": 2, "parallel": {"tp": 2}}, "rank 2 is not one of the 2 ranks, 0 to 1"),
         ("finetune", {"parallel": {"tp": 7}}, "tp 7 is more than the 6 attention heads"),
-        ("demo", {}, "command is 'demo'; it must be one of 'train', 'finetune', 'dpo', 'distill'"),
+        ("demo", {}, "command is 'demo'; it must be one of 'train', 'finetune', 'dpo'"),
     ],
 )
 def test_what_cannot_be_planned(root, command, settings, message):
-    if "teacher" in settings:
-        settings = settings | {"teacher": root / settings["teacher"]}
     with pytest.raises(ConfigError, match=re.escape(message)):
         plan_run(root / "llama", command=command, **settings)

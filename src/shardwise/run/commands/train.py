@@ -1,4 +1,4 @@
-"""Pretraining, fine-tuning, DPO and distillation as functions with keyword arguments."""
+"""Pretraining, fine-tuning and DPO as functions with keyword arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any
 
 from shardwise.run.run import run
-from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings, RunSettings, Settings
+from shardwise.run.settings import DpoSettings, FinetuneSettings, RunSettings, Settings
 from shardwise.run.tasks.task import Outcome
 from shardwise.training.bounds import from_keywords, launcher_number
 
@@ -74,34 +74,6 @@ def dpo(
         ShardwiseError: any other failure, on every rank.
     """
     return _run(from_keywords(DpoSettings, settings | {"base": base, "data": data, "out": out}))
-
-
-def distill(
-    base: str | PathLike[str],
-    data: _Paths,
-    *,
-    teacher: str | PathLike[str],
-    out: str | PathLike[str] = DistillSettings.out,
-    **settings: Any,
-) -> Outcome:
-    """Distill a teacher with the same tokenizer into a Hugging Face model; every rank calls.
-
-    Args:
-        base: see ``finetune``.
-        data: see ``finetune``.
-        teacher: Hugging Face folder of the model to learn from.
-        out: see ``finetune``.
-        settings: settings of ``shardwise distill --help``: ``alpha=1.0`` for ``--alpha 1``.
-
-    Returns:
-        Losses and the last checkpoint, on every rank.
-
-    Raises:
-        ConfigError: see ``train``.
-        ShardwiseError: any other failure, on every rank.
-    """
-    given = {"base": base, "data": data, "teacher": teacher, "out": out}
-    return _run(from_keywords(DistillSettings, settings | given))
 
 
 def _run(settings: RunSettings) -> Outcome:

@@ -21,7 +21,6 @@ from shardwise.run.doctor.recorder import Recorder
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.session import metrics_of, open_session, replay_of
 from shardwise.run.settings import (
-    DistillSettings,
     DpoSettings,
     FinetuneSettings,
     ParallelSettings,
@@ -35,7 +34,6 @@ from shardwise.training.trainer import Trainer
 # For a field of settings that other commands lack, the command and its settings.
 _KINDS: dict[str, tuple[str, type[RunSettings]]] = {
     "preference": ("dpo", DpoSettings),
-    "distillation": ("distill", DistillSettings),
     "lora": ("finetune", FinetuneSettings),
     "": ("train", Settings),
 }

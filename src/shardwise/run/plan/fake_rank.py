@@ -51,7 +51,7 @@ class StateBytes:
         gradients: in their buffers, or as the backward makes them.
         masters: fp32 copies of parameters in 16 bits.
         optimizer: its state of each parameter.
-        others: buffers of the model, original values of weights that are trained next to adapters, and a teacher.
+        others: buffers of the model, and original values of weights that are trained next to adapters.
         saved: of a host copy of what the rank writes into a checkpoint.
     """
 
@@ -208,8 +208,7 @@ def whole_of(workload: Workload, groups: Groups, timeline: Timeline) -> Whole:
         )
     masters = bytes_of(map(weight_of, trained))
     optimizer = bytes_of(made)
-    teacher: nn.Module | None = getattr(trainer.objective, "teacher", None)
-    others = [*model.buffers(), *(() if teacher is None else (*teacher.parameters(), *teacher.buffers()))]
+    others = [*model.buffers()]
     others += [each.original for each in trained_of(model).parameters]
     pinned = workload.device_type == "cuda"
     state = StateBytes(weights, gradients, masters, optimizer, bytes_of(others), _saved_bytes(trainer, pinned=pinned))

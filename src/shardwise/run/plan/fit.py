@@ -41,7 +41,7 @@ def fit_run(
     memory: str,
     model_dir: str | PathLike[str] | None = None,
     *,
-    command: Literal["train", "finetune", "dpo", "distill"] = "train",
+    command: Literal["train", "finetune", "dpo"] = "train",
     ranks: int | Sequence[int],
     ranks_per_host: Annotated[int, LOCAL_RANKS] = DEFAULT_RANKS_PER_HOST,
     **settings: Any,

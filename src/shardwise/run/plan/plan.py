@@ -24,7 +24,7 @@ from shardwise.training.bounds import RANKS, checks_arguments, from_keywords
 def plan_run(
     model_dir: str | PathLike[str] | None = None,
     *,
-    command: Literal["train", "finetune", "dpo", "distill"] = "train",
+    command: Literal["train", "finetune", "dpo"] = "train",
     ranks: Annotated[int | None, RANKS] = None,
     rank: int | None = None,
     **settings: Any,

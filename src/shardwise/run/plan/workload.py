@@ -17,13 +17,11 @@ from shardwise.core.topology import Groups
 from shardwise.data import Batch
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.description import ModelChunks, ModelDescription, build_model, chunks_of, model_config
-from shardwise.models.gpt import GPT
 from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.quantization import Quantization
 from shardwise.run.build import config_fields, describe
 from shardwise.run.settings import (
-    DistillSettings,
     DpoSettings,
     FinetuneSettings,
     LoraSettings,
@@ -31,7 +29,6 @@ from shardwise.run.settings import (
     RecomputeSettings,
     RunSettings,
 )
-from shardwise.run.tasks.distillation import DistillationObjective, check_teacher
 from shardwise.run.tasks.preference import PreferenceObjective
 from shardwise.run.tasks.pretrained_model import check_task, resolved, with_dropout
 from shardwise.storage.adapters import add_lora_, read_adapter_config
@@ -67,16 +64,12 @@ class Workload:
         model: description of the model.
         device_type: the device of the run, ``"cpu"`` or ``"cuda"``.
         adaptation: adapters on a frozen model; all of it is trained if None.
-        teacher: description of the teacher of a distillation, or None.
-        teacher_dtype: dtype of the teacher's weights.
     """
 
     settings: RunSettings
     model: ModelDescription
     device_type: str = "cpu"
     adaptation: Adaptation | None = None
-    teacher: ModelDescription | None = None
-    teacher_dtype: torch.dtype = torch.float32
 
     @cached_property
     def global_batch_size(self) -> int:
@@ -127,15 +120,6 @@ class Workload:
         settings = self.settings
         if isinstance(settings, DpoSettings):
             return PreferenceObjective(settings.preference, groups.cp)
-        if isinstance(settings, DistillSettings) and self.teacher is not None:
-            fields = {"sequence_parallel": settings.parallel.sequence_parallel and groups.tp.size() > 1}
-            described = dataclasses.replace(self.teacher, vocab_size=self.model.vocab_size)
-            shared_by = Groups(tp=groups.tp, dp=groups.dp, cp=groups.cp)
-            teacher = _built(described, shared_by, None, params_dtype=self.teacher_dtype, **fields)
-            assert isinstance(teacher, GPT)
-            teacher.requires_grad_(False).eval()
-            shared = min(self.teacher.vocab_size, self.model.vocab_size)
-            return DistillationObjective(settings.distillation, teacher, groups.tp, self.model.vocab_size, shared)
         return None
 
     def batch(self, samples: int, with_lengths: bool) -> Batch:
@@ -315,21 +299,17 @@ def workload_of(settings: RunSettings, model: ModelDescription, folder: str | No
     """The workload of a run of ``settings`` that trains ``model``.
 
     Args:
-        settings: settings of any command that trains; they name the folders of adapters and of a teacher.
-        model: description of the model, with the dropout and the head of the run.
+        settings: settings of any command that trains; they name the folder of adapters.
+        model: description of the model, with the dropout of the run.
         folder: the model's Hugging Face folder; that of the settings if None.
     """
     lora = getattr(settings, "lora", None)
     folder = folder or getattr(settings, "base", None)
-    path = settings.distillation.teacher if isinstance(settings, DistillSettings) else None
-    teacher = None if path is None else read_config(Path(path))
     return Workload(
         settings,
         model,
         "cuda" if settings.device == "cuda" else "cpu",
         None if lora is None else _adaptation_of(lora, model, folder),
-        None if teacher is None else teacher.description,
-        (None if teacher is None else teacher.dtype) or torch.float32,
     )
 
 
@@ -375,7 +355,7 @@ def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
 def planned_workload(settings: RunSettings, model_dir: str | PathLike[str] | None = None) -> Workload:
     """The workload of a run of ``settings``, in which the numbers that are not given are filled in.
 
-    Of the folders of the model, the adapters and the teacher only ``config.json`` and ``adapter_config.json`` are read.
+    Of the folders of the model and the adapters only ``config.json`` and ``adapter_config.json`` are read.
 
     Args:
         settings: settings of a run; a run of ``FinetuneSettings`` names the folder of its model itself.
@@ -416,8 +396,4 @@ def _finetuned(settings: FinetuneSettings) -> Workload:
     config = read_config(path)
     check_task(config, settings, path)
     settings = resolved(settings, config.description, path)
-    if isinstance(settings, DistillSettings):
-        assert settings.distillation.teacher is not None
-        teacher = Path(settings.distillation.teacher)
-        check_teacher(read_config(teacher), settings, teacher)
     return workload_of(settings, with_dropout(config.description, settings.model.dropout))

@@ -1,7 +1,6 @@
-"""Settings of training and fine-tuning runs, of adapters, preferences and teachers, and of plans."""
+"""Settings of training and fine-tuning runs, of adapters and preferences, and of plans."""
 
 from shardwise.run.settings.finetune_settings import (
-    DistillSettings as DistillSettings,
     DpoSettings as DpoSettings,
     FinetuneOptimizerSettings as FinetuneOptimizerSettings,
     FinetuneSettings as FinetuneSettings,
@@ -9,11 +8,9 @@ from shardwise.run.settings.finetune_settings import (
     PreferenceSettings as PreferenceSettings,
     PretrainedSettings as PretrainedSettings,
     SampleSettings as SampleSettings,
-    TeacherSettings as TeacherSettings,
 )
 from shardwise.run.settings.plan_settings import (
     PLANNED as PLANNED,
-    PlannedDistillSettings as PlannedDistillSettings,
     PlannedDpoSettings as PlannedDpoSettings,
     PlannedFinetuneSettings as PlannedFinetuneSettings,
     PlanSettings as PlanSettings,

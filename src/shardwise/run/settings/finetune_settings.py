@@ -1,4 +1,4 @@
-"""Settings of runs that start from a pretrained model: adapters, preferences, a teacher."""
+"""Settings of runs that start from a pretrained model: adapters, preferences."""
 
 from __future__ import annotations
 
@@ -326,45 +326,3 @@ class DpoSettings(FinetuneSettings):
         if self.model.dropout is None:
             # With dropout the loss would also measure the dropout as a difference from the reference.
             object.__setattr__(self, "model", dataclasses.replace(self.model, dropout=0.0))
-
-
-@dataclass(frozen=True)
-class TeacherSettings(Checked, prefix="--"):
-    """The teacher, and the loss that compares the model with it.
-
-    Attributes:
-        teacher: Hugging Face folder of the model to learn from, with config.json, safetensors and tokenizer.json; it
-            must have the same tokenizer.
-        divergence: "forward" is KL(teacher || student), which makes the student cover all tokens that the teacher finds
-            possible; "reverse" is KL(student || teacher), which keeps it to the tokens that the teacher finds likely.
-        temperature: divisor of both models' logits; the divergence is multiplied by its square.
-        alpha: weight of the divergence; the cross entropy with the data has the weight 1 - alpha.
-    """
-
-    teacher: Annotated[str | None, Folder()] = None
-    divergence: Literal["forward", "reverse"] = "forward"
-    temperature: Annotated[float, Range(1e-3, 1000)] = 1.0
-    alpha: Annotated[float, Range(0, 1, low_included=False)] = 0.5
-
-
-@dataclass(frozen=True)
-class DistillSettings(FinetuneSettings):
-    """Settings of a run that learns from a teacher.
-
-    Attributes:
-        out: folder for the trained model or its adapters, for checkpoints, metrics and pictures.
-        distillation: teacher and loss.
-    """
-
-    out: Annotated[str, Folder()] = "runs/distill"
-    distillation: Annotated[TeacherSettings, tyro.conf.arg(name="")] = field(default_factory=TeacherSettings)
-
-    def _check_together(self) -> None:
-        super()._check_together()
-        given = self.distillation.teacher is not None
-        require(given, "no model to learn from; name its Hugging Face folder: --teacher FOLDER")
-        refuse(
-            "distill has no {}",
-            (self.parallel.pp > 1, "--pp over 1: the teacher has no stages; split both models with --tp"),
-            (self.parallel.exact, "--exact: the divergence has no exact form; leave it out"),
-        )

@@ -10,7 +10,6 @@ import tyro
 
 from shardwise.run.settings.finetune_settings import (
     FINETUNE_BATCH,
-    DistillSettings,
     DpoSettings,
     FinetuneSettings,
     LoraSettings,
@@ -102,21 +101,9 @@ class PlannedDpoSettings(DpoSettings):
     data: tuple[str, ...] = _UNREAD
 
 
-@dataclass(frozen=True)
-class PlannedDistillSettings(DistillSettings):
-    """Settings of the distillation to plan.
-
-    Attributes:
-        data: same as for a run; a plan does not read it.
-    """
-
-    data: tuple[str, ...] = _UNREAD
-
-
 PLANNED: dict[str, type[RunSettings]] = {
     "train": PlanSettings,
     "finetune": PlannedFinetuneSettings,
     "dpo": PlannedDpoSettings,
-    "distill": PlannedDistillSettings,
 }
 """Settings of the plan of each command that trains."""

@@ -24,7 +24,10 @@ _WIDTH = Range(1, 1 << 20)
 _EXPERTS = Range(1, 1 << 16)
 _COEFFICIENT = Range(0, 1e6)
 # Tables of settings that are gone, with the values of runs that did not use them.
-_REMOVED_TABLES = {"labels": {"task": "text-generation", "label_names": []}}
+_REMOVED_TABLES: dict[str, dict[str, Any]] = {
+    "labels": {"task": "text-generation", "label_names": []},
+    "distillation": {"divergence": "forward", "temperature": 1.0, "alpha": 0.5},
+}
 
 
 def _require_multiple(name: str, value: int, of: str, divisor: int) -> None:

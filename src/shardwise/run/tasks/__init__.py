@@ -1,6 +1,6 @@
-"""Tasks of a run (text, chats, preferences, distillation), and the choice of one by the settings."""
+"""Tasks of a run (text, chats, preferences), and the choice of one by the settings."""
 
-from shardwise.run.settings import DistillSettings, DpoSettings, FinetuneSettings, RunSettings, Settings
+from shardwise.run.settings import DpoSettings, FinetuneSettings, RunSettings, Settings
 from shardwise.run.tasks.task import Method, Task
 
 
@@ -20,10 +20,6 @@ def task_of(settings: RunSettings) -> Task:
         from shardwise.run.tasks.preference import Preferences
 
         method = Preferences(source)
-    elif isinstance(settings, DistillSettings):
-        from shardwise.run.tasks.distillation import Teacher
-
-        method = Teacher(source)
     else:
         from shardwise.run.tasks.samples import Examples
 

@@ -17,7 +17,7 @@ from shardwise.run.metrics import read_metrics
 from shardwise.storage.huggingface.tensor_folder import BASE_README_NAME, README_NAME
 
 _LARGEST_README = 16 << 20
-_COMMANDS = ("train", "finetune", "dpo", "distill")
+_COMMANDS = ("train", "finetune", "dpo")
 # Folder of a model in the hub's cache.
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 _LICENCE = re.compile(r"^(license(?:_name|_link)?):[ \t]*(\S.*)$", re.MULTILINE)
