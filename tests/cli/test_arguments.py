@@ -15,6 +15,7 @@ from shardwise.cli.main import COMMANDS
 from shardwise.cli.trainings import DemoArguments, DpoArguments, FinetuneArguments, TrainArguments
 from shardwise.core.errors import ConfigError
 from shardwise.run.settings import Settings
+from shardwise.training.bounds import REMOVED
 
 
 def of(cls):
@@ -106,6 +107,7 @@ def test_a_flag_may_mend_what_contradicts_itself_in_the_file(toml):
         (["--model.num-layerz", "3"], "unknown flag --model.num-layerz; did you mean --model.num-layers?"),
         (["--steps=2"], "unknown flag --steps; did you mean --training.steps?"),
         (["--qqqqqq"], "unknown flag --qqqqqq; see --help"),
+        (["--problem-type", "regression"], f"--problem-type is not a flag any more: {REMOVED['task']}"),
         (["--model.num-layers", "x"], "--model.num-layers is 'x'; it must be an integer"),
         (["--model.num-layers", "3.5"], "--model.num-layers is '3.5'; it must be an integer"),
         (["--model.num-query-groups", "x"], "--model.num-query-groups is 'x'; it must be an integer"),

@@ -11,7 +11,7 @@ import shardwise
 from shardwise.cli.main import COMMANDS, main
 from shardwise.cli.reporting import describe, run_command
 from shardwise.core.errors import CheckpointError, ConfigError, DataError, LaunchError, ParityError
-from shardwise.training.bounds import nearest
+from shardwise.training.bounds import REMOVED, nearest
 
 
 def call(*argv, program=(sys.executable, "-m", "shardwise"), **variables):
@@ -57,8 +57,7 @@ def test_version(capsys):
             "unknown command 'xyz'; one of demo, train, finetune, dpo, plan, doctor, generate, chat, eval, "
             "compare, import-hf, export-hf, conformance, env",
         ),
-        ("distill", "distill is not a command any more: a teacher's predictions are learned by the program"),
-        ("classify", "classify is not a command any more: Shardwise does not label texts; train a classifier with"),
+        *((word, f"{word} is not a command any more: {REMOVED[word]}") for word in ("classify", "distill")),
         ("--verson", "unknown option '--verson'; did you mean --version?"),
     ],
 )
