@@ -109,7 +109,7 @@ def test_tables_of_removed_features_are_ignored_unless_a_run_used_them():
         with pytest.raises(ConfigError, match=r"the run has labels\.\w+ .*: Shardwise does not label texts"):
             FinetuneSettings.from_json(settings.to_json() | {"labels": unused | used})
     taught = {"teacher": "large", "divergence": "forward", "temperature": 1.0, "alpha": 0.5}
-    with pytest.raises(ConfigError, match=r"the run has distillation\.teacher 'large': a teacher's predictions are"):
+    with pytest.raises(ConfigError, match=r"the run has distillation\.teacher \"large\": a teacher's predictions are"):
         FinetuneSettings.from_json(settings.to_json() | {"distillation": taught})
 
 
