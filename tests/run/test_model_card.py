@@ -26,8 +26,10 @@ def folder(tmp_path_factory):
     Tokenizer.train([TEXT], 280).save(base)
     (folder / "text.txt").write_text(TEXT)
     # As the hub's cache has its files.
-    (folder / "blob").write_text("You may.")
-    (base / "LICENSE.txt").symlink_to(folder / "blob")
+    blob = base.parents[1] / "blobs" / "0123abcd"
+    blob.parent.mkdir()
+    blob.write_text("You may.")
+    (base / "LICENSE.txt").symlink_to("../../blobs/0123abcd")
     (base / "README.md").write_text(README)
     (base / "preprocessor_config.json").write_text("{}")
     (base / "LICENSE.safetensors").write_text("weights")

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -228,7 +228,7 @@ def run_command(command: str, body: Callable[[], int | None], *, debug: bool = F
         return EXIT_MISTAKE
     environment = reporter.environment
     try:
-        with signals_raise(once=environment is not None):
+        with reporter.prints_log(), signals_raise(once=environment is not None):
             if environment is not None:
                 start_guard(environment.launcher_pid, environment.reports)
                 reporter.hear_other_threads()
@@ -262,7 +262,7 @@ class _Reporter(logging.Handler):
         self.debug = debug
 
     def hear_other_threads(self) -> None:
-        """Print the package's log, and end this rank if another of its threads (the watch) raises an error."""
+        """End this rank if another of its threads (the watch) raises an error."""
 
         def end(args: threading.ExceptHookArgs) -> None:
             if isinstance(args.exc_value, ShardwiseError):
@@ -270,9 +270,18 @@ class _Reporter(logging.Handler):
             others(args)
 
         others, threading.excepthook = threading.excepthook, end
+
+    @contextlib.contextmanager
+    def prints_log(self) -> Iterator[None]:
+        """Print the package's log within a ``with`` block."""
         logger = logging.getLogger("shardwise")
         logger.addHandler(self)
-        logger.propagate = False
+        propagates, logger.propagate = logger.propagate, False
+        try:
+            yield
+        finally:
+            logger.removeHandler(self)
+            logger.propagate = propagates
 
     def emit(self, record: logging.LogRecord) -> None:
         line = f"{self.command}: {record.getMessage()}"

@@ -1,7 +1,7 @@
 """Conversion between checkpoints and Hugging Face folders."""
 
+import json
 import os
-import shutil
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -30,10 +30,10 @@ from shardwise.run.tasks.model_card import model_card, of_merged
 from shardwise.storage import checkpoint as checkpoints
 from shardwise.storage.adapters import merge_lora_, remove_lora_
 from shardwise.storage.checkpoint.manifest import Manifest
-from shardwise.storage.huggingface import load_pretrained, save_pretrained
+from shardwise.storage.huggingface import config_to_json, load_pretrained, save_pretrained
 from shardwise.storage.huggingface.architectures.architecture import ExpertNames
 from shardwise.storage.huggingface.exporting import check_target
-from shardwise.storage.huggingface.pretrained import ADAPTER_CONFIG_NAME, CONFIG_NAME, PretrainedFolder
+from shardwise.storage.huggingface.pretrained import ADAPTER_CONFIG_NAME, CONFIG_NAME, PretrainedFolder, own_config
 from shardwise.storage.huggingface.tensor_folder import README_NAME, copy_companion_files
 from shardwise.training.bounds import DEFAULT_FILE_GB, DEFAULT_TIMEOUT, FILE_GB, TIMEOUT, checks_arguments
 
@@ -125,10 +125,11 @@ def _card(opened: OpenCheckpoint) -> str | None:
     """Return the model card of a trained model or of merged adapters; None for an imported model."""
     if opened.adapter is not None:
         try:
-            card = read_regular(opened.adapter / README_NAME, limit=MAX_CONFIG_BYTES).decode()
+            path = own_file(opened.adapter, README_NAME)
+            card = "" if path is None else read_regular(path, limit=MAX_CONFIG_BYTES).decode()
         except (OSError, UnicodeDecodeError):
             return None
-        return of_merged(card)
+        return of_merged(card) or None
     if opened.config is not None:
         return None
     settings = Settings.from_json(checkpoints.read_meta(opened.folder)["settings"])
@@ -194,6 +195,8 @@ def import_hf(
         source = agree(lambda: open_for_import(folder, out, ranks.world_size), group=ranks.control)
         try:
             tokenizer = Tokenizer.load(source.path)
+            if own_file(source.path, "tokenizer.json") is None:
+                raise DataError(f"{source.path / 'tokenizer.json'} is a link that leaves the model's folder")
             identity = {"tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
             lack = ""
         except DataError as error:
@@ -215,15 +218,16 @@ def _import(
 ) -> Path:
     """Write the checkpoint, with ``identity`` identifying the tokenizer."""
     model = load_pretrained(source.path, groups=Groups(tp=ranks.world), dtype=dtype, device="cpu")
-    # The class in ``architectures`` covers the heads that were found in the files.
-    config = dict(source.config.values) | {
-        "architectures": [source.architecture.class_of(source.description)],
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-    config.pop("dtype", None)
+    # The description has the heads that were found in the files.
+    config = agree(
+        lambda: config_to_json(
+            source.description, architecture=source.architecture.model_type, dtype=dtype, base=own_config(source.path)
+        ),
+        group=ranks.control,
+    )
 
     def copy_files(folder: Path) -> None:
-        shutil.copyfile(source.path / CONFIG_NAME, folder / CONFIG_NAME)
+        (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copy_companion_files(source.path, folder)
 
     return checkpoints.save(

@@ -14,7 +14,7 @@ import torch
 
 import shardwise
 from shardwise.run.metrics import read_metrics
-from shardwise.storage.huggingface.tensor_folder import BASE_README_NAME, README_NAME
+from shardwise.storage.huggingface.tensor_folder import BASE_README_NAME, README_NAME, own_file
 
 _LARGEST_README = 16 << 20
 _COMMANDS = ("train", "finetune", "dpo")
@@ -64,7 +64,7 @@ def model_card(
     title = Path(out).resolve().name
     what = f"Adapters for {name}" if is_adapter else (f"{name}, fine-tuned" if name else "A language model")
     lines = ["---", *front, "---", "", f"# {title}", "", f"{what}, trained with Shardwise.", ""]
-    if base is not None and (base / README_NAME).is_file():
+    if base is not None and own_file(base, README_NAME) is not None:
         lines += [f"What the authors of the base model say of it is in [{BASE_README_NAME}]({BASE_README_NAME}).", ""]
     lines += ["## Training", "", "| | |", "|---|---|"]
     rows = {"model": model_name, "data": data, **_results(out, steps)}
@@ -101,8 +101,8 @@ def base_name(base: Path) -> str:
 
 def _licence_of(base: Path) -> dict[str, str]:
     """Return the licence fields in the front matter of a readme, unchanged."""
-    path = base / README_NAME
-    if not path.is_file() or path.stat().st_size > _LARGEST_README:
+    path = own_file(base, README_NAME)
+    if path is None or path.stat().st_size > _LARGEST_README:
         return {}
     text = path.read_text(encoding="utf-8", errors="replace")
     front = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)

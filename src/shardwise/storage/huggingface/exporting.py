@@ -32,13 +32,12 @@ from shardwise.storage.checkpoint.folder import fsync
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.architectures.architecture import ExpertNames
 from shardwise.storage.huggingface.mapping import Composition, Shape, compose
-from shardwise.storage.huggingface.pretrained import CONFIG_NAME, config_to_json
+from shardwise.storage.huggingface.pretrained import CONFIG_NAME, config_to_json, own_config
 from shardwise.storage.huggingface.tensor_folder import (
     INDEX_NAME,
     README_NAME,
     WEIGHTS_NAME,
     companion_files,
-    read_json,
     write_chat_template,
 )
 
@@ -158,7 +157,7 @@ def _prepare(
         if isinstance(each, QuantizedTensor):
             raise ConfigError(f"the model's weights are in {each.kind}, which is not written; save its adapters")
     description = describe_model(models[0])
-    base = read_json(folder / CONFIG_NAME) if folder is not None and (folder / CONFIG_NAME).is_file() else None
+    base = None if folder is None else own_config(folder)
     if base is not None and base.get("model_type") not in ARCHITECTURES:
         base = None
     stored_dtype = dtype or models[0].config.params_dtype

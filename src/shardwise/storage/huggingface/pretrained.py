@@ -19,7 +19,13 @@ from shardwise.storage.huggingface.architectures.mixtures import WithExperts
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.mapping import Table
 from shardwise.storage.huggingface.mxfp4 import Mxfp4Folder
-from shardwise.storage.huggingface.tensor_folder import TensorFolder, is_weight_dtype, read_json, weight_dtype
+from shardwise.storage.huggingface.tensor_folder import (
+    TensorFolder,
+    is_weight_dtype,
+    own_file,
+    read_json,
+    weight_dtype,
+)
 
 CONFIG_NAME = "config.json"
 
@@ -56,6 +62,12 @@ def read_config(folder: str | Path) -> PretrainedConfig:
     """
     path = Path(folder) / CONFIG_NAME
     return config_from_json(read_json(path), where=str(path))
+
+
+def own_config(folder: Path) -> dict[str, Any] | None:
+    """Read the fields of ``config.json`` that a result may keep; None if there is no such file (see ``own_file``)."""
+    path = own_file(folder, CONFIG_NAME)
+    return None if path is None else read_json(path)
 
 
 def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> PretrainedConfig:

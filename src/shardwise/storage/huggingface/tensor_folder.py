@@ -1,9 +1,11 @@
 """Files of a Hugging Face folder: one safetensors file, or several with an index, and companion files."""
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,6 +17,8 @@ from shardwise.core.errors import CheckpointError, DataError
 from shardwise.core.files import MAX_CONFIG_BYTES, MAX_TABLE_BYTES, can_be_a_name
 from shardwise.core.tensor_files import DTYPES, StoredTensor, read_box, read_header
 from shardwise.data.tokenizer.chat_template import TEMPLATE_NAME, TOOLS_TEMPLATE_NAME, ChatTemplate
+
+_LOGGER = logging.getLogger("shardwise")
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -135,10 +139,38 @@ _TEXTS = ("", ".md", ".txt", ".rst", ".html", ".pdf")
 _LARGEST_TEXT = 16 << 20
 
 
+def own_file(folder: Path, name: str) -> Path | None:
+    """Return the path without links of a model's file whose content may be written to a result; None if there is none.
+
+    A folder that somebody gave away may have a link to any file of the user. So a link counts as the model's file only
+    if it ends in the folder or, in a snapshot of the hub's cache, in ``blobs`` of the same model. Otherwise one line of
+    the log names it.
+    """
+    path = folder / name
+    if not path.is_file():
+        return None
+    target, root = path.resolve(), folder.resolve()
+    # In the hub's cache, models--NAME/snapshots/REVISION/FILE is a link to models--NAME/blobs/HASH.
+    cached = (each.parent for each in root.parents if each.name == "snapshots" and each.parent.name[:8] == "models--")
+    if target.is_relative_to(root) or any(target.parent == model / "blobs" for model in cached):
+        return target
+    log_once(
+        f"{path} is a link to {target}, outside of the model's folder, and is left out; if it is the model's, replace "
+        "the link by a copy"
+    )
+    return None
+
+
+@cache
+def log_once(line: str) -> None:
+    """Log a line that the user should see, once in this process."""
+    _LOGGER.warning("%s", line)
+
+
 def companion_files(
     folder: Path, *, beside_card: bool = False, adapters: Path | None = None
 ) -> Iterator[tuple[Path, str]]:
-    """Yield the files to copy from a model's folder, and the name of each copy; symbolic links are followed.
+    """Yield the files to copy from a model's folder (see ``own_file``), and the name of each copy.
 
     Args:
         folder: the model's folder.
@@ -148,16 +180,18 @@ def companion_files(
     for names, replaced in _replaced_by(adapters).items():
         source = adapters if adapters is not None and replaced else folder
         for name in names:
-            if (source / name).is_file():
-                yield source / name, name
-    for path in sorted(folder.iterdir()):
-        is_licence = path.stem.upper().startswith(_LICENCES) and path.suffix.lower() in _TEXTS
-        is_readme = path.name in (README_NAME, BASE_README_NAME)
-        if (is_licence or is_readme) and path.is_file() and path.stat().st_size <= _LARGEST_TEXT:
-            if path.name == README_NAME and beside_card:
+            if (path := own_file(source, name)) is not None:
+                yield path, name
+    for name in sorted(os.listdir(folder)):
+        stem, suffix = os.path.splitext(name)
+        is_licence = stem.upper().startswith(_LICENCES) and suffix.lower() in _TEXTS
+        if not is_licence and name not in (README_NAME, BASE_README_NAME):
+            continue
+        if (path := own_file(folder, name)) is not None and path.stat().st_size <= _LARGEST_TEXT:
+            if name == README_NAME and beside_card:
                 yield path, BASE_README_NAME
-            elif path.name != BASE_README_NAME or not (beside_card and (folder / README_NAME).is_file()):
-                yield path, path.name
+            elif name != BASE_README_NAME or not (beside_card and own_file(folder, README_NAME) is not None):
+                yield path, name
 
 
 def _replaced_by(adapters: Path | None) -> dict[tuple[str, ...], bool]:
@@ -177,7 +211,7 @@ def write_chat_template(target: Path, folder: Path, adapters: Path) -> None:
     """
     # A template that does not work is copied unchanged.
     with suppress(DataError):
-        template = ChatTemplate.load(adapters) or ChatTemplate.load(folder)
+        template = _own_template(adapters) or _own_template(folder)
         copied = ChatTemplate.load(target)
         if template is None or (copied is not None and copied.sha256 == template.sha256):
             return
@@ -187,6 +221,12 @@ def write_chat_template(target: Path, folder: Path, adapters: Path) -> None:
         if template.source_for(True) != template.source:
             of_tools.parent.mkdir(exist_ok=True)
             of_tools.write_text(template.source_for(True), encoding="utf-8")
+
+
+def _own_template(folder: Path) -> ChatTemplate | None:
+    """Load a folder's chat template; None if one of its files belongs to somebody else."""
+    stored = [name for name in (*_TEMPLATE, _TOKENIZER[1]) if (folder / name).is_file()]
+    return ChatTemplate.load(folder) if all(own_file(folder, name) for name in stored) else None
 
 
 def copy_companion_files(source: Path, target: Path, *, beside_card: bool = False) -> None:
