@@ -135,6 +135,30 @@ def read_box(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int])
     return result
 
 
+def check_finite(values: Tensor, what: str, *, dtype: torch.dtype | None = None) -> None:
+    """Check that weights are finite, without a copy of them.
+
+    Args:
+        values: the weights, on any device; the host waits for it.
+        what: the tensor, for the message.
+        dtype: dtype in which the weights will be held; None for their own.
+
+    Raises:
+        CheckpointError: a value is NaN or infinite, or ``dtype`` cannot hold it.
+    """
+    if not values.is_floating_point() or values.numel() == 0:
+        return
+    # Both are NaN if a value is.
+    extremes = torch.stack(torch.aminmax(values.detach()))
+    if not extremes.isfinite().all():
+        raise CheckpointError(f"{what} has values that are not finite, which are neither loaded nor saved")
+    if dtype is not None and not extremes.to(dtype).isfinite().all():
+        raise CheckpointError(
+            f"{what} has values of up to {float(extremes.abs().max()):.3g}, which {str(dtype).removeprefix('torch.')} "
+            "cannot hold; use another dtype"
+        )
+
+
 def _damaged(what: str) -> CheckpointError:
     return CheckpointError(f"{what}; use another copy of it")
 

@@ -175,9 +175,14 @@ BAD: list[tuple[Callable[[Path], object], type[ShardwiseError], str]] = [
     (config(attention_dropout=1.5), ConfigError, "attention_dropout is 1.5; it must be at least 0 and under 1"),
     (config(rms_norm_eps=None, hidden_size=True), ConfigError, "hidden_size is true; it must be an integer"),
     (
-        config(tie_word_embeddings=True),
+        tensors(model__norm__weight=torch.tensor([1.0] * 23 + [float("nan")])),
         CheckpointError,
-        "'model.embed_tokens.weight' and 'lm_head.weight', which differ",
+        "tensor 'model.norm.weight' of .*model.safetensors has values that are not finite",
+    ),
+    (
+        tensors(lm_head__weight=torch.tensor([0.0] * 1002 + [float("-inf")]).unsqueeze(1).repeat(1, 24)),
+        CheckpointError,
+        "tensor 'lm_head.weight' of .*model.safetensors has values that are not finite",
     ),
     (config(rope_parameters={"rope_type": "longest"}), ConfigError, 'rope_type is "longest"; it must be one of'),
     (config(rope_parameters={"rope_type": "longrope"}), ConfigError, "short_factor is null; it must be a list of"),

@@ -34,7 +34,7 @@ from shardwise.storage.huggingface import config_to_json, load_pretrained, save_
 from shardwise.storage.huggingface.architectures.architecture import ExpertNames
 from shardwise.storage.huggingface.exporting import check_target
 from shardwise.storage.huggingface.pretrained import ADAPTER_CONFIG_NAME, CONFIG_NAME, PretrainedFolder, own_config
-from shardwise.storage.huggingface.tensor_folder import README_NAME, copy_companion_files
+from shardwise.storage.huggingface.tensor_folder import README_NAME, copy_companion_files, own_file
 from shardwise.training.bounds import DEFAULT_FILE_GB, DEFAULT_TIMEOUT, FILE_GB, TIMEOUT, checks_arguments
 
 

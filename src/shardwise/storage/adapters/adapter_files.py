@@ -23,7 +23,7 @@ from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.files import first_of, write_atomically
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.sharding import ParamLayout
-from shardwise.core.tensor_files import StoredTensor, read_box, read_header
+from shardwise.core.tensor_files import StoredTensor, check_finite, read_box, read_header
 from shardwise.core.topology import gather_from_stages, model_groups
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_layers import LoraLayer
@@ -115,6 +115,7 @@ def save_adapter(
 
     Raises:
         ConfigError: the model has no adapters, or the folder cannot be written to; raised on every rank.
+        CheckpointError: a tensor is not finite; raised on every rank, and nothing is written.
     """
     pairs = [
         (target, adapter) for target in adapter_targets(model, architecture) if (adapter := target.adapter) is not None
@@ -161,6 +162,8 @@ def save_adapter(
 
 
 def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    for key, tensor in tensors.items():
+        check_finite(tensor, f"tensor {key!r}")
     contents = {
         WEIGHTS_NAME: safetensors.torch.save(tensors, metadata={"format": "pt"}),
         CONFIG_NAME: (json.dumps(config, indent=2) + "\n").encode(),
@@ -272,6 +275,8 @@ def _read(folder: Path, model: TransformerModel, architecture: Architecture, kno
         for place, stored in chosen.items()
         if place in needed
     }
+    for place, tensor in whole.items():
+        check_finite(tensor, f"tensor {chosen[place].name!r} of {path}")
     return _Found(
         config,
         paths,

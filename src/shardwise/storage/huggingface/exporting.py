@@ -23,7 +23,7 @@ from shardwise.core.files import FolderLock, lock_of_target
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.sharding import ParamShard
 from shardwise.core.sharding.balanced import is_sharded
-from shardwise.core.tensor_files import TensorFile, write_errors
+from shardwise.core.tensor_files import TensorFile, check_finite, write_errors
 from shardwise.core.topology import Groups, gather_from_stages, model_groups
 from shardwise.data.tokenizer.chat_template import TEMPLATE_NAME
 from shardwise.models.description import Model, ModelChunks, describe_model
@@ -81,8 +81,8 @@ def save_pretrained(
 
     Raises:
         ConfigError: the architecture cannot express the model or has no choice of names, or ``folder`` exists.
-        CheckpointError: the folder cannot be written (no permission, disk full). Every rank raises the same error, and
-            all new files are removed.
+        CheckpointError: the folder cannot be written (no permission, disk full), or a weight is not finite in the dtype
+            that is written. Every rank raises the same error, and all new files are removed.
     """
     models = cast("list[Model]", list(model) if isinstance(model, ModelChunks | Sequence) else [model])
     groups = models[0].groups
@@ -235,8 +235,9 @@ def _write_files(
             if is_mine and failure is None:
                 try:
                     file = file or TensorFile(partial / name, tensors)
-                    for key, tensor in part.composition.take_apart(whole.to(part.dtype)).items():
-                        file.write(key, tensor)
+                    for key, tensor in part.composition.take_apart(whole).items():
+                        check_finite(tensor, f"tensor {key!r}", dtype=part.dtype)
+                        file.write(key, tensor.to(part.dtype))
                 except Exception as error:
                     failure = error
                     if file is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from shardwise.core.communication.agreement import agree
+from shardwise.core.communication.agreement import agree, gather_objects
 from shardwise.core.communication.context import default_device
-from shardwise.core.errors import CheckpointError, ConfigError
+from shardwise.core.errors import CheckpointError
 from shardwise.core.sharding import Interval, ParamShard
+from shardwise.core.tensor_files import check_finite
 from shardwise.core.topology import Groups, gather_from_stages, model_groups
 from shardwise.models.description import Model, ModelChunks, build_model, chunks_of, model_config
 from shardwise.nn import arithmetic_of
@@ -25,7 +27,7 @@ from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.nn.quantization import Quantization, QuantizedTensor, check_available, quantize_shard
 from shardwise.storage.huggingface.mapping import Composition, compose
 from shardwise.storage.huggingface.pretrained import PretrainedFolder
-from shardwise.storage.huggingface.tensor_folder import TensorFolder, weight_dtype
+from shardwise.storage.huggingface.tensor_folder import TensorFolder, log_once, weight_dtype
 
 
 def load_pretrained(
@@ -67,6 +69,10 @@ def load_pretrained(
     """
     ranks = model_groups(groups)
     source = agree(lambda: _opened(folder, vocab_size), group=ranks)
+    notes = [*source.notes, *_compare_files(source.tensors, groups)]
+    if all(group.rank() == 0 for group in (*ranks, *([] if groups.dp is None else [groups.dp]))):
+        for note in notes:
+            log_once(note)
     settings = {"params_dtype": dtype or source.dtype, "pipeline_model_parallel_size": groups.num_stages, **settings}
     # All values are read from files, so do not initialise any.
     config = agree(lambda: model_config(source.description, perform_initialization=False, **settings), group=ranks)
@@ -96,7 +102,6 @@ def load_pretrained(
         for shard, composition in parts.values():
             if not isinstance(shard.data, QuantizedTensor):
                 fill_shard_(shard, composition, source.tensors, names)
-                check_copies(shard, composition, source, names)
 
     agree(fill, group=ranks)
     for shard, composition in parts.values():
@@ -153,10 +158,6 @@ def _compositions_and_names(
     return parts, agree(check, group=model_groups(groups))
 
 
-# Number of rows to compare at both ends of each interval of a copy.
-_ROWS = 16
-
-
 def check_shapes(folder: TensorFolder, composition: Composition, names: Mapping[str, str]) -> None:
     """Raise CheckpointError unless the tensors have the model's shapes and a dtype of weights."""
     for name, shape in composition.stored_shapes.items():
@@ -173,7 +174,7 @@ def check_shapes(folder: TensorFolder, composition: Composition, names: Mapping[
 def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolder, names: Mapping[str, str]) -> None:
     """Read this rank's part of a parameter into ``shard.data``, with at most as much additional memory.
 
-    Rows beyond the stored ones are set to 0.
+    Rows beyond the stored ones are set to 0. Raises CheckpointError if a value is not finite.
     """
     layout, target = shard.layout, shard.data.detach()
     if layout.global_shape[0] > composition.shape[0]:
@@ -189,6 +190,8 @@ def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolde
             place = 0
             for start, stop in columns or [(0, 0)]:
                 values = _read(folder, names[name], composition, (first, start), (count, stop - start), block)
+                what = f"tensor {names[name]!r} of {folder.tensors[names[name]].file}"
+                check_finite(values, what, dtype=target.dtype)
                 part = target.narrow(1, place, stop - start) if columns else target
                 for stored in together:
                     taken = values[stored.start - first :: stored.step][: stored.rows]
@@ -264,41 +267,15 @@ def _neighbours(intervals: Sequence[_StoredInterval]) -> list[list[_StoredInterv
     return result
 
 
-def check_copies(
-    shard: ParamShard, composition: Composition, source: PretrainedFolder, names: Mapping[str, str]
-) -> None:
-    """Raise CheckpointError if files store two copies of a tied weight with different values.
-
-    Only a few rows of this rank's part are compared: a copy that was trained separately differs in all rows, and
-    reading all of it would double the cost.
-    """
-    for copy, original in source.copies().items():
-        if names.get(copy) in (None, names.get(original)) or original not in composition.stored_shapes:
-            continue
-        pieces = tuple(piece._replace(tensor=copy) for piece in composition.pieces)
-        repeated = Composition(composition.shape, pieces, composition.transposed)
-        check_shapes(source.tensors, repeated, names)
-        # A weight with split columns is never tied.
-        if shard.layout.dim != 1 and not _same_rows(shard, repeated, source.tensors, names):
-            raise CheckpointError(
-                f"{source.path} has tensors {names[original]!r} and {names[copy]!r}, which differ, but its config.json "
-                "says that they are one (tie_word_embeddings)"
-            )
-
-
-def _same_rows(shard: ParamShard, repeated: Composition, folder: TensorFolder, names: Mapping[str, str]) -> bool:
-    data, local = shard.data.detach(), 0
-    for first, last in _own_rows(shard):
-        for start, stop in ((first, min(last, first + _ROWS)), (max(first + _ROWS, last - _ROWS), last)):
-            for (name, block), intervals in _intervals_by_tensor(repeated, [(start, max(start, stop))]).items():
-                for stored in intervals:
-                    sizes = (stored.rows, *repeated.shape[1:])
-                    values = _read(folder, names[name], repeated, (stored.start, 0), sizes, block)
-                    place = local + start - first + stored.place
-                    if not torch.equal(values.to(data.dtype), data[place : place + stored.rows].cpu()):
-                        return False
-        local += last - first
-    return True
+def _compare_files(folder: TensorFolder, groups: Groups) -> list[str]:
+    """Compare tensors that stand in several files, each on one rank; see ``TensorFolder.judge_copies``. Collective."""
+    if not folder.copies:
+        return []
+    first, step = groups.stage * groups.tp.size() + groups.tp.rank(), groups.num_stages * groups.tp.size()
+    own = agree(lambda: folder.differing_copies(first, step), group=model_groups(groups))
+    what = "the tensors that differ"
+    of_stages = gather_from_stages(gather_objects(own, what, group=groups.tp), what, groups)
+    return folder.judge_copies(sorted(chain.from_iterable(chain.from_iterable(of_stages))))
 
 
 @dataclass(frozen=True)
@@ -359,9 +336,6 @@ def fill_quantized_(
     def read() -> torch.Tensor:
         values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         fill_shard_(shard.with_data(values), composition, source.tensors, names)
-        if not values.isfinite().all():
-            stored = ", ".join(composition.stored_shapes)
-            raise ConfigError(f"{source.path} has values that are not finite in {stored}; they cannot be quantised")
         return values
 
     made = quantize_shard(weight.kind, agree(read, group=groups.tp), shard.layout, groups.tp)

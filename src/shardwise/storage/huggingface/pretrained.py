@@ -24,6 +24,7 @@ from shardwise.storage.huggingface.tensor_folder import (
     is_weight_dtype,
     own_file,
     read_json,
+    same_values,
     weight_dtype,
 )
 
@@ -186,6 +187,7 @@ class PretrainedFolder:
         config: content of ``config.json``.
         description: the model to load, with the requested changes.
         tensors: stored tensors.
+        notes: contradictions of the folder that the user should see, one line each.
 
     Raises:
         ConfigError, CheckpointError: as for ``load_pretrained``.
@@ -199,6 +201,8 @@ class PretrainedFolder:
         is_quantized = self.config.values.get("quantization_config") is not None
         self.tensors = Mxfp4Folder(self.path) if is_quantized else TensorFolder(self.path)
         self.description = self.architecture.adapt(self.config.description, self.tensors.tensors.keys())
+        self.notes: list[str] = []
+        self._check_copies()
         self._stored_vocab_size = self.description.vocab_size
 
     @property
@@ -258,9 +262,28 @@ class PretrainedFolder:
         return found
 
     def copies(self) -> dict[str, str]:
-        """Return tensors that are copies, with their originals; if files have both, they must be equal."""
+        """Return tensors that are copies, with their originals."""
         tied = self.architecture.tied if self.description.share_embeddings_and_output_weights else {}
         return {**self.architecture.copies, **tied}
+
+    def _check_copies(self) -> None:
+        """Compare copies with their originals: an output layer that differs from the embedding is not tied to it."""
+        if self.description.classification is not None:
+            # The model has no output layer.
+            return
+        can_untie = not self.architecture.required.get("tie_word_embeddings", False)
+        for copy, original in self.copies().items():
+            found = {self._todays_name(name, {copy, original}): each for name, each in self.tensors.tensors.items()}
+            if not {copy, original} <= found.keys() or same_values(found[original], found[copy], self.dtype):
+                continue
+            differ = (
+                f"{self.path} has tensors {found[original].name!r} and {found[copy].name!r}, which differ, but its "
+                "config.json says that they are one"
+            )
+            if copy in self.architecture.copies or not can_untie:
+                raise CheckpointError(f"{differ}, as in every {self.architecture.model_type} model")
+            self.description = dataclasses.replace(self.description, share_embeddings_and_output_weights=False)
+            self.notes.append(f"{differ} (tie_word_embeddings): they are read as two weights")
 
     def _todays_name(self, stored: str, expected: Set[str]) -> str:
         name = stored

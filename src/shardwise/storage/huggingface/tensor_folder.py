@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.core import files
 from shardwise.core.errors import CheckpointError, DataError
 from shardwise.core.files import MAX_CONFIG_BYTES, MAX_TABLE_BYTES, can_be_a_name
-from shardwise.core.tensor_files import DTYPES, StoredTensor, read_box, read_header
+from shardwise.core.tensor_files import DTYPES, StoredTensor, read_box, read_header, some_tensors
 from shardwise.data.tokenizer.chat_template import TEMPLATE_NAME, TOOLS_TEMPLATE_NAME, ChatTemplate
 
 _LOGGER = logging.getLogger("shardwise")
@@ -41,6 +41,38 @@ def weight_dtype(stored: StoredTensor) -> torch.dtype:
     return DTYPES[stored.dtype]
 
 
+# Number of bytes of each of two tensors that are in memory while they are compared.
+_COMPARED_BYTES = 16 << 20
+
+
+def same_values(one: StoredTensor, other: StoredTensor, dtype: torch.dtype | None = None) -> bool:
+    """Compare all values of two stored tensors, a few rows at a time.
+
+    Args:
+        one, other: the tensors.
+        dtype: dtype in which weights are compared. None means their own; then a weight that is the other one rounded to
+            its dtype is the same.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    if one.shape != other.shape:
+        return False
+    rows, rest = (one.shape or (1,))[0], one.shape[1:]
+    step = max(1, rows * _COMPARED_BYTES // max(1, one.num_bytes))
+    for start in range(0, rows, step):
+        offsets, sizes = ((start, *(0 for _ in rest)), (min(step, rows - start), *rest)) if one.shape else ((), ())
+        a, b = (read_box(each, offsets, sizes).reshape(-1) for each in (one, other))
+        if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            continue
+        if not (is_weight_dtype(one) and is_weight_dtype(other)):
+            return False
+        common = {a.dtype, b.dtype} if dtype is None else {dtype}
+        if not any(torch.equal(a.to(each), b.to(each)) for each in common):
+            return False
+    return True
+
+
 class TensorFolder:
     """Tensors of a folder with one ``model.safetensors``, or several files and their index.
 
@@ -48,6 +80,8 @@ class TensorFolder:
 
     Attributes:
         tensors: stored tensors by name.
+        copies: tensors of the same names in other files, which are not read.
+        indexed: names of tensors of which the folder says which file is read.
         bytes_read: number of bytes of tensors read so far.
 
     Raises:
@@ -58,23 +92,60 @@ class TensorFolder:
         self.folder = folder
         self.bytes_read = 0
         self.tensors: dict[str, StoredTensor] = {}
+        self.copies: list[StoredTensor] = []
         # If the path exists and is not a regular file, reading it reports so.
-        index = None if (folder / WEIGHTS_NAME).exists() else _read_index(folder)
-        for file in [WEIGHTS_NAME] if index is None else sorted(set(index.values())):
+        index = {} if (folder / WEIGHTS_NAME).exists() else _read_index(folder)
+        names = sorted(set(index.values())) or [WEIGHTS_NAME]
+        for file in names:
             for name, tensor in read_header(folder / file).items():
-                if index is None or index.get(name, file) == file:
+                if index.get(name, file) == file and name not in self.tensors:
                     self.tensors[name] = tensor
-        missing = sorted((index or {}).keys() - self.tensors.keys())
+                else:
+                    self.copies.append(tensor)
+        missing = sorted(index.keys() - self.tensors.keys())
         if missing:
             raise CheckpointError(
-                f"tensor {missing[0]!r} is not in {folder / (index or {})[missing[0]]}, where {INDEX_NAME} says it is"
+                f"tensor {missing[0]!r} is not in {folder / index[missing[0]]}, where {INDEX_NAME} says it is"
             )
+        # Like transformers, an index next to model.safetensors is not read.
+        self.indexed = index.keys() or (self.tensors.keys() if (folder / INDEX_NAME).exists() else set())
+        for path in sorted(folder.glob("*.safetensors")):
+            if path.name not in names and not path.name.startswith("adapter_"):
+                # The model does not need this file, so it may be damaged.
+                with suppress(CheckpointError):
+                    self.copies += read_header(path).values()
+        self.copies = [tensor for tensor in self.copies if tensor.name in self.tensors]
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Read a box of a weight to the CPU, given by name, first index and number of indices in each dimension."""
         box = read_box(self.tensors[name], offsets, sizes)
         self.bytes_read += box.nbytes
         return box
+
+    def differing_copies(self, first: int = 0, step: int = 1) -> list[int]:
+        """Compare every ``step``-th of ``copies``, from ``first`` on, and return the indices of those that differ."""
+        every = range(first, len(self.copies), step)
+        return [at for at in every if not same_values(self.tensors[self.copies[at].name], self.copies[at])]
+
+    def judge_copies(self, differing: Sequence[int]) -> list[str]:
+        """Return a line for each two files that hold different copies, given by their indices in ``copies``.
+
+        Raises:
+            CheckpointError: no index says which one is the model's.
+        """
+        names: dict[tuple[Path, Path], list[str]] = {}
+        for copy in (self.copies[at] for at in differing):
+            used = self.tensors[copy.name].file
+            if copy.name not in self.indexed:
+                raise CheckpointError(
+                    f"{used} and {copy.file} have different values of tensor {copy.name!r}, and no {INDEX_NAME} says "
+                    "which are the model's; remove the other file"
+                )
+            names.setdefault((used, copy.file), []).append(copy.name)
+        return [
+            f"{other} has other values of {some_tensors(each)} than {used}, which is read"
+            for (used, other), each in names.items()
+        ]
 
 
 def read_json(path: Path, *, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
