@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.data import example_of, read_corpus, read_records
+from shardwise.data import example_of, preference_of, read_corpus, read_records
 
 CHATS = [
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
@@ -44,6 +44,50 @@ def test_rows_are_records(tmp_path):
     assert read_corpus(tmp_path / "d.parquet", text_key="body").documents == ("x", "y")
     with pytest.raises(DataError, match=r"d\.parquet', row 1: no key 'text' \(its keys: 'body'\)"):
         read_corpus(tmp_path / "d.parquet")
+
+
+def call(name, **arguments):
+    return {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+
+
+def tool(name, **properties):
+    return {"name": name, "parameters": {"properties": properties}}
+
+
+def test_nulls_of_tables_are_missing_keys(tmp_path):
+    """Arrow gives each struct the keys of all rows; a null in a list, and a null of a JSON line, are the author's."""
+    asked = {"role": "user", "content": "?"}
+    rows = [
+        {
+            "messages": [asked, call("rain", at={"place": "Ulm", "days": [{"n": 1}, {"m": 2}]}, many=[1, None])],
+            "tools": [tool("rain", at={"type": "object"}, many={"items": {"type": "integer"}})],
+            "chat_template_kwargs": {"mode": {"deep": "x"}},
+        },
+        {
+            "messages": [asked, call("write", content="text", value=0), {"role": "tool", "content": "done"}],
+            "tools": [tool("write", content={"type": "string", "enum": ["a", "b"]}), tool("idle")],
+            "chat_template_kwargs": {"mode": {"flat": ""}},
+        },
+    ]
+    pairs = [
+        {"prompt": row["messages"][:1], "chosen": row["messages"][1:2], "rejected": [asked], "tools": row["tools"]}
+        for row in rows
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    write_arrow(tmp_path / "b.arrow", rows)
+    for name in ("a.parquet", "b.arrow"):
+        for record, row in zip(read_records(tmp_path / name)[1], rows, strict=True):
+            found = example_of(record, "text")
+            assert [*found.completion] == row["messages"]
+            assert (found.tools, found.variables) == (row["tools"], row["chat_template_kwargs"])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(pairs), tmp_path / "pairs.parquet")
+    for record, pair in zip(read_records(tmp_path / "pairs.parquet")[1], pairs, strict=True):
+        found = preference_of(record)
+        assert ([*found.completion], found.tools) == (pair["chosen"], pair["tools"])
+    line = {"messages": [asked, call("rain", place=None)], "tools": [tool("rain", place={"default": None})]}
+    (tmp_path / "line.jsonl").write_text(json.dumps(line))
+    (record,) = read_records(tmp_path / "line.jsonl")[1]
+    assert ([*example_of(record, "text").completion], record.value["tools"]) == (line["messages"], line["tools"])
 
 
 def test_a_saved_dataset_is_read_as_it_says(tmp_path):

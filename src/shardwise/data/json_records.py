@@ -257,6 +257,8 @@ def files_of_dataset(folder: Path) -> list[Path] | None:
 def records_of_table(file: Path) -> Iterator[Record]:
     """Yield the rows of a Parquet or Arrow file as objects with the column names as keys.
 
+    Arrow gives every struct the fields of all rows. Null fields are dropped, except columns and fields of messages.
+
     Raises:
         DataError: the file cannot be read or has another format.
         ConfigError: ``pyarrow`` is not installed.
@@ -268,13 +270,30 @@ def records_of_table(file: Path) -> Iterator[Record]:
             for batch in _batches(arrow, opened, file.suffix.lower() == ".parquet"):
                 for row in batch.to_pylist():
                     number += 1
-                    yield Record(f"{str(file)!r}, row {number}", row)
+                    yield Record(f"{str(file)!r}, row {number}", {name: _column(name, row[name]) for name in row})
     except OSError as error:
         if error.strerror is None:
             raise _broken(file, number, error) from error
         raise DataError(f"cannot read {str(file)!r}: {error.strerror}; check the path and its permissions") from error
     except (arrow.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise _broken(file, number, error) from error
+
+
+def _column(name: str, value: Any) -> Any:
+    # A message keeps its own nulls, because a content of null is not a missing one.
+    if name != "tools" and isinstance(value, list):
+        return [
+            {key: _without_nulls(item) for key, item in each.items()} if isinstance(each, dict) else each
+            for each in value
+        ]
+    return _without_nulls(value)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of a table without the null fields of structs, at any depth. Nulls in lists stay."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _broken(file: Path, number: int, error: Exception) -> DataError:
