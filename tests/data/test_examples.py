@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardwise.core.errors import DataError
-from shardwise.data import ExampleEncoder, UnusableExampleError, example_of, examples, labelled
+from shardwise.data import ExampleEncoder, UnusableExampleError, example_of, examples, labelled, preference_of
 from shardwise.data.examples import messages_of
-from shardwise.data.json_records import Record
+from shardwise.data.json_records import Record, digest_of
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 
 TEMPLATE = (
@@ -103,6 +103,109 @@ def test_examples_of_no_use(tokenizer, value, reason):
     source = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + TEMPLATE
     with pytest.raises(UnusableExampleError, match=reason):
         ExampleEncoder(tokenizer, ChatTemplate(source)).encode(example(value))
+
+
+@pytest.mark.parametrize("marks", [False, True])
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"trainable": 0.0}, {"loss_mask": 0}, {"masked": 1}])
+def test_turns_that_are_not_learned(tokenizer, flag, marks):
+    said, template = SAID | {"content": "You."}, TEMPLATE
+    if marks:
+        content = "message.content + '<|end|>'"
+        template = template.replace(f"'<|' + message.role + '|>' + {content}", "'<|' + message.role + '|>'").replace(
+            "{% endfor %}",
+            "{% if message.role == 'assistant' %}{% generation %}{{ " + content + " }}{% endgeneration %}"
+            "{% else %}{{ " + content + " }}{% endif %}{% endfor %}",
+            1,
+        )
+    encoder = ExampleEncoder(tokenizer, ChatTemplate(template))
+    whole = "<|user|>Who?<|end|><|assistant|>I.<|end|><|user|>Who?<|end|><|assistant|>You.<|end|>"
+    no = dict.fromkeys(flag, not next(iter(flag.values())))
+    # A flag that says what holds anyway, or null, changes nothing.
+    for given in ([ASKED | flag, SAID | flag, ASKED, said], [ASKED, SAID | flag, ASKED | {"loss": None}, said | no]):
+        assert learned(encoder, {"messages": given}) == (whole, "You.<|end|>")
+        assert learned(encoder, {"system": "", "messages": [*given, ASKED, SAID]})[1] == "You.<|end|>I.<|end|>"
+        shorter = {"prompt": given[:1], "completion": given[1:2] + given[3:]}
+        assert learned(encoder, shorter)[1].replace("<|assistant|>", "") == "You.<|end|>"
+    sharegpt = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."} | flag]
+    assert learned(encoder, {"conversations": sharegpt * 2 + [sharegpt[0], SAID], "system": "I."})[1] == "I.<|end|>"
+    with pytest.raises(UnusableExampleError, match="nothing in it is learned"):
+        encoder.encode(example({"messages": [ASKED, SAID | flag]}))
+    plain = example({"messages": [ASKED, SAID]})
+    assert example({"messages": [ASKED, SAID | flag]}).sha256 != example({"messages": [ASKED, SAID | no]}).sha256
+    assert plain.sha256 == digest_of([None, plain.completion, None, {}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([ASKED, SAID | {"weight": 0.5}], "message 2: 'weight' is 0.5; a flag .* must be 0, 1, false or true"),
+        ([ASKED | {"train": "false"}, SAID], "message 1: 'train' is \"false\"; a flag"),
+        ([ASKED, SAID | {"loss_mask": [0, 1]}], r"'loss_mask' is \[0, 1\]; a flag"),
+        ([ASKED, SAID | {"train": True, "weight": 0}], "'weight' is 0 and 'train' is true: one says"),
+        ([ASKED, SAID | {"loss": 1, "masked": True}], "'loss' is 1 and 'masked' is true: one says"),
+    ],
+)
+def test_flags_that_are_none(messages, message):
+    for record in ({"messages": messages}, {"prompt": messages, "completion": [SAID]}):
+        with pytest.raises(DataError, match=message):
+            example(record)
+    with pytest.raises(DataError, match=message):
+        preference_of(Record("here", {"chosen": messages, "rejected": [ASKED, ASKED]}))
+
+
+@pytest.mark.parametrize(
+    ("record", "masks", "message"),
+    [
+        (
+            {"messages": [ASKED | {"weight": 1}, SAID]},
+            True,
+            "user message 'Who.*: 'weight' is 1, so it is to be learned",
+        ),
+        (
+            {"prompt": [ASKED, SAID | {"masked": 0}], "completion": [SAID]},
+            True,
+            "'masked' is 0, so it is to be learned",
+        ),
+        (
+            {"prompt": [ASKED], "completion": [SAID, ASKED | {"loss": 0}]},
+            True,
+            "so it is not to be learned, but --mask",
+        ),
+        (
+            {"messages": [ASKED, SAID | {"weight": 0}]},
+            False,
+            "so it is not to be learned, but --no-mask-prompts trains",
+        ),
+        ({"messages": [ASKED | {"train": False}, SAID]}, False, "so it is not to be learned, but --no-mask-prompts"),
+    ],
+)
+def test_flags_that_contradict_the_mask(tokenizer, record, masks, message):
+    with pytest.raises(DataError, match=message) as caught:
+        ExampleEncoder(tokenizer, ChatTemplate(TEMPLATE), mask_prompts=masks).encode(example(record))
+    assert not isinstance(caught.value, UnusableExampleError), "the run must end"
+
+
+def test_flags_without_a_mask(tokenizer):
+    whole = "<|user|>Who?<|end|><|assistant|>I.<|end|>"
+    encoder = ExampleEncoder(tokenizer, ChatTemplate(TEMPLATE), mask_prompts=False)
+    assert learned(encoder, {"messages": [ASKED | {"weight": 1}, SAID | {"masked": False}]}) == (whole, whole)
+
+
+def test_flags_of_preferences():
+    def preference(prompt, *answers):
+        return preference_of(Record("here", {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}))
+
+    plain = preference([ASKED], [SAID], [ASKED])
+    assert preference([ASKED | {"weight": 0}], [SAID | {"weight": 1}], [ASKED | {"masked": 0}]) == plain
+    assert preference(None, [ASKED | {"train": 0}, SAID], [ASKED, ASKED | {"train": 1}]) == plain
+    for wrong in (
+        ([ASKED | {"weight": 1}], [SAID], [ASKED]),
+        ([ASKED], [SAID], [ASKED | {"loss": False}]),
+        (None, [ASKED, SAID], [ASKED | {"weight": 1}, ASKED]),
+        ("Who?", [ASKED, SAID | {"weight": 0}], [ASKED, ASKED]),
+    ):
+        with pytest.raises(DataError, match="the answers are learned and the prompt is not"):
+            preference(*wrong)
 
 
 def test_special_tokens_spelt_by_strangers(tokenizer):

@@ -2,6 +2,7 @@
 
 A token is trained if any of its characters is. In a chat, the trained characters are those that the template marks with
 ``{% generation %}``, or else each turn of the assistant, from the end of its generation prompt to the end of the turn.
+A turn whose flag says so, such as ``"weight": 0``, is not trained.
 In a prompt with a completion, the tokens are trained from the first that differs from the tokens of the prompt alone.
 """
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.core.errors import DataError
-from shardwise.data.examples import Example, Messages, Preference, common_length
+from shardwise.data.examples import Example, Messages, Preference, check_flags, common_length
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 from shardwise.data.tokenizer.chat_template import Rendered, Span, TemplateError
 
@@ -78,7 +79,8 @@ class ExampleEncoder:
 
         Raises:
             UnusableExampleError: the template rejects it, a turn of the assistant is empty, or no token is trained on.
-            DataError: the example is a chat, and the model has no template.
+            DataError: the example is a chat, and the model has no template; or a flag of a message contradicts
+                ``mask_prompts``.
         """
         encoded = self._chat(example) if example.is_chat else self._text(example)
         # The first token of a sequence has no prediction.
@@ -155,6 +157,7 @@ class ExampleEncoder:
         assert not isinstance(example.completion, str)
         assert not isinstance(example.prompt, str)
         messages = (*(example.prompt or ()), *example.completion)
+        self._check_flags(example)
         self._check_turns(messages)
         rendered = self._render(messages, example)
         ids, spans = self.tokenizer.encode_with_spans(rendered.text, parse_special=True)
@@ -164,7 +167,34 @@ class ExampleEncoder:
         elif self.mask_prompts:
             written = rendered.spans or self._turns(messages, example, rendered.text)
             learned = _touched(spans, written, len(rendered.text))
+        if skipped := self._skipped(messages, example, rendered.text):
+            learned &= ~_touched(spans, skipped, len(rendered.text))
         return self._encoded(ids, spans, rendered.text, learned)
+
+    def _check_flags(self, example: Example) -> None:
+        first = len(example.prompt or ())
+
+        def is_learned(index: int, role: str) -> bool | None:
+            if not self.mask_prompts:
+                return True
+            in_completion = example.prompt is not None and index >= first
+            return None if role == "assistant" and index >= first else in_completion
+
+        rule = (
+            "--mask-prompts trains on the assistant's turns, or on the completion of a record that has one, and on "
+            "nothing else; remove the flag"
+            if self.mask_prompts
+            else "--no-mask-prompts trains on all of the text; remove one of them"
+        )
+        check_flags(example, is_learned, rule)
+
+    def _skipped(self, messages: Messages, example: Example, text: str) -> list[Span]:
+        """Return the spans of the assistant's turns whose flags say that they are not trained."""
+        flags = [flag for flag, message in zip(example.flags, messages, strict=False) if message["role"] == "assistant"]
+        skips = [flag is not None and not flag.learned for flag in flags]
+        if not any(skips):
+            return []
+        return [turn for turn, skip in zip(self._turns(messages, example, text), skips, strict=True) if skip]
 
     def _check_turns(self, messages: Messages) -> None:
         turns = [message for message in messages if message["role"] == "assistant"]

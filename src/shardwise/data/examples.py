@@ -18,19 +18,21 @@ a record with                                            is a preference of
 ``prompt``: a string, the others lists of messages       chats: the prompt is the beginning of both, and has the string
 ======================================================== =============================================================
 
-A message has ``role`` and ``content`` (OpenAI's form) or ``from`` and ``value`` (ShareGPT's). A record with messages
+A message has ``role`` and ``content`` (OpenAI's form) or ``from`` and ``value`` (ShareGPT's). It may have flags that
+say whether it is learned (``weight``, ``train`` ...), which the template does not see. A record with messages
 may also have ``system``, a text before them, ``tools``, and ``chat_template_kwargs``, which are passed to the template.
 Preferences have the formats of the library ``trl``, with explicit and implicit prompts.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.core.errors import DataError
+from shardwise.core.files import shown
 from shardwise.data.json_records import Record, check_text, digest_of, keys_of, kind_of, text_of
 
 Messages = tuple[Mapping[str, Any], ...]
@@ -38,6 +40,26 @@ Messages = tuple[Mapping[str, Any], ...]
 _CHAT_KEYS = ("messages", "conversations")
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+
+# Flags of a message, and whether a true flag means that the message is learned.
+_FLAGS = {"weight": True, "train": True, "trainable": True, "loss": True, "loss_mask": True, "masked": False}
+
+
+class Flag(NamedTuple):
+    """A flag of a message, for example ``"weight": 0``.
+
+    Attributes:
+        name: key of the flag.
+        value: value of the flag: 0, 1, false or true.
+        learned: True if the flag says that the message is learned.
+    """
+
+    name: str
+    value: object
+    learned: bool
+
+    def __str__(self) -> str:
+        return f"{self.name!r} is {shown(self.value)}"
 
 
 @dataclass(frozen=True)
@@ -50,6 +72,8 @@ class Example:
         completion: the completion, or the whole example; of the same type as the prompt.
         tools: descriptions of functions, passed to the template.
         variables: further variables, passed to the template.
+        flags: for each message of prompt and completion, the flag that says whether it is learned, or None; empty if
+            no message has a flag.
     """
 
     where: str
@@ -57,6 +81,7 @@ class Example:
     completion: str | Messages
     tools: list[Any] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    flags: tuple[Flag | None, ...] = ()
 
     @cached_property
     def sha256(self) -> str:
@@ -65,7 +90,9 @@ class Example:
 
     @property
     def _content(self) -> list[object]:
-        return [self.prompt, self.completion, self.tools, dict(self.variables)]
+        content: list[object] = [self.prompt, self.completion, self.tools, dict(self.variables)]
+        # Without flags, hashes are those of earlier versions, which choose the held-out examples.
+        return [*content, [flag and flag.learned for flag in self.flags]] if self.flags else content
 
     @property
     def is_chat(self) -> bool:
@@ -108,18 +135,19 @@ def example_of(record: Record, text_key: str) -> Example:
     tools, variables = tools_of(value, where), variables_of(value, where)
     for key in _CHAT_KEYS:
         if key in value:
-            return Example(
-                where, None, with_system(value, messages_of(value[key], where, key), where), tools, variables
-            )
+            messages = with_system(value, messages_of(value[key], where, key), where)
+            return Example(where, None, messages, tools, variables, _flags_of(messages, where, value[key]))
     prompt, completion = value["prompt"], value["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return Example(where, check_text(prompt, where, "'prompt'"), check_text(completion, where, "'completion'"))
-    before = with_system(value, messages_of(prompt, where, "prompt"), where)
-    return Example(where, before, messages_of(completion, where, "completion"), tools, variables)
+    before, after = messages_of(prompt, where, "prompt"), messages_of(completion, where, "completion")
+    before = with_system(value, before, where)
+    flags = _flags_of((*before, *after), where, prompt, completion)
+    return Example(where, before, after, tools, variables, flags)
 
 
 def messages_of(value: object, where: str, key: str) -> Messages:
-    """Convert the messages under ``key`` to OpenAI's format. Raises DataError if they are invalid."""
+    """Convert the messages under ``key`` to OpenAI's format, without flags. Raises DataError if they are invalid."""
     if not isinstance(value, list):
         beside = " where the other one is messages" if key in ("prompt", "completion") else ""
         raise DataError(f"{where}: {key!r} is not a list of messages but {kind_of(value)}{beside}; repair the record")
@@ -131,7 +159,7 @@ def messages_of(value: object, where: str, key: str) -> Messages:
 def _message_of(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f'{where}: not an object but {kind_of(value)}; a message is {{"role": ..., "content": ...}}')
-    message = {name: each for name, each in value.items() if each is not None}
+    message = {name: each for name, each in value.items() if each is not None and name not in _FLAGS}
     if {"content", "value"} & value.keys() and not message.keys() & {"content", "value"}:
         # Templates tell None from a missing key.
         message["content"] = None
@@ -151,6 +179,66 @@ def _message_of(value: object, where: str) -> dict[str, Any]:
     elif "tool_calls" not in message:
         raise DataError(f"{where}: no content; give it 'content' (or 'value'), or remove the message")
     return message
+
+
+def _flags_of(messages: Messages, where: str, *given: Any) -> tuple[Flag | None, ...]:
+    """Return the flag of each message; empty if there is none.
+
+    Args:
+        messages: the converted messages; those that the record lacks, such as its ``system``, come first.
+        where: position of the record.
+        *given: lists of messages of the record.
+
+    Raises:
+        DataError: a flag is not 0, 1, false or true, or two flags of a message contradict each other.
+    """
+    flags = [_flag_of(each, f"{where}, message {number}") for of in given for number, each in enumerate(of, 1)]
+    return (None,) * (len(messages) - len(flags)) + tuple(flags) if any(flags) else ()
+
+
+def _flag_of(message: Mapping[str, Any], where: str) -> Flag | None:
+    found: Flag | None = None
+    for name, learns in _FLAGS.items():
+        if (value := message.get(name)) is None:
+            continue
+        # Tables may hold flags as floats.
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise DataError(
+                f"{where}: {name!r} is {shown(value)}; a flag that says whether a message is learned must be 0, 1, "
+                "false or true; repair or remove it"
+            )
+        flag = Flag(name, value, bool(value) is learns)
+        if found is not None and found.learned is not flag.learned:
+            raise DataError(
+                f"{where}: {found} and {flag}: one says that the message is learned, the other that it is not; remove "
+                "one of them"
+            )
+        found = flag
+    return found
+
+
+def check_flags(example: Example, is_learned: Callable[[int, str], bool | None], rule: str) -> None:
+    """Check the flags of an example's messages.
+
+    Args:
+        example: the example.
+        is_learned: function of a message's index and role: whether it is learned, or None if its flag decides.
+        rule: what decides instead, for the error.
+
+    Raises:
+        DataError: a flag contradicts ``is_learned``. The message names the position, the flag and the rule.
+    """
+    if not example.flags:
+        return
+    assert not isinstance(example.prompt, str)
+    assert not isinstance(example.completion, str)
+    messages = (*(example.prompt or ()), *example.completion)
+    for index, (message, flag) in enumerate(zip(messages, example.flags, strict=True)):
+        if flag is not None and is_learned(index, message["role"]) is (not flag.learned):
+            raise DataError(
+                f"{example.where}, {message['role']} message {message.get('content')!r:.40}: {flag}, so it is "
+                f"{'' if flag.learned else 'not '}to be learned, but {rule}"
+            )
 
 
 def _content_of(value: object, where: str) -> str:
@@ -247,8 +335,10 @@ def preference_of(record: Record) -> Preference:
             raise DataError(f"{where}: 'chosen' and 'rejected' are strings, and 'prompt' is not; repair the record")
         return Preference(where, check_text(prompt, where, "'prompt'"), chosen, rejected=rejected)
     answers = [messages_of(value[key], where, key) for key in _KEYS]
+    given: list[list[Any]] = [[value[key]] for key in _KEYS]
     if isinstance(prompt, list):
         before = messages_of(prompt, where, "prompt")
+        given = [[prompt, *each] for each in given]
     elif prompt is None or isinstance(prompt, str):
         # Each answer keeps at least one message, even if one answer is a prefix of the other.
         common = min(common_length(*answers), min(map(len, answers)) - 1)
@@ -262,6 +352,12 @@ def preference_of(record: Record) -> Preference:
         raise DataError(f"{where}: 'prompt' is neither a string nor a list of messages; repair the record")
     if before:
         before = with_system(value, before, where)
+    for answer, lists in zip(answers, given, strict=True):
+        check_flags(
+            Example(where, before, answer, flags=_flags_of((*before, *answer), where, *lists)),
+            lambda index, _: index >= len(before),
+            "of a preference, the answers are learned and the prompt is not; remove the flag",
+        )
     return Preference(
         where, before, answers[0], tools_of(value, where), variables_of(value, where), rejected=answers[1]
     )

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -267,7 +268,7 @@ def check_template(encoder: ExampleEncoder, examples: Sequence[Example]) -> list
     masking = ExampleEncoder(tokenizer, template)
     for example in chats:
         try:
-            encoded = masking.encode(example)
+            encoded = masking.encode(replace(example, flags=()))
         except UnusableExampleError:
             continue
         if not tokenizer.added_names.keys().isdisjoint(encoded.ids[encoded.learned].tolist()):
