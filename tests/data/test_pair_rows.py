@@ -139,6 +139,7 @@ def test_rows_and_cuts():
     assert tokens == [[0, 1, 2, 100, 9, 9], [0, 1, 2, 200, 201, 202]]
     assert answers == [[100, 101], [200, 201, 202, 203]]
     assert (dataset.num_too_long, dataset.lengths.tolist(), dataset.labels.tolist()) == (0, [10], [1])
+    assert (dataset.computed(np.array([0])).tolist(), dataset.num_learned(np.array([0]))) == ([6, 6], 2 + 4)
     # The prompt loses its left end, alike in both rows.
     tokens, answers = rows_of(dataset_of(5, 2, 3, 6))
     assert tokens == [[1, 2, 3, 4, 100, 9], [1, 2, 3, 4, 200, 201]]

@@ -53,6 +53,21 @@ def test_every_label_once_behind_its_token(packing):
             assert len(set(documents[documents >= 0].tolist())) == len(begins)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_what_a_step_computes(packing):
+    """Padding included: the rows of the batch, or the stretches of one document id."""
+    loader = DataLoader(SampleRows(samples_of([5, 9, 3, 7, 4, 13, 3]), 24, packing=packing), 2, seed=1)
+    for step in range(3):
+        (batch,) = loader.batch(step)
+        counts = [batch.tokens.size(1)] * 2
+        if packing:
+            counts = [int((row == number).sum()) for row in batch.document_ids for number in row.unique()]
+        computed = loader.computed(step)
+        assert sorted(computed[computed > 0].tolist()) == sorted(counts)
+        assert loader.num_learned(step) == (batch.labels != IGNORE_INDEX).sum()
+        assert loader.num_tokens(step) < computed.sum()
+
+
 @pytest.mark.parametrize(
     ("too_long", "labels"),
     [("cut", [3, 4, 5, 14, 15]), ("split", [3, 4, 5, 6, 7, 8, 9, 10, 11, 14, 15]), ("drop", [14, 15])],

@@ -17,6 +17,7 @@ from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader, Example, SampleRows
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.run.metrics import read_metrics
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.run import train
 from shardwise.run.session import open_session
@@ -28,6 +29,7 @@ from shardwise.run.settings import (
     SampleSettings,
     TrainingSettings,
 )
+from shardwise.run.utilisation import model_flops_per_token
 from shardwise.training.trainer import Trainer
 
 TEMPLATE = (
@@ -237,8 +239,16 @@ def test_packed_texts_are_kept_apart(group, root, tmp_path, monkeypatch):
 @pytest.mark.ranks(2)
 def test_a_run_resumes_with_its_samples_only(group, root, tmp_path, monkeypatch):
     settings = settings_of(root, tmp_path / "run", parallel=ParallelSettings(tp=2), steps=2)
+    settings = dataclasses.replace(settings, peak_tflops=0.5)
     session = open_run(settings, root, monkeypatch)
     train(session)
+    model = session.task.source.describe(session.data)
+    for step, row in enumerate(read_metrics(tmp_path / "run" / "metrics.jsonl")):
+        # Attention is counted within each sample, not over the row.
+        flops = sum(n * model_flops_per_token(model, n) for n in session.loader.computed(step).tolist())
+        seconds = session.loader.num_tokens(step) / row["tokens_per_second"]
+        assert row["mfu"] == pytest.approx(flops / seconds / 1e12)
+        assert row["learned_tokens_per_second"] < row["tokens_per_second"] < row["computed_tokens_per_second"]
     session.topology.destroy()
     for samples in (SampleSettings(packing=True, mask_prompts=False), SampleSettings()):
         again = dataclasses.replace(settings, resume="auto", samples=samples)

@@ -297,12 +297,15 @@ def test_progress_without_a_terminal_is_lines(capsys, monkeypatch, steps):
     with Progress(steps, 0, visible=True) as progress:
         for _ in range(steps):
             now[0] += 0.1
-            progress.update({"loss": 2.5, "bits_per_byte": 1.25}, {"tokens_per_second": 12345.6})
+            speeds = {"tokens_per_second": 12345.6, "computed_tokens_per_second": 20000.0}
+            progress.update({"loss": 2.5, "bits_per_byte": 1.25}, speeds | {"learned_tokens_per_second": 12345.6})
     text = capsys.readouterr().err
     assert "\r" not in text
     lines = text.splitlines()
     assert text.endswith("\n")
-    assert lines[-1] == f"step {steps}/{steps}: loss 2.500, 1.250 bits/byte, 12,346 tokens/s, 00:00 left"
+    assert (
+        lines[-1] == f"step {steps}/{steps}: loss 2.500, 1.250 bits/byte, 12,346 tokens/s (20,000 computed), 00:00 left"
+    )
     # Every five seconds, the first and the last.
     assert len(lines) == {1: 1, 250: 6}[steps]
     with Progress(steps, 0, visible=False) as progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from run.plan.planned_models import described
@@ -43,6 +44,17 @@ def test_frozen_weights_have_no_gradient_to_compute():
     assert 4 * (trained - own) == 6 * (frozen - own)
 
 
+def test_a_window_bounds_the_keys_of_its_layers():
+    model = described("llama")
+    assert model.num_layers == 3
+    windowed = dataclasses.replace(model, window_size=(7, 0), windowed_layers=(True, False, True))
+    whole, short = (model_flops_per_token(model, length) for length in (32, 8))
+    assert model_flops_per_token(windowed, 32) * 3 == whole + 2 * short
+    assert model_flops_per_token(windowed, 8) == short
+    everywhere = dataclasses.replace(model, window_size=(7, 0))
+    assert model_flops_per_token(everywhere, 32) == short
+
+
 def test_the_peak_is_given_known_or_measured(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     assert peak_of(cpu, torch.float32, 2.5).flops == 2.5e12
@@ -69,9 +81,12 @@ def test_the_peak_is_given_known_or_measured(monkeypatch):
 
 
 def test_utilisation_is_the_share_of_all_ranks_peak():
-    assert Utilisation(6_000, 2e3, "as given").metrics(4.0) == {"mfu": 0.75}
-    assert Utilisation(6_000, None, "not known").metrics(4.0) == {}
-    assert Utilisation(6_000, 2e12, "as given").line() == "peak   2.00 TFLOP/s of all ranks, as given"
+    lengths = np.array([10, 30, 10])
+    assert Utilisation(lambda length: 2 * length, 2e3, "as given").metrics(lengths, 1.0) == {"mfu": 1.1}
+    assert Utilisation(lambda length: 2 * length, None, "not known").metrics(lengths, 4.0) == {}
+    assert (
+        Utilisation(lambda length: 2 * length, 2e12, "as given").line() == "peak   2.00 TFLOP/s of all ranks, as given"
+    )
 
 
 def test_resident_memory_is_that_of_this_process():
@@ -100,6 +115,7 @@ def test_metrics_have_both_of_all_ranks(group, tmp_path, monkeypatch):
     for row in rows:
         assert row["peak_resident_bytes"] > 256 << 20
         assert row["mfu"] == pytest.approx(flops * row["tokens_per_second"] / (4 * 24) / 1e12)
+        assert row["computed_tokens_per_second"] == row["learned_tokens_per_second"] == row["tokens_per_second"]
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])

@@ -47,6 +47,17 @@ class Rows(Protocol):
     def padding(self, length: int) -> Row:
         """Return a row whose labels are all ignored."""
 
+    def computed(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the lengths of the texts that a batch of these rows computes, ``[n]``, padding included.
+
+        Positions attend within their text: a padded row, or a document of a packed row, or the padding after it.
+        """
+        return np.full(len(indices), self.width(indices))
+
+    def num_learned(self, indices: NDArray[np.int64]) -> int:
+        """Return the number of tokens of these rows that have a label; of labelled texts, the number of labels."""
+        return int(self.labels[indices].sum())
+
     def in_epoch(self, seed: int, epoch: int) -> Rows:
         """Return the rows of an epoch; they differ between epochs only if each cuts texts differently."""
         return self
@@ -179,6 +190,14 @@ class DataLoader:
     def num_tokens(self, step: int) -> int:
         """Number of tokens in a step, over all data-parallel ranks, without padding."""
         return int(self.rows.lengths[self.schedule.global_batch(step)].sum())
+
+    def computed(self, step: int) -> NDArray[np.int64]:
+        """Lengths of the texts that a step computes, over all data-parallel ranks; see ``Rows.computed``."""
+        return self.rows.computed(self.schedule.global_batch(step))
+
+    def num_learned(self, step: int) -> int:
+        """Number of tokens in a step that have a label, over all data-parallel ranks."""
+        return self.rows.num_learned(self.schedule.global_batch(step))
 
     def batch(
         self,

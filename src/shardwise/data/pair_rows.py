@@ -152,6 +152,14 @@ class PairRows(Rows):
         """Return the length of the longest sample of these pairs, at least ``shortest``."""
         return max(self._shortest, int(self._sizes[indices].max()))
 
+    def computed(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the padded length of both samples of each pair."""
+        return np.repeat(super().computed(indices), 2)
+
+    def num_learned(self, indices: NDArray[np.int64]) -> int:
+        """Return the number of tokens of all answers."""
+        return sum(int((self.row(index)["labels"] != IGNORE_INDEX).sum()) for index in indices.tolist())
+
     def by_width(self, count: int) -> list[NDArray[np.int64]]:
         """Return the indices of all pairs in ``count`` parts of similar size, the shortest pairs first."""
         order = np.argsort(self._sizes.max(axis=1), kind="stable")

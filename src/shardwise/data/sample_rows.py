@@ -183,6 +183,13 @@ class SampleRows(Rows):
         longest = max(self._shortest, int(self.lengths[indices].max()))
         return -(-longest // self._multiple_of) * self._multiple_of
 
+    def computed(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the lengths of the rows, or of packed rows those of the samples and of the padding."""
+        if not self.packing:
+            return super().computed(indices)
+        samples = [stop - start - 1 for index in indices.tolist() for start, stop in self._rows[index]]
+        return np.concatenate([samples, self.sequence_length - self.lengths[indices]])
+
     def padding(self, length: int) -> Row:
         """Return a row whose labels are all ignored."""
         row = {"tokens": np.full(length, self.samples.eos_id, np.int64), "labels": np.full(length, IGNORE_INDEX)}

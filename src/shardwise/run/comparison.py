@@ -22,7 +22,8 @@ from shardwise.storage.checkpoint.folder import checkpoints
 from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest
 
 # Fields of a row that are not results of its step.
-_NO_RESULTS = ("step", "tokens_per_second", "mfu", "peak_allocated_bytes", "peak_resident_bytes")
+_SPEEDS = ("tokens_per_second", "computed_tokens_per_second", "learned_tokens_per_second", "mfu")
+_NO_RESULTS = ("step", *_SPEEDS, "peak_allocated_bytes", "peak_resident_bytes")
 # Differences that are shown.
 _SHOWN = 5
 # Name for the whole row of a step.

@@ -238,10 +238,11 @@ class Progress:
 
         Args:
             reported: metrics of the objective, all of which are shown.
-            others: other metrics; tokens per second are shown, and utilisation and memory if present.
+            others: other metrics; tokens per second are shown (also those computed and learned, if they are other
+                numbers), and utilisation and memory if present.
         """
         self._done += 1
-        shown = f"{_shown(reported)}, {others['tokens_per_second']:,.0f} tokens/s"
+        shown = f"{_shown(reported)}, {_speed(others)}"
         if "mfu" in others:
             shown += f", MFU {others['mfu']:.1%}"
         shown += "".join(f", {shown_bytes(int(value))}" for name, value in others.items() if name.startswith("peak_"))
@@ -261,6 +262,16 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _speed(others: Mapping[str, float]) -> str:
+    speed = others["tokens_per_second"]
+    parts = [
+        f"{others[key]:,.0f} {part}"
+        for part in ("computed", "learned")
+        if others.get(key := f"{part}_tokens_per_second", speed) != speed
+    ]
+    return f"{speed:,.0f} tokens/s" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def _shown(reported: Mapping[str, float]) -> str:

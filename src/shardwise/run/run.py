@@ -175,8 +175,13 @@ class _Training:
         if math.isfinite(result.loss):
             self._losses.append(result.loss)
         reported, others = metrics_of(session, result)
-        values = reported | others | {"tokens_per_second": session.loader.num_tokens(step) / seconds}
-        values |= session.utilisation.metrics(seconds) | {peak_memory(session.ranks.device)[0]: self._peak_memory}
+        loader, computed = session.loader, session.loader.computed(step)
+        values = reported | others | {"tokens_per_second": loader.num_tokens(step) / seconds}
+        values["computed_tokens_per_second"] = int(computed.sum()) / seconds
+        values["learned_tokens_per_second"] = loader.num_learned(step) / seconds
+        values |= session.utilisation.metrics(computed, seconds) | {
+            peak_memory(session.ranks.device)[0]: self._peak_memory
+        }
         done = step + 1
         if _is_due(done, settings.doctor_every):
             session.trainer.check_copies(done)

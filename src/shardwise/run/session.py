@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,9 +125,8 @@ def _utilisation(task: Task, ranks: Ranks, model: ModelDescription) -> Utilisati
     dtype = PRECISIONS[settings.training.dtype].params_dtype
     peak = peak_of(ranks.device, dtype, settings.peak_tflops)
     peaks = gather_objects(peak.flops, "the peak of its device", group=ranks.control)
-    per_token = model_flops_per_token(model, settings.sequence_length, trains_weights=task.source.trains_weights)
     return Utilisation(
-        per_token * settings.sequence_length * settings.training.global_batch_size * task.method.rows_per_sample,
+        partial(model_flops_per_token, model, trains_weights=task.source.trains_weights),
         None if None in peaks else sum(peaks),
         peak.source,
     )

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardwise.core.errors import UnwritableError
@@ -96,18 +98,27 @@ class Utilisation:
     """The reference for the utilisation of a run's steps.
 
     Attributes:
-        flops_per_step: FLOPs of the model per step, over all ranks.
+        flops_per_token: function from the length of a text to the model's FLOPs per token of it.
         peak: peak FLOP/s of all ranks' devices; None if unknown.
         source: source of the peak.
     """
 
-    flops_per_step: int
+    flops_per_token: Callable[[int], int]
     peak: float | None
     source: str
 
-    def metrics(self, seconds: float) -> dict[str, float]:
-        """Return the model FLOPs utilisation of a step that took ``seconds``; empty if the peak is unknown."""
-        return {} if not self.peak or seconds <= 0 else {"mfu": self.flops_per_step / seconds / self.peak}
+    def metrics(self, computed: NDArray[np.int64], seconds: float) -> dict[str, float]:
+        """Return the model FLOPs utilisation of a step; empty if the peak is unknown.
+
+        Args:
+            computed: lengths of the texts that all ranks compute in the step; see ``Rows.computed``.
+            seconds: duration of the step.
+        """
+        if not self.peak or seconds <= 0:
+            return {}
+        lengths, counts = (each.tolist() for each in np.unique(computed, return_counts=True))
+        flops = sum(count * n * self.flops_per_token(n) for n, count in zip(lengths, counts, strict=True))
+        return {"mfu": flops / seconds / self.peak}
 
     def line(self) -> str:
         """Return the line of the banner about utilisation."""
@@ -137,12 +148,12 @@ def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trai
 
     ``6 N + 12 l a d s``: ``N`` elements of weight matrices that a token is multiplied with (of experts, those that it
     goes to; without embeddings, except one tied to the output layer), ``l`` layers of ``a`` heads of width ``d`` (the
-    mean width of keys and values), and ``s`` tokens. Attention counts as if each token attended to all others.
-    Recomputation does not count.
+    mean width of keys and values), and ``s`` tokens. Attention counts as if each token attended to all others, or in a
+    layer with a smaller window to all tokens of the window. Recomputation does not count.
 
     Args:
         model: a ``"gpt"``.
-        sequence_length: ``s``.
+        sequence_length: ``s``, length of the text that the token is in, padding included.
         trains_weights: False if the weights are frozen, as with adapters, whose own FLOPs are ignored. The formula is
             then ``4 N + 12 l a d s``.
 
@@ -164,7 +175,12 @@ def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trai
         inner = (model.num_layers - number) * each * model.ffn_hidden_size + number * (each * width + h * experts.num)
     # A token reads one row of the embeddings, and all rows of the output layer.
     multiplied = model.num_layers * attention_weights + inner + h * model.vocab_size
-    attention = 6 * model.num_layers * heads * (model.kv_channels + model.value_width) * sequence_length
+    seen, windows = sequence_length, model.window_size or (-1, -1)
+    if windows[0] >= 0:
+        seen = min(seen, windows[0] + 1 + max(0, windows[1]))
+    windowed = model.num_layers if model.windowed_layers is None else sum(model.windowed_layers)
+    keys = windowed * seen + (model.num_layers - windowed) * sequence_length
+    attention = 6 * heads * (model.kv_channels + model.value_width) * keys
     return (6 if trains_weights else 4) * multiplied + attention
 
 

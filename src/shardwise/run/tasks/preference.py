@@ -276,8 +276,6 @@ class Preferences(Method):
         source: source of the model, which is not built yet.
     """
 
-    rows_per_sample = 2
-
     def __init__(self, source: PretrainedModel) -> None:
         assert isinstance(source.settings, DpoSettings)
         self.source, self.settings = source, source.settings

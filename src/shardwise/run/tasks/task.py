@@ -56,11 +56,9 @@ class Method:
 
     Attributes:
         identity: identity of other inputs of training, such as a teacher, recorded in checkpoints.
-        rows_per_sample: number of sequences per sample of a batch.
     """
 
     identity: Mapping[str, Any] = {}
-    rows_per_sample = 1
 
     def read(self, ranks: Ranks) -> TaskData:
         """Read the data; every rank calls. Raises as ``share``."""

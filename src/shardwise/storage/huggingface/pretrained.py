@@ -268,9 +268,6 @@ class PretrainedFolder:
 
     def _check_copies(self) -> None:
         """Compare copies with their originals: an output layer that differs from the embedding is not tied to it."""
-        if self.description.classification is not None:
-            # The model has no output layer.
-            return
         can_untie = not self.architecture.required.get("tie_word_embeddings", False)
         for copy, original in self.copies().items():
             found = {self._todays_name(name, {copy, original}): each for name, each in self.tensors.tensors.items()}
