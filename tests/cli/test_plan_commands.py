@@ -154,6 +154,9 @@ def test_a_picture_of_the_memory(capsys, tmp_path):
         code, text, error = call(capsys, "--training.micro-batch-size", "2", "--picture", tmp_path / name)
         assert (code, error, "Most memory" in text) == (0, "", True)
         assert (tmp_path / name).read_bytes().startswith(begin)
+    (tmp_path / "link.svg").symlink_to("memory.svg")
+    assert call(capsys, "--training.micro-batch-size", "2", "--picture", tmp_path / "link.svg")[0] == 0
+    assert (tmp_path / "link.svg").is_symlink()
     svg = (tmp_path / "memory.svg").read_text()
     # matplotlib writes each text as a comment next to its shapes.
     for words in (
@@ -166,9 +169,14 @@ def test_a_picture_of_the_memory(capsys, tmp_path):
     code, _, error = call(capsys, "--fit", "1GiB", "--picture", tmp_path / "fit.svg", *FEW)
     assert (code, error) == (0, "")
     assert "limit 1.00 GiB" in (tmp_path / "fit.svg").read_text()
+
+
+def test_a_picture_that_cannot_be_written(capsys, tmp_path):
     (tmp_path / "file").write_text("")
-    code, _, error = call(capsys, "--picture", tmp_path / "file" / "memory.png")
-    assert (code, "cannot write" in error, error.count("\n")) == (2, True, 1)
+    (tmp_path / "folder.png").mkdir()
+    for name in ("file/memory.png", "folder.png"):
+        code, _, error = call(capsys, "--picture", tmp_path / name)
+        assert (code, "cannot write" in error, error.count("\n")) == (2, True, 1)
 
 
 @pytest.mark.parametrize(

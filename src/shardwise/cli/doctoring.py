@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from shardwise.cli.arguments import Arguments, LaunchArguments, RunArguments
+from shardwise.core.files import check_output
 from shardwise.run.settings import DpoSettings, FinetuneSettings, Settings
 from shardwise.training.bounds import Folder, Range, with_values
 
@@ -24,7 +25,7 @@ def _show(diagnosis: "Diagnosis", *, html: str | None, as_json: bool, title: str
 
     print(json.dumps(facts_of(diagnosis), indent=2) if as_json else as_text(diagnosis))
     if html is not None:
-        write_page(diagnosis, html, title=title)
+        write_page(diagnosis, html, title=title, flag="--html")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +52,12 @@ class DoctorArguments(Arguments):
     reference: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="REFERENCE"), Folder("")]
     suspect: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SUSPECT"), Folder("")]
     rounding: Annotated[str | None, Folder()] = None
-    html: str | None = None
+    html: Annotated[str | None, Folder()] = None
     json: bool = False
 
     def work(self) -> None:
+        if self.html is not None:
+            check_output(self.html, flag="--html")
         from shardwise.run.doctor.diagnosis import diagnose
 
         diagnosis = diagnose(self.reference, self.suspect, self.rounding)
@@ -74,8 +77,13 @@ class _DoctorRunArguments(RunArguments):
     """
 
     recorded_steps: Annotated[int, _STEPS] = 2
-    html: str | None = None
+    html: Annotated[str | None, Folder()] = None
     json: bool = False
+
+    def check(self) -> None:
+        super().check()
+        if self.html is not None:
+            check_output(self.html, flag="--html")
 
     def work(self) -> Callable[[], object] | None:
         return self._diagnose

@@ -73,7 +73,7 @@ class RunPlanArguments(SettingsArguments):
     ranks_per_host: Annotated[int, LOCAL_RANKS] = DEFAULT_RANKS_PER_HOST
     host_bandwidth: str | None = None
     network_bandwidth: str | None = None
-    picture: str | None = None
+    picture: Annotated[str | None, Folder()] = None
     json: bool = False
 
     def _check_together(self) -> None:

@@ -19,6 +19,7 @@ import os
 import secrets
 import socket
 import stat
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -64,6 +65,69 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         raise UnwritableError(
             f"cannot write {str(path)!r}: {reason}; choose a folder that can be written to"
         ) from error
+
+
+def write_output(path: str | os.PathLike[str], write: Callable[[BinaryIO], object], *, flag: str) -> None:
+    """Write the file that a user named.
+
+    A regular file is replaced atomically, also at the end of a link. A device, a named pipe, and the file that is this
+    process's standard output or standard error are written through.
+
+    Args:
+        path: path of the file.
+        write: function that writes to the open binary file.
+        flag: the user's flag for the file, for messages.
+
+    Raises:
+        UnwritableError: the path is a folder, a named pipe that no process reads, or cannot be written to.
+    """
+    check_output(path, flag=flag)
+    try:
+        if (stream := _own_stream(path)) is not None:
+            # What was printed before comes first.
+            print(end="", file=(sys.stdout, sys.stderr)[stream - 1], flush=True)
+            descriptor = os.dup(stream)
+        elif _is_replaced(path):
+            write_atomically(Path(os.path.realpath(path)), write)
+            return
+        else:
+            # A named pipe that no process reads would block; with O_NONBLOCK it is an error.
+            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+            os.set_blocking(descriptor, True)
+        with open(descriptor, "wb") as file:
+            write(file)
+    except OSError as error:
+        reason = "no process reads it" if error.errno == errno.ENXIO else error.strerror or str(error)
+        raise cannot_write(Path(path), reason, flag) from error
+
+
+def check_output(path: str | os.PathLike[str], *, flag: str) -> None:
+    """Raise UnwritableError if ``write_output`` would find a folder, or a file that cannot be made; create nothing."""
+    if not can_be_a_name(os.fspath(path)):
+        raise UnwritableError(f"{flag} is {os.fspath(path)!r}, which is no file's name")
+    if os.path.isdir(path):
+        raise cannot_write(Path(path), "it is a folder", flag)
+    try:
+        if _own_stream(path) is None and _is_replaced(path):
+            check_folder(Path(os.path.realpath(path)).parent, flag=flag)
+    except OSError as error:
+        raise cannot_write(Path(path), error.strerror or str(error), flag) from error
+
+
+def _is_replaced(path: str | os.PathLike[str]) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+
+
+def _own_stream(path: str | os.PathLike[str]) -> int | None:
+    """Return the descriptor of standard output or error if it is open on the file at ``path``, as /dev/stdout is."""
+    for stream in (1, 2):
+        with suppress(OSError):
+            if os.path.samestat(os.stat(path), os.fstat(stream)):
+                return stream
+    return None
 
 
 @contextmanager

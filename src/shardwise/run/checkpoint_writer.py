@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.files import FolderLock
+from shardwise.core.files import FolderLock, write_atomically
 from shardwise.core.processes import clear_leftovers
 from shardwise.models.generation.generation import generate
 from shardwise.models.generation.sampling import Sampling
@@ -183,7 +183,8 @@ def _leave_sample(session: Session) -> None:
             eos_id=tokenizer.eos_id,
         )
     if session.ranks.is_first:
-        (session.out / "sample.txt").write_text(tokenizer.decode(new_ids) + "\n", encoding="utf-8")
+        text = tokenizer.decode(new_ids) + "\n"
+        write_atomically(session.out / "sample.txt", lambda file: file.write(text.encode()))
 
 
 # Temporary file names of ``files.write_atomically``, of adapters and of exports.

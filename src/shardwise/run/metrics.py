@@ -206,7 +206,7 @@ def draw_loss(
     with warnings.catch_warnings():
         # The font may lack characters of the title.
         warnings.simplefilter("ignore")
-        figure.savefig(path, dpi=120)
+        write_atomically(path, lambda file: figure.savefig(file, dpi=120, format="png"))
     pyplot.close(figure)
     return None
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from shardwise.core.communication.agreement import agree
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.errors import ConfigError, ParityError
+from shardwise.core.files import write_atomically
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
 from shardwise.run.exact_surroundings import deterministic_algorithms, fix_order_of_mkl
@@ -212,8 +213,9 @@ class Demo(NewTexts):
             self.exact = f"left out: {error}"
         if is_first:
             print(f"       exact: {self.exact}", flush=True)
-            session.out.mkdir(parents=True, exist_ok=True)
-            (session.out / "DEMO").write_text("made by `shardwise demo`, which replaces it\n", encoding="utf-8")
+            write_atomically(
+                session.out / "DEMO", lambda file: file.write(b"made by `shardwise demo`, which replaces it\n")
+            )
 
     def report(self, session: Session, outcome: Outcome) -> str:
         """The text that the demo prints last."""

@@ -152,13 +152,19 @@ def test_what_cannot_be_asked(group, folder):
         lm.loglikelihood(requests(PAIRS[: 1 + group.rank()]))
 
 
-@pytest.mark.ranks(1)
-def test_an_output_that_cannot_be_written_is_refused_before_the_evaluation(group, folder, monkeypatch):
-    monkeypatch.setattr(harness_tasks, "_read_tasks", None)
+def test_an_output_that_cannot_be_written_is_refused_before_the_evaluation(folder, monkeypatch):
+    monkeypatch.setattr(harness_tasks, "open_causal", None)
     (folder / "a file").write_text("")
     for output, reason in ((folder, "it is a folder"), (folder / "a file" / "report.json", "a file is a file")):
         with pytest.raises(ConfigError, match=f"cannot write to .*: .*{reason}; choose another --output"):
-            harness_tasks._check_output(output)
+            harness_tasks.evaluate_tasks(folder / "model", "sums", output=output, device="cpu")
+
+
+def test_a_report_follows_a_link(tmp_path):
+    (tmp_path / "link").symlink_to("report.json")
+    harness_tasks._write(tmp_path / "link", {"results": {}})
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "report.json").read_text()) == {"results": {}}
 
 
 def measured(folder, num_ranks):

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from os import PathLike
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import DataError, ShardwiseError
-from shardwise.core.files import cannot_write, check_folder, write_atomically
+from shardwise.core.files import check_output, write_output
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.tokenizer.library import DeclaredTokens
 from shardwise.models.gpt import GPT
@@ -74,7 +73,7 @@ def evaluate_tasks(
         def prepare() -> tuple[OpenCheckpoint, Tokenizer]:
             harness()
             if output is not None and ranks.is_first:
-                _check_output(Path(output))
+                check_output(output, flag="--output")
             return open_causal(checkpoint, adapter, ranks.world_size)
 
         def measure() -> Any:
@@ -98,7 +97,7 @@ def evaluate_tasks(
             for table in _tables(report):
                 ranks.on_first(on_table)(table)
             if output is not None:
-                _write(Path(output), report)
+                _write(output, report)
 
         agree(tell if ranks.is_first else lambda: None, group=ranks.control)
         return report if ranks.is_first else None
@@ -166,13 +165,6 @@ def _tables(report: Any) -> Iterator[str]:
         yield make(report, "groups")
 
 
-def _check_output(path: Path) -> None:
-    """Find out before the evaluation that the report cannot be written."""
-    if path.is_dir():
-        raise cannot_write(path, "it is a folder", "--output")
-    check_folder(path.parent, flag="--output")
-
-
-def _write(path: Path, report: Any) -> None:
+def _write(path: str | PathLike[str], report: Any) -> None:
     text = json.dumps(report, indent=2, default=str, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
+    write_output(path, lambda file: file.write(text.encode()), flag="--output")

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from shardwise.core.files import write_atomically
+from shardwise.core.files import write_output
 from shardwise.run.doctor.diagnosis import Diagnosis, Finding
 from shardwise.run.doctor.judging import MOST_ROUNDING, PASSES, Judged, shown_kind, shown_layouts
 from shardwise.run.quantities import shown_bytes
@@ -59,13 +59,14 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-def write_page(diagnosis: Diagnosis, path: str | Path, *, title: str, explains: bool = False) -> None:
+def write_page(diagnosis: Diagnosis, path: str | Path, *, title: str, flag: str = "file", explains: bool = False) -> None:
     """Write one HTML page: the modules as a column, with layouts, moves and errors.
 
     Args:
         diagnosis: the diagnosis.
         path: file to write.
         title: heading of the page.
+        flag: the user's flag for the file, for messages.
         explains: whether the page is for a reader who wants to see tensor parallelism, not errors.
     """
     from jinja2 import Environment
@@ -85,7 +86,7 @@ def write_page(diagnosis: Diagnosis, path: str | Path, *, title: str, explains: 
         rows=rows,
         limit=MOST_ROUNDING,
     )
-    write_atomically(Path(path), lambda file: file.write(text.encode()))
+    write_output(path, lambda file: file.write(text.encode()), flag=flag)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import write_atomically
+from shardwise.core.files import check_output, write_output
 from shardwise.run.metrics import import_pyplot
 from shardwise.run.plan.plan import Plan, RankPlan
 from shardwise.run.quantities import shown_bytes
@@ -23,9 +23,10 @@ _NARROWEST = 0.02
 
 
 def check_picture(path: str) -> None:
-    """Raise ConfigError unless the name of a file ends in a known format."""
+    """Raise ConfigError unless a file can be written, and its name ends in a known format."""
     if Path(path).suffix not in _FORMATS:
         raise ConfigError(f"--picture {path} is no picture; its name must end in {' or '.join(_FORMATS)}")
+    check_output(path, flag="--picture")
 
 
 def draw_memory(plan: Plan, path: str, *, limit: int | None = None) -> None:
@@ -85,7 +86,7 @@ def draw_memory(plan: Plan, path: str, *, limit: int | None = None) -> None:
     written = io.BytesIO()
     figure.savefig(written, dpi=120, format=Path(path).suffix[1:])
     pyplot.close(figure)
-    write_atomically(Path(path), lambda file: file.write(written.getvalue()))
+    write_output(path, lambda file: file.write(written.getvalue()), flag="--picture")
 
 
 @dataclass(frozen=True)
