@@ -17,7 +17,7 @@ from shardwise.core.communication.agreement import agree
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.context import validated_calls
 from shardwise.core.errors import REPORT, DivergenceError, UnwritableError
-from shardwise.core.files import cannot_write, write_atomically
+from shardwise.core.files import cannot_write, read_json, write_atomically
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.run.checkpoint_writer import CheckpointWriter, finish, lock_folder
 from shardwise.run.checkpoints import find_newest, start_or_resume
@@ -78,6 +78,8 @@ def train(session: Session) -> Outcome:
     session.settings.profile.check_steps(first_step, session.settings.training.steps)
     if (routing := session.trainer.routing) is not None:
         steps = range(first_step, session.settings.training.steps)
+        if checkpoint is not None or _recorded_there(session):
+            agree(lambda: routing.resume(first_step), group=session.ranks.control)
         agree(lambda: routing.check_steps(steps), group=session.ranks.control)
     agree(lambda: _leave_settings(session), group=session.ranks.control)
     if checkpoint is not None and session.ranks.is_first:
@@ -296,6 +298,17 @@ class _Training:
 
 def _is_due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
+
+
+def _recorded_there(session: Session) -> bool:
+    """True if this run goes on or starts anew in a folder whose settings name the same folder of the routing."""
+    if session.settings.resume == "never":
+        return False
+    try:
+        recorded = read_json(session.out / "settings.json").get("record_routing")
+    except (OSError, ValueError):
+        return False
+    return recorded is not None and recorded == session.settings.record_routing
 
 
 def _leave_settings(session: Session) -> None:

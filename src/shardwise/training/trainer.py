@@ -119,6 +119,9 @@ class StepRouting(Protocol):
     def check_steps(self, steps: range) -> None:
         """Raise ConfigError if one of these steps cannot be recorded or replaced."""
 
+    def resume(self, first_step: int) -> None:
+        """Prepare for a run that goes on at a step, and may have recorded it and later ones before."""
+
 
 class Trainer:
     """Trains a model with an optimizer, on the model's process groups; reads and writes no files.

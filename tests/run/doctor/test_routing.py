@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -183,16 +183,98 @@ def test_what_cannot_be_recorded_or_replayed(group, tmp_path):
         replayed()
     with pytest.raises(ShardingError, match=r"step 9 has \[2\] samples of lengths \[10, 11\]"):
         replayed(ids[:1], ids[:1, 1:], routing=recorder, step=9)
-    damaged = tmp_path / "damaged"
-    shutil.copytree(folder, damaged)
-    tensors = load_file(folder / "step_00000000.safetensors")
-    save_file(tensors | {"3": tensors["3"] + 1}, damaged / "step_00000000.safetensors")
-    (damaged / "step_00000001.safetensors").write_bytes(b"no")
-    wrong = RoutingReplay(one.model, damaged)
-    with pytest.raises(DataError, match="names experts that the model does not have"):
-        replayed(routing=wrong)
-    with pytest.raises(DataError, match="is damaged"):
-        replayed(routing=wrong, step=1)
-    (damaged / "routing.json").write_text(json.dumps({"num": 8}))
-    with pytest.raises(ConfigError, match="8 experts, None of a token"):
-        RoutingReplay(one.model, damaged)
+
+
+NO_EXPERTS = "names experts that the model does not have: they are 0 to 7"
+TWICE = "has an expert twice for one token"
+SHAPE = "layer 3 is .*; it must be integers"
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "too many": (lambda layer: layer + 6, NO_EXPERTS),
+    "negative": (lambda layer: layer.long() - 3, NO_EXPERTS),
+    "largest": (lambda layer: torch.full_like(layer, (1 << 63) - 1, dtype=torch.int64), NO_EXPERTS),
+    "twice": (lambda layer: layer[..., :1].expand_as(layer), TWICE),
+    "twice, not next to each other": (lambda layer: layer[..., [0, 1, 0]], TWICE),
+    "zeros": (torch.zeros_like, "has expert 0 twice for a token"),
+    "floats": (lambda layer: layer.float(), SHAPE),
+    "a column less": (lambda layer: layer[..., :2], SHAPE),
+    "one dimension": (lambda layer: layer.flatten(), SHAPE),
+    "a scalar": (lambda layer: layer.flatten()[0], SHAPE),
+    "shorter": (lambda layer: layer[:, 1:], SHAPE),
+    "fewer samples": (lambda layer: layer[1:], SHAPE),
+    "none": (lambda layer: None, "it lacks '3'"),
+}
+
+
+def recorded(folder: Path) -> tuple[Trainer, Path]:
+    """Return a trainer and a folder with the routing of its steps."""
+    one = trainer(folder)
+    curve(one, RoutingRecorder(one.model, folder / "routing"))
+    return one, folder / "routing"
+
+
+@pytest.mark.ranks(1)
+def test_a_damaged_step(group, tmp_path):
+    one, folder = recorded(tmp_path)
+    path = folder / "step_00000000.safetensors"
+    tensors = load_file(path)
+    others = {name: tensor for name, tensor in tensors.items() if name != "3"}
+    for change, said in DAMAGE.values():
+        layer = change(tensors["3"])
+        save_file(others | ({} if layer is None else {"3": layer.contiguous().clone()}), path)
+        wanted = rf"step_00000000\.safetensors is damaged: .*{said}.*; record the routing again"
+        with pytest.raises(DataError, match=wanted):
+            curve(one, RoutingReplay(one.model, folder))
+
+
+@pytest.mark.ranks(1)
+def test_damaged_files(group, tmp_path):
+    one, folder = recorded(tmp_path)
+    replay = RoutingReplay(one.model, folder)
+    first, second = (folder / f"step_{step:08d}.safetensors" for step in (0, 1))
+    tensors = load_file(first)
+    save_file(tensors | {"samples": tensors["samples"].float()}, first)
+    second.write_bytes(b"no")
+    for step, said in ((0, "'samples' is F32 of shape"), (1, "truncated or not a safetensors file")):
+        with pytest.raises(DataError, match=f"step_0000000{step}.*{said}"):
+            replay.step(step).__enter__()
+    save_file({name: tensor[:1].clone() for name, tensor in tensors.items()}, first)
+    with pytest.raises(ConfigError, match=r"the routing in .* is of 1 a rank"):
+        curve(one, replay)
+    second.unlink()
+    os.mkfifo(second)
+    with pytest.raises(DataError, match="named pipe"):
+        replay.step(1).__enter__()
+    for facts, said in (
+        ({"num": 8}, "per_token is missing"),
+        ({"num": "x", "per_token": 3, "layers": [1]}, 'num is "x"; it must be an integer'),
+        ({"num": 8, "per_token": 3, "layers": 5}, "layers is 5; it must be a list"),
+        ({"num": 8, "per_token": 3, "layers": [1, None]}, r"layers\[1\] is null"),
+        ({"num": -8, "per_token": 3, "layers": []}, "num is -8"),
+    ):
+        (folder / "routing.json").write_text(json.dumps(facts))
+        with pytest.raises(DataError, match=rf"routing\.json is damaged: its {said}"):
+            RoutingReplay(one.model, folder)
+
+
+@pytest.mark.ranks(1)
+def test_experts_are_recorded_in_ascending_order(group, tmp_path):
+    _, folder = recorded(tmp_path)
+    for layer in ("1", "4"):
+        experts = load_file(folder / "step_00000001.safetensors")[layer].int()
+        assert (experts.diff(dim=-1) > 0).all()
+
+
+@pytest.mark.ranks(1)
+def test_a_resumed_run_records_its_steps_again(group, tmp_path):
+    one, folder = recorded(tmp_path)
+    (folder / "step_notes.txt").write_text("not a step")
+    recorder = RoutingRecorder(one.model, folder)
+    recorder.resume(1)
+    assert {path.name for path in folder.iterdir()} == {
+        "routing.json",
+        "step_00000000.safetensors",
+        "step_notes.txt",
+    }
+    recorder.check_steps(range(1, 9))
+    with pytest.raises(ConfigError, match=r"step_00000000\.safetensors exists already"):
+        recorder.check_steps(range(2))

@@ -252,7 +252,8 @@ class _Diagnoser:
             if not expected or not found:
                 continue
             first = next(iter(expected.values()))
-            names = [name for name in first["rows"] if all(name in each["rows"] for each in found.values())]
+            both = [*expected.values(), *found.values()]
+            names = [name for name in first["rows"] if all(name in each["rows"] for each in both)]
             if not names:
                 continue
             ids = "ids" if "ids" in names else names[0]
@@ -444,7 +445,7 @@ class _Diagnoser:
         gradients = [each for each in self._judged.values() if each.key.what == "gradient" and each.key.step == step]
         if any(each.is_wrong for each in gradients):
             return None
-        larger = (one / two) ** 2
+        larger = (one / two) * (one / two)
         evidence = (
             f"all gradients are right, and clipping multiplied them by {two:.4g} instead of {one:.4g}: the square of "
             f"its norm is {larger:.3g} times the true one"

@@ -114,7 +114,7 @@ class Case:
         found: dict[int, int] = {}
         for rank, inputs in enumerate(self.judge.suspect.of_ranks("inputs")):
             for each in inputs:
-                if each["step"] == key.step and key.micro_batch in (-1, each["micro_batch"]) and each["num_labels"]:
+                if each["step"] == key.step and key.micro_batch in (-1, each.get("micro_batch")) and each["num_labels"]:
                     found[rank] = found.get(rank, 0) + each["num_labels"]
         return found
 

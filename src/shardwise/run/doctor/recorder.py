@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import json
+import math
 import shutil
 import weakref
 from collections import Counter, defaultdict
@@ -207,7 +208,9 @@ class Recorder:
         with torch.no_grad():
             after = {name: float(gradient.double().square().sum()) for name, gradient in self._gradients.items()}
         squares = sum(self._factors.values())
-        factor = (sum(after.values()) / squares) ** 0.5 if squares > 0 else None
+        # A gradient that is not finite has no factor, and JSON no NaN.
+        square = sum(after.values()) / squares if 0 < squares < math.inf else math.nan
+        factor = square**0.5 if math.isfinite(square) else None
         self._updates.append({"step": self._step, "clip_factor": factor, "was_clipped": self._was_clipped})
 
     @torch.no_grad()

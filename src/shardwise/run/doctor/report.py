@@ -59,7 +59,9 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-def write_page(diagnosis: Diagnosis, path: str | Path, *, title: str, flag: str = "file", explains: bool = False) -> None:
+def write_page(
+    diagnosis: Diagnosis, path: str | Path, *, title: str, flag: str = "file", explains: bool = False
+) -> None:
     """Write one HTML page: the modules as a column, with layouts, moves and errors.
 
     Args:

@@ -7,23 +7,25 @@ tokens, ``[samples, length, k]`` in the order of the global batch, and a hash of
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from shardwise.core.communication.agreement import agree, check_same
 from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.errors import ConfigError, DataError, ShardingError
-from shardwise.core.files import cannot_write, read_json, write_atomically
+from shardwise.core.errors import CheckpointError, ConfigError, DataError, ShardingError
+from shardwise.core.files import cannot_write, read_json, shown, write_atomically
 from shardwise.core.sequence_view import Reroute, SequenceView
+from shardwise.core.tensor_files import read_box, read_header
+from shardwise.core.typed_json import Count, problem
 from shardwise.models.description import ModelChunks
 from shardwise.models.experts.moe import MoELayer
 from shardwise.models.transformer.layer import TransformerLayer
@@ -31,6 +33,16 @@ from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.doctor.places import row_hashes
 
 _FACTS, _SAMPLES = "routing.json", "samples"
+_STEP = re.compile(r"step_(\d{8,})\.safetensors")
+_INTEGERS = ("U8", "I8", "I16", "I32", "I64")
+
+
+class RoutingFacts(TypedDict):
+    """Facts of a model: its number of experts, those of a token, and the layers that have experts, from 1."""
+
+    num: Count
+    per_token: Count
+    layers: list[Count]
 
 
 class _Routing:
@@ -85,6 +97,9 @@ class _Routing:
         """Raise ConfigError if one of these steps cannot be recorded or replayed."""
         raise NotImplementedError
 
+    def resume(self, first_step: int) -> None:
+        """Prepare to record or replay a run that goes on at a step."""
+
     def _begin(self, number: int) -> None:
         raise NotImplementedError
 
@@ -116,6 +131,8 @@ class _Routing:
             facts = read_json(path)
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read: {error}; record the routing again") from error
+        if (wrong := problem(facts, RoutingFacts)) is not None:
+            raise DataError(f"{path} is damaged: its {wrong.removeprefix('.')}; record the routing again")
         if facts != self._facts:
             raise ConfigError(
                 f"{self._folder} has routing of a model with {_described(facts)}, and this model has "
@@ -151,6 +168,18 @@ class RoutingRecorder(_Routing):
         for path in map(self._path, steps):
             if self._writes and path.exists():
                 raise ConfigError(f"{path} exists already; record into another folder, or delete it")
+
+    def resume(self, first_step: int) -> None:
+        """Delete the recorded steps from ``first_step`` on, which a resumed run records again."""
+        if not self._writes or not self._folder.is_dir():
+            return
+        for path in self._folder.iterdir():
+            step = _STEP.fullmatch(path.name)
+            if step and int(step[1]) >= first_step:
+                try:
+                    path.unlink()
+                except OSError as error:
+                    raise cannot_write(path, error.strerror or str(error), "folder for the routing") from error
 
     def _begin(self, number: int) -> None:
         self.check_steps(range(number, number + 1))
@@ -193,6 +222,7 @@ class RoutingRecorder(_Routing):
             for group in self._groups:
                 whole = all_reduce(whole, group=group, op=dist.ReduceOp.MAX, may_overwrite=True)
             if self._writes:
+                whole = whole.sort(dim=-1).values
                 tensors[str(layer)] = whole.to("cpu", torch.uint8 if num <= 256 else torch.int32)
         hashes = torch.zeros(self._num_ranks * own, dtype=torch.int64, device=self._device)
         if self._hashes:
@@ -238,6 +268,9 @@ class RoutingReplay(_Routing):
         super().__init__(model, folder)
         self._experts: dict[int, Tensor] = {}
         self._hashes = torch.zeros(0)
+        self._length = 0
+        # True once a token has an expert twice.
+        self._repeats = torch.zeros((), dtype=torch.bool, device=self._device)
         agree(self._check_facts, group=self._groups)
 
     def check_steps(self, steps: range) -> None:
@@ -252,33 +285,57 @@ class RoutingReplay(_Routing):
         self.check_steps(range(number, number + 1))
         path = self._path(number)
         try:
-            with safe_open(path, "pt") as file:
-                hashes = file.get_tensor(_SAMPLES)
-                own, rest = divmod(len(hashes), self._num_ranks)
-                mine = slice(self._rank * own, (self._rank + 1) * own)
-                experts = {
-                    number: file.get_slice(str(number))[mine].to(self._device, torch.int64)
-                    for number in self._numbers.values()
-                }
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"{path} is damaged: {error}; record the routing again") from error
+            self._experts, self._hashes = self._read(path)
+        except CheckpointError as error:
+            raise DataError(f"{error}; record the routing again") from error
+        self._repeats.zero_()
+
+    def _read(self, path: Path) -> tuple[dict[int, Tensor], Tensor]:
+        """Read and check this rank's part of a step."""
+
+        def damaged(reason: str) -> DataError:
+            return DataError(f"{path} is damaged: {reason}; record the routing again")
+
+        stored, num, k = read_header(path), self._facts["num"], self._facts["per_token"]
+        if missing := [name for name in (_SAMPLES, *map(str, self._layers)) if name not in stored]:
+            raise damaged(f"it lacks {missing[0]!r}")
+        samples, layers = stored[_SAMPLES], [stored[str(number)] for number in self._layers]
+        if samples.dtype != "I64" or len(samples.shape) != 1:
+            raise damaged(
+                f"{_SAMPLES!r} is {samples.dtype} of shape {shown(list(samples.shape))}, not I64 of one dimension"
+            )
+        self._length = layers[0].shape[1] if len(layers[0].shape) == 3 else 0
+        shape = (*samples.shape, self._length, k)
+        for each in layers:
+            if each.dtype not in _INTEGERS or each.shape != shape or not self._length:
+                raise damaged(
+                    f"layer {each.name} is {each.dtype} of shape {shown(list(each.shape))}; it must be integers "
+                    f"[{samples.shape[0]} samples, length, {k} experts of a token], of one length in all layers"
+                )
+        own, rest = divmod(samples.shape[0], self._num_ranks)
         if rest:
             raise ConfigError(
-                f"{path} has {len(hashes)} samples, which {self._num_ranks} data-parallel ranks cannot share; "
+                f"{path} has {samples.shape[0]} samples, which {self._num_ranks} data-parallel ranks cannot share; "
                 "replay on a number of ranks that divides them"
             )
-        if any(each.numel() and int(each.max()) >= self._facts["num"] for each in experts.values()):
-            raise DataError(f"{path} names experts that the model does not have; record the routing again")
-        self._experts, self._hashes = experts, hashes[mine]
+        start, experts = self._rank * own, {}
+        for number in self._numbers.values():
+            chosen = read_box(stored[str(number)], [start, 0, 0], [own, *shape[1:]]).to(self._device, torch.int64)
+            if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < num:
+                raise damaged(f"layer {number} names experts that the model does not have: they are 0 to {num - 1}")
+            chosen = chosen.sort(dim=-1).values
+            # A place without a token, such as padding, has zeros.
+            if bool(((chosen[..., 1:] == chosen[..., :-1]).any(-1) & chosen.any(-1)).any()):
+                raise damaged(f"layer {number} has an expert twice for one token")
+            experts[number] = chosen
+        return experts, read_box(samples, [start], [own])
 
     def _pass(self, first: int, b: int, length: int, hashes: Tensor | None) -> Reroute:
-        shapes = {tuple(each.shape[:2]) for each in self._experts.values()}
         room = len(self._hashes)
-        if first + b > room or any(recorded != length for _, recorded in shapes):
+        if first + b > room or length != self._length:
             raise ConfigError(
                 f"a pass has samples {first + 1} to {first + b} of a rank, of length {length}, and the routing in "
-                f"{self._folder} is of {room} a rank, of length {', '.join(str(each) for _, each in shapes)}; replay "
-                "the batches that were recorded"
+                f"{self._folder} is of {room} a rank, of length {self._length}; replay the batches that were recorded"
             )
         if hashes is not None and not torch.equal(hashes, self._hashes[first : first + b]):
             raise ConfigError(
@@ -287,7 +344,10 @@ class RoutingReplay(_Routing):
             )
 
         def reroute(layer: nn.Module, chosen: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
-            return self._experts[self._numbers[layer]][first + samples, positions]
+            experts = self._experts[self._numbers[layer]][first + samples, positions]
+            # Other repetitions than of zeros were found before.
+            self._repeats |= (experts[:, 1:] == experts[:, :-1]).any()
+            return experts
 
         return reroute
 
@@ -298,12 +358,14 @@ class RoutingReplay(_Routing):
                     f"step {number} had {min(self._counts)} samples on a rank, and the routing in {self._folder} is of "
                     f"{len(self._hashes)}; replay the batches that were recorded"
                 )
+            if bool(self._repeats):
+                raise DataError(
+                    f"{self._path(number)} is damaged: it has expert 0 twice for a token; record the routing again"
+                )
 
         agree(check, group=self._groups)
 
 
-def _described(facts: Any) -> str:
-    if not isinstance(facts, dict):
-        return "unknown experts"
-    layers = ", ".join(map(str, facts.get("layers", ())))
-    return f"{facts.get('num')} experts, {facts.get('per_token')} of a token, in layers {layers}"
+def _described(facts: dict[str, Any]) -> str:
+    layers = ", ".join(map(str, facts["layers"]))
+    return f"{facts['num']} experts, {facts['per_token']} of a token, in layers {layers}"

@@ -117,13 +117,18 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def alike(sketches: Sequence[Sketch]) -> list[Sketch]:
-    """Return the sketches in fp64 with one set of strides, so that they can be merged and compared."""
+    """Return the sketches in fp64 with one set of strides for each number of dimensions, to merge and compare them."""
     doubled = [sketch.doubled() for sketch in sketches]
     if all(sketch.is_whole for sketch in doubled):
         return doubled
-    ndim = len(doubled[0].shape)
-    strides = [max(sketch.strides[dim] for sketch in doubled if not sketch.is_whole) for dim in range(ndim)]
-    return [sketch.reduced(strides) for sketch in doubled]
+    strides: dict[int, list[int]] = {}
+    for sketch in doubled:
+        if not sketch.is_whole:
+            own = strides.setdefault(len(sketch.shape), [1] * len(sketch.shape))
+            strides[len(own)] = list(map(max, own, sketch.strides))
+    return [
+        sketch.reduced(strides[len(sketch.shape)]) if len(sketch.shape) in strides else sketch for sketch in doubled
+    ]
 
 
 def concatenated(sketches: Sequence[Sketch], dim: int) -> Sketch:
@@ -178,6 +183,9 @@ def placed(
                 pieces.setdefault(low, []).append(_cut(sketch, dim, begin, high - low))
                 begin += high - low
     order = sorted(pieces)
+    if not order:
+        # Of an empty dimension.
+        return [concatenated(sketches, dim)]
     if sums:
         return [concatenated([added(pieces[low]) for low in order], dim)]
     copies = max(map(len, pieces.values()))
