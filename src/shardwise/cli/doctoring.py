@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from shardwise.cli.arguments import Arguments, LaunchArguments, RunArguments
-from shardwise.core.files import check_output
+from shardwise.core.files import check_free, check_output
 from shardwise.run.settings import DpoSettings, FinetuneSettings, Settings
 from shardwise.training.bounds import Folder, Range, with_values
 
@@ -152,6 +152,10 @@ class DoctorExplainArguments(LaunchArguments):
     def check_world(self, world_size: int) -> None:
         _explained(self).check_world(world_size)
 
+    def check(self) -> None:
+        check_free(Path(self.out))
+        check_output(Path(self.out) / "explained.html", flag="--out")
+
     def work(self) -> Callable[[], object] | None:
         return self._explain
 
@@ -162,7 +166,7 @@ class DoctorExplainArguments(LaunchArguments):
         path = Path(self.out) / "explained.html"
 
         def report(diagnosis: "Diagnosis") -> None:
-            write_page(diagnosis, path, title="A Llama of two layers on two ranks", explains=True)
+            write_page(diagnosis, path, title="A Llama of two layers on two ranks", flag="--out", explains=True)
             print(f"wrote {path}: open it in a browser")
 
         diagnose_run(_explained(self), steps=1, report=report)

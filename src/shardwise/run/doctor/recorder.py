@@ -65,7 +65,8 @@ _PARTS = 512
 class Recorder:
     """Records a model from now on, until ``steps`` updates were made; see ``record`` for the arguments.
 
-    ``world_size`` is 1 for a model that this rank trains alone, although there are other ranks.
+    ``world_size`` is 1 for a model that this rank trains alone, although there are other ranks. ``remedy`` is what helps
+    if the disk is full.
 
     Attributes:
         is_done: whether the recording is complete and written.
@@ -84,10 +85,11 @@ class Recorder:
         budget: int = BUDGET,
         perturb: int | None = None,
         world_size: int | None = None,
+        remedy: str = "record fewer layers with first_layers, or lower budget",
     ) -> None:
         if steps < 1:
             raise ConfigError(f"steps is {steps}; record at least one step")
-        self._folder, self._steps = Path(folder), steps
+        self._folder, self._steps, self._remedy = Path(folder), steps, remedy
         self.axes = axes_of(axes)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -466,7 +468,7 @@ class Recorder:
         if free < needed + (1 << 20):
             raise UnwritableError(
                 f"{self._folder} has {free:,} bytes free, and the recording of rank {self._rank} needs {needed:,}; "
-                "free some, record fewer layers with first_layers, or lower budget"
+                f"free some, {self._remedy}"
             )
         write_atomically(self._file.with_suffix(".safetensors"), lambda file: file.write(save(self._views)))
         # The facts come last: a recording without them is incomplete.

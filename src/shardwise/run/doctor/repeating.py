@@ -157,7 +157,13 @@ def twin_of(session: Session, folder: Path, *, steps: int) -> Iterator[Trainer]:
         yield trainer
         return
     trainer.observer = recorder = Recorder(
-        trainer.model, folder, steps=steps, axes=ONE_RANK, perturb=perturb, world_size=1
+        trainer.model,
+        folder,
+        steps=steps,
+        axes=ONE_RANK,
+        perturb=perturb,
+        world_size=1,
+        remedy="set TMPDIR to a folder with more room, or take --no-rerun",
     )
     yield trainer
     recorder.close()

@@ -10,9 +10,11 @@ from typing import Any
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError, ParityError
 from shardwise.core.topology import Groups
+from shardwise.run.checkpoint_writer import lock_folder
 from shardwise.run.doctor.diagnosis import Diagnosis, diagnose
 from shardwise.run.doctor.places import Axes
 from shardwise.run.doctor.recorder import BUDGET, Recorder
+from shardwise.run.doctor.recording import check_replaceable
 from shardwise.run.doctor.repeating import ONE_RANK, alone, check_dropout, other_rounding
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.session import open_session
@@ -22,6 +24,7 @@ from shardwise.run.tasks.task import Session, Task
 from shardwise.training.trainer import Trainer
 
 STEPS = 2
+_RECORDINGS = ("one", "rounding", "parallel")
 
 
 def diagnose_run(
@@ -41,29 +44,41 @@ def diagnose_run(
     Args:
         settings: settings of the run.
         steps: number of steps.
-        folder: folder for the recordings ``one``, ``rounding`` and ``parallel``, which are replaced; the settings'
-            ``out`` and ``doctor`` if None.
+        folder: folder for the recordings ``one``, ``rounding`` and ``parallel``, which replace earlier ones; the
+            settings' ``out`` and ``doctor`` if None.
         budget: most bytes of a recording of a rank.
         report: callback for the diagnosis, on the first rank.
         make_task: factory of the task.
 
     Raises:
         ParityError: a module is wrong; on every rank, after the report.
-        ConfigError: the layout has one rank, layouts drop other elements, or the settings do not fit the ranks.
+        ConfigError: the layout has one rank, layouts drop other elements, the settings do not fit the ranks, another
+            process uses ``out``, or the folder of a recording has something else.
         ShardwiseError: any other failure, on every rank.
     """
     overlaps = settings.parallel.tp > 1 and not settings.parallel.fsdp
     folder = Path(settings.out) / "doctor" if folder is None else folder
-    with open_ranks(settings.device, timeout=settings.timeout, overlaps=overlaps) as ranks:
+    with (
+        open_ranks(settings.device, timeout=settings.timeout, overlaps=overlaps) as ranks,
+        lock_folder(Path(settings.out), ranks),
+    ):
         if ranks.world_size == 1:
             raise ConfigError("the doctor compares several ranks with one, and this run has one; give --nproc, --tp...")
         if settings.training.steps < steps:
             raise ConfigError(f"training.steps is {settings.training.steps}, and {steps} steps are recorded")
+        earlier = [folder / name for name in _RECORDINGS]
+
+        def check_earlier() -> None:
+            for each in earlier if ranks.is_first else ():
+                check_replaceable(each)
+
+        agree(check_earlier, group=ranks.control)
         session = open_session(settings, ranks, make_task)
         # The adapters of one stage may have dropout, and those of another none.
         agree(lambda: check_dropout(session), group=ranks.control)
         if ranks.is_first:
-            shutil.rmtree(folder, ignore_errors=True)
+            for each in earlier:
+                shutil.rmtree(each, ignore_errors=True)
         with session.shortage.explained():
             session.task.method.before(session)
             agree(lambda: _record_alone(session, folder, steps, budget), group=ranks.control)
@@ -104,7 +119,14 @@ def _record(
     world_size: int | None = None,
 ) -> None:
     recorder = Recorder(
-        trainer.model, folder, steps=steps, axes=axes, budget=budget, perturb=perturb, world_size=world_size
+        trainer.model,
+        folder,
+        steps=steps,
+        axes=axes,
+        budget=budget,
+        perturb=perturb,
+        world_size=world_size,
+        remedy="record fewer steps (--recorded-steps), take a smaller model, or choose another --out",
     )
     trainer.observer = recorder
     for step in range(steps):
