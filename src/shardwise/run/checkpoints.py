@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from shardwise.run.tasks.task import Session
 from shardwise.storage import checkpoint
 from shardwise.storage.adapters import lora_layers
 from shardwise.storage.checkpoint import ParamShard
-from shardwise.storage.checkpoint.folder import step_of
+from shardwise.storage.checkpoint.folder import clear, step_of
 from shardwise.storage.checkpoint.manifest import Manifest
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.optimizer.optimizer import optimizer_state, stored_weights
@@ -136,7 +135,7 @@ def start_or_resume(session: Session) -> tuple[int, Path | None]:
     if session.settings.resume == "restart":
         barrier("the restart", group=control)
         if session.ranks.is_first:
-            shutil.rmtree(session.checkpoints, ignore_errors=True)
+            clear(session.checkpoints)
         barrier("the removal of earlier checkpoints", group=control)
     if newest is None:
         return 0, None

@@ -23,6 +23,7 @@ from shardwise.run.commands.opened_model import (
     is_pretrained,
     open_checkpoint,
     open_model,
+    same_checkpoint,
 )
 from shardwise.run.processes.ranks import Ranks, open_ranks
 from shardwise.run.settings import Settings
@@ -94,7 +95,7 @@ def export_hf(
             many ranks, ``out`` exists, or Hugging Face has no architecture for the model.
         CheckpointError: the checkpoint is missing or damaged, or ``out`` cannot be written.
     """
-    with open_ranks("cpu", timeout=timeout) as ranks:
+    with open_ranks("cpu", timeout=timeout) as ranks, same_checkpoint(checkpoint, ranks) as checkpoint:
         opened = agree(
             lambda: open_for_export(checkpoint, out, merge=merge, world_size=ranks.world_size), group=ranks.control
         )

@@ -21,7 +21,7 @@ from shardwise.data.examples import has_text, is_plain_text
 from shardwise.data.json_records import counted
 from shardwise.data.reading import corpus_of
 from shardwise.models.gpt import GPT
-from shardwise.run.commands.opened_model import Evaluation, as_tuple
+from shardwise.run.commands.opened_model import Evaluation, as_tuple, same_checkpoint
 from shardwise.run.commands.text_generation import open_causal
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.settings import CorpusSettings
@@ -74,7 +74,7 @@ def evaluate(
         DivergenceError: the loss is not finite.
     """
     files = as_tuple(data)
-    with open_ranks(device, timeout=timeout) as ranks:
+    with open_ranks(device, timeout=timeout) as ranks, same_checkpoint(checkpoint, ranks) as checkpoint:
         opened, tokenizer = agree(lambda: open_causal(checkpoint, adapter, ranks.world_size), group=ranks.control)
 
         def read() -> tuple[str, HeldOut, list[str]]:

@@ -15,7 +15,7 @@ from shardwise.core.files import check_output, write_output
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.tokenizer.library import DeclaredTokens
 from shardwise.models.gpt import GPT
-from shardwise.run.commands.opened_model import OpenCheckpoint, as_tuple
+from shardwise.run.commands.opened_model import OpenCheckpoint, as_tuple, same_checkpoint
 from shardwise.run.commands.text_generation import open_causal
 from shardwise.run.lm_harness import ShardwiseLM, harness
 from shardwise.run.processes.ranks import open_ranks
@@ -68,7 +68,7 @@ def evaluate_tasks(
     names = as_tuple(tasks)
     # Disable the subprocesses of datasets: they would be forked from a process with threads.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    with open_ranks(device, timeout=timeout) as ranks:
+    with open_ranks(device, timeout=timeout) as ranks, same_checkpoint(checkpoint, ranks) as checkpoint:
 
         def prepare() -> tuple[OpenCheckpoint, Tokenizer]:
             harness()

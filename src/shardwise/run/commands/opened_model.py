@@ -2,14 +2,15 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
 import torch
 
-from shardwise.core.communication.agreement import agree
+from shardwise.core.communication.agreement import agree, decide
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
 from shardwise.core.files import shown
 from shardwise.core.sharded_state import sharded_state_dict
@@ -21,7 +22,7 @@ from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import Settings
 from shardwise.storage import checkpoint, huggingface
 from shardwise.storage.adapters import load_adapter_, read_adapter_config
-from shardwise.storage.checkpoint.folder import PUBLISHED
+from shardwise.storage.checkpoint.folder import PUBLISHED, held
 from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest, check_state_fits
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.generation_config import GENERATION_CONFIG_NAME, GenerationDefaults
@@ -213,6 +214,39 @@ def find_checkpoint(path: Path, *, otherwise: str = "") -> Path:
     return newest
 
 
+@contextmanager
+def held_checkpoint(path: Path, *, otherwise: str = "") -> Iterator[Path]:
+    """Find a checkpoint as ``find_checkpoint`` does, and keep a run from deleting it during the block."""
+    while True:
+        folder = find_checkpoint(path, otherwise=otherwise)
+        with held(folder) as there:
+            # A run that saves has removed it in the meantime, and published a newer one before.
+            if there or folder == path:
+                yield folder
+                return
+
+
+@contextmanager
+def same_checkpoint(path: str | PathLike[str], ranks: Ranks) -> Iterator[str | PathLike[str]]:
+    """Choose a checkpoint for all ranks, the newest one of a run's folder; every rank calls.
+
+    No run deletes it during the block. Another path, such as a Hugging Face folder, is returned unchanged.
+    """
+    with ExitStack() as stack:
+
+        def choose(_: object) -> str | PathLike[str]:
+            folder = Path(path)
+            if is_pretrained(folder) or (folder / ADAPTER_CONFIG_NAME).is_file() or not folder.is_dir():
+                return path
+            try:
+                return str(stack.enter_context(held_checkpoint(folder)))
+            except CheckpointError:
+                # Opening it says in full what is wrong.
+                return path
+
+        yield decide(lambda: None, choose, group=ranks.control)
+
+
 def open_model(path: str | PathLike[str], adapter: str | PathLike[str] | None = None) -> OpenCheckpoint:
     """Find the model at a path and read it without its tensors.
 
@@ -286,7 +320,11 @@ def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:
         CheckpointError: the checkpoint is missing or damaged, or neither a training run nor an import wrote it.
         DataError: the tokenizer cannot be read.
     """
-    folder = find_checkpoint(path, otherwise=otherwise)
+    with held_checkpoint(path, otherwise=otherwise) as folder:
+        return _open_checkpoint(folder)
+
+
+def _open_checkpoint(folder: Path) -> OpenCheckpoint:
     meta = checkpoint.read_meta(folder)
     if "huggingface" in meta:
         imported = meta["huggingface"]

@@ -11,7 +11,13 @@ from shardwise.data import ExampleEncoder, UnusableExampleError
 from shardwise.data.tokenizer import TextStream, Tokenizer
 from shardwise.models.generation import PrefixCache, generate as generate_ids, on_layers
 from shardwise.models.gpt import GPT
-from shardwise.run.commands.opened_model import TO_BRING_A_TOKENIZER, OpenCheckpoint, check_fits, open_model
+from shardwise.run.commands.opened_model import (
+    TO_BRING_A_TOKENIZER,
+    OpenCheckpoint,
+    check_fits,
+    open_model,
+    same_checkpoint,
+)
 from shardwise.run.processes.ranks import Ranks, open_ranks
 from shardwise.storage.huggingface.generation_config import GenerationChoice
 from shardwise.training.bounds import DEFAULT_TIMEOUT, SEED, STEPS, TEMPERATURE, TIMEOUT, TOP_P, checks_arguments
@@ -158,7 +164,7 @@ def generate(
         DataError: the tokenizer is missing or damaged.
     """
     request = SamplingRequest(max_new_tokens, temperature, top_k, top_p)
-    with open_ranks(device, timeout=timeout) as ranks:
+    with open_ranks(device, timeout=timeout) as ranks, same_checkpoint(checkpoint, ranks) as checkpoint:
         show, note = ranks.on_first(on_text), ranks.on_first(on_note)
         task = agree(
             lambda: open_prompt(
@@ -290,7 +296,7 @@ def chat(
         DataError: see ``generate``; also if the model has no chat template.
     """
     request = SamplingRequest(max_new_tokens, temperature, top_k, top_p)
-    with open_ranks(device, timeout=timeout) as ranks:
+    with open_ranks(device, timeout=timeout) as ranks, same_checkpoint(checkpoint, ranks) as checkpoint:
         show, note = ranks.on_first(on_text), ranks.on_first(on_note)
         task = agree(lambda: open_chat(checkpoint, adapter, request, ranks.world_size), group=ranks.control)
         model = task.opened.load_model(ranks)

@@ -65,8 +65,8 @@ _PARTS = 512
 class Recorder:
     """Records a model from now on, until ``steps`` updates were made; see ``record`` for the arguments.
 
-    ``world_size`` is 1 for a model that this rank trains alone, although there are other ranks. ``remedy`` is what helps
-    if the disk is full.
+    ``world_size`` is 1 for a model that this rank trains alone, although there are other ranks. ``remedy`` says
+    what to do if the disk is full.
 
     Attributes:
         is_done: whether the recording is complete and written.

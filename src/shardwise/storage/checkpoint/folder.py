@@ -12,15 +12,19 @@ checkpoint, and the next save restores its name. Only one run at a time may save
 """
 
 import errno
+import fcntl
 import os
 import re
 import secrets
 import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardwise.core.errors import CheckpointError
-from shardwise.storage.checkpoint.manifest import Manifest
+from shardwise.core.files import open_regular
+from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest
 
 PUBLISHED = re.compile(r"(step-\d{8,})")
 """Name of a published checkpoint."""
@@ -116,9 +120,60 @@ def remove(folder: Path, *, waits: bool = True) -> None:
         threading.Thread(target=shutil.rmtree, args=(partial, True), name=name).start()
 
 
+@contextmanager
+def held(folder: Path) -> Iterator[bool]:
+    """Keep a run from deleting an old checkpoint during the block.
+
+    The reader holds a shared lock on its manifest; ``remove_unless_held`` needs an exclusive one. Without support for
+    locks, nothing is held.
+
+    Yields:
+        False if the checkpoint is gone already.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        # Whatever else is wrong is reported by reading it.
+        yield os.path.lexists(folder)
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            there = os.path.samestat(os.fstat(descriptor), os.stat(path))
+        except (BlockingIOError, FileNotFoundError, NotADirectoryError):
+            there = False
+        except OSError:
+            there = True
+        yield there
+    finally:
+        os.close(descriptor)
+
+
+def remove_unless_held(folder: Path, *, waits: bool = True) -> None:
+    """Call ``remove``, unless a process reads the checkpoint: the save after that removes it."""
+    with open_regular(folder / MANIFEST_NAME) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass  # No support for locks.
+        remove(folder, waits=waits)
+
+
+def clear(root: Path) -> None:
+    """Remove all checkpoints of ``root``, also partial and damaged ones, and no other file."""
+    with suppress(OSError):
+        for entry in list(root.iterdir()):
+            if any(pattern.fullmatch(entry.name) for pattern in (PUBLISHED, _REPLACED, _PARTIAL)):
+                shutil.rmtree(entry, ignore_errors=True)
+        root.rmdir()
+
+
 def checkpoints(root: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Path, CheckpointError]]]:
     """Return the readable checkpoints of ``root``, the newest last, and the unreadable ones with their errors."""
-    readable, unreadable = [], []
+    readable, unreadable, gone = [], [], False
     for folder in sorted(root.iterdir()):
         replaced = _REPLACED.fullmatch(folder.name)
         if not (PUBLISHED.fullmatch(folder.name) or (replaced and not (root / replaced[1]).exists())):
@@ -126,9 +181,12 @@ def checkpoints(root: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Pat
         try:
             readable.append((folder, Manifest.read(folder)))
         except CheckpointError as error:
-            # Another process may have removed the folder in the meantime.
+            gone = gone or not os.path.lexists(folder)
             if folder.exists():
                 unreadable.append((folder, error))
+    if gone:
+        # Another process has removed it in the meantime, and may have published a newer one.
+        return checkpoints(root)
     readable.sort(key=lambda item: item[1].serial)
     return readable, unreadable
 
@@ -164,6 +222,9 @@ def latest(root: Path) -> Path | None:
     try:
         readable[-1][1].check_sizes(newest)
     except CheckpointError as error:
+        if not os.path.lexists(newest):
+            # A run has removed it in the meantime, after it had published a newer one.
+            return latest(root)
         older = readable[-2][0] if len(readable) > 1 else None
         raise CheckpointError(f"{error}; {_way_out(newest, older)}") from error
     return newest

@@ -31,7 +31,7 @@ from shardwise.storage.checkpoint.checkpoint import (
     describe_state,
     merge_descriptions,
 )
-from shardwise.storage.checkpoint.folder import checkpoints, fsync, prepare, publish, remove, step_path
+from shardwise.storage.checkpoint.folder import checkpoints, fsync, prepare, publish, remove_unless_held, step_path
 from shardwise.storage.checkpoint.manifest import (
     MANIFEST_NAME,
     ChunkRecord,
@@ -335,7 +335,7 @@ class PendingSave:
         # Unreadable checkpoints are neither counted nor deleted.
         others = [folder for folder, _ in earlier if folder != target]
         for folder in [] if self._keep is None else others[: max(0, len(others) + 1 - self._keep)]:
-            remove(folder, waits=self._thread is None)
+            remove_unless_held(folder, waits=self._thread is None)
         return "; ".join(note for _, note in ranks if note)
 
     @contextlib.contextmanager

@@ -311,6 +311,10 @@ class SafetensorsReader(FolderStorage, StorageReader):
         try:
             return read_header(self.folder / name)
         except CheckpointError as error:
+            if not self.folder.exists():
+                raise CheckpointError(
+                    f"checkpoint {self.folder} was removed while it was read; read a newer one"
+                ) from error
             raise damaged(self.folder, f"{error}, or remove the checkpoint to use an older one") from error
 
     def _read(self, header: Mapping[str, StoredTensor], box: Slice) -> Tensor:
