@@ -117,13 +117,21 @@ DEFAULTS = {
         "GPTModel": (
             "pre_process=True, post_process=True, fp16_lm_cross_entropy=False, parallel_output=True, "
             "share_embeddings_and_output_weights=False, position_embedding_type='learned_absolute', "
-            "rotary_percent=1.0, rotary_base=10000"
+            "rotary_percent=1.0, rotary_base=10000, rope_scaling=False, rope_scaling_factor=8.0, "
+            "scatter_embedding_sequence_parallel=True, seq_len_interpolation_factor=None, mtp_block_spec=None, "
+            "pg_collection=None, vp_stage=None"
         ),
-        "GPTModel.forward": "labels=None",
+        "GPTModel.forward": (
+            "decoder_input=None, labels=None, inference_context=None, packed_seq_params=None, extra_block_kwargs=None, "
+            "runtime_gather_output=None"
+        ),
     },
     "megatron.models.bert": {
-        "BertModel": "pre_process=True, post_process=True, add_binary_head=True",
-        "BertModel.forward": "tokentype_ids=None, lm_labels=None",
+        "BertModel": (
+            "pre_process=True, post_process=True, seq_len_interpolation_factor=None, add_binary_head=True, "
+            "return_embeddings=False, vp_stage=None, pg_collection=None"
+        ),
+        "BertModel.forward": "tokentype_ids=None, lm_labels=None, inference_context=None",
     },
 }
 

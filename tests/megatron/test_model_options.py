@@ -64,7 +64,7 @@ def test_an_inference_context_goes_on_from_what_was_read(group):
             model(ids[:, start:stop], positions[start:stop], inference_context=context)
             for start, stop in ((0, 3), (3, 4), (4, S))
         ]
-    assert_close_to(torch.cat(parts), whole, rtol_of_norm=1e-12)
+    assert_close_to(torch.cat(parts, dim=1), whole, rtol_of_norm=1e-12)
     assert context.length == S
     with pytest.raises(ConfigError, match=r"inference_context is of int; give a key-value cache such as"):
         model(ids, inference_context=3)

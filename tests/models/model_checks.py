@@ -39,8 +39,8 @@ def whole_weights(model: nn.Module, group: ProcessGroup) -> dict[str, Tensor]:
 
 
 def whole_logits(logits: Tensor, group: ProcessGroup) -> Tensor:
-    """``[s, b, v/t]`` to ``[b, s, v]``."""
-    return torch.cat(gather_all(logits.transpose(0, 1), group), dim=-1)
+    """``[b, s, v/t]`` to ``[b, s, v]``."""
+    return torch.cat(gather_all(logits, group), dim=-1)
 
 
 def assert_gradients_are(weights: dict[str, Tensor], model: nn.Module, group: ProcessGroup, *, rtol: float) -> None:

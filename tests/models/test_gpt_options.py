@@ -134,9 +134,9 @@ def test_texts_packed_into_a_row_do_not_see_each_other(group, name):
     document_ids = torch.tensor([3] * 5 + [1] * 8).expand(2, -1)
     positions = torch.cat([torch.arange(5), torch.arange(8)])
     logits = model(packed, positions, document_ids=document_ids)
-    assert_close_to(logits[:5], model(first), rtol_of_norm=1e-12)
-    assert_close_to(logits[5:], model(second), rtol_of_norm=1e-12)
-    assert not torch.allclose(model(packed, positions)[5:], model(second))
+    assert_close_to(logits[:, :5], model(first), rtol_of_norm=1e-12)
+    assert_close_to(logits[:, 5:], model(second), rtol_of_norm=1e-12)
+    assert not torch.allclose(model(packed, positions)[:, 5:], model(second))
 
 
 def of_length(kind):
@@ -161,7 +161,7 @@ def test_texts_are_rotated_as_if_they_were_alone(group, kind):
 
     alone = torch.cat([model(text[None], labels=label[None])[0] for text, label in zip(texts, labels, strict=True)])
     expected = alone.detach(), gradients_of(alone)
-    logits = torch.cat([model(text[None])[:, 0] for text in texts])
+    logits = torch.cat([model(text[None])[0] for text in texts])
 
     lengths = torch.tensor([len(text) for text in texts])
     filled, filled_labels = (
@@ -173,8 +173,8 @@ def test_texts_are_rotated_as_if_they_were_alone(group, kind):
     positions = torch.cat([torch.arange(len(text)) for text in texts])[None]
     packing = {"position_ids": positions, "document_ids": document_ids}
 
-    assert_close_to(model(filled, lengths=lengths).transpose(0, 1)[is_token], logits, rtol_of_norm=1e-12)
-    assert_close_to(model(packed, **packing)[:, 0], logits, rtol_of_norm=1e-12)
+    assert_close_to(model(filled, lengths=lengths)[is_token], logits, rtol_of_norm=1e-12)
+    assert_close_to(model(packed, **packing)[0], logits, rtol_of_norm=1e-12)
     for losses in (
         model(filled, labels=filled_labels, lengths=lengths)[is_token],
         model(packed, labels=packed_labels, **packing)[0],
@@ -183,7 +183,7 @@ def test_texts_are_rotated_as_if_they_were_alone(group, kind):
         for name, grad in gradients_of(losses).items():
             assert_close_to(grad, expected[1][name], rtol_of_norm=1e-11, name=name)
     # A batch of which nothing is said is all of one length, as in transformers.
-    assert not torch.allclose(model(filled)[:5, 0], logits[:5])
+    assert not torch.allclose(model(filled)[0, :5], logits[:5])
     with pytest.raises(ShardingError, match=r"document_ids have shape \[1, 15\]"):
         model(packed, positions, document_ids=document_ids[:, 1:])
     with pytest.raises(ShardingError, match=r"lengths have shape \[2\]; they must be \[3\], one for each row"):

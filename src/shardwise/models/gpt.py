@@ -1,5 +1,7 @@
 """GPT: a decoder-only language model, split over the tensor-parallel group and, layer by layer, over stages."""
 
+from typing import Any
+
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError, ShardingError
@@ -64,6 +66,7 @@ class GPT(TransformerModel):
         document_ids: Tensor | None = None,
         lengths: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """Return the loss of each token, or logits without ``labels``; hidden states on all but the last stage.
 
@@ -84,6 +87,8 @@ class GPT(TransformerModel):
                 None means the length of each document or, without documents, that of the longest row, padding included,
                 for all rows, as in ``transformers``.
             cache: keys and values of earlier tokens, for generation; give ``position_ids`` with it.
+            hidden: ``[s, b, h]``, or this rank's shard, the input of the first layer instead of the embedding's output;
+                ``input_ids`` may then be None. Only on the first stage.
 
         Returns:
             Loss ``[b, s]``, or logits ``[s, b, v/t]`` (``[s, b, v]`` without ``parallel_output``). Hidden states
@@ -92,8 +97,8 @@ class GPT(TransformerModel):
             ``s`` of a result is this rank's number of positions, in the order of ``ContextShard.intervals``.
 
         Raises:
-            ShardingError: an input is not a tensor or has no tokens; the sequence is too long; a mask, labels or
-                ``lengths`` have the wrong shape; or a later stage has no input.
+            ShardingError: an input is not a tensor or has no tokens; the sequence is too long; a mask, labels,
+                ``lengths`` or ``hidden`` have the wrong shape; or a later stage has no input.
             VocabularyError: an id is outside the vocabulary, or a label is invalid.
             ConfigError: a cache is given to a model with context parallelism.
         """
@@ -103,23 +108,25 @@ class GPT(TransformerModel):
             position_ids=position_ids,
             attention_mask=attention_mask,
             document_ids=document_ids,
+            hidden=hidden,
         )
-        own_ids = input_ids
-        sequence = self._sequence_of(input_ids, position_ids, labels)
+        own_ids, is_given = input_ids, hidden is not None
+        sequence = self._sequence_of(input_ids, position_ids, labels, hidden=hidden)
         context = sequence.context
         if context is not None and cache is not None:
             raise ConfigError("generation has no context parallelism; build the model without Groups.cp")
         s = sequence.length if context is None else context.length
         forbidden, first, key_positions, tokens = attention_mask, None, None, None
         if attention_mask is not None and attention_mask.dim() == 2:
-            b = (self._input_of_a_later_stage() if input_ids is None else input_ids.t()).size(1)
+            rows = hidden if input_ids is None else input_ids.t()
+            b = (self._input_of_a_later_stage() if rows is None else rows).size(1)
             tokens = is_token(attention_mask, b, s + getattr(cache, "length", 0))
             forbidden = forbidden_keys(tokens)
             if position_ids is None and self.positions_skip_padding:
                 position_ids = positions_of(tokens)[:, -s:]
             # A routing names the places of tokens in rows as they are given.
             moves = cache is None and document_ids is None and context is None and self.rerouting is None
-            if moves and self._sees_all_before:
+            if moves and not is_given and self._sees_all_before:
                 forbidden, first = None, TokensFirst(tokens)
                 tokens = first.move(tokens)
                 position_ids = first.order if position_ids is None else first.move(position_ids.expand(b, -1))
@@ -129,10 +136,13 @@ class GPT(TransformerModel):
                 key_positions = positions_of(tokens)
         if context is not None and labels is not None:
             labels = context.own(labels, dim=1)
-        if self.pre_process:
-            hidden: Tensor = self.embedding(input_ids, position_ids, context=context)
+        if hidden is not None:
+            self._check_hidden(hidden, sequence)
+        elif self.pre_process:
+            hidden = self.embedding(input_ids, position_ids, context=context)
         else:
             hidden = self._input_of_a_later_stage()
+        assert hidden is not None
         of_texts = self._own_lengths(lengths, document_ids, hidden, s)
         if cache is None:
             places = tokens_of(tokens, lengths, document_ids, s)
@@ -159,6 +169,19 @@ class GPT(TransformerModel):
             return logits if first is None else first.move_sequence_back(logits)
         loss = self._loss(hidden, labels, sequence)
         return loss if first is None else first.move_back(loss)
+
+    def next_logits(self, *args: Tensor | None, **options: Any) -> Tensor:
+        """Return the logits of the token after each sequence, ``[b, v/t]``; arguments as for ``forward``."""
+        logits: Tensor = self(*args, **options)
+        return logits[-1]
+
+    def _check_hidden(self, hidden: Tensor, sequence: SequenceView) -> None:
+        start, stop = sequence.interval
+        if not self.pre_process or hidden.dim() != 3 or hidden.size(0) != stop - start:
+            raise ShardingError(
+                f"hidden states of shape {list(hidden.shape)} are given to a model with pre_process="
+                f"{self.pre_process}; the first stage takes [{stop - start}, batch, {self.config.hidden_size}] here"
+            )
 
     def _own_lengths(
         self, lengths: Tensor | None, document_ids: Tensor | None, hidden: Tensor, s: int

@@ -68,9 +68,10 @@ class TransformerModel(FixedTensors, LanguageModel):
     # Name of the attribute that holds the transformer block.
     block_name: str
     _fixed = ("alibi_slopes",)
-    # A model with token types, or with an output bias, sets these before it calls the base constructor.
+    # A model for which another value holds sets it before it calls the base constructor.
     num_tokentypes = 0
     _output_bias = False
+    _scatters_embedding = True
     output_layer: ColumnLinear
 
     def __init__(
@@ -132,6 +133,7 @@ class TransformerModel(FixedTensors, LanguageModel):
                     max_sequence_length,
                     position_embedding_type,
                     self.num_tokentypes,
+                    self._scatters_embedding,
                     tp_group=self.tp_group,
                     position_offset=position_offset,
                 )
@@ -363,13 +365,13 @@ class TransformerModel(FixedTensors, LanguageModel):
             raise ShardingError("this stage has no embedding (pre_process=False); call set_input_tensor before forward")
         return self._input_tensor
 
-    def _sequence_of(self, *of_tokens: Tensor | None) -> SequenceView:
-        """Return the view of hidden states, as long as the first given ``[s]`` or ``[b, s]``, or the input tensor."""
+    def _sequence_of(self, *of_tokens: Tensor | None, hidden: Tensor | None = None) -> SequenceView:
+        """Return the view of hidden states, as long as the first given ``[s]`` or ``[b, s]``, or ``[s, b, h]``."""
         group = self.tp_group if self.sequence_parallel else None
         for tensor in of_tokens:
             if tensor is not None:
                 return self.view_of(tensor.size(-1))
-        hidden = self._input_of_a_later_stage()
+        hidden = self._input_of_a_later_stage() if hidden is None else hidden
         if group is not None or self.splits_context:
             raise ShardingError(
                 "with sequence or context parallelism a stage cannot tell the sequence's length; pass input_ids"

@@ -66,7 +66,7 @@ def test_logits_with_a_window_a_soft_cap_sinks_and_alibi(group):
                 model(ids[:, :5], torch.arange(5), cache=cache)
             step = DecodeStep(model, caches[1])
             for n in range(5, 9):
-                expected = model(ids[:, n : n + 1], torch.tensor([n]), cache=caches[0])[-1]
+                expected = model.next_logits(ids[:, n : n + 1], torch.tensor([n]), cache=caches[0])
                 torch.testing.assert_close(step(ids[0, n : n + 1]), expected, rtol=1e-12, atol=1e-12)
 
 

@@ -57,7 +57,7 @@ def test_cached_passes_equal_one_pass_over_the_sequence(group, shape, chunks):
             start = cache.length
             positions = torch.arange(start, start + count)
             pieces.append(model(ids[:, start : start + count], positions, cache=cache))
-    actual = whole_logits(torch.cat(pieces), group).log_softmax(-1)
+    actual = whole_logits(torch.cat(pieces, dim=1), group).log_softmax(-1)
     expected = shape.dense().logits(whole_weights(model, group), ids).log_softmax(-1).detach()
     assert cache.length == 13
     assert_close_to(actual, expected, rtol_of_norm=1e-13, name="log-probabilities")

@@ -20,7 +20,7 @@ def logits_of(model, ids, chunks=(13,)):
     for count in chunks:
         positions = torch.arange(cache.length, cache.length + count)
         pieces.append(model(ids[:, cache.length : cache.length + count], positions, cache=cache))
-    return torch.cat(pieces)
+    return torch.cat(pieces, dim=1)
 
 
 @pytest.mark.ranks(1, 2, 3, 4, slow=(4,))

@@ -86,8 +86,7 @@ class DecodeStep:
         return logits
 
     def _run(self) -> Tensor:
-        logits: Tensor = self._model(self._token, self._position, cache=self._at_position)
-        return logits[-1]
+        return self._model.next_logits(self._token, self._position, cache=self._at_position)
 
     def _replay(self) -> Tensor:
         if self._graph is None:

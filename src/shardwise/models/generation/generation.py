@@ -221,7 +221,7 @@ def next_tokens(
         logits = _next_logits(model, unread, cache, step)
     else:
         positions = positions_of(mask)[:, -unread.size(1) :].clamp(min=0)
-        logits = _own_part(model, model(unread, positions, mask, cache=cache)[-1])
+        logits = _own_part(model, model.next_logits(unread, positions, mask, cache=cache))
     vocab_size = _checked_model(model)
     return choose_next_token(logits, sampling, vocab_size=vocab_size, group=model.tp_group, generator=generators)
 
@@ -265,7 +265,7 @@ def _next_logits(model: GPT, unread: Tensor, cache: PreallocatedCache, step: Dec
         logits = step(unread.squeeze(0))
     else:
         positions = torch.arange(cache.length, cache.length + unread.size(1), device=unread.device)
-        logits = model(unread, positions, cache=cache)[-1]
+        logits = model.next_logits(unread, positions, cache=cache)
     return _own_part(model, logits)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from shardwise.core.communication import moves
 from shardwise.core.communication.collectives import all_gather
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sequence_view import ContextShard, SequenceView
@@ -40,7 +41,7 @@ from shardwise.models.transformer.inference_block import InferenceBlock
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.rotary import RotaryScaling
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.nn import ShardedModule
+from shardwise.nn import ShardedModule, viewless
 
 
 class _MegatronTransformer(LanguageModule, TransformerModel):
@@ -68,6 +69,9 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
         transformer_layer_spec: ModuleSpec | TransformerLayerSpec | None,
         fp16_lm_cross_entropy: bool,
         pg_collection: ProcessGroupCollection | None,
+        rope_scaling: bool | RotaryScaling | None = None,
+        rope_scaling_factor: float = 8.0,
+        seq_len_interpolation_factor: float | None = None,
         **options: Any,
     ) -> None:
         """Construct the model as an object of class ``engine``, after checking for options that the class lacks."""
@@ -89,7 +93,8 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
             _warn_of_one_rank("model")
         config = self._dealt_out(config, groups, options["pre_process"] and options["post_process"])
         layer_spec = layer_spec_of(transformer_layer_spec, config)
-        engine.__init__(self, config, groups=groups, layer_spec=layer_spec, **options)
+        scaling = _rotary_scaling(rope_scaling, rope_scaling_factor, seq_len_interpolation_factor)
+        engine.__init__(self, config, groups=groups, layer_spec=layer_spec, rope_scaling=scaling, **options)
 
     @staticmethod
     def _dealt_out(config: TransformerConfig, groups: Groups, is_whole: bool) -> TransformerConfig:
@@ -142,6 +147,14 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
         logits: Tensor = self.output_layer(hidden, weight, not self.parallel_output, sequence_length=s)[0]
         return logits
 
+    def _gathered_or_not(self, logits: Tensor, gathers: bool | None) -> Tensor:
+        """Gather logits over the vocabulary, or leave this rank's part; None as ``parallel_output`` says."""
+        if gathers is None or gathers != self.parallel_output:
+            return logits
+        if gathers:
+            return self.output_layer.gather(logits)
+        return moves.scatter(logits, dim=-1, group=self.tp_group)
+
     def _loss(self, hidden: Tensor, labels: Tensor, sequence: SequenceView) -> Tensor:
         shared_weight, s = self.shared_embedding_or_output_weight(), sequence.length
         return self.compute_output_layer_and_language_model_loss(
@@ -185,16 +198,48 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
         self._marks = {name: dict(vars(param)) for name, param in self.named_parameters()}
 
 
+def _batch_first(logits: Tensor) -> Tensor:
+    """Return ``[b, s, v]`` of ``[s, b, v]``."""
+    return viewless(logits.transpose(0, 1).contiguous())
+
+
+def _rotary_scaling(
+    scaling: bool | RotaryScaling | None, factor: float, interpolation: float | None
+) -> RotaryScaling | None:
+    """Return the engine's scaling of rotary frequencies; dividing the positions is dividing the frequencies."""
+    if scaling and interpolation is not None:
+        raise ConfigError(
+            f"rope_scaling is {scaling!r} and seq_len_interpolation_factor {interpolation}; frequencies are scaled in "
+            "one way here, so leave one of them out"
+        )
+    if interpolation is not None:
+        return RotaryScaling("linear", interpolation)
+    return RotaryScaling("llama3", factor, 8192) if scaling is True else scaling or None
+
+
+def _refuse_set(why: str, **arguments: Any) -> None:
+    """Raise ConfigError for an argument that differs from Megatron's default."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ConfigError(f"{name} is given, which is not offered here: {why}; leave it out")
+
+
 class GPTModel(_MegatronTransformer, GPT):
-    """``GPT`` with Megatron's arguments.
+    """``GPT`` with Megatron's arguments, and logits with Megatron's axes.
 
     Args:
         config: sizes of the model.
         transformer_layer_spec: spec of a layer's parts, such as ``get_gpt_layer_local_spec()``.
         vocab_size, max_sequence_length, pre_process, post_process, parallel_output,
-            share_embeddings_and_output_weights, position_embedding_type, rotary_percent, rotary_base, rope_scaling,
-            vp_stage: as in ``GPT``.
+            share_embeddings_and_output_weights, position_embedding_type, rotary_percent, rotary_base, vp_stage: as in
+            ``GPT``.
         fp16_lm_cross_entropy: no effect but a warning, because the loss is always in fp32 or wider.
+        rope_scaling: whether to scale the rotary frequencies as in Llama 3.1, or a ``RotaryScaling``.
+        rope_scaling_factor: divisor of the lowest frequencies.
+        scatter_embedding_sequence_parallel: with sequence parallelism, whether ``embedding`` returns this rank's shard.
+            If not, each forward needs ``decoder_input``.
+        seq_len_interpolation_factor: divisor of the rotary positions; None means 1.
+        mtp_block_spec: None.
         pg_collection: process groups; None means those of the ambient topology.
 
     Attributes:
@@ -219,12 +264,18 @@ class GPTModel(_MegatronTransformer, GPT):
         position_embedding_type: PositionEmbedding = "learned_absolute",
         rotary_percent: float = 1.0,
         rotary_base: float = 10000.0,
-        *,
-        rope_scaling: RotaryScaling | None = None,
+        rope_scaling: bool | RotaryScaling | None = False,
+        rope_scaling_factor: float = 8.0,
+        scatter_embedding_sequence_parallel: bool = True,
+        seq_len_interpolation_factor: float | None = None,
+        mtp_block_spec: None = None,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
-        self._construct(GPT, **given(locals()))
+        arguments = given(locals(), but=("scatter_embedding_sequence_parallel", "mtp_block_spec"))
+        _refuse_set("a model predicts the next token alone", mtp_block_spec=mtp_block_spec)
+        self._scatters_embedding = scatter_embedding_sequence_parallel
+        self._construct(GPT, **arguments)
         if isinstance(transformer_layer_spec, ModuleSpec):
             self._check_own_attention()
         # In a tuple, so that it is not a child module.
@@ -277,21 +328,26 @@ class GPTModel(_MegatronTransformer, GPT):
         self._inference_blocks = ()
         return super().load_state_dict(*args, **options)
 
-    def forward(
+    def forward(  # type: ignore[override]  # As Megatron orders the arguments.
         self,
         input_ids: Tensor | None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        decoder_input: Tensor | None = None,
         labels: Tensor | None = None,
-        *,
         inference_context: KeyValueCache | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        inference_params: KeyValueCache | None = None,
         loss_mask: Tensor | None = None,
+        padding_mask: None = None,
         document_ids: Tensor | None = None,
         lengths: Tensor | None = None,
         cache: KeyValueCache | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Like ``GPT.forward``, with Megatron's names.
+        """Like ``GPT.forward``, with Megatron's names and axes.
 
         With ``config.use_inference_optimized_layers``, evaluation mode uses inference layers without gradients; with
         ``inference_fuse_tp_communication``, each of their half blocks makes one exchange.
@@ -301,19 +357,31 @@ class GPTModel(_MegatronTransformer, GPT):
 
         Args:
             input_ids, position_ids, attention_mask, labels, document_ids, lengths, cache: as in ``GPT.forward``.
-            inference_context: Megatron's name of ``cache``.
+            decoder_input: ``[s, b, h]``, or this rank's shard with sequence parallelism, the decoder's input instead of
+                the embedding's output. A later stage ignores it.
+            inference_context, inference_params: Megatron's names of ``cache``.
             packed_seq_params: sequences of a row ``[1, s]``; tokens attend within their sequence. Rotary positions
                 restart in each sequence, and so do learned positions if ``position_ids`` is None.
+            extra_block_kwargs, padding_mask: None.
+            runtime_gather_output: whether to return all logits instead of this rank's part; None means the model's
+                ``parallel_output`` decides.
             loss_mask: no effect; as in Megatron, the program weights the returned loss of each token.
 
         Returns:
-            As in ``GPT.forward``.
+            Loss ``[b, s]``; or logits ``[b, s, v/t]`` (``[b, s, v]`` if gathered), where the engine's are ``[s, b, v/t]``.
+            Hidden states as in ``GPT.forward``.
 
         Raises:
             ConfigError: ``inference_context`` is not a key-value cache or is given in addition to ``cache``, or both
-                ``document_ids`` and ``packed_seq_params`` are given, or ``packed_seq_params`` with context parallelism.
-            ShardingError: with context parallelism, an odd number of positions.
+                ``document_ids`` and ``packed_seq_params`` are given, or ``packed_seq_params`` with context parallelism;
+                ``decoder_input`` is missing without ``scatter_embedding_sequence_parallel``, or holds integers; an
+                argument is given that must be None.
+            ShardingError: with context parallelism, an odd number of positions; ``decoder_input`` has the wrong shape.
         """
+        _refuse_set("a block's layers take no more arguments", extra_block_kwargs=extra_block_kwargs or None)
+        _refuse_set("give attention_mask [b, s], 1 for tokens, or lengths", padding_mask=padding_mask)
+        hidden = self._checked_input(decoder_input) if self.pre_process else None
+        inference_context = inference_params if inference_context is None else inference_context
         if self.splits_context:
             if packed_seq_params is not None:
                 raise ConfigError(
@@ -334,26 +402,51 @@ class GPTModel(_MegatronTransformer, GPT):
         if packed_seq_params is not None:
             if document_ids is not None:
                 raise ConfigError("packed_seq_params and document_ids both say which tokens are together; give one")
-            s = self._sequence_of(input_ids, position_ids, labels).length
+            s = self._sequence_of(input_ids, position_ids, labels, hidden=hidden).length
             b = 1 if input_ids is None else input_ids.size(0)
             document_ids, places = packed_seq_params.documents_and_positions(torch.Size((b, s)))
             if position_ids is None or self.position_embedding_type == "rope":
                 position_ids = places
-        arguments: dict[str, Any] = {"document_ids": document_ids, "lengths": lengths, "cache": cache}
+        arguments: dict[str, Any] = {"document_ids": document_ids, "lengths": lengths, "cache": cache, "hidden": hidden}
         if self.training or not self.config.use_inference_optimized_layers:
-            return GPT.forward(self, input_ids, position_ids, attention_mask, labels, **arguments)
-        with torch.no_grad():
-            return GPT.forward(self._inference_view(), input_ids, position_ids, attention_mask, labels, **arguments)
+            output = GPT.forward(self, input_ids, position_ids, attention_mask, labels, **arguments)
+        else:
+            with torch.no_grad():
+                view = self._inference_view()
+                output = GPT.forward(view, input_ids, position_ids, attention_mask, labels, **arguments)
+        if labels is not None or not self.post_process:
+            return output
+        return _batch_first(self._gathered_or_not(output, runtime_gather_output))
+
+    def next_logits(self, *args: Tensor | None, **options: Any) -> Tensor:
+        """See ``GPT.next_logits``."""
+        logits: Tensor = self(*args, **options)
+        return logits[:, -1]
+
+    def _checked_input(self, decoder_input: Tensor | None) -> Tensor | None:
+        if decoder_input is None:
+            if not self._scatters_embedding and self.sequence_parallel:
+                raise ConfigError(
+                    "scatter_embedding_sequence_parallel is False, so the embedding returns whole sequences, and layers "
+                    "take a shard; pass the shard as decoder_input"
+                )
+        elif not decoder_input.is_floating_point():
+            raise ConfigError(
+                f"decoder_input is {decoder_input.dtype}, and hidden states are floating point; it is the fourth "
+                "argument, before labels, as in Megatron"
+            )
+        return decoder_input
 
 
 class BertModel(_MegatronTransformer, Bert):
-    """``Bert`` with Megatron's arguments.
+    """``Bert`` with Megatron's arguments, and logits with Megatron's axes.
 
     Args:
         num_tokentypes: number of token types; 0 for none.
         transformer_layer_spec: spec of a layer's parts. Its ``SelfAttention`` is not causal, unless it has a mask type
             (``functools.partial(SelfAttention, attn_mask_type=...)``).
         add_binary_head: as in ``Bert``.
+        return_embeddings: False.
 
     The other arguments and the errors are the same as in ``GPTModel``, the attributes the same as in ``Bert``.
     """
@@ -372,16 +465,45 @@ class BertModel(_MegatronTransformer, Bert):
         share_embeddings_and_output_weights: bool = False,
         position_embedding_type: PositionEmbedding = "learned_absolute",
         rotary_percent: float = 1.0,
-        rotary_base: float = 10000.0,
+        seq_len_interpolation_factor: float | None = None,
         add_binary_head: bool = True,
-        *,
-        rope_scaling: RotaryScaling | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        return_embeddings: bool = False,
         vp_stage: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        rotary_base: float = 10000.0,
+        rope_scaling: RotaryScaling | None = None,
     ) -> None:
-        self._construct(Bert, **given(locals()))
+        arguments = given(locals(), but=("return_embeddings",))
+        _refuse_set("forward returns losses or logits", return_embeddings=return_embeddings or None)
+        self._construct(Bert, **arguments)
         if config.use_inference_optimized_layers:
             say_once("use_inference_optimized_layers", "BertModel has no layers for inference")
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        tokentype_ids: Tensor | None = None,
+        lm_labels: Tensor | None = None,
+        inference_context: None = None,
+        *,
+        inference_params: None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None] | Tensor:
+        """Like ``Bert.forward``, but logits of tokens are ``[b, s, v/t]`` (``[b, s, v]`` without ``parallel_output``).
+
+        Raises:
+            ConfigError: ``inference_context`` or ``inference_params`` is given.
+        """
+        contexts = {"inference_context": inference_context, "inference_params": inference_params}
+        _refuse_set("BERT reads whole sequences, without a cache", **contexts)
+        others = {"position_ids": position_ids, "labels": labels}
+        output = Bert.forward(self, input_ids, attention_mask, tokentype_ids, lm_labels, **others)
+        if lm_labels is not None or not isinstance(output, tuple):
+            return output
+        return _batch_first(output[0]), output[1]
 
 
 offer(globals(), "BertLMHead Pooler")
