@@ -55,6 +55,66 @@ def test_a_state_comes_back_at_another_layout(group, tmp_path):
         load(wanted, folder, strict="raise_unexpected", process_group=alone.group("tp"))
 
 
+PLAIN = {
+    "by_rank": {0: "a", 1: {2: (3,)}},
+    "shape": (2, (3, [4, (5, None)])),
+    "pair": {(1, "x"): 1.5, None: True, 2.5: {}},
+    "empty": ((), [], {}),
+    "looks alike": {"__tuple__": [1], "__items__": [[1, 2]]},
+    "text": {"0": 1, "1": [2]},
+}
+
+
+@pytest.mark.ranks(2)
+def test_plain_values_come_back_as_they_are(group, tmp_path):
+    """At the top, next to tensors, and in the metadata; keys of numbers also lead to tensors."""
+    state = {**PLAIN, 7: {"w": shard(group.rank(), 2, True), "of": (1, {3: 4})}}
+    state["mixed"] = (1, ShardedTensor.from_rank_offsets("b", torch.ones(2)), {5: "c"})
+    save(state, tmp_path, content_metadata=PLAIN)
+
+    def same(found, saved):
+        assert type(found) is type(saved)
+        assert found == saved
+
+    same(load_content_metadata(tmp_path), PLAIN)
+    common = load_common_state_dict(tmp_path)
+    same({key: common[key] for key in PLAIN}, PLAIN)
+    assert [*map(type, common["pair"])] == [tuple, type(None), float]
+    wanted = {7: {"w": shard(group.rank(), 2, False)}}
+    wanted["mixed"] = (0, ShardedTensor.from_rank_offsets("b", torch.zeros(2)), {})
+    found = load(wanted, tmp_path)
+    same({key: found[key] for key in PLAIN}, PLAIN)
+    same(found[7]["of"], (1, {3: 4}))
+    assert_bit_equal(found[7]["w"], shard(group.rank(), 2, True).data)
+    first, tensor, last = found["mixed"]
+    assert (first, tensor.tolist(), last, type(found["mixed"])) == (1, [1.0, 1.0], {5: "c"}, tuple)
+
+
+@pytest.mark.ranks(2)
+def test_plain_values_that_differ_between_ranks_are_an_error_on_all(group, tmp_path):
+    rank, own = group.rank(), shard(group.rank(), 2, True)
+    start = "ranks disagree on a plain value of the state, of which one is stored: "
+    for values, message in (
+        ({"number": rank}, r"'number' is 0 on rank 0 and 1 on rank 1; leave it out"),
+        ({"deep": [{"a": (1, rank)}]}, r"'deep\.0\.a\.1' is 0 on rank 0 and 1 on rank 1"),
+        ({"keys": {rank: 1}}, r"'keys\.\[0\]' is 1 on rank 0 and no value on rank 1"),
+        ({"only": 1} if rank else {}, r"'only' is no value on rank 0 and 1 on rank 1"),
+        ({"kind": True if rank else 1}, r"'kind' is 1 on rank 0 and True on rank 1"),
+    ):
+        for given in ({"sharded_state_dict": values | {"w": own}}, {"content_metadata": values}):
+            prefix = "content_metadata." if "content_metadata" in given else ""
+            if prefix and not values:
+                given = {"content_metadata": {}}
+            with pytest.raises(CheckpointError, match=start + message.replace("'", f"'{prefix}", 1)):
+                save(**{"sharded_state_dict": {"w": own}, "checkpoint_dir": tmp_path} | given)
+    assert list(tmp_path.iterdir()) == []
+    # Tensors, values of a rank alone, and what the program leaves out may differ.
+    values = {"own": LocalNonpersistentObject(rank), "at": [own, None] if rank else [None, own], "args": {"rank": rank}}
+    keep = lambda common: {key: value for key, value in common.items() if key != "args"}  # noqa: E731
+    save(values, tmp_path, preprocess_common_before_consistancy_check=keep)
+    assert load_common_state_dict(tmp_path)["args"] == {"rank": 0}
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("name", "library"),
@@ -82,6 +142,14 @@ def test_what_cannot_be_stored_is_told_on_every_rank(group, tmp_path):
         save(state, tmp_path)
     with pytest.raises(CheckpointError, match="'w' is a Tensor"):
         save({"w": torch.ones(2)}, tmp_path)
+    for content in ({"w": state["w"]}, {"a": {1: object()}}):
+        with pytest.raises(CheckpointError, match=r"content_metadata\.(w' is a tensor|a\.1' is a object); give"):
+            save({}, tmp_path, content_metadata=content)
+    with pytest.raises(CheckpointError, match="'a key of by' is a frozenset; give"):
+        save({"by": {frozenset(): 1}}, tmp_path)
+    twice = {"a.w": shard(group.rank(), 2, True), "a": {"w": shard(group.rank(), 2, True)}}
+    with pytest.raises(CheckpointError, match=r"two tensors of the path 'a\.w'; rename a key"):
+        save(twice, tmp_path)
     with pytest.raises(ConfigError, match="async_sharded_save is True"):
         save({}, tmp_path, async_sharded_save=True)
     with pytest.raises(ConfigError, match="strict is 'log_all'; it must be one of assume_ok_unexpected"):

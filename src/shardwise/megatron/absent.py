@@ -55,7 +55,18 @@ def inert_settings_of(name: str) -> Any:
         for setting, default in group["fields"].items():
             inert = field(default=default, metadata={group["kind"]: group["why"]}, kw_only=True)
             settings.append((setting, "Any", inert))
-    return make_dataclass(f"{name}Inert", settings)
+    return make_dataclass(f"{name}Inert", settings, bases=(_Guarded,))
+
+
+class _Guarded:
+    """Base of a config: a setting that is changed after construction is checked as the constructor checks it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The constructor sets each for the first time, and then checks all of them.
+        spec = type(self).__dataclass_fields__.get(name) if name in vars(self) else None  # type: ignore[attr-defined]
+        if spec is not None and spec.metadata:
+            _check_setting(spec, value)
+        super().__setattr__(name, value)
 
 
 @functools.cache
@@ -73,20 +84,20 @@ def _depth_of_the_caller() -> int:
     return depth
 
 
-def _is_set(config: Any, spec: Field[Any]) -> bool:
-    value = getattr(config, spec.name)
-    return value is not spec.default and bool(value != spec.default)
+def _check_setting(spec: Field[Any], value: Any) -> None:
+    if value is spec.default or not bool(value != spec.default):
+        return
+    if "refused" in spec.metadata:
+        raise ConfigError(
+            f"{spec.name} is {value!r}, which is not offered here: {spec.metadata['refused']}; leave it at "
+            f"{spec.default!r}"
+        )
+    say_once(spec.name, spec.metadata["unused"])
 
 
 def check_inert(config: Any) -> None:
     """Raise ConfigError for a refused field that differs from its default, or else warn about unused fields."""
-    chosen = [spec for spec in fields(config) if spec.metadata and _is_set(config, spec)]
-    for spec in chosen:
-        if "refused" in spec.metadata:
-            raise ConfigError(
-                f"{spec.name} is {getattr(config, spec.name)!r}, which is not offered here: "
-                f"{spec.metadata['refused']}; leave it at {spec.default!r}"
-            )
-    for spec in chosen:
-        if "unused" in spec.metadata:
-            say_once(spec.name, spec.metadata["unused"])
+    for kind in ("refused", "unused"):
+        for spec in fields(config):
+            if kind in spec.metadata:
+                _check_setting(spec, getattr(config, spec.name))

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.sequence_view import SequenceView
 from shardwise.models.token_embedding import (
     TokensFirst,
     check_inputs,

@@ -6,8 +6,7 @@ Checkpoints from Megatron itself cannot be read.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication.agreement import agree
+from shardwise.core.communication.agreement import agree, decide
 from shardwise.core.errors import CheckpointError, ConfigError, ShardingError
 from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset
 from shardwise.megatron.surface import offer
@@ -139,32 +138,44 @@ def save(
     """Save a state atomically as the only checkpoint of a folder, replacing an earlier one. Collective.
 
     Args:
-        sharded_state_dict: dicts and lists of sharded tensors, as in a model's ``sharded_state_dict``, and of plain
-            values (rank 0's are stored).
+        sharded_state_dict: dicts, lists and tuples of sharded tensors, as in a model's ``sharded_state_dict``, and of
+            plain values, the same on every rank (rank 0's are stored).
         checkpoint_dir: folder, created if it does not exist.
-        sharded_strategy, common_strategy, validate_access_integrity, preprocess_common_before_consistancy_check:
-            no effect, because there is one format and ranks that disagree are always an error.
+        sharded_strategy, common_strategy, validate_access_integrity: no effect, because there is one format and ranks
+            that disagree are always an error.
         async_sharded_save: not supported.
+        preprocess_common_before_consistancy_check: returns the plain values that ranks compare, without those that
+            may differ; must not modify its argument.
         content_metadata: plain values for ``load_content_metadata``.
         process_group: group of the ranks that hold the state; None means all ranks.
 
     Raises:
         ConfigError: ``async_sharded_save`` is set.
-        CheckpointError: the state cannot be saved (a value that is not plain, a folder of another library, a full
-            disk); the same message on every rank.
+        CheckpointError: the state cannot be saved (a value that is not plain, or not the same on all ranks, a folder of
+            another library, a full disk); the same message on every rank.
     """
     if async_sharded_save:
         raise ConfigError("async_sharded_save is True, which is not offered here: save returns when all is on the disk")
     folder, group = Path(checkpoint_dir), process_group or _world()
 
-    def divided() -> tuple[dict[str, ParamShard], Any]:
+    shards: dict[str, ParamShard] = {}
+    meta: dict[str, Any] = {}
+
+    def divided() -> dict[str, str]:
         if checkpoint.latest(folder) is None:
             _check_not_foreign(folder, "choose another folder to save into")
-        shards: dict[str, ParamShard] = {}
-        return shards, _without_shards(sharded_state_dict, "", shards)
+        common = _without_shards(sharded_state_dict, "", shards)
+        of_content: dict[str, ParamShard] = {}
+        content = _without_shards(content_metadata, _CONTENT, of_content)
+        if of_content:
+            raise CheckpointError(f"{next(iter(of_content))!r} is a tensor; give content_metadata plain values")
+        meta.update({_COMMON: _encoded(common), _CONTENT: _encoded(content)})
+        compared = common if content is None else {**common, _CONTENT: content}
+        if preprocess_common_before_consistancy_check is not None:
+            compared = preprocess_common_before_consistancy_check(compared)
+        return dict(_leaves(compared, ""))
 
-    shards, common = agree(divided, group=group)
-    meta = {_COMMON: common, _CONTENT: None if content_metadata is None else dict(content_metadata)}
+    decide(divided, _check_same_values, group=group)
     checkpoint.save(folder, 0, shards, meta, group=group, keep=1)
 
 
@@ -202,23 +213,27 @@ def load(
         raise ConfigError(
             f"strict is {strict!r}; it must be one of {', '.join(each.value for each in StrictHandling)}"
         ) from error
-    path = agree(functools.partial(_checkpoint_in, folder), group=group)
     shards: dict[str, ParamShard] = {}
-    _without_shards(sharded_state_dict, "", shards, takes_all=True)
+
+    def divided() -> Path:
+        _without_shards(sharded_state_dict, "", shards, takes_all=True)
+        return _checkpoint_in(folder)
+
+    path = agree(divided, group=group)
     meta = checkpoint.load(path, shards, group=group, allow_extra=strict is StrictHandling.ASSUME_OK_UNEXPECTED)
-    result: dict[str, Any] = _merged(meta.get(_COMMON) or {}, sharded_state_dict)
+    result: dict[str, Any] = _merged(_decoded(meta.get(_COMMON) or {}), sharded_state_dict)
     return result
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
     """Read the plain values of the checkpoint in a folder, or raise CheckpointError; not collective."""
-    common: dict[str, Any] = checkpoint.read_meta(_checkpoint_in(Path(checkpoint_dir))).get(_COMMON) or {}
+    common: dict[str, Any] = _decoded(checkpoint.read_meta(_checkpoint_in(Path(checkpoint_dir))).get(_COMMON) or {})
     return common
 
 
 def load_content_metadata(checkpoint_dir: str | Path) -> dict[str, Any] | None:
     """Read the saved ``content_metadata``, or raise CheckpointError without a checkpoint; not collective."""
-    content: dict[str, Any] | None = checkpoint.read_meta(_checkpoint_in(Path(checkpoint_dir))).get(_CONTENT)
+    content: dict[str, Any] | None = _decoded(checkpoint.read_meta(_checkpoint_in(Path(checkpoint_dir))).get(_CONTENT))
     return content
 
 
@@ -253,27 +268,95 @@ def _check_not_foreign(folder: Path, what_to_do: str) -> None:
 def _without_shards(value: Any, name: str, shards: dict[str, ParamShard], *, takes_all: bool = False) -> Any:
     """Move the shards in ``value`` to ``shards``, keyed by path, and return the rest; lists have None for a shard.
 
-    Unless ``takes_all``, raise CheckpointError for a value that is neither a shard nor plain.
+    Raise CheckpointError for two shards of one path and, unless ``takes_all``, for a value that is neither a shard nor
+    plain.
     """
     if isinstance(value, ParamShard):
+        if name in shards:
+            raise CheckpointError(f"the state has two tensors of the path {name!r}; rename a key")
         shards[name] = value
         return None
     if isinstance(value, LocalNonpersistentObject):
         return None
     if isinstance(value, Mapping):
         items = {
-            str(key): _without_shards(item, f"{name}.{key}" if name else str(key), shards, takes_all=takes_all)
+            _plain(key, f"a key of {name}" if name else "a key", takes_all=takes_all): _without_shards(
+                item, f"{name}.{key}" if name else str(key), shards, takes_all=takes_all
+            )
             for key, item in value.items()
         }
-        return {str(key): items[str(key)] for key, item in value.items() if not isinstance(item, _NOT_PLAIN)}
+        return {key: items[key] for key, item in value.items() if not isinstance(item, _NOT_PLAIN)}
     if isinstance(value, (list, tuple)):
-        return [_without_shards(item, f"{name}.{i}", shards, takes_all=takes_all) for i, item in enumerate(value)]
+        items_ = (_without_shards(item, f"{name}.{i}", shards, takes_all=takes_all) for i, item in enumerate(value))
+        return tuple(items_) if isinstance(value, tuple) else list(items_)
+    return _plain(value, name, takes_all=takes_all)
+
+
+def _plain(value: Any, name: str, *, takes_all: bool) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_plain(item, name, takes_all=takes_all) for item in value)
     if not (takes_all or value is None or isinstance(value, (bool, int, float, str))):
         raise CheckpointError(
             f"the state's {name!r} is a {type(value).__name__}; give tensors as ShardedTensor, and other values as "
             "numbers, text, lists and dicts"
         )
     return value
+
+
+# Objects of JSON that stand for a tuple, and for a dict with keys that are not text.
+_TUPLE, _ITEMS = "__tuple__", "__items__"
+
+
+def _encoded(value: Any) -> Any:
+    """Return JSON that ``_decoded`` converts back to an equal value."""
+    if isinstance(value, tuple):
+        return {_TUPLE: [*map(_encoded, value)]}
+    if isinstance(value, list):
+        return [*map(_encoded, value)]
+    if not isinstance(value, Mapping):
+        return value
+    if all(isinstance(key, str) and key not in (_TUPLE, _ITEMS) for key in value):
+        return {key: _encoded(item) for key, item in value.items()}
+    return {_ITEMS: [[_encoded(key), _encoded(item)] for key, item in value.items()]}
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [*map(_decoded, value)]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_TUPLE}:
+        return tuple(map(_decoded, value[_TUPLE]))
+    if value.keys() == {_ITEMS}:
+        return {_decoded(key): _decoded(item) for key, item in value[_ITEMS]}
+    return {key: _decoded(item) for key, item in value.items()}
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Yield path and text of plain values; None also stands for what another rank may have."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            part = key if isinstance(key, str) else f"[{key!r}]"
+            yield from _leaves(item, f"{name}.{part}" if name else part)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _leaves(item, f"{name}.{i}")
+    elif value is not None:
+        yield name, repr(value)
+
+
+def _check_same_values(of_ranks: Sequence[dict[str, str]]) -> None:
+    """Raise CheckpointError unless all ranks have the same plain values."""
+    first = of_ranks[0]
+    for rank, leaves in enumerate(of_ranks):
+        for name in {**first, **leaves}:
+            if leaves.get(name) != first.get(name):
+                found, wanted = leaves.get(name, "no value"), first.get(name, "no value")
+                raise CheckpointError(
+                    f"ranks disagree on a plain value of the state, of which one is stored: {name!r} is {wanted} on "
+                    f"rank 0 and {found} on rank {rank}; leave it out, store it as a ShardedTensor or, if rank 0's is "
+                    "the right one, remove it in preprocess_common_before_consistancy_check"
+                )
 
 
 def _merged(common: Any, state: Any) -> Any:
@@ -284,11 +367,14 @@ def _merged(common: Any, state: Any) -> Any:
         return state.unwrap()
     if isinstance(state, Mapping):
         stored = common if isinstance(common, Mapping) else {}
-        own = {key: _merged(stored.get(str(key)), item) for key, item in state.items() if _has_place(item)}
+        own = {key: _merged(stored.get(key), item) for key, item in state.items() if _has_place(item)}
         return {**stored, **own}
     if isinstance(state, (list, tuple)):
-        items = common if isinstance(common, list) and len(common) == len(state) else [None] * len(state)
-        return [_merged(one, item) for one, item in zip(items, state, strict=True)]
+        is_alike = isinstance(common, (list, tuple)) and len(common) == len(state)
+        items = [
+            _merged(one, item) for one, item in zip(common if is_alike else [None] * len(state), state, strict=True)
+        ]
+        return tuple(items) if isinstance(state, tuple) else items
     return common
 
 

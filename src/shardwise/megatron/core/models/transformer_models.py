@@ -91,10 +91,11 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
             groups = dataclasses.replace(groups, cp=sharing, dp=every)
         if config.sequence_parallel and groups.tp.size() == 1:
             _warn_of_one_rank("model")
-        config = self._dealt_out(config, groups, options["pre_process"] and options["post_process"])
-        layer_spec = layer_spec_of(transformer_layer_spec, config)
+        own = self._dealt_out(config, groups, options["pre_process"] and options["post_process"])
+        layer_spec = layer_spec_of(transformer_layer_spec, own)
         scaling = _rotary_scaling(rope_scaling, rope_scaling_factor, seq_len_interpolation_factor)
-        engine.__init__(self, config, groups=groups, layer_spec=layer_spec, rope_scaling=scaling, **options)
+        engine.__init__(self, own, groups=groups, layer_spec=layer_spec, rope_scaling=scaling, **options)
+        config.note_read(self.config)
 
     @staticmethod
     def _dealt_out(config: TransformerConfig, groups: Groups, is_whole: bool) -> TransformerConfig:
@@ -368,7 +369,7 @@ class GPTModel(_MegatronTransformer, GPT):
             loss_mask: no effect; as in Megatron, the program weights the returned loss of each token.
 
         Returns:
-            Loss ``[b, s]``; or logits ``[b, s, v/t]`` (``[b, s, v]`` if gathered), where the engine's are ``[s, b, v/t]``.
+            Loss ``[b, s]``, or logits ``[b, s, v/t]``, ``[b, s, v]`` if gathered; the engine's are ``[s, b, v/t]``.
             Hidden states as in ``GPT.forward``.
 
         Raises:
@@ -427,7 +428,7 @@ class GPTModel(_MegatronTransformer, GPT):
         if decoder_input is None:
             if not self._scatters_embedding and self.sequence_parallel:
                 raise ConfigError(
-                    "scatter_embedding_sequence_parallel is False, so the embedding returns whole sequences, and layers "
+                    "scatter_embedding_sequence_parallel is False, so the embedding returns whole sequences; layers "
                     "take a shard; pass the shard as decoder_input"
                 )
         elif not decoder_input.is_floating_point():

@@ -171,6 +171,7 @@ class SelfAttention(_CalledAsMegatrons, attention.SelfAttention, MegatronModule)
         super().__init__(config, layer_number, self.tp_group, attn_mask_type=attn_mask_type)
         mark_replicas(self)
         self.config = config
+        config.note_read()
 
 
 class MLP(mlp.MLP, MegatronModule):
@@ -212,6 +213,7 @@ class MLP(mlp.MLP, MegatronModule):
         super().__init__(sized, self.tp_group)
         mark_replicas(self)
         self.config = config
+        config.note_read()
 
     @classmethod
     def as_mlp_submodule(

@@ -53,6 +53,16 @@ class TopKRouter(router.Router, MegatronModule):
         super().__init__(config, _experts_of(config), self.tp_group, groups)
         mark_replicas(self)
         self.config = config
+        config.note_read()
+
+    @property
+    def experts(self) -> Experts:
+        """The config's experts, with coefficients that the program has changed since, as in Megatron."""
+        return self._experts_at_first if self.config is None else _experts_of(self.config)
+
+    @experts.setter
+    def experts(self, experts: Experts) -> None:
+        self._experts_at_first = experts
 
     @property
     def expert_bias(self) -> Tensor | None:
@@ -107,6 +117,7 @@ class _MegatronExperts(moe.ExpertWeights, MegatronModule):
         self.tp_group, self.dp_group = expert_tp, groups.expert_dp
         super().__init__(config, _experts_of(config), experts, expert_tp)
         self.config = config
+        config.note_read()
         if num_local_experts != self.num_own:
             raise ConfigError(
                 f"num_local_experts is {num_local_experts}, and each rank has {self.num_own} of the {self.num} experts "
@@ -292,10 +303,20 @@ class MoELayer(moe.MoELayer, MegatronModule):
         )
         mark_replicas(self)
         self.config, self.layer_number = config, layer_number
+        config.note_read()
         self.num_local_experts = self.experts.num_own
         first = self.experts.first_own
         self.local_expert_indices = list(range(first, first + self.num_local_experts))
         self.register_state_dict_post_hook(_name_as_megatron_)
+
+    @property
+    def spec(self) -> Experts:
+        """The config's experts, as ``TopKRouter.experts``."""
+        return self._spec_at_first if self.config is None else _experts_of(self.config)
+
+    @spec.setter
+    def spec(self, spec: Experts) -> None:
+        self._spec_at_first = spec
 
     @property
     def shared_experts(self) -> nn.Module | None:

@@ -5,9 +5,10 @@
 "PyTorch's own norm kernel is used"
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -138,8 +139,14 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
 
     Other fields are accepted as in ``ModelParallelConfig``.
 
+    Of the fields that Megatron reads at each forward, a program may change the settings of the loss,
+    ``moe_aux_loss_coeff``, ``moe_z_loss_coeff``, ``moe_router_topk_scaling_factor``, ``moe_router_bias_update_rate``
+    and ``moe_router_force_load_balancing`` after layers were made; the next forward reads them. A change of another
+    such field raises, or warns if only memory depends on it.
+
     Raises:
-        ConfigError: a value out of range, contradicting values, or an option that is not offered.
+        ConfigError: a value out of range, contradicting values, or an option that is not offered; or a field is changed
+            that layers have read.
     """
 
     use_inference_optimized_layers: bool = field(default=False, kw_only=True)
@@ -199,6 +206,37 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
             )
         self.fuse_output_layer_and_loss = self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
 
+    def note_read(self, *copies: "TransformerConfig") -> None:
+        """Note that layers were made from this config, or from ``copies``, to which later changes then go too."""
+        others = [each for each in copies if each is not self]
+        for each in (self, *others):
+            each.__dict__["_is_read"] = True
+        self.__dict__.setdefault("_copies", []).extend(others)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # No layer is made from a copy yet.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_is_read", "_copies")}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if own.get("_is_read") and value != (before := getattr(self, name, None)):
+            if name in _READ_ONCE:
+                raise ConfigError(
+                    f"{name} is set to {value!r} after layers were made with {before!r}, which they read once here; "
+                    "make layers from a config with the new value"
+                )
+            if name in _ONLY_MEMORY:
+                say_once(f"{name} of a config that layers were made from", "they read it once; results are the same")
+        experts: Experts | None = own.get("experts")
+        if name in _LIVE_OF_EXPERTS and experts is not None:
+            # Before the change, so that a value out of range changes nothing.
+            changed = copy.copy(self)
+            changed.__dict__[name] = value
+            super().__setattr__("experts", replace(experts, **changed._live_of_experts()))
+        super().__setattr__(name, value)
+        for each in own.get("_copies", ()):
+            setattr(each, name, value)
+
     def _context_way(self) -> Any:
         ways = self.cp_comm_type
         if not isinstance(ways, list):
@@ -214,7 +252,6 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
         if self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size or 4 * self.hidden_size
         layers, is_sigmoid = _is_each(self, "moe_layer_freq", first=0), self.moe_router_score_function == "sigmoid"
-        balancing, has_bias = self.moe_router_load_balancing_type, self.moe_router_enable_expert_bias
         considered = self.moe_router_group_topk
         return Experts(
             num=num,
@@ -224,19 +261,26 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
             scores=self.moe_router_score_function,
             softmax_after_choice=not is_sigmoid and not self.moe_router_pre_softmax,
             normalizes_weights=is_sigmoid,
-            weight_scale=self.moe_router_topk_scaling_factor or 1.0,
-            selection_bias=has_bias,
-            bias_rate=self.moe_router_bias_update_rate if has_bias else 0.0,
+            selection_bias=self.moe_router_enable_expert_bias,
             num_groups=(self.moe_router_num_groups or 1) if considered else 1,
             groups_per_token=considered or 1,
             weighs_input=self.moe_apply_probs_on_input,
             shared_ffn_hidden_size=self.moe_shared_expert_intermediate_size,
             shared_gate=self.moe_shared_expert_gate,
-            aux_loss=0.0 if balancing == "none" else self.moe_aux_loss_coeff,
-            balances="sequence" if balancing == "seq_aux_loss" else "micro_batch",
-            z_loss=self.moe_z_loss_coeff or 0.0,
-            forces_balance=self.moe_router_force_load_balancing,
+            balances="sequence" if self.moe_router_load_balancing_type == "seq_aux_loss" else "micro_batch",
+            **self._live_of_experts(),
         )
+
+    def _live_of_experts(self) -> dict[str, Any]:
+        """Return the fields of ``Experts`` that a router reads at each forward, in Megatron too."""
+        has_aux_loss = self.moe_router_load_balancing_type != "none"
+        return {
+            "aux_loss": self.moe_aux_loss_coeff if has_aux_loss else 0.0,
+            "z_loss": self.moe_z_loss_coeff or 0.0,
+            "weight_scale": self.moe_router_topk_scaling_factor or 1.0,
+            "bias_rate": self.moe_router_bias_update_rate if self.moe_router_enable_expert_bias else 0.0,
+            "forces_balance": self.moe_router_force_load_balancing,
+        }
 
     def _check_experts_of_megatron(self) -> None:
         """Raise ConfigError for kinds of experts that Megatron refuses, or that the engine does not have."""
@@ -291,6 +335,36 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
 
 MLATransformerConfig = absent_names("transformer.transformer_config", TransformerConfig)("MLATransformerConfig")
 
+
+# Fields that Megatron reads at each forward: in effect here too; read once, and results depend on them; read once, and
+# only memory and time depend on them.
+_LIVE_OF_EXPERTS = {
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_topk_scaling_factor",
+    "moe_router_bias_update_rate",
+    "moe_router_force_load_balancing",
+}
+_READ_ONCE = {
+    "activation_func",
+    "defer_embedding_wgrad_compute",
+    "gated_linear_unit",
+    "moe_apply_probs_on_input",
+    "moe_router_group_topk",
+    "moe_router_num_groups",
+    "moe_router_pre_softmax",
+    "no_rope_freq",
+    "rotary_interleaved",
+    "sequence_parallel",
+}
+_ONLY_MEMORY = {
+    "inference_fuse_tp_communication",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_modules",
+    "recompute_num_layers",
+    "wgrad_deferral_limit",
+}
 
 _KINDS: dict[str, tuple[str | None, ...]] = {
     "moe_router_score_function": ("softmax", "sigmoid"),

@@ -137,6 +137,7 @@ class TransformerLayer(  # type: ignore[misc]  # Megatron's layers return pairs.
         adopt_marks_(self)
         mark_replicas(self)
         self.config = config
+        config.note_read()
         if hidden_dropout is not None:
             self.dropout.p = hidden_dropout
 
