@@ -11,7 +11,8 @@ from shardwise.megatron.tokenizers import MegatronTokenizer, NullTokenizer
 def build(sizes=(100, 10, None), cls=MockGPTDataset, **settings):
     compile_helpers()
     options = {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False}
-    config = GPTDatasetConfig(random_seed=3, sequence_length=3000, tokenizer=NullTokenizer(64), **(options | settings))
+    options |= {"sequence_length": 3000, "tokenizer": NullTokenizer(64)}
+    config = GPTDatasetConfig(random_seed=3, **(options | settings))
     return BlendedMegatronDatasetBuilder(cls, sizes, lambda: True, config).build()
 
 
@@ -72,6 +73,33 @@ def test_as_many_passes_as_are_needed(extra):
         sample = train[0]
         assert torch.equal(sample["labels"][:-1], sample["tokens"][1:])
         assert sample["loss_mask"][-1] == 0
+
+
+@pytest.mark.parametrize("extra", [True, False])
+def test_the_last_tokens_of_validation_are_a_padded_sample_where_asked(extra):
+    settings = {"add_extra_token_to_sequence": extra, "sequence_length": 23, "eod_mask_loss": True}
+    settings |= {"tokenizer": NullTokenizer(64, pad_id=7)}
+    dropped, kept = (
+        build((None, None, None), FewDocuments, drop_last_partial_validation_sequence=drops, **settings)
+        for drops in (True, False)
+    )
+    assert [len(kept[split]) - len(dropped[split]) for split in (0, 1, 2)] == [0, 1, 0]
+    valid = kept[1]
+    # Of 23 tokens, and one more to predict where that is a token.
+    rest = int(valid.dataset.sequence_lengths[valid.indices].sum()) - extra - 23 * len(dropped[1])
+    assert 0 < rest < 23
+    assert sorted(valid.shuffle_index.tolist()) == list(range(len(valid)))
+    sample = valid[valid.shuffle_index.tolist().index(len(valid) - 1)]
+    learned = rest if extra else rest - 1
+    # Padding is no token; nor is 7 learned, which counts as padding in a document too, as in Megatron.
+    assert sample["tokens"][rest + extra :].eq(0).all()
+    assert sample["labels"][learned:].eq(0).all()
+    assert sample["loss_mask"][learned:].eq(0).all()
+    # The documents end with the end of one.
+    assert sample["labels"][learned - 1] == 63
+    assert sample["loss_mask"][learned - 1] == 1
+    whole = [index for index in range(len(valid)) if valid.shuffle_index[index] < len(dropped[1])]
+    assert {len(valid[index]["tokens"]) for index in whole} == {23}
 
 
 def test_what_is_wrong_is_said():

@@ -101,6 +101,8 @@ def test_tied_weights_on_one_stage(group):
     assert model.shared_embedding_or_output_weight() is weight
     assert model.output_layer.weight is None
     assert weight.is_embedding_or_output_parameter
+    # Two layers add to its gradient.
+    assert weight.zero_out_wgrad is True
     # One weight is no copy of another.
     assert not hasattr(weight, "shared")
     assert not hasattr(weight, "shared_embedding")
@@ -126,6 +128,7 @@ def test_tied_weights_over_two_stages(group):
     assert weight is (model.output_layer.weight if stage else model.embedding.word_embeddings.weight)
     assert weight.is_embedding_or_output_parameter
     assert weight.shared_embedding
+    assert not hasattr(weight, "zero_out_wgrad")
     assert getattr(weight, "shared", False) == (stage == 1)
     # Both hold what the first stage drew.
     torch.manual_seed(3)
@@ -177,6 +180,7 @@ def test_weights_that_are_not_tied(group):
     weight = model.embedding.word_embeddings.weight if group.rank() == 0 else model.output_layer.weight
     assert weight.is_embedding_or_output_parameter
     assert not hasattr(weight, "shared_embedding")
+    assert not hasattr(weight, "zero_out_wgrad")
     assert ("output_layer.weight" in model.sharded_state_dict()) == (group.rank() == 1)
     copies: list[Any] = [None, None]
     dist.all_gather_object(copies, weight.detach(), group=group)

@@ -94,7 +94,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         reset_attention_mask: whether tokens see only their own document.
         eod_mask_loss: whether the loss mask is 0 at the end of a document.
         create_attention_mask: whether samples have an ``attention_mask``.
-        drop_last_partial_validation_sequence: no effect, because the mock dataset has no partial samples.
+        drop_last_partial_validation_sequence: whether the validation dataset lacks the sample of the last tokens that
+            do not fill one; otherwise it is padded.
         add_extra_token_to_sequence: whether the last label is the token after the sample; otherwise it is padding.
 
     Raises:
@@ -182,7 +183,8 @@ class MockGPTDataset(Dataset[dict[str, Tensor]]):
         if per_epoch <= extra:
             raise ConfigError(f"{len(indexed_indices)} documents of {per_epoch} tokens hold no sample of {s} tokens")
         num_epochs = 1 if num_samples is None else max(1, -(-(num_samples * s + extra) // per_epoch))
-        total = (num_epochs * per_epoch - extra) // s
+        keeps_partial = index_split is Split.valid and not config.drop_last_partial_validation_sequence
+        total = (num_epochs * per_epoch - extra + (s - 1) * keeps_partial) // s
         # Samples before the last epoch, which are shuffled separately if only a small part of the last epoch is needed.
         first = ((num_epochs - 1) * per_epoch - extra) // s if num_epochs > 1 else total
         apart = num_epochs > 1 and (num_samples or 0) - first < int(_SHARE_OF_AN_EPOCH * ((per_epoch - extra) // s))
@@ -245,15 +247,17 @@ class MockGPTDataset(Dataset[dict[str, Tensor]]):
         return sample
 
     def _tokens(self, start: int) -> NDArray[np.int64]:
-        """Return a sample's tokens, from index ``start`` in the concatenated documents."""
-        stop = start + self.config.sequence_length + int(self.config.add_extra_token_to_sequence)
+        """Return a sample's tokens, from index ``start`` in the concatenated documents, with padding after the last."""
+        length = self.config.sequence_length + int(self.config.add_extra_token_to_sequence)
+        stop = min(start + length, int(self._begins[-1]))
+        padding = np.full(start + length - stop, getattr(self.config.tokenizer, "pad", -1), dtype=np.int64)
         parts = []
         number = int(np.searchsorted(self._begins, start, side="right")) - 1
         while start < stop:
             begin, end = int(self._begins[number]), int(self._begins[number + 1])
             parts.append(self.dataset.get(self.document_index[number], start - begin, min(stop, end) - start))
             start, number = end, number + 1
-        return np.concatenate(parts)
+        return np.concatenate([*parts, padding])
 
 
 class BlendedMegatronDatasetBuilder:

@@ -170,9 +170,9 @@ class LanguageModule(LanguageModel, MegatronModule):
     def setup_embeddings_and_output_layer(self) -> None:
         """Mark the weights of embedding and output layer, and make tied weights equal on the stages that hold them.
 
-        Both weights get ``is_embedding_or_output_parameter``. Weights that are tied across stages also get
-        ``shared_embedding``, and the last stage's copy gets ``shared``; the call is then collective, with the errors of
-        ``setup_tied_weight``.
+        Both weights get ``is_embedding_or_output_parameter``. A weight that is tied on one stage also gets
+        ``zero_out_wgrad``. Weights that are tied across stages get ``shared_embedding``, and the last stage's copy gets
+        ``shared``; the call is then collective, with the errors of ``setup_tied_weight``.
         """
         model: Any = self
         if self.pre_process:
@@ -180,13 +180,16 @@ class LanguageModule(LanguageModel, MegatronModule):
         if self.post_process and model.output_layer.weight is not None:
             model.output_layer.weight.is_embedding_or_output_parameter = True
         self.setup_tied_weight()
-        if self.shared_embedding_or_output_weight() is not None:
+        shared: Any = self.shared_embedding_or_output_weight()
+        if shared is not None:
             mark_replicas(self._tied_layer())
+            if self.config.pipeline_model_parallel_size == 1:
+                shared.zero_out_wgrad = True
 
     def untie_(self) -> None:
         """See ``LanguageModel.untie_``."""
         shared = self.shared_embedding_or_output_weight()
-        for mark in ("shared_embedding", "shared") if shared is not None else ():
+        for mark in ("shared_embedding", "shared", "zero_out_wgrad") if shared is not None else ():
             vars(shared).pop(mark, None)
         super().untie_()
 
