@@ -14,10 +14,12 @@ from shardwise.core.files import first_of
 from shardwise.run.doctor.evidence import LABELS, NEVER_SUMMED, NORM, SAMPLES, STALE, Case, Explanation
 from shardwise.run.doctor.explaining import explain
 from shardwise.run.doctor.judging import PASSES, Judge, Judged, Rounding, eps_of
-from shardwise.run.doctor.micro_batches import match_micro_batches, rows_read, samples_of
+from shardwise.run.doctor.micro_batches import match_micro_batches, name_of_ids, rows_read, samples_of
 from shardwise.run.doctor.places import Key
+from shardwise.run.doctor.rank_faults import reordered
 from shardwise.run.doctor.recording import Recording
 from shardwise.run.doctor.sketches import alike, distance
+from shardwise.run.doctor.value_faults import added_by_each
 
 # Share of the elements of a parameter that an update changes at least, to tell one that changes nothing.
 _CHANGED = 0.1
@@ -73,6 +75,7 @@ class Diagnosis:
         axes: sizes of the suspect's axes.
         calls: each call of a module in the suspect's first rank that has it, with class, inputs, outputs and moves.
         steps: number of compared steps.
+        not_recorded: what was not compared at all, because one of the recordings lacks it.
     """
 
     findings: list[Finding]
@@ -82,11 +85,19 @@ class Diagnosis:
     axes: dict[str, int]
     calls: list[dict[str, Any]]
     steps: int
+    not_recorded: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def is_sound(self) -> bool:
-        """Whether all differences are rounding."""
+        """Whether all differences are rounding, as far as tensors were recorded."""
         return not self.findings
+
+    @property
+    def sound_line(self) -> str:
+        """The verdict on a run without a fault, with what was not recorded."""
+        if not self.not_recorded:
+            return "sound: all differences are rounding"
+        return f"all recorded differences are rounding, and these were not recorded: {'; '.join(self.not_recorded)}"
 
     @property
     def first(self) -> Finding | None:
@@ -154,7 +165,8 @@ class _Diagnoser:
             findings.append(of_data)
         judge = Judge(self.reference, self.suspect, self.rounding, match_micro_batches(self.reference, self.suspect))
         judged = list(judge.all())
-        missing = sum(1 for key in self.reference.recorded if PASSES[key.what]) - len(judged)
+        compared = {each.key for each in judged}
+        missing = sum(1 for key in self.reference.recorded if PASSES[key.what] and key not in compared)
         if missing:
             self.notes.append(f"{missing} tensors of the reference are not in the suspect, and were not compared")
         if dropped := [name for names in self.suspect.of_ranks("dropped") for name in names]:
@@ -166,10 +178,11 @@ class _Diagnoser:
         self._case = Case(judge, self.suspect.axes, max(1, len({micro for _, micro in counts})))
         self._judged = {each.key: each for each in judged}
         self._by_number = {each.number: each for each in judged}
-        self._check_initial_weights(judged)
         self._excuse_inner(judged)
+        self._check_initial_weights(judged)
         for step in range(min(self.reference.steps, self.suspect.steps)):
             self._excuse_factor(judged, step)
+            self._excuse_losses(judged, step)
         for step in range(min(self.reference.steps, self.suspect.steps)):
             found = [self._first(where, step, judged) for where in _PASSES[1:]]
             wrong = [each for each in found if each is not None]
@@ -186,7 +199,29 @@ class _Diagnoser:
                 seen.setdefault((call["name"], call["step"], call["micro_batch"], call["call"]), call)
         steps = min(self.reference.steps, self.suspect.steps)
         calls = list(seen.values())
-        return Diagnosis(findings, judged, self.rounding.is_measured, self.notes, self.suspect.axes, calls, steps)
+        not_recorded = self._not_recorded(judged)
+        return Diagnosis(
+            findings, judged, self.rounding.is_measured, self.notes, self.suspect.axes, calls, steps, not_recorded
+        )
+
+    def _not_recorded(self, judged: list[Judged]) -> list[str]:
+        """Return what no verdict is about, since one of the recordings lacks it."""
+        found = []
+        if not any(each.key.what in ("input", "output") for each in judged):
+            found.append("what modules get and return (in training mode, with gradients)")
+        of = {name for name, facts in self.reference.facts["parameters"].items() if facts["is_trained"]}
+        lacking = of - {each.key.name for each in judged if each.key.what in ("gradient", "accumulated")}
+        if lacking == of:
+            found.append("gradients of parameters (recorder.gradients() records them)")
+        elif lost := [name for name in lacking if self._has_gradient(self.reference, name)]:
+            found.append(f"gradients of {first_of(sorted(lost))}")
+        if not any(each.key.what == "updated" for each in judged):
+            found.append("parameters after an update (optimizer=... or recorder.updated() records them)")
+        return found
+
+    @staticmethod
+    def _has_gradient(recording: Recording, name: str) -> bool:
+        return any(key.what in ("gradient", "accumulated") and key.name == name for key in recording.recorded)
 
     def _check_initial_weights(self, judged: list[Judged]) -> None:
         initial = [each for each in judged if each.key.what == "used" and each.key.step == 0]
@@ -206,15 +241,18 @@ class _Diagnoser:
         excused: set[str] = set()
         for each in judged:
             key = each.key
-            if key.what not in ("input", "output") or not each.is_wrong:
+            is_param = key.what == "used" and key.step == 0
+            if not each.is_wrong or not (is_param or key.what in ("input", "output")):
                 continue
             around = key.name
             while around:
                 around = _parent(around)
-                own = outputs.get((around, key.step, key.micro_batch), [])
+                own = outputs.get((around, key.step, max(key.micro_batch, 0)), [])
                 if own and not any(output.is_wrong for output in own):
                     each.is_excused = True
                     excused.add(key.name)
+                    if is_param:
+                        self._learn_order(each, judged)
                     gradient = self._judged.get(dataclasses.replace(key, what=f"{key.what} gradient"))
                     if gradient is not None:
                         gradient.is_excused = True
@@ -225,13 +263,44 @@ class _Diagnoser:
                 "their order on the ranks is not known"
             )
 
+    def _learn_order(self, used: Judged, judged: list[Judged]) -> None:
+        """Judge a parameter by the order of its rows in the forward, whose outputs are right; excuse it without one."""
+        found, name = reordered(self._case, used), used.key.name
+        for at, each in enumerate(judged):
+            if each.key.name != name or each.key.what not in ("used", "gradient", "updated", "accumulated"):
+                continue
+            again = None
+            if found is not None and found[0]:
+                again = self._case.judge.judge(each.key, each.number, order={found[0]: ["placed", *found[1:]]})
+            if again is None:
+                each.is_excused = True
+            else:
+                judged[at] = self._judged[each.key] = self._by_number[each.number] = again
+
+    def _excuse_losses(self, judged: list[Judged], step: int) -> None:
+        """Excuse losses of each rank's samples whose mean is the reference's, if gradients of parameters are right."""
+        params = [each for each in judged if each.key.what in ("gradient", "accumulated") and each.key.step == step]
+        if not params or any(each.is_wrong or each.partial_axes for each in params):
+            return
+        for each in judged:
+            if each.key.step == step and each.is_wrong and self._case.is_loss(each):
+                each.is_excused = self._case.is_mean(each)
+
     def _excuse_factor(self, judged: list[Judged], step: int) -> None:
         """Excuse gradients of activations that are too large by the number of replicas, which are averaged later."""
         params = [each for each in judged if each.key.what == "gradient" and each.key.step == step]
+        for each in judged:
+            # These were recorded before the ranks averaged them.
+            if each.key.what == "accumulated" and each.key.step == step and each.is_wrong:
+                each.is_excused = any(
+                    each.layouts.get(axis) == ("P",) and self._case.is_multiple(each, size)
+                    for axis, size in self.suspect.axes.items()
+                )
         inner = [each for each in judged if each.key.what.endswith(" gradient") and each.key.step == step]
         if not params or not inner or sum(each.is_wrong for each in params) > len(params) / 2:
             return
-        first = next((each for each in inner if not each.is_excused), None)
+        # The gradient of a loss that a module returns is 1.
+        first = next((each for each in inner if not each.is_excused and math.prod(each.whole.shape) > 1), None)
         if first is None or not first.is_wrong:
             return
         for axis, size in self.suspect.axes.items():
@@ -254,9 +323,12 @@ class _Diagnoser:
             first = next(iter(expected.values()))
             both = [*expected.values(), *found.values()]
             names = [name for name in first["rows"] if all(name in each["rows"] for each in both)]
+            lengths = [each.get("lengths", {}) for each in both]
+            names = [name for name in names if len({each.get(name) for each in lengths}) == 1]
             if not names:
+                self.notes.append("the samples were not compared, since no rows of integers are whole on each rank")
                 continue
-            ids = "ids" if "ids" in names else names[0]
+            ids = name_of_ids({name: first["rows"][name] for name in names})
             wanted, seen = rows_read(self.reference, expected, ids), rows_read(self.suspect, found, ids)
             if seen != wanted:
                 again = sum((seen - wanted).values())
@@ -280,7 +352,11 @@ class _Diagnoser:
         # The backward computes the gradients of the last modules first.
         judged = sorted(judged, key=lambda each: self._order(each)) if where == "backward" else judged
         wrong = next(
-            (each for each in judged if PASSES[each.key.what] == where and each.key.step == step and each.is_wrong),
+            (
+                each
+                for each in judged
+                if (PASSES[each.key.what] or "backward") == where and each.key.step == step and each.is_wrong
+            ),
             None,
         )
         partial = next(
@@ -297,21 +373,26 @@ class _Diagnoser:
         if partial is not None and (wrong is None or judged.index(partial) < judged.index(wrong)):
             axes = " and ".join(partial.partial_axes)
             evidence = f"the sum over {axes} is the reference, and each rank has its term"
-            return self._finding(where, partial, partial.key.name, Explanation(NEVER_SUMMED, evidence))
+            module = self._module_without_sum(partial) or partial.key.name
+            return self._finding(where, partial, module, Explanation(NEVER_SUMMED, evidence))
         if wrong is None:
             return None
         module, cause = self._blame(wrong)
+        explained = cause or explain(self._case, wrong)
         is_weight = wrong.key.what == "used" or module != wrong.key.name
         if is_weight and Key("updated", module, step - 1) in self._judged:
             # Its values were right when the update ended.
             where = "update"
-        return self._finding(where, wrong, module, cause or explain(self._case, wrong))
+        return self._finding(where, wrong, explained.module or module, explained)
 
     def _order(self, judged: Judged) -> tuple[int, int]:
-        if judged.key.what != "gradient":
+        of_params = ("gradient", "accumulated")
+        if judged.key.what not in of_params:
             return judged.number, 0
         used = self._judged.get(Key("used", judged.key.name, judged.key.step))
-        first = min((each.number for each in self._judged.values() if each.key.what == "gradient"), default=0)
+        first = max(
+            (each.number for each in self._judged.values() if _is_gradient_in(each.key, judged.key.step)), default=0
+        )
         return first, -(used.number if used is not None else 0)
 
     def _finding(self, where: str, wrong: Judged, module: str, explained: Explanation) -> Finding:
@@ -344,6 +425,8 @@ class _Diagnoser:
         if key.what in ("gradient", "updated", "used"):
             return key.name, None
         if key.what in ("input", "output"):
+            if (added := added_by_each(self._case, wrong)) is not None:
+                return key.name, added
             for number in self._sources(key):
                 source = self._by_number.get(number)
                 if source is not None and source.summed_axes:
@@ -356,13 +439,7 @@ class _Diagnoser:
                 return key.name, None
             return _parent(key.name), None
         # The gradient of a tensor comes from the modules that used it.
-        of = dataclasses.replace(key, what=key.what.removesuffix(" gradient"))
-        forward = self._judged.get(of)
-        users = (
-            []
-            if forward is None
-            else [call for call in self.calls if forward.number in call["inputs"] and call["step"] == key.step]
-        )
+        users = self._users_of(wrong)
         for user in users:
             for number in user["outputs"]:
                 later = self._gradient_of(number)
@@ -371,9 +448,34 @@ class _Diagnoser:
                     evidence = (
                         f"its input's gradient is a partial sum over {axes}, and what follows takes it for the whole"
                     )
-                    producer = self._users_of(later)
-                    return producer or later.key.name, Explanation(NEVER_SUMMED, evidence)
-        return _common([call["name"] for call in users]) if users else key.name, None
+                    return self._end_of_sums(later), Explanation(NEVER_SUMMED, evidence)
+        if users:
+            return _common([call["name"] for call in users]), None
+        # Modules that pass it on are not the ones that made it.
+        return key.name if key.what == "output gradient" else _parent(key.name), None
+
+    def _module_without_sum(self, gradient: Judged) -> str:
+        """Return the module that left a sum out, if the gradient of the output of a parameter's module lacks it too."""
+        owner = _parent(gradient.key.name)
+        for each in self._judged.values():
+            key = each.key
+            if (key.what, key.name, key.step) == ("output gradient", owner, gradient.key.step):
+                return self._end_of_sums(each) if set(each.summed_axes) & set(gradient.partial_axes) else ""
+        return ""
+
+    def _end_of_sums(self, gradient: Judged) -> str:
+        """Return the module whose input's gradient is a partial sum, and its outputs' gradients are not."""
+        seen = {gradient.key}
+        while True:
+            users = self._users_of(gradient)
+            found = [self._gradient_of(number) for user in users for number in user["outputs"]]
+            later = next(
+                (each for each in found if each is not None and each.summed_axes and each.key not in seen), None
+            )
+            if later is None:
+                return _common([call["name"] for call in users]) if users else gradient.key.name
+            gradient = later
+            seen.add(later.key)
 
     def _gradient_of(self, number: int) -> Judged | None:
         forward = self._by_number.get(number)
@@ -381,10 +483,14 @@ class _Diagnoser:
             return None
         return self._judged.get(dataclasses.replace(forward.key, what=f"{forward.key.what} gradient"))
 
-    def _users_of(self, gradient: Judged) -> str:
-        forward = self._judged.get(dataclasses.replace(gradient.key, what=gradient.key.what.removesuffix(" gradient")))
-        users = [] if forward is None else [call for call in self.calls if forward.number in call["inputs"]]
-        return _common([call["name"] for call in users]) if users else ""
+    def _users_of(self, gradient: Judged) -> list[dict[str, Any]]:
+        """Return the calls that computed something from the tensor of a gradient, and did not only pass it on."""
+        key = gradient.key
+        forward = self._judged.get(dataclasses.replace(key, what=key.what.removesuffix(" gradient")))
+        if forward is None:
+            return []
+        calls = [call for call in self.calls if call["step"] == key.step and forward.number in call["inputs"]]
+        return [call for call in calls if forward.number not in call["outputs"]]
 
     def _sources(self, key: Key) -> list[int]:
         """Return the numbers of the tensors that a tensor was computed from."""
@@ -393,17 +499,15 @@ class _Diagnoser:
         own = [call for call in calls if key.what == "output" and call["name"] == key.name and call["call"] == key.call]
         parent = key.name if own else _parent(key.name)
         inside = [call for call in calls if _parent(call["name"]) == parent and call["name"] != parent]
-        before = [number for call in inside for number in call["outputs"] if number < limit]
+        before = list(dict.fromkeys(number for call in inside for number in call["outputs"] if number < limit))
         return [*(number for call in own for number in call["inputs"]), *before[-2:]]
 
     def _changed_weight(self, key: Key) -> tuple[str, Explanation] | None:
-        """Return the parameter of a module that has other values than after its last update, and why."""
-        if key.step == 0:
-            return None
+        """Return the parameter of a module that has other values than the reference's, and why; at first the module."""
         for judged in self._judged.values():
             used = judged.key
             if used.what == "used" and used.step == key.step and _parent(used.name) == key.name and judged.is_wrong:
-                return used.name, explain(self._case, judged)
+                return used.name if key.step else key.name, explain(self._case, judged)
         return None
 
     def _check_updates(self, step: int) -> Finding | None:
@@ -451,6 +555,10 @@ class _Diagnoser:
             f"its norm is {larger:.3g} times the true one"
         )
         return Finding("update", "", "gradient norm", step, -1, NORM, evidence, math.inf, abs(two / one - 1), 0.0)
+
+
+def _is_gradient_in(key: Key, step: int) -> bool:
+    return key.what.endswith("gradient") and key.step == step
 
 
 def _common(names: list[str]) -> str:

@@ -6,6 +6,7 @@ run it is estimated from the dtype and from the number of tensors before.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -25,8 +26,10 @@ MOST_ROUNDING = 20.0
 
 Kind = tuple[Any, ...]
 """How the ranks of an axis hold a tensor: copies ("I",), partial sums ("P",), shards ("V", dim), shards of each of so
-many sections ("sections", dim, number), two runs of positions for each rank ("positions", dim), or stated intervals
-("placed", dim, intervals), which ("placed sums", ...) adds where they overlap."""
+many sections ("sections", dim, number), two runs of positions for each rank ("positions", dim), copies of fewer shards
+than ranks, for neighbours or in turn ("repeated" or "in turn", dim, number of shards), which ("repeated sums" or "in
+turn sums", ...) adds, or stated intervals ("placed", dim, intervals), which ("placed sums", ...) adds where they
+overlap."""
 
 RARE = 0.01
 """Share of a parameter's elements that may differ by whole updates.
@@ -89,8 +92,9 @@ class Judged:
 
     @property
     def partial_axes(self) -> list[str]:
-        """Axes whose ranks hold partial sums, though the model does not state it."""
-        return [axis for axis, kind in self.layouts.items() if kind == ("P",) and self.stated.get(axis) != ("P",)]
+        """Axes whose ranks hold partial sums, of the whole or of a shard, though the model does not state it."""
+        sums = ("P", "repeated sums", "in turn sums")
+        return [axis for axis, kind in self.layouts.items() if kind[0] in sums and self.stated.get(axis) != kind]
 
 
 class Rounding:
@@ -164,18 +168,36 @@ class Judge:
     def all(self) -> Iterator[Judged]:
         """Judge all tensors that both recorded, in the order of the reference."""
         for number, key in enumerate(self.reference.recorded):
-            if PASSES[key.what] and (judged := self.judge(key, number)) is not None:
+            other = None if PASSES[key.what] else self._instead_of_gradient(key)
+            if (PASSES[key.what] or other) and (judged := self.judge(key, number, other=other)) is not None:
                 yield judged
 
-    def judge(self, key: Key, number: int = 0) -> Judged | None:
-        """Judge one tensor; None if one of the recordings lacks it."""
-        entries = self._suspects(key)
+    def _instead_of_gradient(self, key: Key) -> Key | None:
+        """Return the suspect's sum after all backwards of a step if the gradient of this parameter is not recorded."""
+        gradient = Key("gradient", key.name, key.step)
+        if self.reference.entries(gradient) and self.suspect.entries(gradient):
+            return None
+        last = [_last_sum(recording, key) for recording in (self.reference, self.suspect)]
+        return last[1] if last[0] == key else None
+
+    def judge(
+        self, key: Key, number: int = 0, *, other: Key | None = None, order: Mapping[str, Sequence[Any]] | None = None
+    ) -> Judged | None:
+        """Judge one tensor; None if one of the recordings lacks it.
+
+        Args:
+            key: names the tensor.
+            number: its position in the reference's recording.
+            other: names it in the suspect's; as in the reference's if None.
+            order: for an axis the kind that is known from other tensors.
+        """
+        entries = self._suspects(other or key)
         if not entries:
             return None
         originals = self.reference.entries(key)
         if self.reference.world_size > 1:
             return self._side_by_side(key, number, originals, entries)
-        stated = next(iter(entries.values())).layouts
+        stated = dict(order or next(iter(entries.values())).layouts)
         sketches = {rank: entry.sketch for rank, entry in entries.items()}
         whole, axes, shards = self._aligned(originals[0].sketch, sketches)
         expected = self.rounding.of(key, whole)
@@ -281,6 +303,12 @@ class Judge:
         return worst
 
 
+def _last_sum(recording: Recording, key: Key) -> Key | None:
+    """Return the key of a parameter's gradient after the last micro-batch of a step."""
+    keys = (dataclasses.replace(key, micro_batch=micro_batch) for micro_batch in itertools.count())
+    return next(reversed(list(itertools.takewhile(recording.entries, keys))), None)
+
+
 def apart(key: Key, one: Sketch, other: Sketch) -> dict[str, float]:
     """Return the root mean square of the difference of each view, without rare elements of parameters."""
     return distance(one, other, left_out=RARE if key.what in ("used", "updated") else 0.0)
@@ -301,17 +329,20 @@ def _candidates(axes: Mapping[str, int], stated: Mapping[str, Sequence[Any]], nd
         axis: (kind[0], kind[1] % max(ndim, 1), *kind[2:]) if kind is not None and len(kind) > 1 else kind
         for axis, kind in own.items()
     }
-    options = [[kind] if kind is not None else kinds_of(ndim, axis) for axis, kind in own.items()]
+    options = [[kind] if kind is not None else kinds_of(ndim, axis, axes[axis]) for axis, kind in own.items()]
     yield from (dict(zip(axes, kinds, strict=True)) for kinds in itertools.product(*options))
 
 
-def kinds_of(ndim: int, axis: str) -> list[Kind]:
-    """Return all kinds on an axis that need no statement of the model, the simplest first."""
+def kinds_of(ndim: int, axis: str, size: int) -> list[Kind]:
+    """Return all kinds on an axis of ``size`` ranks that need no statement of the model, the simplest first."""
     found: list[Kind] = [("I",), *(("V", dim) for dim in range(ndim)), ("P",)]
     if axis == "cp":
         found += [("positions", dim) for dim in range(ndim)]
     # Joint weights, such as gate and up, or query, key and value, are often split section by section.
-    return found + [("sections", dim, number) for dim in range(ndim) for number in (2, 3)]
+    found += [("sections", dim, number) for dim in range(ndim) for number in (2, 3)]
+    # Ranks hold copies of key-value heads if these are fewer.
+    names = ("repeated", "in turn", "repeated sums", "in turn sums")
+    return found + [(name, dim, shards) for name in names for dim in range(ndim) for shards in range(2, size)]
 
 
 def shown_kind(kind: Kind) -> str:
@@ -320,6 +351,8 @@ def shown_kind(kind: Kind) -> str:
     if kind[0] in words:
         return words[kind[0]] + (f" of dimension {kind[1]}" if len(kind) > 1 else "")
     more = {"sections": f", in {kind[-1]} sections", "positions": ", in two runs for each rank"}
+    if kind[0] in ("repeated", "in turn", "repeated sums", "in turn sums"):
+        return f"{'partial sums' if 'sums' in kind[0] else 'copies'} of {kind[2]} shards of dimension {kind[1]}"
     return f"shards of dimension {kind[1]}" + more.get(kind[0], "")
 
 
@@ -388,11 +421,40 @@ def _merged(group: Sequence[Sketch], kind: Kind) -> list[Sketch]:
         length, whole = sizes[0] // kind[2], sum(sizes) // kind[2]
         starts = [[section * whole + rank * length for section in range(kind[2])] for rank in range(len(group))]
         intervals = [[[start, start + length] for start in each] for each in starts]
+    elif kind[0] in ("repeated", "in turn", "repeated sums", "in turn sums"):
+        intervals = _repeated(sizes, kind[2], is_in_turn=kind[0].startswith("in turn"))
+        # Equal terms are averages, which are no partial sums.
+        if not intervals or (kind[0].endswith("sums") and _are_equal_where_shared(group, intervals)):
+            return []
     else:
         intervals = runs_of_ranks(sum(sizes), len(group)) if kind[0] == "positions" else kind[2][: len(group)]
         if sizes != [sum(stop - start for start, stop in own) for own in intervals]:
             return []
-    return placed(group, kind[1], intervals, sums=kind[0] == "placed sums")
+    return placed(group, kind[1], intervals, sums=kind[0].endswith("sums"))
+
+
+def _repeated(sizes: Sequence[int], shards: int, *, is_in_turn: bool) -> list[list[list[int]]]:
+    """Return each rank's interval if the ranks hold fewer shards than they are; none if the sizes do not fit.
+
+    A rank has all shards that its part of the whole touches, or the shard of its number, counted in turn.
+    """
+    number = len(sizes)
+    if is_in_turn:
+        touched = [(rank % shards, rank % shards + 1) for rank in range(number)]
+    else:
+        touched = [(rank * shards // number, -(-(rank + 1) * shards // number)) for rank in range(number)]
+    length = sizes[0] // (touched[0][1] - touched[0][0])
+    intervals = [[[first * length, last * length]] for first, last in touched]
+    fits = length > 0 and all(own[0][1] - own[0][0] == size for own, size in zip(intervals, sizes, strict=True))
+    return intervals if fits and number > shards else []
+
+
+def _are_equal_where_shared(group: Sequence[Sketch], intervals: Sequence[Sequence[Sequence[int]]]) -> bool:
+    shared: dict[tuple[int, ...], list[Sketch]] = {}
+    for sketch, (own,) in zip(group, intervals, strict=True):
+        shared.setdefault(tuple(own), []).append(sketch)
+    several = [each for each in shared.values() if len(each) > 1]
+    return bool(several) and all(map(_are_equal, several))
 
 
 def eps_of(recording: Recording) -> float:

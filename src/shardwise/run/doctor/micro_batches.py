@@ -42,8 +42,12 @@ def samples_of(recording: Recording, step: int) -> dict[tuple[int, int], dict[st
 
 
 def rows_of(sample: dict[str, Any]) -> tuple[str, ...]:
-    name = "ids" if "ids" in sample["rows"] else next(iter(sample["rows"]))
-    return tuple(sample["rows"][name])
+    return tuple(sample["rows"][name_of_ids(sample["rows"])])
+
+
+def name_of_ids(rows: dict[str, Any]) -> str:
+    """Return which integers tell the samples apart: the ids, or else those with the most different rows."""
+    return "ids" if "ids" in rows else max(rows, key=lambda name: len(set(rows[name])))
 
 
 def rows_read(recording: Recording, samples: dict[tuple[int, int], dict[str, Any]], ids: str) -> Counter[str]:

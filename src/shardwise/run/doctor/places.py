@@ -126,6 +126,12 @@ def axes_of(axes: Axes | DeviceMesh | Groups | None) -> dict[str, tuple[int, int
     return dict(axes)
 
 
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh of all ranks on which parameters are DTensors, if there is one."""
+    meshes = [mesh for param in model.parameters() if (mesh := getattr(param, "device_mesh", None)) is not None]
+    return next((mesh for mesh in meshes if mesh.size() == dist.get_world_size()), None)
+
+
 @dataclasses.dataclass(frozen=True)
 class PartOfExperts:
     """This rank's part of a parameter that ranks of several axes split, such as the experts of data-parallel ranks.

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.run.doctor.evidence import (
@@ -30,34 +33,58 @@ from shardwise.run.doctor.places import Key
 from shardwise.run.doctor.sketches import Sketch, alike
 
 _MOST_SHARDS = 4
+_MOST_USERS = 4
+# Gated activations of joint layers.
+_GATES: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda one, other: F.silu(one) * other,
+    lambda one, other: F.gelu(one) * other,
+    lambda one, other: F.gelu(one, approximate="tanh") * other,
+    lambda one, other: one.sigmoid() * other,
+    lambda one, other: one.relu() * other,
+]
+_GATES += [lambda one, other, gate=gate: gate(other, one) for gate in tuple(_GATES)]  # type: ignore[misc]
 
 
 def restarted(case: Case, wrong: Judged) -> Explanation | None:
     """Whether each rank has the first rank's part of something that depends on the position alone."""
-    key, shards = wrong.key, list(wrong.shards.values())
-    other = case.reference(dataclasses.replace(key, micro_batch=1 - key.micro_batch), wrong.whole)
-    size = len(shards)
-    if key.what not in ("input", "output") or other is None or size < 2:
-        return None
-    whole = wrong.whole.views.get("slice")
-    if whole is None or whole.shape != other.shape or not bool((whole == other).all()):
+    shards, whole = list(wrong.shards.values()), wrong.whole.views.get("slice")
+    if wrong.key.what not in ("input", "output") or whole is None or len(shards) < 2:
         return None
     for dim in range(whole.dim()):
-        if whole.size(dim) % size or whole.size(dim) == size == 1:
+        if are_constant(whole, dim) or not _is_of_positions(case, wrong, whole, dim):
             continue
-        first = whole.chunk(size, dim)[0]
-        repeated = torch.cat([first] * size, dim)
         heres = [each.views.get("slice") for each in (*shards, *wrong.merged)]
-        if are_constant(whole, dim):
-            continue
-        for here in heres:
-            if here is not None and here.shape == repeated.shape and case.agrees(wrong, here, repeated):
-                return Explanation(POSITIONS, f"positions along dimension {dim} restart on each of {size} ranks")
-        if all(
-            here is not None and here.shape == first.shape and case.agrees(wrong, here, first) for here in heres[:size]
+        lengths = [here.size(dim) for here in heres[: len(shards)] if here is not None and here.dim() == whole.dim()]
+        # Each rank has its part, or all have those of all.
+        of_each = len(lengths) == len(shards) and all(
+            length < whole.size(dim)
+            and here is not None
+            and here.shape == (first := whole.narrow(dim, 0, length)).shape
+            and case.agrees(wrong, here, first)
+            for here, length in zip(heres, lengths, strict=False)
+        )
+        size, rest = len(shards), whole.size(dim) % len(shards)
+        repeated = torch.cat([whole.chunk(size, dim)[0]] * size, dim)
+        if of_each or any(
+            not rest and here is not None and here.shape == repeated.shape and case.agrees(wrong, here, repeated)
+            for here in heres
         ):
             return Explanation(POSITIONS, f"positions along dimension {dim} restart on each of {size} ranks")
     return None
+
+
+def _is_of_positions(case: Case, wrong: Judged, whole: Tensor, dim: int) -> bool:
+    """Whether a tensor of the reference is the same at other times or for all samples, or the first rows of a table."""
+    key = wrong.key
+    for step, micro_batch in ((key.step, 1 - key.micro_batch), (1 - key.step, key.micro_batch)):
+        other = case.reference(dataclasses.replace(key, step=step, micro_batch=micro_batch), wrong.whole)
+        if other is not None and other.shape == whole.shape and bool((other == whole).all()):
+            return True
+    if any(other != dim and whole.size(other) > 1 and are_constant(whole, other) for other in range(whole.dim() - 1)):
+        return True
+    table = case.reference_whole(Key("used", f"{key.name}.weight", key.step))
+    rows = whole.movedim(dim, 0).reshape(whole.size(dim), -1)
+    return table is not None and table[: len(rows)].shape == rows.shape and bool((table[: len(rows)] == rows).all())
 
 
 def other_layout(case: Case, wrong: Judged) -> Explanation | None:
@@ -94,6 +121,11 @@ def misplaced(case: Case, wrong: Judged) -> Explanation | None:
                 }
                 if list(order) != sorted(order) and case.fits(wrong, merge(moved, axes, layouts)):
                     return Explanation(MISPLACED, f"the shards over {axis} are in the order {list(order)}")
+    if (found := reordered(case, wrong)) is not None:
+        axis, dim, orders = found
+        begins = " and ".join(f"{rank} with that of {order[0]}" for rank, order in enumerate(orders))
+        ranks = f"rank of {axis} begins: {begins}" if len(orders) > 1 else f"ranks begin with that of {orders[0][0]}"
+        return Explanation(MISPLACED, f"its rows along dimension {dim} are in another order: {ranks}")
     for merged in wrong.merged:
         if "slice" not in merged.views or "slice" not in wrong.whole.views:
             continue
@@ -107,6 +139,121 @@ def misplaced(case: Case, wrong: Judged) -> Explanation | None:
                 there = other.narrow(dim, max(-offset, 0), length)
                 if case.agrees(wrong, here, there) and not are_constant(there, dim):
                     return Explanation(MISPLACED, f"its rows along dimension {dim} are offset by {offset}")
+    return None
+
+
+def reordered(case: Case, wrong: Judged) -> tuple[str, int, list[list[int]]] | None:
+    """Return axis, dimension and each rank's rows if the ranks hold all rows of the reference in another order."""
+    whole = wrong.whole.views.get("slice")
+    if whole is None or not wrong.whole.is_whole:
+        return None
+    axes = [axis for axis, size in case.axes.items() if size > 1]
+    options = [("", [each]) for each in wrong.merged]
+    if wrong.shards and len(next(iter(wrong.shards))) == 1:
+        options.append((axes[0] if len(axes) == 1 else "the ranks", list(wrong.shards.values())))
+    for axis, sketches in options:
+        parts = [each.views.get("slice") for each in sketches]
+        for dim in range(whole.dim()):
+            if any(part is None or part.dim() != whole.dim() for part in parts):
+                continue
+            orders = [case.matches(wrong, part, whole, dim) for part in parts if part is not None]
+            found = [order for order in orders if order is not None]
+            rows = [row for order in found for row in order]
+            if len(found) == len(orders) and sorted(rows) == list(range(whole.size(dim))) and rows != sorted(rows):
+                return axis, dim, found
+    return None
+
+
+def own_terms(case: Case, wrong: Judged) -> Explanation | None:
+    """Whether a gradient has the rank's own term of linear layers whose terms are to be summed, or a slice of it."""
+    key, whole = wrong.key, wrong.whole.views.get("slice")
+    if not key.what.endswith(" gradient") or whole is None or not wrong.whole.is_whole or len(wrong.shards) < 2:
+        return None
+    of = dataclasses.replace(key, what=key.what.removesuffix(" gradient"))
+    terms = {
+        call["name"]: found
+        for call in case.calls_with(of)
+        if call["step"] == key.step and (found := _terms_of(case, wrong, call)) is not None
+    }
+    parts = _parts_of_ranks(wrong, whole)
+    if parts is None:
+        return None
+    for number in range(1, min(len(terms), _MOST_USERS) + 1):
+        for names in itertools.combinations(terms, number):
+            lost = {
+                place: sum(sum(terms[name].values()) - terms[name][place] for name in names) for place in wrong.shards
+            }
+            if all(
+                case.agrees(wrong, sketch.views["slice"], (whole - lost[place])[parts[place]])
+                for place, sketch in wrong.shards.items()
+            ):
+                evidence = f"each rank has its own term of the gradient that {' and '.join(names)} return"
+                return Explanation(NEVER_SUMMED, evidence, names[0] if len(names) == 1 else "")
+    return None
+
+
+def _terms_of(case: Case, wrong: Judged, call: dict[str, Any]) -> dict[tuple[int, ...], Tensor] | None:
+    """Return each rank's term of the gradient of a linear layer's input, from its weight and its output's gradient."""
+    name, key = call["name"], wrong.key
+    weight = case.judge.judge(Key("used", f"{name}.weight", key.step))
+    gradient = case.judge.judge(Key("output gradient", name, key.step, key.micro_batch, call["call"]))
+    if weight is None or gradient is None or not weight.shards.keys() == gradient.shards.keys() == wrong.shards.keys():
+        return None
+    found = {}
+    for place in wrong.shards:
+        own, other = weight.shards[place], gradient.shards[place]
+        if not own.is_whole or not other.is_whole or len(own.shape) != 2:
+            return None
+        matrix, of_output = own.views["slice"], other.views["slice"]
+        if of_output.size(-1) != matrix.size(0):
+            matrix = matrix.T
+        if of_output.size(-1) != matrix.size(0) or (*of_output.shape[:-1], matrix.size(1)) != wrong.whole.shape:
+            return None
+        found[place] = of_output @ matrix
+    return found
+
+
+def _parts_of_ranks(wrong: Judged, whole: Tensor) -> dict[tuple[int, ...], tuple[slice, ...]] | None:
+    """Return each rank's part of the reference if the ranks hold copies, or shards of one dimension in order."""
+    parts, at = {}, 0
+    for place, sketch in sorted(wrong.shards.items()):
+        if not sketch.is_whole or len(sketch.shape) != whole.dim():
+            return None
+        dims = [dim for dim, size in enumerate(sketch.shape) if size != whole.size(dim)]
+        if len(dims) > 1:
+            return None
+        part = [slice(None)] * whole.dim()
+        if dims:
+            part[dims[0]] = slice(at, at + sketch.shape[dims[0]])
+            at += sketch.shape[dims[0]]
+        parts[place] = tuple(part)
+        if whole[parts[place]].shape != sketch.shape:
+            return None
+    return parts
+
+
+def halves_of_joint(case: Case, wrong: Judged) -> Explanation | None:
+    """Whether each rank multiplies other halves of a joint layer's output than the reference does."""
+    whole = wrong.whole.views.get("slice")
+    if wrong.key.what not in ("input", "output") or whole is None or not whole.dim():
+        return None
+    for key in itertools.islice(case.before(wrong.key), 2):
+        joint, judged = case.reference_whole(key), case.judge.judge(key)
+        if joint is None or judged is None or joint.shape != (*whole.shape[:-1], 2 * whole.size(-1)):
+            continue
+        for gate in _GATES:
+            if not case.agrees(wrong, gate(*joint.chunk(2, -1)), whole):
+                continue
+            pairs = [(judged.shards.get(place), sketch) for place, sketch in wrong.shards.items()]
+            if all(
+                one is not None
+                and one.is_whole
+                and one.shape == (*sketch.shape[:-1], 2 * sketch.shape[-1])
+                and case.agrees(wrong, gate(*one.views["slice"].chunk(2, -1)), sketch.views["slice"])
+                for one, sketch in pairs
+            ):
+                evidence = f"the halves that each rank multiplies are not parts of the halves of {key.name}'s output"
+                return Explanation(MISPLACED, evidence, key.name)
     return None
 
 
@@ -257,7 +404,7 @@ def positions(case: Case, wrong: Judged) -> Explanation | None:
 def drifted(case: Case, wrong: Judged) -> Explanation | None:
     """Whether copies differ between ranks."""
     shards = list(wrong.shards.values())
-    if len(shards) < 2 or any(each.shape != wrong.whole.shape for each in shards):
+    if len(shards) < 2 or any(each.shape != wrong.whole.shape for each in shards) or case.is_loss(wrong):
         return None
     apart = [number for number, each in enumerate(shards) if not case.agrees_all(wrong, each, shards[0])]
     if apart:

@@ -18,7 +18,8 @@ import math
 import shutil
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from inspect import signature
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.communication.accounting import CollectiveCounter
@@ -48,6 +50,7 @@ from shardwise.run.doctor.places import (
     declared_of_param,
     declared_of_tensor,
     leaves,
+    mesh_of,
     named_arguments,
     named_parameters,
     perturbed,
@@ -90,7 +93,7 @@ class Recorder:
         if steps < 1:
             raise ConfigError(f"steps is {steps}; record at least one step")
         self._folder, self._steps, self._remedy = Path(folder), steps, remedy
-        self.axes = axes_of(axes)
+        self.axes = axes_of(mesh_of(model) if axes is None else axes)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
         if world_size == 1:
@@ -114,6 +117,8 @@ class Recorder:
         self._gradients: dict[str, Tensor] = {}
         self._has_gradients = False
         self._was_clipped = False
+        # Whether an optimizer has changed parameters of the model in this step.
+        self._was_updated = False
         # Modules that are running, outermost first: in a forward, and in a recomputation within a backward.
         self._stack: list[tuple[str, Key]] = []
         self._recomputed: list[tuple[str, Key]] = []
@@ -147,6 +152,7 @@ class Recorder:
         for name, param, _, _ in self._params:
             if param.requires_grad and param.is_leaf:
                 self._handles.append(param.register_post_accumulate_grad_hook(self._accumulated(name)))
+        self._handles += self._watch_optimizers()
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: self.clipped()))
             self._handles.append(optimizer.register_step_post_hook(lambda *_: self.updated()))
@@ -163,10 +169,8 @@ class Recorder:
         Without a call, the integer tensors that the model gets are taken.
         """
         if not self.is_done:
-            of_row = {name: row_hashes(tensor) for name, tensor in tensors.items() if tensor is not None}
-            labels = tensors.get("labels")
-            count = None if labels is None else int((labels >= 0).sum())
-            self._inputs.append({"step": self._step, "stated": True, "rows": of_row, "num_labels": count})
+            given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+            self._inputs.append({"step": self._step, "stated": True} | _samples(given, given.get("labels")))
 
     @torch.no_grad()
     def gradients(self, given: Given | None = None) -> None:
@@ -181,17 +185,31 @@ class Recorder:
         for name, param, _, _ in self._params:
             if given is not None and param in given:
                 memory = given[param][0]
-                gradient, declared = self._given(name, *given[param])
-            else:
-                found = gradient_of(param)
-                if found is None:
-                    continue
-                gradient, declared = self._part(name, param, found)
-                memory, _ = self._local(found, {})
-            # Clipping changes this memory, so the factor is known when the optimizer begins.
-            self._gradients[name] = memory
-            self._factors[name] = float(memory.double().square().sum())
-            self._keep(Key("gradient", name, self._step), gradient, declared)
+                self._keep_gradient(name, memory, *self._given(name, *given[param]))
+            elif (found := _gradient_of(param)) is not None:
+                self._keep_gradient(name, self._local(found, {})[0], *self._part(name, param, found))
+
+    def _keep_gradient(self, name: str, memory: Tensor, gradient: Tensor, declared: Declared) -> None:
+        # Clipping changes this memory, so the factor is known when the optimizer begins.
+        self._gradients[name] = memory
+        self._factors[name] = float(memory.double().square().sum())
+        self._keep(Key("gradient", name, self._step), gradient, declared)
+
+    @torch.no_grad()
+    def _find_gradients(self, params: Sequence[Parameter] | None = None) -> None:
+        """Record the gradients of these parameters, or of all, that nobody recorded: they may be clipped already."""
+        if self._has_gradients:
+            return
+        chosen = None if params is None else {id(param) for param in params}
+        for name, param, _, _ in self._params:
+            found = _gradient_of(param) if chosen is None or id(param) in chosen else None
+            if found is None or Key("gradient", name, self._step) in self._numbers:
+                continue
+            values, declared = self._part(name, param, found)
+            # Zeros after a backward are what is left of a gradient.
+            if chosen is not None or not self._accumulations[name] or bool(values.any()):
+                self._was_clipped = True
+                self._keep_gradient(name, self._local(found, {})[0], values, declared)
 
     def clipped(self, given: Given | None = None) -> None:
         """Note the factor that has scaled the gradients since ``gradients``; the optimizer's hook calls it.
@@ -224,6 +242,8 @@ class Recorder:
         """
         if self.is_done:
             return
+        self._find_gradients()
+        self._was_updated = False
         for name, param, _, _ in self._params:
             if given is not None and param in given:
                 self._keep(Key("updated", name, self._step), *self._given(name, *given[param]))
@@ -234,10 +254,33 @@ class Recorder:
 
     def close(self) -> None:
         """Remove all hooks, and write what was recorded, if anything."""
-        if self._pending:
+        if self._pending and self._was_updated:
+            self.updated()
+        elif self._pending:
+            self._find_gradients()
             self._end_step()
         if not self.is_done:
             self._write()
+
+    def _watch_optimizers(self) -> list[RemovableHandle]:
+        """Record gradients when any optimizer of PyTorch begins, before it changes or deletes them."""
+        reference = weakref.ref(self)
+        own = {id(param) for _, param, _, _ in self._params}
+
+        def params_of(optimizer: torch.optim.Optimizer) -> list[Parameter]:
+            return [param for group in optimizer.param_groups for param in group["params"] if id(param) in own]
+
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            recorder = reference()
+            if recorder is not None and not recorder.is_done and (params := params_of(optimizer)):
+                recorder._find_gradients(params)
+
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            recorder = reference()
+            if recorder is not None and not recorder.is_done and recorder._pending and params_of(optimizer):
+                recorder._was_updated = True
+
+        return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
     def _end_step(self) -> None:
         self._flush()
@@ -274,18 +317,32 @@ class Recorder:
         return tensor, self._declared[name] | stated
 
     def _local(self, tensor: Tensor, declared: Declared) -> tuple[Tensor, Declared]:
+        """Return this rank's part of a DTensor, and how its placements say that the ranks hold it."""
         placements = getattr(tensor, "placements", None)
         if placements is None:
             return tensor, declared
         whole: Any = tensor
-        mesh = whole.device_mesh
-        axes = mesh.mesh_dim_names or [name for name, (_, size) in self.axes.items() if size > 1] or list(self.axes)
-        stated = dict(declared)
-        for axis, placement in zip(axes, placements, strict=False):
-            if axis in self.axes:
-                kind = "P" if placement.is_partial() else "I"
-                stated[axis] = ["V", placement.dim] if placement.is_shard() else [kind]
-        return whole.to_local(), stated
+        own, stated = whole.to_local(), dict(declared)
+        axes, sizes = self._axes_of_mesh(whole.device_mesh), whole.device_mesh.shape
+        for axis, placement, size in zip(axes, placements, sizes, strict=False):
+            if axis not in self.axes:
+                continue
+            if placement.is_partial():
+                stated[axis] = ["P"]
+                own = own / size if getattr(placement, "reduce_op", "sum") == "avg" else own
+            elif (sections := getattr(placement, "split_factor", 1)) > 1:
+                # The other axis splits the dimension first.
+                stated[axis] = ["sections", placement.dim, sections]
+            else:
+                stated[axis] = ["I"] if placement.is_replicate() else ["V", placement.dim]
+        return own, stated
+
+    def _axes_of_mesh(self, mesh: Any) -> list[str]:
+        several = [name for name, (_, size) in self.axes.items() if size > 1] or list(self.axes)
+        if mesh.ndim == 1 and len(several) == 1:
+            # It has other names if axes were given otherwise.
+            return several if mesh.size() == self.axes[several[0]][1] else []
+        return list(mesh.mesh_dim_names or several)
 
     def _before(self, name: str) -> Any:
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -304,9 +361,14 @@ class Recorder:
                 if not (torch.is_grad_enabled() and module.training):
                     self._stack.append((name, Key("", name, -1)))
                     return
+                if self._was_updated:
+                    # Nobody has said that the step has ended.
+                    self.updated()
+                    if self.is_done:
+                        return
                 micro_batch = self._micro_batches[id(module)]
                 self._micro_batches[id(module)] += 1
-                self._take_ids(micro_batch, args, kwargs)
+                self._take_ids(module, micro_batch, args, kwargs)
             else:
                 outer = self._stack[0][1]
                 if outer.step < 0:
@@ -490,7 +552,7 @@ class Recorder:
 
         return hook
 
-    def _take_ids(self, micro_batch: int, args: Any, kwargs: Any) -> None:
+    def _take_ids(self, module: nn.Module, micro_batch: int, args: Any, kwargs: Any) -> None:
         waiting = self._inputs[-1] if self._inputs else None
         if waiting is not None and waiting.get("stated") and "micro_batch" not in waiting:
             waiting["micro_batch"] = micro_batch
@@ -500,6 +562,28 @@ class Recorder:
             for leaf, tensor in leaves(named_arguments(args, kwargs), floats=False)
             if not tensor.is_floating_point() and tensor.dtype != torch.bool and tensor.dim() >= 2
         }
-        rows = {leaf: row_hashes(tensor) for leaf, tensor in named.items()}
-        if rows:
-            self._inputs.append({"step": self._step, "micro_batch": micro_batch, "rows": rows, "num_labels": None})
+        if named:
+            place = next(
+                (str(at) for at, name in enumerate(signature(module.forward).parameters) if name == "labels"), ""
+            )
+            self._inputs.append(
+                {"step": self._step, "micro_batch": micro_batch}
+                | _samples(named, named.get("labels", named.get(place)))
+            )
+
+
+def _samples(tensors: Mapping[str, Tensor], labels: Tensor | None) -> dict[str, Any]:
+    """Return what is recorded of a micro-batch's integers: hashes of rows, their lengths, and the number of labels."""
+    return {
+        "rows": {name: row_hashes(tensor) for name, tensor in tensors.items()},
+        "lengths": {
+            name: tensor.numel() // max(1, tensor.size(0) if tensor.dim() > 1 else 1)
+            for name, tensor in tensors.items()
+        },
+        "num_labels": None if labels is None else int((labels >= 0).sum()),
+    }
+
+
+def _gradient_of(param: Parameter) -> Tensor | None:
+    """Return the parameter's gradient; a DTensor has placements, which say whether it is a partial sum."""
+    return param.grad if getattr(param, "main_grad", None) is None else gradient_of(param)

@@ -23,7 +23,7 @@ def as_text(diagnosis: Diagnosis) -> str:
     lines = [_compared_line(diagnosis)]
     lines += [f"note: {note}" for note in diagnosis.notes]
     if diagnosis.is_sound:
-        return "\n".join([*lines, "sound: all differences are rounding"])
+        return "\n".join([*lines, diagnosis.sound_line])
     for number, finding in enumerate(diagnosis.findings):
         lines.append(f"{'first fault' if number == 0 else 'also wrong'}: {finding.line()}")
         if math.isfinite(finding.ratio):
@@ -47,6 +47,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "findings": [_finite(asdict(finding)) for finding in diagnosis.findings],
         "rounding_is_measured": diagnosis.rounding_is_measured,
         "notes": diagnosis.notes,
+        "not_recorded": diagnosis.not_recorded,
         "axes": diagnosis.axes,
         "tensors": [
             _finite(
@@ -80,7 +81,7 @@ def write_page(
     text = page.render(
         title=title,
         explains=explains,
-        sound=diagnosis.is_sound,
+        sound=diagnosis.sound_line if diagnosis.is_sound else "",
         findings=[(finding, _anchor(_owner(finding.module, classes))) for finding in diagnosis.findings],
         summary=_compared_line(diagnosis),
         notes=diagnosis.notes,

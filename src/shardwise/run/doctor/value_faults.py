@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from shardwise.run.doctor.evidence import FACTOR, LABELS, MICRO_BATCHES, RANDOM,
 from shardwise.run.doctor.judging import Judged
 from shardwise.run.doctor.places import Key
 from shardwise.run.doctor.sketches import added, alike
+
+# The gradients of a row of logits add to zero within this share of their sizes.
+_ZERO = 1e-2
 
 
 def with_every_micro_batch(case: Case, wrong: Judged) -> Explanation | None:
@@ -76,22 +80,66 @@ def factor(case: Case, wrong: Judged) -> Explanation | None:
         factors.append(factor)
     if not factors or max(factors) - min(factors) > FACTOR * abs(factors[0]):
         return None
-    factor = factors[0]
+    factor, is_loss = factors[0], case.is_loss(wrong)
+
+    def is_it(number: float, limit: float) -> bool:
+        if is_loss:
+            return case.fits(wrong, wrong.merged, wrong.whole.scaled(number))
+        return abs(factor / number - 1) <= limit
+
     causes = [(f"the size of {axis}", float(size)) for axis, size in case.axes.items() if size > 1]
     if case.num_micro_batches > 1:
         causes.append(("the number of micro-batches", float(case.num_micro_batches)))
     causes += [("2", 2.0)]
     for what, number in causes:
         for inverse in (False, True):
-            if abs(factor / (1 / number if inverse else number) - 1) <= FACTOR:
+            if is_it(1 / number if inverse else number, FACTOR):
                 kind = MICRO_BATCHES if "micro" in what else SCALED
                 return Explanation(kind, f"it is the reference times {'1 / ' if inverse else ''}{what}")
     for counts in (case.num_labels(wrong.key), case.num_labels(dataclasses.replace(wrong.key, micro_batch=-1))):
         mean = sum(counts.values()) / max(len(counts), 1)
         for rank, count in counts.items():
-            if any(abs(factor / (of / count) - 1) <= FACTOR / 10 for of in (mean, sum(counts.values()))):
+            if any(is_it(of / count, FACTOR / 10) for of in (mean, sum(counts.values()))):
                 return Explanation(LABELS, f"it is divided by the {count} labels of rank {rank} alone")
-    return Explanation(SCALED, f"it is the reference times {factor:.4g}")
+    return None if is_loss else Explanation(SCALED, f"it is the reference times {factor:.4g}")
+
+
+def added_by_each(case: Case, wrong: Judged) -> Explanation | None:
+    """Whether the difference is a multiple of one summand, such as a bias that every rank adds before a sum."""
+    key, whole = wrong.key, wrong.whole.views.get("slice")
+    merged = [each.views.get("slice") for each in wrong.merged]
+    if key.what != "output" or not merged or whole is None or not wrong.whole.is_whole or not whole.dim():
+        return None
+    if wrong.summed_axes and not case.is_summed_after(wrong):
+        return None
+    reference = case.judge.reference
+    inside = f"{key.name}." if key.name else ""
+    summands = [each for each in reference.recorded if each.what == "used" and each.step == key.step]
+    summands = [each for each in summands if each.name.startswith(inside)]
+    own = next((call for call in reference.facts["calls"] if _is_call_of(call, key)), None)
+    summands += [reference.recorded[number] for number in (own["inputs"] if own else ()) if number >= 0]
+    summands += list(itertools.islice(case.before(key), 2))
+    for summand in summands:
+        values = case.reference_whole(summand)
+        if values is None or values.shape not in (whole.shape, whole.shape[-1:]) or not float(values.square().sum()):
+            continue
+        values = values.expand(whole.shape)
+        factors = []
+        for here in merged:
+            if here is None or here.shape != whole.shape:
+                return None
+            times = float(((here - whole) * values).sum() / values.square().sum())
+            if case.agrees(wrong, here - whole, times * values) and min(abs(times), abs(times + 1)) > FACTOR:
+                factors.append(1 + times)
+        if len(factors) == len(merged) and max(factors) - min(factors) <= FACTOR:
+            name = summand.name or "the model"
+            what = name if summand.what == "used" else f"the {summand.what} of {name}"
+            return Explanation(SCALED, f"{what} is added {factors[0]:.4g} times")
+    return None
+
+
+def _is_call_of(call: dict[str, Any], key: Key) -> bool:
+    return all(call[name] == getattr(key, name) for name in ("name", "step", "micro_batch", "call"))
 
 
 def stale(case: Case, wrong: Judged) -> Explanation | None:
@@ -184,10 +232,40 @@ def other_labels(case: Case, wrong: Judged) -> Explanation | None:
         here, there = merged.views.get("slice"), wrong.whole.views.get("slice")
         if here is None or there is None or here.shape != there.shape or here.dim() < 2:
             continue
+        labels = [_labels_of(each) for each in (here, there)]
+        if labels[0] is not None and labels[1] is not None:
+            share = float((labels[0] != labels[1]).float().mean())
+            if share > 0:
+                return Explanation(LABELS, f"{share:.0%} of the rows have another label")
         one, other = (here == 0).all(-1), (there == 0).all(-1)
         share = float((one != other).float().mean())
         if share > 0 and bool(((here == 0) == one.unsqueeze(-1)).float().mean() > 0.9):
             return Explanation(LABELS, f"{share:.0%} of the rows have a gradient in one of the runs only")
+    return None
+
+
+def _labels_of(gradient: Tensor) -> Tensor | None:
+    """Return the labels that a gradient of logits shows, the only negative number of each row; -1 for none."""
+    is_negative = gradient < 0
+    sums, sizes = gradient.sum(-1).abs(), gradient.abs().sum(-1)
+    counts = is_negative.sum(-1)
+    if gradient.size(-1) < 3 or not bool(((counts == 1) | (sizes == 0)).all()) or bool((sums > _ZERO * sizes).any()):
+        return None
+    return gradient.argmin(-1).masked_fill(counts == 0, -1)
+
+
+def labels_of_loss(case: Case, wrong: Judged) -> Explanation | None:
+    """Whether the gradient of what a loss is computed from shows other labels, or a division by other numbers."""
+    if not case.is_loss(wrong):
+        return None
+    for key in itertools.islice(case.before(wrong.key), 3):
+        gradient = case.judge.judge(dataclasses.replace(key, what=f"{key.what} gradient"))
+        if gradient is None or not gradient.is_wrong:
+            continue
+        for fault in (local_means, factor, other_labels):
+            found = fault(case, gradient)
+            if found is not None and found.kind == LABELS:
+                return Explanation(LABELS, f"in the gradient of {key.name or 'the model'}, {found.evidence}")
     return None
 
 
