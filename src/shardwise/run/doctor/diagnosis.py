@@ -430,6 +430,7 @@ class _Diagnoser:
             for number in self._sources(key):
                 source = self._by_number.get(number)
                 if source is not None and source.summed_axes:
+                    source = self._begin_of_sums(source)
                     axes = " and ".join(source.summed_axes)
                     evidence = f"its output is a partial sum over {axes}, which what follows takes for the whole"
                     return source.key.name, Explanation(NEVER_SUMMED, evidence)
@@ -453,6 +454,15 @@ class _Diagnoser:
             return _common([call["name"] for call in users]), None
         # Modules that pass it on are not the ones that made it.
         return key.name if key.what == "output gradient" else _parent(key.name), None
+
+    def _begin_of_sums(self, output: Judged) -> Judged:
+        """Return the first of the partial sums that each come from the one before."""
+        while True:
+            sources = [self._by_number.get(number) for number in self._sources(output.key)]
+            earlier = [each for each in sources if each is not None and each.summed_axes and each.number < output.number]
+            if not earlier:
+                return output
+            output = earlier[0]
 
     def _module_without_sum(self, gradient: Judged) -> str:
         """Return the module that left a sum out, if the gradient of the output of a parameter's module lacks it too."""

@@ -288,6 +288,11 @@ def one_term(case: Case, wrong: Judged) -> Explanation | None:
         if not entries:
             break
         found = {rank: entry.sketch for rank, entry in entries.items()}
+    if len(found) > 1 and all(
+        case.agrees_all(wrong, each, other) for other in wrong.merged for each in alike([*found.values(), other])[:-1]
+    ):
+        # Each rank has the whole gradient, not a term of it.
+        return None
     for rank, sketch in found.items():
         term, *merged = alike([sketch, *wrong.merged])
         if all(case.agrees_all(wrong, each, term) for each in merged):
