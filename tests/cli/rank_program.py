@@ -64,7 +64,8 @@ def one_breaks_among_collectives(folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    store = dist.FileStore(os.environ["SHARDWISE_RANK_STORE"])
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=2)
     try:
         dist.all_reduce(torch.ones(1))
         if RANK == 1:
@@ -82,7 +83,8 @@ def one_is_killed_among_collectives(folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    store = dist.FileStore(os.environ["SHARDWISE_RANK_STORE"])
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=2)
     dist.all_reduce(torch.ones(1))
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -385,9 +385,8 @@ VARIABLES = {
     "MALLOC_TRIM_THRESHOLD_": "of the C library; training keeps freed memory unless it is set",
     "MALLOC_MMAP_THRESHOLD_": "the same",
     "TORCH_CPP_LOG_LEVEL": "PyTorch's log level; ERROR is set by default, except with --debug",
-    "RES_OPTIONS": "of the resolver; the launcher sets a short time limit for its ranks",
-    "GLOO_SOCKET_IFNAME": "network interface of CPU ranks; default: loopback, or the one that reaches the master",
-    "NCCL_SOCKET_IFNAME": "the same for CUDA ranks",
+    "GLOO_SOCKET_IFNAME": "network interface between hosts; default: the one that reaches the master",
+    "NCCL_SOCKET_IFNAME": "the same for CUDA ranks; ranks of one host use loopback",
     "CUDA_DEVICE_MAX_CONNECTIONS": "of CUDA; 1 starts collectives before the products that hide them; set to 1 with tp",
     "TORCH_NCCL_HIGH_PRIORITY": "of PyTorch; 1 lets NCCL's kernels run while products run; set to 1 with tp",
     "PYTORCH_ALLOC_CONF": "of PyTorch's allocator of GPU memory; expandable_segments:True if nothing is set",
@@ -412,6 +411,7 @@ VARIABLES = {
     "TORCHELASTIC_RUN_ID": "set by torchrun: ranks end when torchrun ends",
     "TORCHELASTIC_ERROR_FILE": "set by torchrun: the ranks of a host print an error only once",
     "SHARDWISE_RANK_REPORTS": "set by the launcher: folder in which ranks leave their errors",
+    "SHARDWISE_RANK_STORE": "set by the launcher: file in which ranks meet",
     "SHARDWISE_LAUNCHER_PID": "set by the launcher: its process; ranks end when it ends",
 }
 """Name and meaning of each environment variable, the ones for users first."""

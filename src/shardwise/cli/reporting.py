@@ -99,7 +99,7 @@ class RankEnvironment:
         world_size: number of ranks.
         reports: folder for this rank's FailureReport; None if the launcher is not ours.
         launcher_pid: id of the process that this rank ends with; None if unknown.
-        attempt: folder that torchrun gives the ranks of this host; None without torchrun.
+        attempt: folder of the ranks of this host, our launcher's or torchrun's; None without a launcher.
     """
 
     rank: int
@@ -130,13 +130,10 @@ class RankEnvironment:
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if launcher_pid is None and "TORCHELASTIC_RUN_ID" in os.environ:
             launcher_pid = os.getppid()
-        return cls(
-            *numbers,
-            reports=Path(folder) if folder else None,
-            launcher_pid=launcher_pid,
-            # The error file is ATTEMPT/LOCAL_RANK/error.json.
-            attempt=Path(error_file).parent.parent if error_file else None,
-        )
+        reports = Path(folder) if folder else None
+        # The error file is ATTEMPT/LOCAL_RANK/error.json.
+        attempt = reports or (Path(error_file).parent.parent if error_file else None)
+        return cls(*numbers, reports=reports, launcher_pid=launcher_pid, attempt=attempt)
 
 
 def is_first_rank() -> bool:

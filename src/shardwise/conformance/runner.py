@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from shardwise.conformance.case import Case, cases_like
 from shardwise.conformance.outcomes import Report, Result
 from shardwise.conformance.targets import check_target
 from shardwise.core.errors import ConfigError, LaunchError
+from shardwise.core.processes import loopback_interface
 
 
 def run(
@@ -117,9 +117,7 @@ class _Ranks:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a rank: one thread, the loopback interface. Values of the user have precedence."""
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    defaults = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "RES_OPTIONS": "timeout:1 attempts:1"}
-    if loopback is not None:
-        defaults["GLOO_SOCKET_IFNAME"] = loopback
-    return defaults | os.environ
+    """Return the environment of a rank: one thread unless the user has set another number, the loopback interface."""
+    defaults = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    loopback = loopback_interface()
+    return defaults | os.environ | ({} if loopback is None else {"GLOO_SOCKET_IFNAME": loopback})

@@ -15,6 +15,7 @@ import pickle
 import re
 import resource
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -94,6 +95,14 @@ def _remove(entry: os.DirEntry[str]) -> None:
     else:
         os.unlink(entry.path)
 
+
+def loopback_interface() -> str | None:
+    """Return the name of the loopback interface; None if there is none."""
+    return next((name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)), None)
+
+
+STORE_VARIABLE = "SHARDWISE_RANK_STORE"
+"""Environment variable: the file in which the ranks that our launcher started meet."""
 
 SHARED_MEMORY, ONEDNN = "SHARDWISE_SHARED_MEMORY", "SHARDWISE_ONEDNN"
 TRITON, CUDA_GRAPHS = "SHARDWISE_TRITON", "SHARDWISE_CUDA_GRAPHS"

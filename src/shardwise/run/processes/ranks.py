@@ -1,18 +1,21 @@
 """This process as one of the ranks of a run: its device, and its connection to the other ranks.
 
-Ranks on several hosts connect over the network interface that reaches the other hosts.
+Ranks on several hosts connect over the network interface that reaches the other hosts, and ranks on one host over
+loopback.
 """
 
 import datetime
 import fcntl
+import functools
 import ipaddress
 import os
 import re
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,13 +29,14 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.context import backends_of
 from shardwise.core.errors import ConfigError, LaunchError
-from shardwise.core.processes import machine
-from shardwise.run.processes.watch import Watch
+from shardwise.core.processes import STORE_VARIABLE, loopback_interface, machine
+from shardwise.run.processes.watch import BeatFiles, Watch
 from shardwise.training.bounds import DEFAULT_TIMEOUT, launcher_number
 
 # Ranks start at different times, because imports may be read from a slow disk.
 _JOINING_SECONDS = 600.0
 _HOST_LIMIT = datetime.timedelta(days=1)
+_BEAT_LIMIT = datetime.timedelta(seconds=5)
 _STREAM_LIMIT = datetime.timedelta(hours=1)
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 # Linux's ioctl request for the address of an interface, and the position of the address in the answer.
@@ -102,7 +106,8 @@ def open_ranks(
     """Join the other ranks for the duration of the block.
 
     The launcher (``shardwise``, torchrun) sets RANK and WORLD_SIZE. Without them this is the only rank. Without its
-    LOCAL_WORLD_SIZE, the ranks compare their hosts.
+    LOCAL_WORLD_SIZE, the ranks compare their hosts. Without other hosts, ranks connect over loopback during the block,
+    even if GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME has another interface.
 
     Args:
         device: device to compute on; "auto" takes a GPU if there is one for each rank of this machine.
@@ -124,6 +129,9 @@ def open_ranks(
     # One rank meets no others, even if something else left RANK=0 and WORLD_SIZE=1.
     has_launcher = world_size > 1 or {"RANK", "MASTER_ADDR"} <= os.environ.keys()
     store = meet(rank, world_size, joining) if has_launcher else dist.HashStore()  # type: ignore[attr-defined]  # not in its stubs
+    # A store outlives its groups: a second call must not find the addresses of the first. Ranks make the same calls.
+    opening = store.add(f"shardwise/calls/{rank}", 1)
+    store = dist.PrefixStore(f"shardwise/call/{opening}", store)  # type: ignore[attr-defined]  # not in its stubs
     on_host = ranks_of_host(store, rank, world_size)
     local_rank, num_local = on_host.index(rank), len(on_host)
     if overlaps and device != "cpu" and torch.version.cuda is not None:
@@ -133,35 +141,35 @@ def open_ranks(
     if use_cuda:
         prepare_allocator()
         torch.cuda.set_device(where)
-    join(store, where, rank, world_size, on_host=on_host, timeout=joining)
-    watch: Watch | None = None
-    failed = False
-    try:
-        # The watchdog ends collectives at its limit, which differs between a step and the preparation. The timeouts of
-        # the groups only cover waits that the watchdog cannot see.
-        world = dist.group.WORLD
-        assert world is not None
-        limit = max(_STREAM_LIMIT if use_cuda else _HOST_LIMIT, datetime.timedelta(seconds=timeout))
-        for device_type in backends_of(world):
-            world._get_backend(torch.device(device_type))._set_default_timeout(limit)
-        control = dist.new_group(backend="gloo", timeout=_HOST_LIMIT) if use_cuda and world_size > 1 else None
-        if world_size > 1:
-            store = dist.distributed_c10d._get_default_store()
-            watch = Watch(store, rank, world_size, limit=timeout, waits_in_stream=use_cuda)
-            watch.start()
-        yield Ranks(rank, local_rank, world_size, where, control, watch, why_device)
-    except BaseException:
-        failed = True
-        raise
-    finally:
-        if watch is not None:
-            watch.stop()
-        if failed and use_cuda:
-            # Destroying waits for collectives that were launched on the device. They may never complete after a
-            # failure, because this or another rank has left them.
-            dist.distributed_c10d._abort_process_group()
-        else:
-            dist.destroy_process_group()
+    with _over_loopback() if num_local == world_size else nullcontext():
+        join(store, where, rank, world_size, on_host=on_host, timeout=joining)
+        watch: Watch | None = None
+        failed = False
+        try:
+            # The watchdog ends collectives at its limit, which differs between a step and the preparation. The timeouts
+            # of the groups only cover waits that the watchdog cannot see.
+            world = dist.group.WORLD
+            assert world is not None
+            limit = max(_STREAM_LIMIT if use_cuda else _HOST_LIMIT, datetime.timedelta(seconds=timeout))
+            for device_type in backends_of(world):
+                world._get_backend(torch.device(device_type))._set_default_timeout(limit)
+            control = dist.new_group(backend="gloo", timeout=_HOST_LIMIT) if use_cuda and world_size > 1 else None
+            if world_size > 1:
+                watch = Watch(_beats(store, opening), rank, world_size, limit=timeout, waits_in_stream=use_cuda)
+                watch.start()
+            yield Ranks(rank, local_rank, world_size, where, control, watch, why_device)
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            if watch is not None:
+                watch.stop()
+            if failed and use_cuda:
+                # Destroying waits for collectives that were launched on the device. They may never complete after a
+                # failure, because this or another rank has left them.
+                dist.distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
 
 
 def prepare_overlap() -> None:
@@ -257,16 +265,63 @@ def process_group_of(device: torch.device, num_ranks: int) -> dict[str, Any]:
     return {"backend": "cpu:gloo,cuda:nccl"} | ({"device_id": device} if num_ranks > 1 else {})
 
 
+@contextmanager
+def _over_loopback() -> Iterator[None]:
+    """Let gloo and NCCL use the loopback interface in the block."""
+    before, interface = {name: os.environ.get(name) for name in _INTERFACE_VARIABLES}, loopback_interface()
+    if interface is not None:
+        os.environ |= dict.fromkeys(_INTERFACE_VARIABLES, interface)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
 def meet(rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
-    """Return the store of the launcher's ranks; wait at most ``timeout`` for the first rank, which has it.
+    """Return the store of the launcher's ranks: our launcher's file, or else PyTorch's at MASTER_ADDR.
+
+    The first rank has PyTorch's store, or torchrun does; wait at most ``timeout`` for it.
 
     Raises:
         ConfigError: MASTER_ADDR or MASTER_PORT is missing.
         LaunchError: the store cannot be reached.
     """
-    _check_variables()
-    with _joining(rank, world_size):
-        return next(dist.rendezvous("env://", timeout=timeout))[0]  # type: ignore[attr-defined]  # not in its stubs
+    if path := os.environ.get(STORE_VARIABLE):
+        store: Any = dist.FileStore(path)  # type: ignore[attr-defined]  # not in its stubs
+    else:
+        _check_variables()
+        with _joining(rank, world_size):
+            store = _store_at(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, world_size, timeout)
+    store.set_timeout(timeout)
+    return store
+
+
+# The first rank's store answers the others until its process ends.
+@functools.cache
+def _store_at(address: str, port: int, rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
+    # torchrun has the store itself.
+    has_store = rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ
+    if has_store and _is_loopback_name(address):
+        # PyTorch would listen on all interfaces. If something listens at the port already, PyTorch reports it.
+        with suppress(OSError):
+            listening = socket.create_server((addresses_towards(address)[1], port))
+            return dist.TCPStore(  # type: ignore[attr-defined]  # not in its stubs
+                address, port, world_size, is_master=True, timeout=timeout, multi_tenant=True,
+                master_listen_fd=listening.detach(),
+            )  # fmt: skip
+    return next(dist.rendezvous("env://", timeout=timeout))[0]  # type: ignore[attr-defined]  # not in its stubs
+
+
+def _beats(store: Any, opening: int) -> Any:
+    """Return where the watchdogs of this call keep their heartbeats, with a connection of their own."""
+    if path := os.environ.get(STORE_VARIABLE):
+        return BeatFiles(Path(path).with_name(f"beats{opening}"))
+    beats = dist.PrefixStore("shardwise/watch", store.clone())  # type: ignore[attr-defined]  # not in its stubs
+    beats.set_timeout(_BEAT_LIMIT)
+    return beats
 
 
 def ranks_of_host(store: Any, rank: int, world_size: int) -> Sequence[int]:
@@ -330,16 +385,17 @@ def join(
 @contextmanager
 def _joining(rank: int, world_size: int) -> Iterator[None]:
     """In the block, raise LaunchError if the others cannot be reached."""
-    master = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     try:
         yield
     except ConfigError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
-        raise LaunchError(
-            f"rank {rank} of {world_size} could not join the others at {master}{_hint()}; if no launcher set RANK and "
-            f"WORLD_SIZE, unset them: {error}"
-        ) from error
+        if path := os.environ.get(STORE_VARIABLE):
+            where, hint = path, ""
+        else:
+            where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+            hint = f"{_hint()}; if no launcher set RANK and WORLD_SIZE, unset them"
+        raise LaunchError(f"rank {rank} of {world_size} could not join the others at {where}{hint}: {error}") from error
 
 
 def _check_variables() -> None:
@@ -415,6 +471,14 @@ def _addresses_of(interface: str) -> list[Any]:
     except OSError:
         return found
     return found + [ipaddress.ip_address(bytes.fromhex(row[0])) for row in rows if row[-1] == interface]
+
+
+def _is_loopback_name(host: str) -> bool:
+    """True if ``host`` is this host's name for itself, or its loopback address; a name of the host may be more."""
+    try:
+        return host == "localhost" or is_loopback(host)
+    except ValueError:
+        return False
 
 
 def is_loopback(address: str) -> bool:

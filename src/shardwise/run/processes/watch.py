@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import json
 import logging
 import os
@@ -23,12 +22,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from shardwise.core.communication import agreement
 from shardwise.core.errors import DesyncError
+from shardwise.run.processes.stopping import write_complete
 
 _LONGEST_PATIENCE = 30.0
 _LONGEST_INTERVAL = 2.0
@@ -38,6 +39,24 @@ _IN_STREAM = "a collective on the device"
 _NAMED_RANKS = 8
 
 logger = logging.getLogger("shardwise")
+
+
+class BeatFiles:
+    """Heartbeats in files, one for each rank: a ``FileStore`` would keep every one of them.
+
+    Args:
+        folder: folder of all ranks for them; made if it does not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self._folder = folder
+
+    def set(self, rank: str, text: str) -> None:
+        write_complete(self._folder / rank, text)
+
+    def get(self, rank: str) -> bytes:
+        return (self._folder / rank).read_bytes()
 
 
 class Watch:
@@ -50,7 +69,7 @@ class Watch:
     inside a collective.
 
     Args:
-        store: store shared by all ranks; the watchdog opens its own connection.
+        store: heartbeats of all ranks, a store for this watchdog alone or ``BeatFiles``.
         rank, world_size: global rank, and number of ranks.
         limit: limit in seconds.
         waits_in_stream: True if collectives return to the host before they complete (NCCL); a step without progress
@@ -58,8 +77,7 @@ class Watch:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, *, limit: float, waits_in_stream: bool = False) -> None:
-        self._store = dist.PrefixStore("shardwise/watch", store.clone())  # type: ignore[attr-defined]  # not in its stubs
-        self._store.set_timeout(datetime.timedelta(seconds=_STORE_SECONDS))
+        self._store = store
         self._world_size = world_size
         self._limit = limit
         self._patience = min(_LONGEST_PATIENCE, limit / 10)
