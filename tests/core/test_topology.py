@@ -1,6 +1,7 @@
 """Process groups that really have the ranks of the grid, whatever goes wrong on the way."""
 
 import datetime
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -176,6 +177,28 @@ def test_a_time_limit_reaches_the_groups(group):
     topology = Topology.create(tp=2, timeout=datetime.timedelta(seconds=777))
     backend = topology.group("tp")._get_backend(torch.device("cpu"))
     assert backend.options._timeout == datetime.timedelta(seconds=777)
+    topology.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_no_rank_is_back_before_all_have_made_their_groups(group, monkeypatch, tmp_path):
+    """A rank that is back could destroy a group to which another still connects."""
+    new_group, made = dist.new_group, tmp_path / "made"
+
+    def slow_group(*arguments, **options):
+        made_group = new_group(*arguments, **options)
+        if group.rank() == 1:
+            # The time in which a rank that does not wait for this one comes back; a longer one changes nothing.
+            time.sleep(0.2)
+            with made.open("a") as file:
+                file.write("x")
+        calls.append(1)
+        return made_group
+
+    calls = []
+    monkeypatch.setattr(dist, "new_group", slow_group)
+    topology = Topology.create(tp=2)
+    assert len(made.read_text()) == len(calls) > 1
     topology.destroy()
 
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.program import run
 
-PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(
+    r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8"), re.DOTALL
+)
 
 
 @pytest.mark.slow
@@ -21,7 +24,7 @@ def test_the_page_of_calls_from_python(tmp_path, monkeypatch, capsys):
     torch.set_num_threads(1)
     names = {"__name__": "page"}
     try:
-        for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        for block in BLOCKS:
             exec(block, names)
     finally:
         torch.set_num_threads(num_threads)
@@ -42,3 +45,14 @@ def test_the_page_of_calls_from_python(tmp_path, monkeypatch, capsys):
     assert names["largest"].text.batch_size > 1
     assert names["lines"][-1] == "checkpoints of step 4: the same bits"
     assert names["same"]
+
+
+@pytest.mark.slow
+def test_the_page_on_two_ranks_of_torchrun(tmp_path):
+    """All blocks but the last, which plans and compares: its functions join no ranks."""
+    (tmp_path / "script.py").write_text("".join(BLOCKS[:-1]), encoding="utf-8")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--local-addr", "127.0.0.1"]
+    done = run(*torchrun, "script.py", folder=tmp_path, SHARDWISE_CACHE=tmp_path / "cache", OMP_NUM_THREADS="1")
+    assert done.stdout.count("12 things") == 1
+    for folder in ("tuned", "preferred", "taught", "labels"):
+        assert any((tmp_path / folder).glob("*.safetensors")), folder

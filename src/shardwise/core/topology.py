@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.core.communication import context
-from shardwise.core.communication.agreement import check_same, gather_objects
-from shardwise.core.communication.context import device_of
+from shardwise.core.communication.agreement import agree, check_same, gather_objects
+from shardwise.core.communication.context import device_of, is_gloo, is_rehearsal
 from shardwise.core.communication.transports.shared_memory import close_channel
 from shardwise.core.errors import ConfigError, TopologyError
 from shardwise.core.rank_grid import (
@@ -31,6 +31,7 @@ from shardwise.core.rank_grid import (
     default_embedding_ranks,
     default_position_embedding_ranks,
 )
+from shardwise.core.sockets import own_inodes, refuse_strangers
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +81,8 @@ class Topology:
         """Create all groups. Collective: every rank of the world calls it with the same arguments.
 
         Every rank finds wrong arguments before the first group is made. If making a group fails, the groups that were
-        made are destroyed.
+        made are destroyed. With gloo, no rank returns before all have made their groups: one that destroyed them early
+        would close connections that another is still making.
 
         Args:
             sizes: sizes of the axes.
@@ -93,8 +95,8 @@ class Topology:
 
         Raises:
             ConfigError: sizes out of range.
-            TopologyError: ``torch.distributed`` is not initialised, the sizes do not divide the world, or a group could
-                not be made.
+            TopologyError: ``torch.distributed`` is not initialised, the sizes do not divide the world, a group could
+                not be made, or another user of this machine is connected to a rank.
             DesyncError: under ``validate``, ranks ask for different sizes.
         """
         if not dist.is_initialized():
@@ -106,13 +108,13 @@ class Topology:
             sizes = ParallelSizes(**axes)
         elif axes:
             raise ConfigError(f"give sizes or axes by name, not both: {sizes} and {axes}")
-        world_size, own_rank = dist.get_world_size(), dist.get_rank()
+        world_size, own_rank, world = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+        assert world is not None
         if validate:
-            world = dist.group.WORLD
-            assert world is not None
             check_same(sizes, "the sizes of the topology", group=world)
         rank_lists = sizes.rank_lists(world_size, embedding_ranks, position_embedding_ranks)
         timeout = _default_timeout() if timeout is None else timeout
+        before = own_inodes()
         made: dict[tuple[tuple[int, ...], bool], ProcessGroup | None] = {}
         topology = cls(sizes, world_size, own_rank, validate, {}, {})
         try:
@@ -130,6 +132,8 @@ class Topology:
                         made[key] = _new_group(name, ranks, own_rank, timeout)
                     if own_rank in ranks:
                         topology._ranks[name], topology._groups[name] = ranks, made[key]  # type: ignore[assignment]
+            if world_size > 1 and not is_rehearsal(world) and is_gloo(world, torch.device("cpu")):
+                agree(lambda: refuse_strangers(before), group=world)
             for group in topology.groups() if validate else ():
                 context.validate_calls(group)
         except BaseException:

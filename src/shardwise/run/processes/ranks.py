@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication.context import backends_of
 from shardwise.core.errors import ConfigError, LaunchError
 from shardwise.core.processes import STORE_VARIABLE, loopback_interface, machine
+from shardwise.core.sockets import own_inodes, refuse_strangers
 from shardwise.run.processes.watch import BeatFiles, Watch
 from shardwise.training.bounds import DEFAULT_TIMEOUT, launcher_number
 
@@ -370,6 +371,7 @@ def join(
     Raises:
         ConfigError: two ranks have the same GPU.
         LaunchError: the other ranks cannot be reached or do not arrive.
+        TopologyError: another user of this machine is connected to this rank.
     """
     with _joining(rank, world_size):
         if len(on_host) < world_size:
@@ -377,9 +379,11 @@ def join(
         if device.type == "cuda" and world_size > 1:
             gpu = str(torch.cuda.get_device_properties(device).uuid)
             refuse_shared_gpus(store, gpu, rank=rank, on_host=on_host)
+        before = own_inodes()
         dist.init_process_group(
             **process_group_of(device, world_size), store=store, rank=rank, world_size=world_size, timeout=timeout
         )
+    refuse_strangers(before)
 
 
 @contextmanager
