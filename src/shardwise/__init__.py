@@ -11,7 +11,12 @@ Programs written for Megatron find its names in ``shardwise.tensor_parallel``, `
 """
 
 import sys
-from importlib.machinery import ModuleSpec
+
+# Type checkers know the name. An import of ``typing`` takes longer than the rest of this file, in which the command
+# cannot note a signal yet.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
 
 __version__ = "0.1.0"
 
@@ -22,7 +27,7 @@ class _Doors:
     """Meta path finder of the two packages whose modules are in ``shardwise.megatron.core``."""
 
     @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
         if name not in ("shardwise.parallel_state", "shardwise.tensor_parallel"):
             return None
         from shardwise.megatron.aliases import FINDER

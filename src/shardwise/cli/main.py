@@ -3,23 +3,68 @@
 Any command can start with closed standard streams. Training also continues when its outputs lose their readers.
 """
 
-import contextlib
-import importlib
-import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TextIO, cast
+import signal
 
-import shardwise
-from shardwise.cli.arguments import Arguments, LaunchArguments, parse_command
-from shardwise.cli.launch import launch_ranks, shardwise_command
-from shardwise.cli.reporting import RankEnvironment, run_command
-from shardwise.core.errors import ConfigError
-from shardwise.core.processes import check_switches
-from shardwise.run.processes.stopping import Interrupted
-from shardwise.training.bounds import REMOVED, nearest
+
+class SignalsNoted:
+    """Context that notes SIGINT, SIGTERM and SIGHUP, and ends the process with 128 plus the signal's number at its end.
+
+    An exception of a signal handler in the middle of an import ends in a traceback, or crashes a C extension. The class
+    is here because the module that handles signals later has imports itself. Ignored signals (``nohup``) stay ignored.
+    Outside the main thread nothing changes.
+    """
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self._before: list[tuple[int, object]] = []
+
+    def __enter__(self) -> "SignalsNoted":
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            signum = getattr(signal, name, None)
+            # None as a handler means that it was not set from Python; it cannot be restored.
+            if signum is None or (before := signal.getsignal(signum)) in (signal.SIG_IGN, None):
+                continue
+            try:
+                signal.signal(signum, self._note)
+            except ValueError:
+                break
+            self._before.append((signum, before))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, before in self._before:
+            signal.signal(signum, before)  # type: ignore[arg-type]  # what getsignal returned
+        if self.signum:
+            raise SystemExit(128 + self.signum)
+
+    def hand_over(self) -> None:
+        """Raise the noted signal, for the handlers that a block inside this context has installed."""
+        signum, self.signum = self.signum, 0
+        if signum:
+            signal.raise_signal(signum)
+
+    def _note(self, signum: int, _: object) -> None:
+        self.signum = self.signum or signum
+
+
+with SignalsNoted():
+    import contextlib
+    import importlib
+    import os
+    import sys
+    import threading
+    from collections.abc import Iterator, Mapping, Sequence
+    from dataclasses import dataclass, field
+    from typing import Any, TextIO, cast
+
+    import shardwise
+    from shardwise.cli.arguments import Arguments, LaunchArguments, parse_command
+    from shardwise.cli.launch import launch_ranks, shardwise_command
+    from shardwise.cli.reporting import RankEnvironment, print_note, run_command
+    from shardwise.core.errors import ConfigError
+    from shardwise.core.processes import check_switches
+    from shardwise.run.processes.stopping import Interrupted, start_guard
+    from shardwise.training.bounds import REMOVED, nearest
 
 
 @dataclass(frozen=True)
@@ -88,19 +133,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 for a failure, 2 for a mistake of the user, 128 plus the number of a signal.
     """
-    open_closed_streams()
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if "--debug" not in arguments:
-        # PyTorch reads this when it is loaded, later. By default it warns about each host name that does not resolve.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    name = arguments[0] if arguments else ""
-    if name not in COMMANDS:
-        return run_command("shardwise", lambda: _without_command(name))
-    # The "--" in `torchrun -m shardwise train -- --nproc 2` keeps torchrun from parsing --nproc.
-    own = arguments[2:] if arguments[1:2] == ["--"] else arguments[1:]
-    if own and own[0] in COMMANDS[name].kinds:
-        name, own = f"{name} {own[0]}", own[1:]
-    return run_command(f"shardwise {name}", partial(run_subcommand, name, own), debug="--debug" in arguments)
+    with SignalsNoted() as noted:
+        open_closed_streams()
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        if "--debug" not in arguments:
+            # PyTorch reads this when it is loaded, later. By default it warns about each host name that does not
+            # resolve.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        name, *own = arguments or [""]
+        is_known = name in COMMANDS
+        # The "--" in `torchrun -m shardwise train -- --nproc 2` keeps torchrun from parsing --nproc.
+        own = own[1:] if own[:1] == ["--"] else own
+        if is_known and own and own[0] in COMMANDS[name].kinds:
+            name, own = f"{name} {own[0]}", own[1:]
+
+        def command() -> int:
+            noted.hand_over()
+            return run_subcommand(name, own) if is_known else _without_command(name)
+
+        return run_command(f"shardwise {name}" if is_known else "shardwise", command, debug="--debug" in arguments)
 
 
 def run_subcommand(name: str, argv: Sequence[str]) -> int:
@@ -132,8 +183,11 @@ def run_subcommand(name: str, argv: Sequence[str]) -> int:
     try:
         with lasting_outputs() if arguments.lasts else contextlib.nullcontext():
             code: int | None = start_ranks(name, argv, arguments)
-            if code is None and (work := arguments.work()) is not None:
-                work()
+            if code is None:
+                with guarded(f"shardwise {name}"):
+                    work = arguments.work()
+                    if work is not None:
+                        work()
             return code or 0
     except Interrupted as interruption:
         interruption.note = arguments.resume_hint()
@@ -179,6 +233,23 @@ def start_ranks(command: str, argv: Sequence[str], arguments: Arguments) -> int 
     arguments.prepare(world_size)
     program, name = shardwise_command(*command.split(), *argv), f"shardwise {command}"
     return launch_ranks(world_size, program, command=name, debug=arguments.debug, resume_hint=arguments.resume_hint)
+
+
+@contextlib.contextmanager
+def guarded(command: str) -> Iterator[None]:
+    """End the command on a signal in the block even if it is busy in C++ code, unless it is a rank, which has a guard.
+
+    Outside the main thread, where Python handles no signals, nothing changes.
+    """
+    is_rank = RankEnvironment.read() is not None
+    if is_rank or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    end_guard = start_guard(None, last_words=lambda: print_note(command, "interrupted"))
+    try:
+        yield
+    finally:
+        end_guard()
 
 
 def open_closed_streams() -> None:

@@ -8,6 +8,7 @@ watches for the signal, and ends the process if the main thread has not done so 
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import select
@@ -16,10 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
@@ -191,16 +192,46 @@ def _requested_stop(reports: Path | None) -> int:
         return 0
 
 
+def num_imports(frame: FrameType | None) -> int:
+    """Return the number of calls of Python's import system on the stack of ``frame``."""
+    number = 0
+    while frame is not None:
+        number += frame.f_code.co_filename.startswith("<frozen importlib")
+        frame = frame.f_back
+    return number
+
+
 @contextlib.contextmanager
 def signals_raise(*, once: bool) -> Iterator[None]:
     """Raise Interrupted on SIGINT, SIGTERM and SIGHUP during the block; ignored signals (``nohup``) stay ignored.
+
+    A signal that arrives during an import takes effect after it, because an exception in the middle of the import of a
+    C extension, such as PyTorch's, may crash the process.
 
     Args:
         once: True ignores a second signal, for ranks, which have a guard that ends them; with False it ends the
             process.
     """
 
-    def handle(signum: int, frame: FrameType | None) -> NoReturn:
+    waits = False
+
+    def again(signum: int) -> None:
+        time.sleep(_AGAIN_SECONDS)
+        if waits:
+            os.kill(os.getpid(), signum)
+
+    def try_again(signum: int) -> None:
+        nonlocal waits
+        waits = True
+        # Unlike ``threading.Thread`` this takes no lock, which the interrupted code may hold.
+        _thread.start_new_thread(again, (signum,))
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        nonlocal waits
+        if num_imports(frame) > own_imports:
+            try_again(signum)
+            return
+        waits = False
         for each in ENDING_SIGNALS:
             if signal.getsignal(each) is handle:
                 signal.signal(each, signal.SIG_IGN if once else signal.SIG_DFL)
@@ -213,11 +244,10 @@ def signals_raise(*, once: bool) -> Iterator[None]:
         # The signal arrived during a callback, such as one of a weak reference, whose exceptions Python drops.
         for each in before:
             signal.signal(each, handle)
-        again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), lost.exc_value.signal))
-        again.daemon = True
-        again.start()
+        try_again(lost.exc_value.signal)
 
-    others = sys.unraisablehook
+    # The command itself may be called while a module is imported.
+    own_imports, others = num_imports(sys._getframe()), sys.unraisablehook
     with handling_signals(handle) as before:
         sys.unraisablehook = raise_again
         try:
@@ -226,7 +256,9 @@ def signals_raise(*, once: bool) -> Iterator[None]:
             sys.unraisablehook = others
 
 
-def start_guard(launcher_pid: int | None, reports: Path | None = None) -> None:
+def start_guard(
+    launcher_pid: int | None, reports: Path | None = None, *, last_words: Callable[[], object] = lambda: None
+) -> Callable[[], None]:
     """Start the thread that ends this process when the main thread cannot: on a signal, or if the launcher has died.
 
     If signals are postponed to the end of a training step, the thread also waits, up to the step's time limit. Call the
@@ -235,13 +267,27 @@ def start_guard(launcher_pid: int | None, reports: Path | None = None) -> None:
     Args:
         launcher_pid: parent process to watch; None watches only signals.
         reports: folder where the launcher may place a request to stop.
+        last_words: called before the thread ends the process.
+
+    Returns:
+        A function that ends the guard; call it in the main thread.
     """
     receive, send = os.pipe()
     os.set_blocking(send, False)
     # The interpreter writes each signal's number here at once, even if the main thread is blocked.
-    signal.set_wakeup_fd(send, warn_on_full_buffer=False)
-    guard = _Guard(receive, launcher_pid, reports)
-    threading.Thread(target=guard.watch, name="shardwise-guard", daemon=True).start()
+    before = signal.set_wakeup_fd(send, warn_on_full_buffer=False)
+    guard = _Guard(receive, launcher_pid, reports, last_words)
+    thread = threading.Thread(target=guard.watch, name="shardwise-guard", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        signal.set_wakeup_fd(before)
+        guard.is_over.set()
+        os.close(send)
+        thread.join()
+        os.close(receive)
+
+    return end
 
 
 @dataclass
@@ -249,23 +295,26 @@ class _Guard:
     receive: int
     launcher_pid: int | None
     reports: Path | None
+    last_words: Callable[[], object]
+    is_over: threading.Event = field(default_factory=threading.Event)
     # Number of the first signal, and the time of its arrival or of the end of the step it was postponed to.
     _signum: int = 0
     _since: float = 0.0
     _waits: bool = False
 
-    def watch(self) -> NoReturn:
-        while not self._is_to_end():
-            pass
-        time.sleep(GRACE_SECONDS)
-        os._exit(128 + self._signum)
+    def watch(self) -> None:
+        while not self.is_over.is_set():
+            if self._is_to_end() and not self.is_over.wait(GRACE_SECONDS):
+                self.last_words()
+                os._exit(128 + self._signum)
 
     def _is_to_end(self) -> bool:
         readable, _, _ = select.select([self.receive], [], [], _POLL_SECONDS)
         now, postponed = time.monotonic(), current()
         if readable:
-            received = os.read(self.receive, 1)[0]
-            return received in ENDING_SIGNALS and self._takes(received, now, postponed)
+            # Empty after the end of the guard.
+            received = os.read(self.receive, 1)
+            return bool(received) and self._takes(received[0], now, postponed)
         if self.launcher_pid is not None and os.getppid() != self.launcher_pid:
             # The launcher was killed. Its user expects that all of its processes end.
             return self._end_at_once(signal.SIGTERM, postponed)
@@ -280,6 +329,8 @@ class _Guard:
         return now - self._since > LONGEST_LEAVING_SECONDS
 
     def _takes(self, signum: int, now: float, postponed: Postponed | None) -> bool:
+        if signum not in ENDING_SIGNALS:
+            return False
         if not self._signum:
             self._signum, self._since, self._waits = signum, now, postponed is not None
             return postponed is None
