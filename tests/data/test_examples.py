@@ -218,9 +218,9 @@ def test_special_tokens_spelt_by_strangers(tokenizer):
 
 
 def test_a_template_whose_turns_cannot_be_found(tokenizer):
-    """Without marks, and every turn numbered by how many follow."""
-    source = "{% for m in messages %}{{ loop.revindex ~ m.content ~ loop.revindex ~ '<|end|>' }}{% endfor %}"
-    with pytest.raises(UnusableExampleError, match=r"mark them with \{% generation %\}"):
+    """Without marks, and every turn with the number of all messages, from no loop over them."""
+    source = "{% for i in range(messages | length) %}{{ messages[i].content ~ messages | length }}{% endfor %}"
+    with pytest.raises(UnusableExampleError, match=r"marks it with \{% generation %\}"):
         ExampleEncoder(tokenizer, ChatTemplate(source)).encode(example({"messages": [ASKED, SAID, ASKED, SAID]}))
 
 

@@ -108,9 +108,15 @@ def test_what_is_left_out(encoder, record, reason):
 def test_a_prompt_that_is_no_prefix(encoder):
     """A template that tells of the answer in front of the prompt leaves nothing to compare the answers with."""
     counting = PreferenceEncoder(encoder.tokenizer, ChatTemplate("{{ messages | length }}" + TEMPLATE))
-    pair = preference(prompt=[user("Who?")], chosen=[assistant("I.")], rejected=[assistant("You.")])
-    with pytest.raises(UnusableExampleError, match="renders the prompt otherwise once an answer follows"):
+    longer = [assistant("You."), user("Who?"), assistant("You.")]
+    pair = preference(prompt=[user("Who?")], chosen=[assistant("I.")], rejected=longer)
+    with pytest.raises(UnusableExampleError, match="renders the prompt of each answer otherwise"):
         counting.encode_all(pair)
+    # As Phi-3's, which ends every text without a generation prompt.
+    ending = ChatTemplate(TEMPLATE + "{{ '</s>' if not add_generation_prompt }}")
+    pair = preference(prompt=[user("Who?")], chosen=[assistant("I.")], rejected=[assistant("You.")])
+    chosen, _ = PreferenceEncoder(encoder.tokenizer, ending).encode_all(pair)
+    assert encoder.tokenizer.decode(chosen.ids[chosen.learned]).startswith("I.")
     merged = Tokenizer.train(["undone " * 50], 300, ("</s>",))
     assert len(merged.encode("undone")) == 1
     with pytest.raises(UnusableExampleError, match="no token of the prompt stays one"):

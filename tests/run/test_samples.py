@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -141,8 +142,13 @@ def test_a_template_or_tokenizer_of_another_model(tokenizer):
         check_template(encoder_of(tokenizer, "'<|im_end|>'"), [chat(1)])
     # Some models read the names of roles as letters, and a token all the same where a turn ends.
     assert check_template(encoder_of(tokenizer, "eos_token"), [chat(1)]) == []
-    (note,) = check_template(encoder_of(tokenizer, "'.'"), [chat(1)])
+    # The last answer ends with the end of a text, and one that a question follows with nothing.
+    assert check_template(encoder_of(tokenizer, "'.'"), [chat(1)]) == []
+    asked = replace(chat(1), completion=(*chat(1).completion, chat(2).completion[0]))
+    (note,) = check_template(encoder_of(tokenizer, "'.'"), [asked])
     assert "no special token ends what the assistant says" in note
+    with pytest.raises(DataError, match="the chat template does not show the messages: its text is the same"):
+        check_template(ExampleEncoder(tokenizer, ChatTemplate("Hello.</s>"), mask_prompts=False), [chat(1), chat(2)])
     assert check_template(encoder_of(tokenizer, "'.'"), [Example("x", None, "a text")]) == []
 
 

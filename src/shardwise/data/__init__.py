@@ -16,7 +16,6 @@ from shardwise.data.encoding import (
     Encoded as Encoded,
     ExampleEncoder as ExampleEncoder,
     PreferenceEncoder as PreferenceEncoder,
-    UnusableExampleError as UnusableExampleError,
 )
 from shardwise.data.examples import (
     Example as Example,
@@ -34,3 +33,4 @@ from shardwise.data.pair_rows import PairRows as PairRows
 from shardwise.data.reading import read_corpus as read_corpus, read_records as read_records
 from shardwise.data.sample_rows import SampleRows as SampleRows, TokenSamples as TokenSamples
 from shardwise.data.tokens import TokenRows as TokenRows, TokenStream as TokenStream, WindowRows as WindowRows
+from shardwise.data.turns import UnusableExampleError as UnusableExampleError

@@ -6,8 +6,10 @@ A turn whose flag says so, such as ``"weight": 0``, is not trained.
 In a prompt with a completion, the tokens are trained from the first that differs from the tokens of the prompt alone.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -15,21 +17,9 @@ from numpy.typing import NDArray
 
 from shardwise.core.errors import DataError
 from shardwise.data.examples import Example, Messages, Preference, check_flags, common_length
-from shardwise.data.tokenizer import ChatTemplate, Tokenizer
+from shardwise.data.tokenizer import ChatTemplate, Tokenizer, template_meter
 from shardwise.data.tokenizer.chat_template import Rendered, Span, TemplateError
-
-
-class UnusableExampleError(DataError):
-    """An example has no token to train on; it is skipped and counted.
-
-    Args:
-        reason: reason that all such cases have in common.
-        detail: detail of this case.
-    """
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
+from shardwise.data.turns import Turn, UnusableExampleError, run_of, shows, turns_of
 
 
 @dataclass(frozen=True)
@@ -56,9 +46,10 @@ class ExampleEncoder:
         mask_prompts: train only on completions and turns of the assistant, instead of on all tokens.
         parse_special: parse the names of special tokens in texts as special tokens. If False, they are plain text, and
             a chat with such a name is unusable.
+        ends_turns: learn also the token that ends a turn where the template writes none in it.
 
     Attributes:
-        tokenizer, template, mask_prompts, parse_special: see above.
+        tokenizer, template, mask_prompts, parse_special, ends_turns: see above.
     """
 
     def __init__(
@@ -68,11 +59,14 @@ class ExampleEncoder:
         *,
         mask_prompts: bool = True,
         parse_special: bool = True,
+        ends_turns: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.mask_prompts = mask_prompts
         self.parse_special = parse_special
+        self.ends_turns = ends_turns
+        self._steps = 0
 
     def encode(self, example: Example) -> Encoded:
         """Encode an example.
@@ -82,7 +76,12 @@ class ExampleEncoder:
             DataError: the example is a chat, and the model has no template; or a flag of a message contradicts
                 ``mask_prompts``.
         """
-        encoded = self._chat(example) if example.is_chat else self._text(example)
+        self._steps = 0
+        try:
+            encoded = self._chat(example) if example.is_chat else self._text(example)
+        except UnusableExampleError as error:
+            # Whatever else was tried then.
+            raise (UnusableExampleError(_TOO_SLOW) if self._is_too_slow else error) from error
         # The first token of a sequence has no prediction.
         if not encoded.learned[1:].any():
             raise UnusableExampleError("nothing in it is learned")
@@ -115,6 +114,15 @@ class ExampleEncoder:
         """
         text = self._render(messages, Example("", None, messages), prompt=True).text
         return self.tokenizer.encode(text, parse_special=True)
+
+    def shows(self, example: Example) -> bool:
+        """Return whether the chat template shows the content of any message of a chat.
+
+        Raises:
+            UnusableExampleError: the template rejects it.
+        """
+        messages = _messages_of(example)
+        return shows(messages, self._render(messages, example).text, partial(self._render, example=example))
 
     def turn_end_ids(self) -> tuple[int, ...]:
         """Return the token that ends a turn of the assistant, at which a model trained on such chats stops.
@@ -154,21 +162,22 @@ class ExampleEncoder:
         return self._encoded(ids, spans, text, np.arange(len(ids)) >= first)
 
     def _chat(self, example: Example) -> Encoded:
-        assert not isinstance(example.completion, str)
-        assert not isinstance(example.prompt, str)
-        messages = (*(example.prompt or ()), *example.completion)
+        messages = _messages_of(example)
         self._check_flags(example)
         self._check_turns(messages)
         rendered = self._render(messages, example)
         ids, spans = self.tokenizer.encode_with_spans(rendered.text, parse_special=True)
         learned = np.ones(len(ids), dtype=np.bool_)
         if self.mask_prompts and example.prompt is not None:
-            learned = np.arange(len(ids)) >= common_length(self.prompt_of(example), ids)
+            learned = self._completion(messages, example, rendered, ids, spans)
         elif self.mask_prompts:
-            written = rendered.spans or self._turns(messages, example, rendered.text)
+            written = rendered.spans or self._spans(messages, example, rendered)
             learned = _touched(spans, written, len(rendered.text))
-        if skipped := self._skipped(messages, example, rendered.text):
-            learned &= ~_touched(spans, skipped, len(rendered.text))
+        if skipped := self._skipped(messages, example):
+            learned &= ~_touched(spans, self._spans(messages, example, rendered, skipped), len(rendered.text))
+        if end := self._end_of_last(messages, example, rendered):
+            ids, spans = [*ids, *end], [*spans, (len(rendered.text), len(rendered.text))]
+            learned = np.append(learned, len(messages) - 1 not in skipped)
         return self._encoded(ids, spans, rendered.text, learned)
 
     def _check_flags(self, example: Example) -> None:
@@ -188,13 +197,27 @@ class ExampleEncoder:
         )
         check_flags(example, is_learned, rule)
 
-    def _skipped(self, messages: Messages, example: Example, text: str) -> list[Span]:
-        """Return the spans of the assistant's turns whose flags say that they are not trained."""
-        flags = [flag for flag, message in zip(example.flags, messages, strict=False) if message["role"] == "assistant"]
-        skips = [flag is not None and not flag.learned for flag in flags]
-        if not any(skips):
-            return []
-        return [turn for turn, skip in zip(self._turns(messages, example, text), skips, strict=True) if skip]
+    def _skipped(self, messages: Messages, example: Example) -> set[int]:
+        """Return the indices of the assistant's turns whose flags say that they are not trained."""
+        flags = enumerate(zip(messages, example.flags, strict=False))
+        return {
+            number
+            for number, (message, flag) in flags
+            if message["role"] == "assistant" and flag is not None and not flag.learned
+        }
+
+    def _completion(
+        self, messages: Messages, example: Example, rendered: Rendered, ids: Sequence[int], spans: Sequence[Span]
+    ) -> NDArray[np.bool_]:
+        """Return True for each token from the first that differs from the prompt's tokens, with generation prompt."""
+        assert not isinstance(example.prompt, str)
+        number = len(example.prompt or ())
+        prompt = self._render(example.prompt or (), example, prompt=True).text
+        if rendered.text.startswith(prompt) or messages[number]["role"] != "assistant":
+            return np.arange(len(ids)) >= common_length(self.prompt_of(example), ids)
+        # Once an answer follows, the template renders the prompt otherwise.
+        turn = next(turn for turn in self._turns(messages, example, rendered) if turn.number == number)
+        return _touched(spans, [(turn.spans[0][0], len(rendered.text))], len(rendered.text))
 
     def _check_turns(self, messages: Messages) -> None:
         turns = [message for message in messages if message["role"] == "assistant"]
@@ -215,71 +238,84 @@ class ExampleEncoder:
                 "the model's folder has no chat template, which chats need; put its chat_template.jinja there, or a "
                 "chat_template into tokenizer_config.json"
             )
+        if self._is_too_slow:
+            raise UnusableExampleError(_TOO_SLOW)
         try:
-            return self.template.render(
+            rendered = self.template.render(
                 messages, tools=example.tools, add_generation_prompt=prompt, **example.variables
             )
         except TemplateError as error:
             raise UnusableExampleError(str(error)) from error
+        self._steps += rendered.steps
+        return rendered
 
-    def _turns(self, messages: Messages, example: Example, text: str) -> list[Span]:
-        """Find the spans of the assistant's turns in the rendered text, by rendering the messages before each turn.
-
-        A turn starts at the end of the rendered messages before it, with the generation prompt, and ends at the end of
-        the rendered messages up to it. Some templates omit the start of a turn (its reasoning) once other turns follow.
-        Therefore only the end of either text, back to the previous turn, must occur in the whole text.
-        """
+    def _spans(
+        self, messages: Messages, example: Example, rendered: Rendered, numbers: Container[int] | None = None
+    ) -> list[Span]:
+        """Find the spans of the assistant's turns with these numbers, or of all, each with the token that ends it."""
         spans: list[Span] = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+        for turn in self._turns(messages, example, rendered):
+            if numbers is not None and turn.number not in numbers:
                 continue
-            before = self._render(messages[:number], example, prompt=True).text if number else ""
-            begin = self._begin(messages[:number], example, text, before, spans[-1] if spans else (0, 0))
-            until = self._render(messages[: number + 1], example).text
-            if text.startswith(until):
-                end = len(until)
-            else:
-                turn = until[len(before) :] if until.startswith(before) else until
-                end = begin + len(_what_is_left(turn, text[begin:]))
-            if _gist(message) not in text[begin:end]:
-                raise UnusableExampleError(_UNMARKED)
-            spans.append((begin, end))
+            *others, (begin, end) = turn.spans
+            # In GLM's template, the first token of the next turn ends a turn.
+            after = None if not self.ends_turns or self._own_ends[0] else self._added_after(rendered.text, end)
+            spans += [*others, (begin, after.end() if after else end)]
         return spans
 
-    def _begin(self, messages: Messages, example: Example, text: str, before: str, last: Span) -> int:
-        """Find the start of the assistant's turn after ``messages``.
+    @property
+    def _is_too_slow(self) -> bool:
+        return self._steps > _RENDERINGS * template_meter.MAX_STEPS
 
-        Args:
-            messages: messages before the turn.
-            example: the example that has the messages.
-            text: rendered text of all its messages.
-            before: rendered text of ``messages`` with the generation prompt.
-            last: span of the assistant's previous turn.
+    def _turns(self, messages: Messages, example: Example, rendered: Rendered) -> list[Turn]:
+        return turns_of(messages, rendered, partial(self._render, example=example), self._token_spans)
+
+    def _token_spans(self, text: str) -> list[Span]:
+        return self.tokenizer.encode_with_spans(text, parse_special=True)[1]
+
+    @cached_property
+    def _added(self) -> re.Pattern[str]:
+        names = sorted(self.tokenizer.added_names.values(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    def _added_after(self, text: str, position: int) -> re.Match[str] | None:
+        """Find the added token that follows a position, with blanks between."""
+        return self._added.match(text, len(text) - len(text[position:].lstrip()))
+
+    @cached_property
+    def _own_ends(self) -> tuple[bool, bool]:
+        """Whether the template ends an answer with an added token: one that a turn follows, and the last one."""
+        asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}
+        own = []
+        for messages in ((asked, answer, asked), (asked, answer)):
+            example = Example("", None, messages)
+            try:
+                rendered = self._render(messages, example)
+                begin, end = self._turns(messages, example, rendered)[0].spans[-1]
+                own.append(bool(self._added.search(rendered.text[begin:end].rpartition(_PROBE)[2])))
+            except UnusableExampleError:
+                own.append(True)
+        return own[0], own[1]
+
+    def _end_of_last(self, messages: Messages, example: Example, rendered: Rendered) -> list[int]:
+        """Return the token that ends the last turn if the template writes none: as before a next turn, or end of text.
+
+        Empty if the template ends it, or marks what is learned, or if the last turn is not the assistant's.
         """
-        if not messages:
-            return self._begin_of_first(example, text)
-        if text.startswith(before):
-            return len(before)
-        plain = self._render(messages, example).text
-        # The end of the generation prompt may be missing in the rendered answer.
-        prompt = before[common_length(plain, before) :]
-        if text.startswith(plain):
-            return len(plain) + common_length(prompt, text[len(plain) :])
-        turn = text[slice(*last)]
-        for rendered, more in ((before, ""), (plain, prompt)):
-            since = rendered[rendered.rfind(turn) + len(turn) :] if turn and turn in rendered else None
-            if since is not None and text.startswith(since, last[1]):
-                begin = last[1] + len(since)
-                return begin + common_length(more, text[begin:])
-        raise UnusableExampleError(_UNMARKED)
-
-    def _begin_of_first(self, example: Example, text: str) -> int:
-        """Find the start of an assistant's turn that is the first message: the end of its header."""
-        assert not isinstance(example.completion, str)
-        first = example.completion[:1]
-        with_prompt = self._render(first, example, prompt=True).text
-        header = with_prompt[common_length(self._render(first, example).text, with_prompt) :]
-        return text.index(header) + len(header) if header in text else 0
+        if not self.ends_turns or rendered.spans or messages[-1]["role"] != "assistant" or self._own_ends[1]:
+            return []
+        following: dict[str, Any] = {"role": "user", "content": "a"}
+        if calls := messages[-1].get("tool_calls"):
+            identity = calls[0].get("id") if isinstance(calls, list) and isinstance(calls[0], dict) else None
+            following = {"role": "tool", "content": "a", "tool_call_id": identity}
+        try:
+            longer = self._render((*messages, following), example)
+        except UnusableExampleError:
+            return [self.tokenizer.eos_id]
+        run = run_of(longer, len(messages))
+        found = None if run is None else self._added_after(longer.text, run[0])
+        number = self.tokenizer.id_of(found.group()) if found else None
+        return [self.tokenizer.eos_id if number is None else number]
 
     def _encoded(self, ids: Sequence[int], spans: Sequence[Span], text: str, learned: NDArray[np.bool_]) -> Encoded:
         special = self.tokenizer.special_ids
@@ -293,34 +329,17 @@ class ExampleEncoder:
         return Encoded(np.asarray(ids, dtype=np.int64), learned, num_bytes)
 
 
-_UNMARKED = (
-    "the chat template renders earlier turns otherwise once others follow, so that those of the assistant cannot be "
-    "found (mark them with {% generation %} in the template)"
-)
+# An answer that no template contains.
+_PROBE = "q7q"
+# All renderings of one chat together may take as many steps as this many of the longest.
+_RENDERINGS = 10
+_TOO_SLOW = "the chat template takes too many steps to find what the assistant says"
 
 
-def _what_is_left(before: str, text: str) -> str:
-    """Return the longest suffix of ``before`` that is a prefix of ``text``."""
-    start = before.find(text[:_PROBE]) if len(text) >= _PROBE else -1
-    while start >= 0:
-        if text.startswith(before[start:]):
-            return before[start:]
-        start = before.find(text[:_PROBE], start + 1)
-    ends = (before[start:] for start in range(max(0, len(before) - _PROBE), len(before) + 1))
-    return next(end for end in ends if text.startswith(end))
-
-
-# Characters to search for before a longer comparison.
-_PROBE = 16
-
-
-def _gist(message: Mapping[str, Any]) -> str:
-    """Return the text that every rendering of a message contains: its content, or the function that it calls."""
-    content: str = (message.get("content") or "").strip()
-    calls = message.get("tool_calls")
-    if content or not isinstance(calls, list) or not calls or not isinstance(calls[0], dict):
-        return content
-    return str(calls[0].get("function", {}).get("name", ""))
+def _messages_of(example: Example) -> Messages:
+    assert not isinstance(example.completion, str)
+    assert not isinstance(example.prompt, str)
+    return (*(example.prompt or ()), *example.completion)
 
 
 def _touched(spans: Sequence[Span], written: Sequence[Span], length: int) -> NDArray[np.bool_]:
@@ -346,7 +365,7 @@ class PreferenceEncoder(ExampleEncoder):
 
         Raises:
             UnusableExampleError: an answer is empty or does not start with the assistant; the answers are equal; the
-                prompt is empty, or prompt and answer do not start with it.
+                prompt is empty, or is another text before each answer.
             DataError: the example is a chat, and the model has no template.
         """
         assert isinstance(example, Preference)
@@ -360,9 +379,11 @@ class PreferenceEncoder(ExampleEncoder):
         ]
         for each in both:
             self._check_answer(each)
-        encoded = [self.encode(each) for each in both]
-        alone = self.prompt_of(example)
-        first = min(common_length(alone, each.ids.tolist()) for each in encoded)
+        masking = ExampleEncoder(self.tokenizer, self.template, parse_special=self.parse_special)
+        encoded = [masking.encode(each) for each in both]
+        first = min(int(each.learned.argmax()) for each in encoded)
+        if not np.array_equal(encoded[0].ids[:first], encoded[1].ids[:first]):
+            raise UnusableExampleError("the chat template renders the prompt of each answer otherwise")
         if not example.is_chat and example.prompt and first <= len(self.tokenizer.beginning):
             raise UnusableExampleError("no token of the prompt stays one with an answer behind it")
         if np.array_equal(encoded[0].ids, encoded[1].ids):
@@ -376,8 +397,5 @@ class PreferenceEncoder(ExampleEncoder):
             return
         assert not isinstance(example.prompt, str)
         assert not isinstance(example.completion, str)
-        prompt, answer = example.prompt or (), example.completion
-        if answer[0]["role"] != "assistant":
+        if example.completion[0]["role"] != "assistant":
             raise UnusableExampleError("an answer that does not begin with the assistant")
-        if not self._render((*prompt, *answer), example).text.startswith(self._render(prompt, example).text):
-            raise UnusableExampleError("the chat template renders the prompt otherwise once an answer follows")

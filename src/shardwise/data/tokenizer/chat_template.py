@@ -26,6 +26,7 @@ import jinja2.parser
 from shardwise.core.errors import DataError
 from shardwise.core.files import MAX_CONFIG_BYTES, read_json, read_regular
 from shardwise.data.tokenizer.library import CONFIG_NAME, DeclaredTokens
+from shardwise.data.tokenizer.template_authors import Authors, Run
 from shardwise.data.tokenizer.template_limits import LimitedEnvironment, render
 from shardwise.data.tokenizer.template_meter import LimitError
 
@@ -46,10 +47,14 @@ class Rendered:
     Attributes:
         text: input text of the model.
         spans: parts that the template marks as written by the assistant; empty without marks.
+        runs: parts that the template wrote for each message, in order.
+        steps: number of steps that the template took.
     """
 
     text: str
     spans: tuple[Span, ...]
+    runs: tuple[Run, ...] = ()
+    steps: int = 0
 
 
 class TemplateError(DataError):
@@ -175,17 +180,19 @@ class ChatTemplate:
         ]
         values = self.tokens | variables | {"messages": given, "tools": tools, "documents": None}
         try:
-            text = render(self._template, values | {"add_generation_prompt": add_generation_prompt})
+            authors = Authors(given, (self._opening, self._closing))
+            text, steps = render(self._template, values | {"add_generation_prompt": add_generation_prompt}, authors)
         except LimitError as error:
             raise DataError(f"{self._where} {error} for these messages; {_REMEDY}") from error
         except jinja2.TemplateError as error:
             raise TemplateError(f"{self._where} refuses the messages: {error!s:.1000}") from error
         except Exception as error:  # an untrusted program may raise any exception
             raise TemplateError(f"{self._where} fails: {type(error).__name__}: {error!s:.1000}") from error
-        return _without_marks(text, self._opening, self._closing)
+        unmarked, spans = _without_marks(text, self._opening, self._closing)
+        return Rendered(unmarked, spans, authors.runs, steps)
 
 
-def _without_marks(text: str, opening: str, closing: str) -> Rendered:
+def _without_marks(text: str, opening: str, closing: str) -> tuple[str, tuple[Span, ...]]:
     spans: list[Span] = []
     pieces: list[str] = []
     length = 0
@@ -195,7 +202,7 @@ def _without_marks(text: str, opening: str, closing: str) -> Rendered:
             spans.append((length, length + len(inside)))
         pieces += (inside, *after)
         length += len(inside) + sum(map(len, after))
-    return Rendered("".join(pieces), tuple(spans))
+    return "".join(pieces), tuple(spans)
 
 
 def _text_of(path: Path) -> str | None:

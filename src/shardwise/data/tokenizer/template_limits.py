@@ -20,6 +20,7 @@ from jinja2.runtime import BlockReference, Context, LoopContext, Macro
 from jinja2.utils import pass_context
 from jinja2.visitor import NodeTransformer
 
+from shardwise.data.tokenizer.template_authors import AUTHORS, FILTERS, Authors, LoopReporter
 from shardwise.data.tokenizer.template_meter import SIZED, LimitError, Meter, width_of
 
 MAX_OUTPUT_BYTES = 16 << 20
@@ -49,7 +50,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if len(source) > MAX_SOURCE_CHARS:
             raise LimitError(f"has {len(source):,} characters, more than {MAX_SOURCE_CHARS:,}")
         self.filters = {name: _limited_filter(name, each) for name, each in self.filters.items()}
-        self.filters |= {
+        self.filters |= FILTERS | {
             _STEP: _step,
             # Applied to values before a comparison, to keys of a dictionary, to concatenated values, and after a slice.
             _BOUNDED: _counting(Meter.weigh),
@@ -57,7 +58,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             _CUT: _counting(Meter.made),
         }
         self.tests = self.tests | {name: _limited_test(self.tests[name]) for name in _COMPARING_TESTS}
-        tree = _Limiter().visit(self.parse(source))
+        tree = LoopReporter().visit(_Limiter().visit(self.parse(source)))
         tree.set_environment(self)
         return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None))
 
@@ -102,17 +103,29 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return found
 
 
-def render(template: jinja2.Template, *values: Mapping[str, Any]) -> str:
+def render(template: jinja2.Template, values: Mapping[str, Any], authors: Authors) -> tuple[str, int]:
     """Render a template of ``LimitedEnvironment.limited_template`` with values by name.
+
+    Args:
+        template: the template.
+        values: values by name.
+        authors: receives the message that each part of the text belongs to.
+
+    Returns:
+        The text, and the number of steps.
 
     Raises:
         LimitError: the template exceeds a limit.
     """
-    token = _METER.set(Meter())
+    meter = Meter()
+    token, authors_token = _METER.set(meter), AUTHORS.set(authors)
     try:
-        return template.render(*values)
+        # As ``Template.render``, which does not give the pieces.
+        text = _concat(authors.watch(template.root_render_func(template.new_context(dict(values)))))
+        return text, meter.steps
     finally:
         _METER.reset(token)
+        AUTHORS.reset(authors_token)
 
 
 _METER: ContextVar[Meter] = ContextVar("meter")

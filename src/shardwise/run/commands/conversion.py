@@ -34,6 +34,7 @@ from shardwise.storage.checkpoint.manifest import Manifest
 from shardwise.storage.huggingface import config_to_json, load_pretrained, save_pretrained
 from shardwise.storage.huggingface.architectures.architecture import ExpertNames
 from shardwise.storage.huggingface.exporting import check_target
+from shardwise.storage.huggingface.generation_config import eos_ids_of
 from shardwise.storage.huggingface.pretrained import ADAPTER_CONFIG_NAME, CONFIG_NAME, PretrainedFolder, own_config
 from shardwise.storage.huggingface.tensor_folder import README_NAME, copy_companion_files, own_file
 from shardwise.training.bounds import DEFAULT_FILE_GB, DEFAULT_TIMEOUT, FILE_GB, TIMEOUT, checks_arguments
@@ -103,6 +104,11 @@ def export_hf(
         if opened.config is None and opened.tokenizer is not None:
             # The run's tokenizer has a token that ends a text; the same token begins a text.
             fields = dict.fromkeys(("bos_token_id", "eos_token_id"), opened.tokenizer.eos_id)
+        elif opened.adapter is not None:
+            # Adapters may have been trained to end a text with another token, which they keep in a file of their own.
+            ends = agree(lambda: opened.generation_defaults().eos_ids(), group=ranks.control)
+            if ends and ends != agree(lambda: eos_ids_of(opened.folder), group=ranks.control):
+                fields = {"eos_token_id": ends[0]}
         model = opened.load_model(ranks)
         if merge:
             merge_lora_(model)

@@ -20,6 +20,7 @@ from shardwise.run.tasks.task_data import TaskData
 from shardwise.storage.adapters import add_lora_, load_adapter_, read_adapter_config
 from shardwise.storage.adapters.config_file import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from shardwise.storage.huggingface import BaseQuantization, load_pretrained
+from shardwise.storage.huggingface.generation_config import eos_ids_of, write_eos_ids
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME, PretrainedConfig, PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import copy_companion_files
 from shardwise.training.bounds import DEFAULT_SEQUENCE
@@ -30,12 +31,28 @@ S = TypeVar("S", bound=FinetuneSettings)
 
 
 class FolderTokenizer(PaddedTokenizer):
-    """The tokenizer of a Hugging Face folder; saving copies its files."""
+    """The tokenizer of a Hugging Face folder; saving copies its files.
+
+    Attributes:
+        source: the folder.
+        learned_ends: tokens that end what the run learns, such as a turn.
+    """
 
     source: Path
+    learned_ends: tuple[int, ...] = ()
+
+    def new_eos_ids(self) -> list[int]:
+        """Return the ``eos_token_id`` of the result, learned tokens first; empty if the folder's own stays.
+
+        Raises:
+            CheckpointError, ConfigError: a file of the folder is damaged.
+        """
+        own = eos_ids_of(self.source)
+        ids = list(dict.fromkeys((*self.learned_ends, *own)))
+        return ids if self.learned_ends and ids != own else []
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Copy the tokenizer's files.
+        """Copy the tokenizer's files, and write the ends of what is learned into ``generation_config.json``.
 
         Raises:
             ConfigError: the folder cannot be written to.
@@ -44,6 +61,8 @@ class FolderTokenizer(PaddedTokenizer):
         try:
             target.mkdir(parents=True, exist_ok=True)
             copy_companion_files(self.source, target, beside_card=True)
+            if eos_ids := self.new_eos_ids():
+                write_eos_ids(target, eos_ids)
         except OSError as error:
             raise ConfigError(f"cannot write to {target}: {error.strerror or error}") from error
 
@@ -72,9 +91,10 @@ class PretrainedModel:
         self.folder = PretrainedFolder(path)
         description = self.folder.description
         check_task(self.folder.config, settings, path)
-        self.tokenizer = FolderTokenizer.load(path)
-        assert isinstance(self.tokenizer, FolderTokenizer)
-        self.tokenizer.source = path
+        tokenizer = FolderTokenizer.load(path)
+        assert isinstance(tokenizer, FolderTokenizer)
+        tokenizer.source = path
+        self.tokenizer = tokenizer
         if self.tokenizer.vocab_size > description.vocab_size:
             raise ConfigError(
                 f"the tokenizer of {path} has {self.tokenizer.vocab_size} ids, more than the {description.vocab_size} "

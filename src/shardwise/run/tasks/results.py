@@ -62,6 +62,8 @@ def leave_model(session: Session) -> None:
         for part in whole_parts(model):
             merge_lora_(part)
         remove_lora_(model)
+    tokenizer = source.tokenizer
+    eos_ids = agree(tokenizer.new_eos_ids, group=control)
     partial = out / "export.partial"
     agree(lambda: shutil.rmtree(partial, ignore_errors=True) if session.ranks.is_first else None, group=control)
     save_pretrained(
@@ -70,8 +72,11 @@ def leave_model(session: Session) -> None:
         source=source.folder.path,
         architecture=source.folder.architecture.model_type,
         dtype=source.folder.dtype,
+        fields={"eos_token_id": eos_ids[0]} if eos_ids else {},
         card=agree(lambda: _card(session), group=control),
     )
+    # Again the files of the tokenizer, in which the tokens that end a text are those of this run.
+    agree(lambda: tokenizer.save(partial) if session.ranks.is_first and eos_ids else None, group=control)
     agree(lambda: _move_into_place(partial, out) if session.ranks.is_first else None, group=control)
 
 

@@ -36,14 +36,15 @@ from shardwise.data import (
 from shardwise.data.examples import has_text, is_plain_text, is_preference
 from shardwise.data.json_records import Record, counted
 from shardwise.data.reading import corpus_of
-from shardwise.data.tokenizer import ChatTemplate
+from shardwise.data.tokenizer import ChatTemplate, Tokenizer
+from shardwise.data.turns import UNSHOWN
 from shardwise.run.settings import SampleSettings
-from shardwise.run.tasks.pretrained_model import PretrainedModel
+from shardwise.run.tasks.pretrained_model import FolderTokenizer, PretrainedModel
 from shardwise.run.tasks.task import Method
 from shardwise.run.tasks.task_data import TaskData, divided, sha256_of, with_cache
 from shardwise.run.tasks.texts import STDLIB, encode_texts, read_data
 
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 _REASONS_SHOWN = 3
 LOOKED_AT = 8
 """Number of examples that are checked before the others are encoded."""
@@ -220,7 +221,7 @@ def prepare_rows(
         identity: settings that determine how examples become rows, without the chat template.
         notes: notes on the examples.
     """
-    found = check_template(encoder, examples)
+    found = [*check_template(encoder, examples), *_note_ends(encoder, examples)]
     parts, fitted = divided(examples, held_out, held_out_fraction), [*notes]
     rows: list[SampleRows | PairRows] = []
     for part, what in zip(parts, ("to train on", "held out"), strict=True):
@@ -258,21 +259,25 @@ def check_template(encoder: ExampleEncoder, examples: Sequence[Example]) -> list
     """Return a note if no special token ends the assistant's turns; a model needs such a token to learn to stop.
 
     Raises:
-        DataError: the turns end with a name that looks like a special token but is not one, because the template or the
-            tokenizer belongs to another model.
+        DataError: the template does not show the messages; or the turns end with a name that looks like a special token
+            but is not one, because the template or the tokenizer belongs to another model.
     """
     tokenizer, template = encoder.tokenizer, encoder.template
-    chats = [example for example in examples if example.is_chat][:LOOKED_AT]
+    chats = [replace(example, flags=()) for example in examples if example.is_chat][:LOOKED_AT]
     if template is None or not chats:
         return []
-    masking = ExampleEncoder(tokenizer, template)
+    written, learned = (ExampleEncoder(tokenizer, template, ends_turns=each) for each in (False, True))
+    num_unshown, has_token, ends = 0, False, False
     for example in chats:
         try:
-            encoded = masking.encode(replace(example, flags=()))
+            num_unshown += not written.shows(example)
+            encoded = written.encode(example)
+            ends = ends or _has_added(learned.encode(example), tokenizer)
         except UnusableExampleError:
             continue
-        if not tokenizer.added_names.keys().isdisjoint(encoded.ids[encoded.learned].tolist()):
-            return []
+        has_token = has_token or _has_added(encoded, tokenizer)
+        if has_token:
+            continue
         text = tokenizer.decode(encoded.ids[encoded.learned].tolist())
         names = dict.fromkeys(_TOKEN_NAMES.findall(template.source_for(bool(example.tools))))
         foreign = [each for each in names if each in text and each not in tokenizer.added_names.values()]
@@ -282,7 +287,30 @@ def check_template(encoder: ExampleEncoder, examples: Sequence[Example]) -> list
                 "tokenizer has no token for: the chat template or the tokenizer in the model's folder is another "
                 "model's"
             )
-    return ["no special token ends what the assistant says, by which a model would learn to stop"]
+    if num_unshown == len(chats):
+        raise DataError(
+            f"{UNSHOWN}: its text is the same whatever they say; use the template that the model was published with (a "
+            "template that reads lists of parts only is not supported)"
+        )
+    return [] if ends else ["no special token ends what the assistant says, by which a model would learn to stop"]
+
+
+def _note_ends(encoder: ExampleEncoder, examples: Sequence[Example]) -> list[str]:
+    """Tell the tokenizer of a model's folder which tokens end what is learned; return a note if they are new to it."""
+    tokenizer = encoder.tokenizer
+    if not isinstance(tokenizer, FolderTokenizer):
+        return []
+    kinds = {example.is_chat for example in examples}
+    chat_ends = encoder.turn_end_ids() if True in kinds and encoder.template is not None else ()
+    tokenizer.learned_ends = tuple(dict.fromkeys((*chat_ends, *([tokenizer.eos_id] if False in kinds else ()))))
+    if not (eos_ids := tokenizer.new_eos_ids()):
+        return []
+    names = " and ".join(f"{tokenizer.tokens[each]!r} ({each})" for each in tokenizer.learned_ends)
+    return [f"what is learned ends with {names}, so the result's eos_token_id is {eos_ids}, learned tokens first"]
+
+
+def _has_added(encoded: Encoded, tokenizer: Tokenizer) -> bool:
+    return not tokenizer.added_names.keys().isdisjoint(encoded.ids[encoded.learned].tolist())
 
 
 _Left = dict[str, tuple[int, int]]

@@ -1,12 +1,13 @@
 """``generation_config.json``: a model's sampling settings, and the tokens that end a text."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import first_of, shown
+from shardwise.core.files import first_of, shown, write_atomically
 from shardwise.models.generation import Sampling
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
@@ -128,7 +129,7 @@ class GenerationDefaults:
         )
         if share == 0:
             raise self._fields.error("top_p", share, "over 0 and at most 1")
-        eos_ids = dict.fromkeys((eos_id, *self._eos_ids()))
+        eos_ids = dict.fromkeys((eos_id, *self.eos_ids()))
         if outside := [token for token in eos_ids if not 0 <= token < vocab_size]:
             notes.append(f"eos_token_id {_listed(outside)} is outside the model's {vocab_size} ids and ends no text")
         return GenerationChoice(
@@ -155,7 +156,8 @@ class GenerationDefaults:
             )
         return longest - num_prompt_tokens
 
-    def _eos_ids(self) -> list[int]:
+    def eos_ids(self) -> list[int]:
+        """Return the tokens that end a text by the model's files. Raises ConfigError if they are no integers."""
         fields = self._fields if self._says("eos_token_id") else self._config
         value = fields.values.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -171,6 +173,25 @@ class GenerationDefaults:
         ]
         what = f"{GENERATION_CONFIG_NAME} asks for what is not supported, and is ignored"
         return [f"{what}: {', '.join(ignored)}"] if ignored else []
+
+
+def eos_ids_of(folder: Path) -> list[int]:
+    """Return the tokens that end a text by the files of a folder; raise CheckpointError or ConfigError if damaged."""
+    config = folder / CONFIG_NAME
+    return GenerationDefaults(folder, read_json(config) if config.exists() else {}).eos_ids()
+
+
+def write_eos_ids(folder: Path, eos_ids: Sequence[int]) -> None:
+    """Write the tokens that end a text into ``generation_config.json``, which is made if it is missing.
+
+    Raises:
+        OSError: the file cannot be written.
+        CheckpointError: the file is damaged.
+    """
+    path = folder / GENERATION_CONFIG_NAME
+    values = read_json(path) if path.exists() else {}
+    values |= {"eos_token_id": list(eos_ids) if len(eos_ids) > 1 else eos_ids[0]}
+    write_atomically(path, lambda file: file.write((json.dumps(values, indent=2) + "\n").encode()))
 
 
 def _listed(ids: list[int]) -> str:
