@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.core.errors import DataError
-from shardwise.data import ExampleEncoder, UnusableExampleError, example_of, examples, labelled, preference_of
+from shardwise.data import ExampleEncoder, UnusableExampleError, example_of, examples, preference_of
 from shardwise.data.examples import messages_of
 from shardwise.data.json_records import Record, digest_of
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
@@ -231,9 +231,8 @@ def test_chats_without_a_template(tokenizer):
 
 def test_an_item_is_hashed_once(monkeypatch):
     hashed = []
-    for module in (examples, labelled):
-        monkeypatch.setattr(module, "digest_of", lambda value: hashed.append(value) or str(len(hashed)))
-    items = [example({"text": "Who?"}), labelled.LabelledText("line 1", "Who?", None, "a")]
+    monkeypatch.setattr(examples, "digest_of", lambda value: hashed.append(value) or str(len(hashed)))
+    items = [example({"text": "Who?"}), example({"text": "What?"})]
     assert [item.sha256 for item in (*items, *items)] == ["1", "2", "1", "2"]
 
 

@@ -55,7 +55,7 @@ class Rows(Protocol):
         return np.full(len(indices), self.width(indices))
 
     def num_learned(self, indices: NDArray[np.int64]) -> int:
-        """Return the number of tokens of these rows that have a label; of labelled texts, the number of labels."""
+        """Return the number of tokens of these rows that have a label."""
         return int(self.labels[indices].sum())
 
     def in_epoch(self, seed: int, epoch: int) -> Rows:

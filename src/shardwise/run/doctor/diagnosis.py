@@ -459,7 +459,7 @@ class _Diagnoser:
         """Return the first of the partial sums that each come from the one before."""
         while True:
             sources = [self._by_number.get(number) for number in self._sources(output.key)]
-            earlier = [each for each in sources if each is not None and each.summed_axes and each.number < output.number]
+            earlier = [each for each in sources if each and each.summed_axes and each.number < output.number]
             if not earlier:
                 return output
             output = earlier[0]
