@@ -8,7 +8,6 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,7 +36,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a text, a script and a trained model."""
     folder = tmp_path_factory.mktemp("strangers")
     (folder / "text.txt").write_text("".join(f"{number} small things stand here. " for number in range(300)))
@@ -45,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "alone.py").write_text(SCRIPT.replace('"tp": 2', '"tp": 1').replace("again", "alone"))
     command = ["-m", "shardwise", *TRAIN, "--training.steps", "2", "--out", "run"]
     run(*command, folder=folder, SHARDWISE_CACHE=folder / "cache", OMP_NUM_THREADS="1")
-    yield folder
+    return folder
 
 
 def listening(program: Program, *, but: int | None = None) -> set[tuple[str, int]]:

@@ -52,7 +52,7 @@ class Arguments(Checked, prefix="--"):
     """Arguments that all commands have, and the work of a command.
 
     Attributes:
-        debug: show stack traces, and the launcher's log.
+        debug: show stack traces, and PyTorch's log.
         lasts: whether the command continues when its output loses its reader.
     """
 
