@@ -214,7 +214,7 @@ GEMMA3_FULL, GEMMA3_LOCAL = {"rope_type": "linear", "factor": 8.0, "rope_theta":
     "fields",
     [
         {"rope_parameters": {"full_attention": GEMMA3_FULL, "sliding_attention": GEMMA3_LOCAL}},
-        {"rope_theta": 3e6, "rope_scaling": {"type": "linear", "factor": 8.0}, "rope_local_base_freq": 2e4},
+        {"rope_theta": 3e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 2e4},
     ],
     ids=["new", "old"],
 )
@@ -252,6 +252,19 @@ def test_windows(fields: dict[str, Any], window: tuple[int, int] | None) -> None
         ),
         ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "for each of 26 layers"),
         ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": 3}}, "object for each kind of layer"),
+        ({"model_type": "gemma3_text", "rope_scaling": 3}, "rope_scaling is 3; it must be an object, or null"),
+        (
+            {"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 8.0}},
+            'rope_scaling has type "linear" and no rope_type, which transformers 5 reads as "default"; name it',
+        ),
+        (
+            {"model_type": "qwen3", "rope_parameters": {"full_attention": {"rope_theta": 3e6}}},
+            r'rope_parameters: full_attention is \{"rope_theta": 3000000.0\}; it must be left out',
+        ),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 8.0}},
+            'rope_type of rope_scaling or rope_parameters is "linear"; it must be default or longrope',
+        ),
         (
             {"model_type": "gemma3_text", "attn_logit_softcapping": 2.0},
             "attn_logit_softcapping is 2.0; it must be null",

@@ -108,7 +108,14 @@ _OLD_KINDS = {"su": "longrope"}
 
 
 def read_rope(
-    fields: Fields, longest: int, *, theta: float = 10000.0, theta_name: str = "rope_theta", share: float | None = None
+    fields: Fields,
+    longest: int,
+    *,
+    theta: float = 10000.0,
+    theta_name: str = "rope_theta",
+    share: float | None = None,
+    share_name: str = "partial_rotary_factor",
+    old_kinds: Mapping[str, str] = _OLD_KINDS,
 ) -> dict[str, Any]:
     """Return the fields of a ``ModelDescription`` about rotary positions.
 
@@ -116,8 +123,10 @@ def read_rope(
         fields: fields of the ``config.json``.
         longest: maximum sequence length, from ``max_position_embeddings``.
         theta: default base.
-        theta_name: name of the base in files without ``rope_parameters``.
+        theta_name: name of the base outside of ``rope_parameters`` and ``rope_scaling``, whose own one is preferred.
         share: default fraction of a head that is rotated; None if the architecture rotates whole heads.
+        share_name: name of the fraction, as ``theta_name``.
+        old_kinds: kinds of scaling by their old names.
 
     Raises:
         ConfigError: the kind of scaling is not supported, or a value is missing or wrong.
@@ -127,18 +136,19 @@ def read_rope(
     if not isinstance(values, Mapping):
         raise fields.error(name, values, "an object, or null")
     rope = Fields(values, f"{fields.where}: {name}")
-    base = rope.get(float, "rope_theta", default=fields.get(float, theta_name, "rope_theta", default=theta))
+    if (nested := next((key for key, value in values.items() if isinstance(value, Mapping)), None)) is not None:
+        raise rope.error(nested, values[nested], "left out: all layers have the same rotary positions")
+    base = rope.get(float, "rope_theta", default=fields.get(float, theta_name, default=theta))
     percent = 1.0
     if share is not None:
-        stated = fields.get(float, "partial_rotary_factor", "rotary_pct", default=share)
-        percent = rope.get(float, "partial_rotary_factor", default=stated)
+        percent = rope.get(float, "partial_rotary_factor", default=fields.get(float, share_name, default=share))
     else:
         # These architectures rotate whole heads, also in transformers.
         for each in (rope, fields):
             if each.values.get("partial_rotary_factor") is not None:
                 each.require("partial_rotary_factor", 1.0)
     kind = rope.get(str, "rope_type", "type", default="default")
-    kind = _OLD_KINDS.get(kind, kind)
+    kind = old_kinds.get(kind, kind)
     if kind not in ("default", *_SCALINGS):
         raise rope.error("rope_type", kind, f"one of default, {', '.join(_SCALINGS)}")
     return {
@@ -158,9 +168,14 @@ def _read_scaling(kind: str, rope: Fields, fields: Fields, longest: int) -> Rota
     values |= {name: _numbers(rope, name) for name in _LISTS if name in required}
     if kind == "dynamic":
         values[_CONTEXT] = longest
+    if kind == "yarn" and rope.values.get("truncate", True) is None:
+        # For transformers, null is false.
+        values["truncate"] = False
     if _CONTEXT in optional:
         original = fields.optional(int, _CONTEXT) or values.get(_CONTEXT) or longest
-        values = {"factor": longest / max(original, 1), **values, _CONTEXT: original}
+        factor = longest / max(original, 1)
+        # Below 1, LongRoPE's factor has no effect.
+        values = {"factor": max(1.0, factor) if kind == "longrope" else factor, **values, _CONTEXT: original}
     try:
         # The kind is a key of the table, which has exactly the supported kinds.
         return RotaryScaling(kind=kind, **values)  # type: ignore[arg-type]

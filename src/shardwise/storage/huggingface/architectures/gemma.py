@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.files import shown
 from shardwise.models.description import ModelDescription
 from shardwise.storage.huggingface.architectures.architecture import ActivationSetting, Setting
 from shardwise.storage.huggingface.architectures.llama import (
@@ -79,16 +80,30 @@ class _Gemma3(_Gemma):
         return fields.get(int, "sliding_window_pattern", "_sliding_window_pattern", default=6, within=(1, 1 << 16))
 
     def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
-        values = fields.values
-        nested = values.get("rope_parameters") or {}
+        nested, scaling = (fields.values.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
         if not isinstance(nested, Mapping) or not all(isinstance(each, Mapping | None) for each in nested.values()):
             raise fields.error("rope_parameters", nested, "an object for each kind of layer")
+        if not isinstance(scaling, Mapping):
+            raise fields.error("rope_scaling", scaling, "an object, or null")
         full, local = (nested.get(name) or {} for name in ("full_attention", "sliding_attention"))
-        own = {"rope_theta": fields.get(float, "rope_theta", default=1e6), **(values.get("rope_scaling") or {}), **full}
-        where = f"{fields.where}: rope_parameters.sliding_attention"
+        # transformers adds ``rope_scaling`` to the values of layers without a window.
+        own = {**(full if nested else {"rope_type": "default"}), **scaling}
+        kind = own.get("rope_type") or own.get("type") or "default"
+        if "rope_type" not in scaling and scaling.get("type") not in (None, kind):
+            raise ConfigError(
+                f"{fields.where}: rope_scaling has type {shown(scaling['type'])} and no rope_type, which transformers "
+                f"5 reads as {shown(kind)}; name it rope_type, or leave it out"
+            )
+        if kind != "default":
+            fields.require("partial_rotary_factor", 1.0)
+            # transformers does not read it.
+            Fields(own, f"{fields.where}: rope_parameters.full_attention").require("truncate", True)
+        others = Fields(local, f"{fields.where}: rope_parameters.sliding_attention")
+        for name in ("rope_type", "type") if local.get("rope_type") is None else ("rope_type",):
+            if local.get(name) is not None:
+                others.require(name, "default")
+        own = {"rope_theta": fields.get(float, "rope_theta", default=1e6), **own}
         base = fields.get(float, "rope_local_base_freq", default=10000.0)
-        others = Fields(local, where)
-        others.require("rope_type", "default")
         return {
             **read_rope(Fields({"rope_parameters": own}, fields.where), longest),
             "window_rotary_base": others.get(float, "rope_theta", default=base),
@@ -101,6 +116,7 @@ class _Gemma3(_Gemma):
         return {
             "rope_theta": written["rope_theta"],
             "rope_local_base_freq": local,
+            "rope_scaling": written["rope_scaling"],
             "rope_parameters": {
                 "full_attention": written["rope_parameters"],
                 "sliding_attention": {"rope_type": "default", "rope_theta": local},

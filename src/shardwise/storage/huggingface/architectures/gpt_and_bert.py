@@ -202,7 +202,8 @@ _NEOX_TABLE = {
 
 class _GPTNeoX(Architecture):
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-        rope = read_rope(fields, values["max_sequence_length"], theta_name="rotary_emb_base", share=0.25)
+        longest = values["max_sequence_length"]
+        rope = read_rope(fields, longest, theta_name="rotary_emb_base", share=0.25, share_name="rotary_pct")
         return super().read_others(fields, values) | {"qkv_bias": values["attention_bias"]} | rope
 
     def write_others(self, model: ModelDescription) -> dict[str, Any]:

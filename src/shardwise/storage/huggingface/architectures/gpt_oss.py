@@ -42,7 +42,7 @@ class _Decoder(Decoder):
         return {"sliding_window": window, "layer_types": layer_types(layers)}
 
     def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
-        if not any(fields.values.get(name) for name in ("rope_scaling", "rope_parameters")):
+        if fields.values.get("rope_parameters") is None and not fields.values.get("rope_scaling"):
             fields = Fields({**fields.values, "rope_parameters": _YARN}, fields.where)
         return read_rope(fields, longest, theta=150000.0)
 

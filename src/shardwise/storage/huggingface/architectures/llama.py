@@ -237,7 +237,13 @@ class _Phi3(Mistral):
         return {"embd_pdrop": model.hidden_dropout, "pad_token_id": None, **super().write_others(model)}
 
     def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
-        return read_rope(fields, longest, share=1.0)
+        # transformers prefers this field to the one in ``rope_scaling``, also if it is missing.
+        fields = Fields({"original_max_position_embeddings": 4096, **fields.values}, fields.where)
+        positions = read_rope(fields, longest, share=1.0, old_kinds={"su": "longrope", "yarn": "longrope"})
+        scaling = positions["rope_scaling"]
+        if scaling is not None and scaling.kind != "longrope":
+            raise fields.error("rope_type of rope_scaling or rope_parameters", scaling.kind, "default or longrope")
+        return positions
 
     def write_positions(self, model: ModelDescription) -> dict[str, Any]:
         written = rope_json(model)

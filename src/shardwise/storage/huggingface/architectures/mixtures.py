@@ -25,7 +25,7 @@ from shardwise.storage.huggingface.architectures.llama import (
     Mistral,
     decoder_settings,
 )
-from shardwise.storage.huggingface.fields import Fields, read_rope
+from shardwise.storage.huggingface.fields import Fields, read_rope, rope_json
 from shardwise.storage.huggingface.mapping import Table, joint_experts, of_experts, stacked, whole
 
 _MLP = "decoder.layers.{layer}.mlp."
@@ -196,7 +196,11 @@ class _Glm(Decoder):
         return super().read_others(fields, values)
 
     def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
-        return read_rope(fields, longest, share=0.5)
+        # Null means the whole head.
+        return read_rope(fields, longest, share=1.0 if "partial_rotary_factor" in fields.values else 0.5)
+
+    def write_positions(self, model: ModelDescription) -> dict[str, Any]:
+        return {**rope_json(model), "partial_rotary_factor": model.rotary_percent}
 
 
 @dataclass(frozen=True, kw_only=True)
