@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections import namedtuple
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness.parity import assert_bit_equal
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,7 +20,7 @@ from shardwise.core.errors import ConfigError, DataError, UnwritableError
 from shardwise.doctor import diagnose, record
 from shardwise.run.doctor import recorder as recorders
 from shardwise.run.doctor.places import Key
-from shardwise.run.doctor.recording import Recording
+from shardwise.run.doctor.recording import Recording, check_replaceable
 from shardwise.run.doctor.sketches import Sketch, alike, concatenated, distance, placed
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -244,6 +247,129 @@ def test_torn_recordings(tmp_path):
     facts.write_text(json.dumps(json.loads(own[0]) | {"world_size": 2}))
     with pytest.raises(DataError, match=r"those of ranks \[1\] are missing"):
         diagnose(tmp_path / "one", tmp_path / "one")
+
+
+MISSING = object()
+# A value that each field of a recording cannot have, by the path to the field, and what is said of it.
+DAMAGE: list[tuple[str, Any, str]] = [
+    ("rank", MISSING, "rank is missing"),
+    ("rank", 1, "its rank is 1, and its world_size 1"),
+    ("world_size", 10**9, r"recordings of ranks 0 of 1000000000; those of ranks \[1, 2, 3, 4\] are missing"),
+    ("world_size", 0, "world_size is 0"),
+    ("world_size", 10**30, "world_size is 10"),
+    ("version", True, "version true"),
+    ("torch", 2, "torch is 2; it must be a string"),
+    ("axes", [], "axes is"),
+    ("axes", {"tp": [0]}, r"axes\.tp is \[0\]; it must be a list of 2"),
+    ("axes", {"tp": [2, 2]}, r"axes\.tp is \[2, 2\]"),
+    ("axes", {str(axis): [0, 1] for axis in range(9)}, "axes are 9"),
+    ("steps", None, "steps is null"),
+    ("steps", 10**12, "steps is 1000000000000, and 2 have a record"),
+    ("steps", 1, r"step is 1, and its steps are 1"),
+    ("perturb", "x", "perturb is"),
+    ("modules", {"": None}, r"modules\. is null"),
+    ("parameters", {"a": 1}, r"parameters\.a is 1; it must be an object"),
+    ("dropped", ["a", 1], r"dropped\[1\] is 1"),
+    ("inputs", [{"step": 0, "rows": {"ids": [1]}, "num_labels": None}], r"inputs\[0\]\.rows\.ids\[0\] is 1"),
+    ("inputs", [{"step": 0, "rows": {}, "num_labels": -1}], r"num_labels is -1; it must be an integer .* or null"),
+    ("updates.0.clip_factor", "x", r"updates\[0\]\.clip_factor is"),
+    ("updates.0.step", 3, r"updates\[0\]\.step is 3"),
+    ("calls.0.inputs", [10**6], r"calls\[0\]\.inputs has 1000000"),
+    ("calls.0.outputs", [-2], r"calls\[0\]\.outputs\[0\] is -2"),
+    ("calls.0.class", 1, r"calls\[0\]\.class is 1"),
+    ("calls.0.moves", [["all_reduce"]], r"calls\[0\]\.moves\[0\]"),
+    ("tensors", [], "facts of 0 tensors"),
+    ("tensors.1", None, r"tensors\[1\] is null; it must be an object"),
+    ("tensors.1.what", "outputs", r"tensors\[1\]\.what is .*; it must be one of input, output"),
+    ("tensors.1.step", 2, r"tensors\[1\]\.step is 2, and its steps are 2"),
+    ("tensors.1.micro_batch", -2, "micro_batch is -2"),
+    ("tensors.1.call", 0.5, "call is 0.5"),
+    ("tensors.1.leaf", MISSING, r"tensors\[1\]\.leaf is missing"),
+    ("tensors.1.dtype", "nope", "dtype is .*nope.*; it must be a floating-point dtype"),
+    ("tensors.1.dtype", "int32", "it must be a floating-point dtype"),
+    ("tensors.1.dtype", "bfloat16", "is stored as F32"),
+    ("tensors.1.shape", [-1], r"shape\[0\] is -1"),
+    ("tensors.1.shape", [10**15, 10**15], "shape is"),
+    ("tensors.1.shape", [2, 2, 2], "strides are"),
+    ("tensors.1.strides", None, "strides is null"),
+    ("tensors.1.strides", [3, 1], "strides are .* powers of two"),
+    ("tensors.1.layouts", {"tp": []}, r"layouts\.tp is \[\], which is no layout"),
+    ("tensors.1.layouts", {"tp": ["V", 9]}, r"layouts\.tp is"),
+    ("tensors.1.layouts", {"tp": ["placed", 0, [[[5, 1]]]]}, r"layouts\.tp is"),
+    ("tensors.1.layouts", {"tp": "V"}, r"layouts\.tp is .*; it must be a list"),
+]
+
+
+def damage(facts: Any, place: str, value: Any) -> None:
+    *outer, last = (int(part) if part.isdigit() else part for part in place.split("."))
+    for part in outer:
+        facts = facts[part]
+    if value is MISSING:
+        del facts[last]
+    else:
+        facts[last] = value
+
+
+def test_damaged_fields_of_recordings(tmp_path):
+    train(Model(), into(tmp_path / "one"))
+    path = tmp_path / "one/rank00000.json"
+    own = path.read_text()
+    for place, value, said in DAMAGE:
+        facts = json.loads(own)
+        damage(facts, place, value)
+        path.write_text(json.dumps(facts))
+        with pytest.raises(DataError, match=rf"{re.escape(str(tmp_path / 'one'))}.*{said}"):
+            Recording(tmp_path / "one")
+
+
+def test_files_of_recordings_that_are_none(tmp_path):
+    train(Model(), into(tmp_path / "one"))
+    facts, tensors = tmp_path / "one/rank00000.json", tmp_path / "one/rank00000.safetensors"
+    own = facts.read_text(), load_file(tensors)
+    for text, said in (
+        (own[0].replace('"rank": 0', '"rank": NaN'), '"rank" is NaN'),
+        (own[0].replace('"rank": 0', '"rank": 0, "rank": 0'), '"rank" twice'),
+        (own[0].replace('"rank": 0', f'"rank": {"[" * 99}{"]" * 99}'), "nested more than"),
+    ):
+        facts.write_text(text)
+        with pytest.raises(DataError, match=f"one/rank00000.json is no complete recording.*{said}"):
+            Recording(tmp_path / "one")
+    facts.write_text(own[0])
+    for names, said in (({"x": "1.slice"}, "which no recorder writes"), ({"1.0": "1.slice"}, "has 0 and slice stored")):
+        save_file(own[1] | {name: own[1][other].clone() for name, other in names.items()}, tensors)
+        with pytest.raises(DataError, match=said):
+            Recording(tmp_path / "one")
+    for path in (tensors, facts):
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(DataError, match="named pipe"):
+            Recording(tmp_path / "one")
+
+
+def test_a_folder_that_may_be_replaced_has_a_recording_alone(tmp_path):
+    check_replaceable(tmp_path / "nothing")
+    train(Model(), into(tmp_path / "one"))
+    check_replaceable(tmp_path / "one")
+    (tmp_path / "one/.rank00000.json.shardwise-file-1-2-3.tmp").write_text("half")
+    facts = (tmp_path / "one/rank00000.json").read_text()
+    (tmp_path / "one/rank00000.json").unlink()
+    check_replaceable(tmp_path / "one")
+    for name, text in (
+        ("rank00000.json", json.dumps(json.loads(facts) | {"version": 99})),
+        ("rank00000.json", '{"mine": 1}'),
+        ("rank00001.safetensors", "mine"),
+        ("thesis.txt", "mine"),
+    ):
+        (tmp_path / "one" / name).write_text(text)
+        with pytest.raises(ConfigError, match=f"one/{name} is not of a recording.*it is not deleted: move it away"):
+            check_replaceable(tmp_path / "one")
+        (tmp_path / "one" / name).unlink()
+    (tmp_path / "one/rank00001.json").symlink_to(tmp_path / "elsewhere.json")
+    (tmp_path / "link").symlink_to("one")
+    (tmp_path / "file").write_text("mine")
+    for name in ("one", "link", "file"):
+        with pytest.raises(ConfigError, match="it is not deleted"):
+            check_replaceable(tmp_path / name)
 
 
 @pytest.mark.parametrize("shape", [(512, 3, 64), (500, 513), (70_000,), (300, 2, 16, 16)])

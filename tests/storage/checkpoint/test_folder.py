@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import CheckpointError
 from shardwise.storage.checkpoint import PendingSave, Snapshot, latest, load, manifest, read_meta, save, verify
-from shardwise.storage.checkpoint.folder import publish, step_path
+from shardwise.storage.checkpoint.folder import clear, held, publish, step_path
 
 
 def published(root: Path) -> list[int]:
@@ -148,3 +149,48 @@ def test_a_manifest_that_is_too_long_to_be_read_is_not_published(
     with pytest.raises(CheckpointError, match=r"meta\.json would have \d+ bytes for \d+ pieces of tensors, and"):
         save_steps(tmp_path, group, 200)
     assert published(tmp_path) == [100]
+
+
+@pytest.mark.ranks(1)
+def test_a_checkpoint_that_is_read_is_deleted_by_a_later_save(group: ProcessGroup, tmp_path: Path) -> None:
+    save_steps(tmp_path, group, 1, keep=1)
+    with held(tmp_path / "step-00000001") as there:
+        assert there
+        save_steps(tmp_path, group, 2, 3, keep=1)
+        assert published(tmp_path) == [1, 3]
+    save_steps(tmp_path, group, 4, keep=1)
+    assert published(tmp_path) == [4]
+    with held(tmp_path / "step-00000003") as there:
+        assert not there
+
+
+@pytest.mark.ranks(1)
+def test_a_checkpoint_that_is_replaced_while_it_is_looked_for(
+    group: ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader has listed the folder, or read the manifest, when a run publishes the next step."""
+
+    def replacing(patch: pytest.MonkeyPatch, name: str, step: int) -> None:
+        own = getattr(manifest.Manifest, name)
+
+        def call(*given: Any) -> Any:
+            patch.undo()
+            save_steps(tmp_path, group, step, keep=1)
+            return own(*given)
+
+        patch.setattr(manifest.Manifest, name, call)
+
+    save_steps(tmp_path, group, 1, keep=1)
+    for step, name in ((2, "read"), (3, "check_sizes")):
+        with monkeypatch.context() as patch:
+            replacing(patch, name, step)
+            assert latest(tmp_path) == step_path(tmp_path, step)
+
+
+def test_a_restart_removes_checkpoints_alone(tmp_path: Path) -> None:
+    for name in ("step-00000001", ".step-00000001.replaced", ".step-00000002.0a1b.partial", "step-mine"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    clear(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-mine", "notes.txt"}
+    clear(tmp_path / "nothing")
