@@ -50,10 +50,12 @@ _Class = TypedDict("_Class", {"class": str})
 class CallFacts(_Class):
     """A call of a module; ``inputs`` and ``outputs`` are positions in ``tensors``."""
 
+    what: str
     name: str
     step: Count
     micro_batch: Count
     call: Count
+    leaf: str
     inputs: list[_Number]
     outputs: list[_Number]
     moves: list[tuple[str, Count]]
