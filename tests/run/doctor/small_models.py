@@ -365,6 +365,45 @@ class WrongGradient(nn.Module):
         return result
 
 
+def split_by_dtensor(group: Group) -> nn.Module:
+    """A norm of parts of the sequence, as PyTorch's plans split it; its gradient is a DTensor of partial sums."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    model = net(nn.LayerNorm(WIDTH))
+    if group is not None:
+        plan = {
+            "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "1": SequenceParallel(),
+            "2": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        parallelize_module(model, DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",)), plan)
+    return model
+
+
+def placed_as(kind: str) -> Callable[[nn.Module, Group], None]:
+    """State that the gradient of the norm is a partial sum, though each rank has all of it; or the other way round."""
+
+    def change(model: nn.Module, group: Group) -> None:
+        if group is None:
+            return
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        gradient = model[1].weight.grad
+        if kind == "partial":
+            gradient = gradient.redistribute(placements=[Replicate()])
+        other = Partial() if kind == "partial" else Replicate()
+        model[1].weight.grad = DTensor.from_local(gradient.to_local(), gradient.device_mesh, [other], run_check=False)
+
+    return change
+
+
 def with_ignored(labels: Tensor) -> Tensor:
     """Ignore more labels of each further sample."""
     labels = labels.clone()

@@ -40,9 +40,11 @@ from run.doctor.small_models import (
     of_mlp,
     of_sequence,
     other_on_the_last,
+    placed_as,
     sequence_net,
     shifted_on_the_last,
     size_of,
+    split_by_dtensor,
     strange_loss,
     sum_copies,
     sum_shared,
@@ -184,12 +186,19 @@ FAULTS: dict[str, Case] = {
         ("1.linear.weight", "1.linear"),
         {"by_hand": True},
     ),
+    "whole gradients that DTensor adds": Case(
+        split_by_dtensor, "scaled", ("1.weight", "1"), {"sum_gradients": placed_as("partial")}
+    ),
+    "partial gradients that DTensor does not add": Case(
+        split_by_dtensor, "never summed", ("1.weight", "1"), {"sum_gradients": placed_as("whole")}
+    ),
     "gradients of copies not summed": Case(
         lambda group: net(Attention(group)), "never summed", ("1.value.weight", "1.value.bias"), ranks=4
     ),
 }
 
 SOUND: dict[str, Case] = {
+    "parts of the sequence by DTensor": Case(split_by_dtensor),
     "ids of parts of the sequence": Case(
         lambda group: sequence_net(group, cut=False), options=SEQUENCE | {"loss_of": loss_of_parts}
     ),

@@ -17,12 +17,11 @@ from run.run_processes import run_commands
 
 from shardwise.run.doctor.diagnosis import Diagnosis, diagnose
 
-# Faults for which the doctor names another kind, though the right module, and the kind that it names. The first two
-# cannot be told from their tensors; the gradient of the third has two parts, of which one is a partial sum.
+# Faults for which the doctor names another kind, though the right module, and the kind that it names. They cannot be
+# told from their tensors.
 OTHER_KINDS = {
     "loss divided by the rank's own labels": "scaled",
     "vocabulary of the loss offset by one": "unexplained",
-    "transformers: input gradient not summed": "drifted",
 }
 
 

@@ -21,6 +21,7 @@ from shardwise.doctor import diagnose, record
 from shardwise.run.doctor import recorder as recorders
 from shardwise.run.doctor.places import Key
 from shardwise.run.doctor.recording import Recording, check_replaceable
+from shardwise.run.doctor.report import as_text
 from shardwise.run.doctor.sketches import Sketch, alike, concatenated, distance, placed
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -125,6 +126,42 @@ def test_without_a_call_gradients_are_those_of_the_update(tmp_path):
 
     forgetful(tmp_path / "one")
     assert Recording(tmp_path / "one").facts["updates"][0]["was_clipped"]
+
+
+def test_gradients_are_recorded_without_a_call_and_an_optimizer(tmp_path):
+    """The script keeps its optimizer, which deletes the gradients, to itself."""
+
+    def train_alone(folder, times):
+        model = Model()
+        model.head.weight.register_hook(lambda gradient: gradient * times)
+        optimizers = [
+            torch.optim.SGD(each.parameters(), lr=0.1) for each in (model.embedding, model.strange, model.head)
+        ]
+        with record(model, folder):
+            for _ in range(2):
+                model(torch.zeros(1, 2, dtype=torch.int64)).square().sum().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    train_alone(tmp_path / "one", 1.0)
+    train_alone(tmp_path / "other", 1.69)
+    assert Recording(tmp_path / "one").steps == 2
+    first = diagnose(tmp_path / "one", tmp_path / "other").first
+    assert first is not None
+    assert (first.where, first.module, first.kind, first.step) == ("backward", "head.weight", "scaled", 0)
+
+
+def test_a_verdict_says_what_was_not_recorded(tmp_path):
+    for name in ("one", "other"):
+        model = Model()
+        with record(model, tmp_path / name, steps=1):
+            model(torch.zeros(1, 2, dtype=torch.int64))
+    text = as_text(diagnose(tmp_path / "one", tmp_path / "other"))
+    assert "sound" not in text
+    assert "not recorded: gradients of parameters (recorder.gradients() records them)" in text
+    train(Model(), into(tmp_path / "trained"))
+    assert as_text(diagnose(tmp_path / "trained", tmp_path / "trained")).endswith("sound: all differences are rounding")
 
 
 def test_a_step_that_was_not_begun_is_not_counted(tmp_path):
