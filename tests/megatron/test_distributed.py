@@ -40,6 +40,19 @@ def ids_of(rank):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_chunk_without_parameters_has_nothing_to_finish(group, tp):
+    parallel_state.initialize_model_parallel(tp)
+    chunk = torch.nn.Module()
+    chunk.register_buffer("table", torch.ones(2))
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(check_for_nan_in_grad=True), chunk)
+    tokens = torch.tensor(3.0)
+    finalize_model_grads([wrapped], tokens)
+    assert tokens == 3.0 * parallel_state.get_data_parallel_world_size()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 def test_gradients_are_the_mean_over_ranks(group, overlap, fused):

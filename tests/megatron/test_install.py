@@ -238,6 +238,36 @@ def test_what_is_not_offered_is_not_found():
         importlib.import_module("megatron.core.ssm")
 
 
+SIBLINGS = """
+import pathlib, sys
+for name in ("beside", "core/ssm", "core/utils", "mpu/more"):
+    folder = pathlib.Path(sys.argv[1], "megatron", name)
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("value = 7")
+sys.path.insert(0, sys.argv[1])
+import shardwise.megatron
+for _ in range(2):
+    shardwise.megatron.install()
+    import megatron.beside, megatron.core.utils
+    assert megatron.beside.value == 7
+    # What is installed of Megatron Core itself fills no gap.
+    assert megatron.core.utils.__name__.startswith("shardwise.")
+    for missing in ("core.ssm", "mpu.more"):
+        try:
+            __import__(f"megatron.{missing}")
+        except ModuleNotFoundError as error:
+            assert missing in str(error) or "mpu" in missing
+        else:
+            raise AssertionError(missing)
+shardwise.megatron.uninstall()
+shardwise.megatron.install()
+"""
+
+
+def test_installed_packages_beside_megatron_core_are_found(tmp_path):
+    run("-W", "error", "-c", SIBLINGS, str(tmp_path))
+
+
 def test_the_real_one_is_not_replaced(monkeypatch):
     real = ModuleType("megatron.core")
     monkeypatch.setitem(sys.modules, "megatron.core", real)

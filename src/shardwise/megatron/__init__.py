@@ -8,11 +8,13 @@
     from megatron.core import parallel_state, tensor_parallel
 
 The names are aliases: ``megatron.core.parallel_state`` *is* ``shardwise.parallel_state``. Importing a module that is
-not offered raises ModuleNotFoundError; ``docs/porting.md`` lists these modules, with reasons.
+not offered raises ModuleNotFoundError; ``docs/porting.md`` lists these modules, with reasons. Installed
+packages next to ``megatron.core``, such as ``megatron.bridge``, are found.
 """
 
 import importlib
 import sys
+from importlib.machinery import PathFinder
 from types import ModuleType
 
 from shardwise.core.errors import ConfigError
@@ -37,9 +39,7 @@ def install(*, rng: str = "global") -> None:
         ConfigError: ``rng`` has another value, or a package named ``megatron`` is imported already. Nothing has
             changed.
     """
-    foreign = sorted(
-        name for name in sys.modules if name.partition(".")[0] == "megatron" and not _is_ours(sys.modules[name])
-    )
+    foreign = sorted(name for name in sys.modules if _is_named_here(name) and not _is_ours(sys.modules[name]))
     if foreign:
         raise ConfigError(
             f"{', '.join(foreign[:3])}{' and others are' if len(foreign) > 3 else ' is'} already imported; call "
@@ -49,9 +49,10 @@ def install(*, rng: str = "global") -> None:
     set_default_rng(rng)
     modules: dict[str, ModuleType] = {}
     for name in _PACKAGES:
-        package = ModuleType(name, "An alias of Shardwise; see shardwise.megatron.")
-        # Without a folder, missing modules are not found even if Megatron is installed.
-        package.__path__ = []
+        # Imported packages next to megatron.core are attributes of the earlier one.
+        package = sys.modules.get(name) or ModuleType(name, "An alias of Shardwise; see shardwise.megatron.")
+        # Without a folder, missing modules of Megatron Core are not found even if it is installed.
+        package.__path__ = _folders() if name == "megatron" else []
         setattr(package, _MARK, True)
         for source in map(importlib.import_module, PACKAGES.get(name, ())):
             vars(package).update({public: getattr(source, public) for public in source.__all__})
@@ -72,6 +73,18 @@ def uninstall() -> None:
     for name in (*_PACKAGES, *MEGATRON):
         if name in sys.modules and _is_ours(sys.modules[name]):
             del sys.modules[name]
+
+
+def _folders() -> list[str]:
+    """Return the folders of installed packages next to ``megatron.core``, such as ``megatron.bridge``."""
+    spec = PathFinder.find_spec("megatron")
+    return [] if spec is None else [*(spec.submodule_search_locations or ())]
+
+
+def _is_named_here(name: str) -> bool:
+    """True for ``megatron`` and the packages that ``install`` defines, with everything below them."""
+    first, _, rest = name.partition(".")
+    return first == "megatron" and (not rest or f"megatron.{rest.partition('.')[0]}" in {*_PACKAGES, *MEGATRON})
 
 
 def _is_ours(module: ModuleType) -> bool:

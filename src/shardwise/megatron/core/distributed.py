@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from shardwise.core.communication import accounting
 from shardwise.core.communication.collectives import all_gather, all_reduce, broadcast_
-from shardwise.core.communication.context import device_of_host_facts
+from shardwise.core.communication.context import device_of, device_of_host_facts
 from shardwise.core.errors import ConfigError, DivergenceError
 from shardwise.core.validation import validation_applies
 from shardwise.megatron.absent import check_inert, inert_settings_of
@@ -183,7 +183,7 @@ class DistributedDataParallel(_Wrapper):
         hashes = [value for model in models for value in model.targets_of_first_step or ()]
         for model in models:
             model.targets_of_first_step = None
-        device = next(self.module.parameters()).device
+        device = self._device()
         values = torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=device)
         own = torch.cat([fingerprints([values]), values.new_full((1,), len(hashes))])
         with accounting.uncounted():
@@ -198,9 +198,13 @@ class DistributedDataParallel(_Wrapper):
                 stacklevel=3,
             )
 
+    def _device(self) -> torch.device:
+        # A chunk may have no parameters.
+        return next((param.device for param in self.module.parameters()), device_of(self.dp_cp_group))
+
     def _check_finite(self) -> None:
         wrong = [bool(~torch.isfinite(buffer).all()) for buffer in self.gradients.buffers]
-        flag = torch.tensor(float(any(wrong)), device=next(self.module.parameters()).device)
+        flag = torch.tensor(float(any(wrong)), device=self._device())
         # Data-parallel ranks have the same gradients, except those of experts.
         for name in ("dp_cp", "tp", "pp") if self._of_experts else ("tp", "pp"):
             flag = all_reduce(flag, group=_group_of(self.pg_collection, name), op=dist.ReduceOp.MAX)

@@ -65,7 +65,7 @@ def finalize_gradients_(
         ConfigError: the model has experts, and ``expert_dp_group`` is missing.
     """
     params = list(model.parameters())
-    if tp_group.size() > 1:
+    if tp_group.size() > 1 and params:
         partial = _summed_over(model, "tp")
         copies = _Copies(model, tp_group)
         if (sharing := group_of_rows(params[0])) is not None:

@@ -44,7 +44,9 @@ class LanguageModule(LanguageModel, MegatronModule):
         tp_group: tensor-parallel group.
         pp_group: pipeline-parallel group, or None.
         embd_group: group of the stages that hold a tied weight, or None.
+        cp_group: context-parallel group, or None.
         vp_stage: index of this chunk on its stage; None without interleaving.
+        vp_size: number of chunks of each stage; None without interleaving.
 
     Raises:
         TopologyError: no groups are given and none are initialised.
@@ -63,6 +65,14 @@ class LanguageModule(LanguageModel, MegatronModule):
         """Store the collection, by default the ambient topology's, and return it as the engine's ``Groups``."""
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         return _groups_of(self.pg_collection)
+
+    @property
+    def cp_group(self) -> ProcessGroup | None:
+        return getattr(self.pg_collection, "cp", None)
+
+    @property
+    def vp_size(self) -> int | None:
+        return self.config.virtual_pipeline_model_parallel_size
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; before the first one, the tensor-parallel ranks compare the parameters that all hold whole.
@@ -242,3 +252,11 @@ class LanguageModelEmbedding(token_embedding.TokenEmbedding):
         tp_group = resolve_tensor_model_parallel_group(tp_group)
         super().__init__(**given(locals()))
         mark_replicas(self)
+
+    def zero_parameters(self) -> None:
+        """Set all parameters to 0, and mark them as another stage's copies."""
+        for table in (self.word_embeddings, self.position_embeddings, self.tokentype_embeddings):
+            if table is not None:
+                weight: Any = table.weight
+                weight.data.zero_()
+                weight.shared = True

@@ -63,6 +63,10 @@ class InferenceColumnParallelLinear(ColumnParallelLinear, InferenceColumnLinear)
         self.gather_output = gather_output
         self._finish(config)
 
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        """See ``ColumnParallelLinear.forward``, whose first argument is ``x`` here."""
+        return super().forward(x, *args, **options)
+
     def _finish(self, config: ModelParallelConfig) -> None:
         """Make the additional parameters of a subclass."""
 

@@ -208,7 +208,7 @@ def _warn_of_connections(device: torch.device, parallelism: LinearParallelism) -
 
 def _warn_deprecated(async_grad_allreduce: Any) -> None:
     if async_grad_allreduce is not None:
-        warnings.warn("async_grad_allreduce is deprecated and unused; use allreduce_dgrad", DeprecationWarning, 3)
+        warnings.warn("async_grad_allreduce is deprecated and unused; use allreduce_dgrad", UserWarning, 3)
 
 
 def _communication(

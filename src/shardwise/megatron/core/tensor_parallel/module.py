@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import InitMethod
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout, Replicas
@@ -72,6 +73,16 @@ def _warn_of_one_rank(what: str) -> None:
     )
 
 
+class _Completed:
+    """A config; fields that a program's own object lacks have the defaults of ``ModelParallelConfig``."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name) if hasattr(self._config, name) else getattr(ModelParallelConfig(), name)
+
+
 class MegatronLayer(ShardedModule):
     """A layer made from a config, by default on the ambient topology's group.
 
@@ -97,7 +108,8 @@ class MegatronLayer(ShardedModule):
         """Return the engine's arguments, and set attributes that the creation of parameters needs."""
         if tp_group is None:
             tp_group = _group_of(pg_collection, "expt_tp" if is_expert else "tp")
-        arguments = {"init": init_method, **layer_arguments(config, group=tp_group, linear=linear)}
+        completed: Any = _Completed(config)
+        arguments = {"init": init_method, **layer_arguments(completed, group=tp_group, linear=linear)}
         if linear and config.sequence_parallel and tp_group.size() == 1:
             _warn_of_one_rank("layer")
             arguments["sequence_parallel"] = False
@@ -111,7 +123,18 @@ class MegatronLayer(ShardedModule):
 
     @property
     def tp_group(self) -> ProcessGroup:
+        """The group; another one of as many ranks, in which this rank has the same place, may be set."""
         return self.group
+
+    @tp_group.setter
+    def tp_group(self, group: ProcessGroup) -> None:
+        place, wanted = (group.rank(), group.size()), (self.group.rank(), self.group.size())
+        if place != wanted:
+            raise ConfigError(
+                f"tp_group is set to a group in which this rank is {place[0]} of {place[1]}, and the layer has the "
+                f"part of rank {wanted[0]} of {wanted[1]}; make another layer with that group"
+            )
+        self.group = group
 
     @property
     def tp_size(self) -> int:
@@ -126,9 +149,11 @@ class MegatronLayer(ShardedModule):
         mark_parameter(param, self.param_layouts[name])
         param.sequence_parallel = "tp" in self.param_replicas[name].summed_over
         # If experts have other groups, their gradients are not reduced over the data-parallel group.
-        config = self.config
-        expert_tp = config.expert_tensor_parallel_size
-        own_groups = self.expert_parallel or expert_tp not in (None, config.tensor_model_parallel_size)
+        config = _Completed(self.config)
+        own_groups = self.expert_parallel or config.expert_tensor_parallel_size not in (
+            None,
+            config.tensor_model_parallel_size,
+        )
         param.allreduce = not (self.is_expert and own_groups)
         if not param.allreduce:
             self.param_replicas[name] = dataclasses.replace(self.param_replicas[name], same_over=("expert_dp",))

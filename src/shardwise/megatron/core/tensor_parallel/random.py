@@ -386,8 +386,10 @@ class CheckpointWithoutOutput(recompute.OutputRecomputation):
     Attributes:
         ctx: node of the call in autograd's graph, from the call until its outputs are recomputed; otherwise None.
         outputs: outputs of the call as a tuple, for the same time.
+        run_function: function of the call, for the same time.
         rng_states: random states at the start of the call and of its repetition, as in ``_get_all_rng_states``, for the
             same time; read-only.
+        fwd_cpu_rng_state, fwd_cuda_rng_state, fwd_cuda_rng_state_tracker: each of ``rng_states``.
 
     Raises:
         ConfigError: ``fp8`` is set.
@@ -400,11 +402,17 @@ class CheckpointWithoutOutput(recompute.OutputRecomputation):
         self.fp8 = False
         self.ctx: Any = None
         self.outputs: tuple[Any, ...] | None = None
-        self.rng_states: tuple[Any, ...] | None = None
         self._latest: Any = None
+        self.run_function: Callable[..., Any] | None = None
+        self._keep_states(None)
+
+    def _keep_states(self, states: tuple[Any, ...] | None) -> None:
+        self.rng_states = states
+        self.fwd_cpu_rng_state, self.fwd_cuda_rng_state, self.fwd_cuda_rng_state_tracker = states or (None, None, None)
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
         """See ``OutputRecomputation.run``."""
+        self.run_function = run_function
         return self.run(run_function, *args)
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
@@ -418,12 +426,14 @@ class CheckpointWithoutOutput(recompute.OutputRecomputation):
 
     def _begin(self, held: Any, outputs: Any, args: tuple[Any, ...]) -> None:
         super()._begin(held, outputs, args)
-        self._latest, self.ctx, self.rng_states = held, held.node, held.first.parts()
+        self._latest, self.ctx = held, held.node
+        self._keep_states(held.first.parts())
         self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
 
     def _end(self, held: Any) -> None:
         if held is self._latest:
-            self._latest = self.ctx = self.outputs = self.rng_states = None
+            self._latest = self.ctx = self.outputs = self.run_function = None
+            self._keep_states(None)
 
 
 class CheckpointWithoutOutputFunction(Function):
