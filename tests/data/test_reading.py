@@ -271,7 +271,7 @@ def test_what_may_not_be_read(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(self))
 
     # Not by chmod, since a superuser reads all the same.
-    for owner, function, named in ((Path, "open", path), (os, "scandir", path.parent), (Path, "stat", path.parent)):
+    for owner, function, named in ((os, "open", path), (os, "scandir", path.parent), (Path, "stat", path.parent)):
         with monkeypatch.context() as patch:
             patch.setattr(owner, function, refuse)
             message = error_of(path.parent)
@@ -283,3 +283,16 @@ def test_a_pipe_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     assert "neither a file nor a folder" in error_of(tmp_path / "pipe.txt")
     assert "is no regular file" in error_of(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_file_that_becomes_a_pipe_does_not_hang(tmp_path, monkeypatch):
+    path = write(tmp_path / "text.txt", "text")
+
+    def files_of(root):
+        path.unlink()
+        os.mkfifo(path)
+        return [path]
+
+    monkeypatch.setattr("shardwise.data.reading._files_of", files_of)
+    assert "it is a named pipe, not a regular file" in error_of(path)

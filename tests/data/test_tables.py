@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pyarrow
@@ -117,6 +118,13 @@ def test_garbage_is_one_error(tmp_path, suffix, content):
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"x\.{suffix}' (is no|has no text|.* or a damaged one)"):
         read_records(path)
+
+
+def test_a_named_pipe_among_the_files_of_a_dataset(tmp_path):
+    os.mkfifo(tmp_path / "x.arrow")
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "x.arrow"}]}))
+    with pytest.raises(DataError, match=r"cannot read .*x\.arrow': it is a named pipe, not a regular file"):
+        read_records(tmp_path)
 
 
 def test_without_pyarrow(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 
@@ -11,7 +12,7 @@ from storage.adapters.tiny_models import save_model
 
 from shardwise.cli.main import main
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
-from shardwise.run.tasks.model_card import base_name
+from shardwise.run.tasks.model_card import _licence_of, base_name
 from shardwise.storage.huggingface.tensor_folder import companion_files, write_chat_template
 
 TEXT = "Snow is white, grass is green, and the sky is blue above all of them. " * 20
@@ -191,3 +192,27 @@ def test_which_files_are_companions_and_whose_name_a_folder_tells(folder, tmp_pa
     assert not {"README.md", "LICENSE.safetensors", "config.json", "model.safetensors", "broken.md"} & found
     assert base_name(base) == "snow/Base-1B"
     assert base_name(tmp_path / "mine") == "mine"
+
+
+@pytest.mark.parametrize(
+    ("readme", "expected"),
+    [
+        ("---\nlicense: mit\n---\n", {"license": "mit"}),
+        ("---  \r\n\nlicense: mit\r\nlicense_link: x\r\n---\r\ntext", {"license": "mit", "license_link": "x"}),
+        ("---\nlicense: mit\n---", {"license": "mit"}),
+        ("---\nlicense: mit\n", {}),
+        ("license: mit\n---\n", {}),
+        ("---" + "\n" * 2_000_000, {}),
+        ("---\n" + "license:" + " " * 2_000_000 + "\n---\n", {}),
+        ("---\n" + "license: \n" * 200_000, {}),
+        (None, {}),
+    ],
+    ids=range(9),
+)  # fmt: skip
+def test_licences_of_strange_readmes(tmp_path, readme, expected):
+    """Each line is read once: a readme of blank lines took minutes. A named pipe is not opened."""
+    if readme is None:
+        os.mkfifo(tmp_path / "README.md")
+    else:
+        (tmp_path / "README.md").write_text(readme, newline="")
+    assert _licence_of(tmp_path) == expected

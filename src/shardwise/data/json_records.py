@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.core.files import read_json, shown
+from shardwise.core.files import open_regular, read_json, shown
 
 _BLANK = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
@@ -266,7 +266,7 @@ def records_of_table(file: Path) -> Iterator[Record]:
     arrow = _pyarrow(file)
     number = 0
     try:
-        with open(file, "rb") as opened:
+        with open_regular(file) as descriptor, open(descriptor, "rb", closefd=False) as opened:
             for batch in _batches(arrow, opened, file.suffix.lower() == ".parquet"):
                 for row in batch.to_pylist():
                     number += 1

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.core.files import first_of
+from shardwise.core.files import first_of, open_regular
 from shardwise.data.corpus import Corpus, text_size
 from shardwise.data.json_records import (
     TABLE_SUFFIXES,
@@ -189,7 +189,7 @@ def _records_of(file: Path) -> list[Record]:
             "row) or Parquet, or name it .txt if its characters are the text"
         )
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as descriptor, open(descriptor, "rb", closefd=False) as opened:
             content = opened.read(_FIRST_LOOK_BYTES)
             if b"\0" not in content:
                 content += opened.read()

@@ -356,7 +356,10 @@ def _formatted(meter: Meter, value: Any, given: Any, *, by_percent: bool) -> int
         specs = [] if by_percent else [spec or "" for _, _, spec, _ in string.Formatter().parse(form)]
     except ValueError:
         specs = []
-    widths = [width for found in _PERCENT.findall(form) for width in found] if by_percent else []
+    # Each search for the end of a key succeeds up to the last ")", and is not tried after it: so the time is linear.
+    head, sign, tail = form.rpartition(")")
+    parts = (head + sign, tail.replace("(", " ")) if by_percent else ()
+    widths = [width for part in parts for found in _PERCENT.findall(part) for width in found]
     if "*" in widths or any("{" in spec for spec in specs):
         raise LimitError("formats values to a width that is itself a value")
     digits: list[str] = [number for each in (*widths, *specs) for number in re.findall(_NUMBER, each)]

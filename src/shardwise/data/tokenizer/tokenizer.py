@@ -20,6 +20,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from shardwise.core.errors import ConfigError, DataError, VocabularyError
 from shardwise.core.files import read_json, read_regular, write_atomically
 from shardwise.data.tokenizer import library
+from shardwise.data.tokenizer.growth import check_growth
 from shardwise.data.tokenizer.library import CONFIG_NAME, DeclaredTokens, panics_as_errors, shown
 
 END_OF_TEXT = "<|endoftext|>"
@@ -207,8 +208,8 @@ class Tokenizer:
                 usual name that the tokenizer has.
 
         Raises:
-            DataError: the file is missing, is not a tokenizer or has no known end-of-text token; or a file next to it
-                is damaged.
+            DataError: the file is missing, is not a tokenizer, makes a text many times longer or has no known
+                end-of-text token; or a file next to it is damaged.
         """
         file = Path(path).expanduser()
         if file.is_dir():
@@ -228,6 +229,7 @@ class Tokenizer:
             raise DataError(
                 f"{str(file)!r} is not a tokenizer.json of the Hugging Face format: {error}; use another copy"
             ) from error
+        check_growth(backend, str(file))
         declared = DeclaredTokens(file.parent)
         if eos_token is None:
             eos_token = declared.eos_token

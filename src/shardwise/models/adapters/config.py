@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from shardwise.core.errors import ConfigError
+from shardwise.models.adapters.patterns import check_pattern, matches
 
 ALL_LINEAR = "all-linear"
 """Target that stands for every linear layer of the transformer layers."""
@@ -106,10 +107,7 @@ class LoraConfig:
             raise ConfigError(f"modules_to_save is {self.modules_to_save!r}; it must be a tuple of names")
         whole = [each for each in (self.target_modules, self.exclude_modules) if isinstance(each, str)]
         for pattern in (*whole, *self.rank_pattern, *self.alpha_pattern, *self.layers_pattern):
-            try:
-                re.compile(pattern if pattern in whole else f"({pattern})")
-            except re.error as error:
-                raise ConfigError(f"{pattern!r} is no regular expression: {error}") from error
+            check_pattern(pattern if pattern in whole else f"({pattern})")
 
     @property
     def scaling(self) -> float:
@@ -118,16 +116,18 @@ class LoraConfig:
 
     def chooses(self, path: str, *, in_layers: bool = True) -> bool:
         """Return whether the layer at ``path`` gets an adapter; ``in_layers``: it is linear, in a transformer layer."""
-        if _names(self.exclude_modules, path):
+        if _names(self.exclude_modules, path, "exclude_modules"):
             return False
         if isinstance(self.target_modules, str) or path in self.target_modules:
-            return _names(self.target_modules, path)
-        is_target = (in_layers and ALL_LINEAR in self.target_modules) or _names(self.target_modules, path)
+            return _names(self.target_modules, path, "target_modules")
+        is_target = (in_layers and ALL_LINEAR in self.target_modules) or _names(
+            self.target_modules, path, "target_modules"
+        )
         return is_target and (not self.layers_to_transform or self.layer_of(path) in self.layers_to_transform)
 
     def chooses_parameter(self, name: str) -> bool:
         """Return whether the parameter of a router or of experts gets an adapter."""
-        return _names(self.target_parameters, name)
+        return _names(self.target_parameters, name, "target_parameters")
 
     def check_parameters(self) -> None:
         """Raise ConfigError if experts and routers cannot have such adapters."""
@@ -140,9 +140,14 @@ class LoraConfig:
 
     def layer_of(self, path: str) -> int | None:
         """Return the number of the transformer layer of a path, by ``layers_pattern``; None if it is not in one."""
-        lists = [rf"(?:^|.*?\.){pattern}" for pattern in self.layers_pattern] or [r".*?\.[^.]*"]
-        found = (re.match(rf"{each}\.(\d+)\.", path) for each in lists)
-        return next((int(match[match.re.groups]) for match in found if match is not None), None)
+        numbers = list(re.finditer(r"(?<=\.)\d+(?=\.)", path))
+        for pattern in self.layers_pattern:
+            for number in numbers:
+                if matches(pattern, path[: number.start() - 1], "layers_pattern", at_end=True):
+                    return int(number[0])
+        # The layers of a model are its first list.
+        lists = (each for each in numbers if "." in path[: each.start() - 1])
+        return None if self.layers_pattern else next((int(each[0]) for each in lists), None)
 
     @property
     def choice(self) -> str:
@@ -158,17 +163,17 @@ class LoraConfig:
 
     def at(self, path: str) -> LoraConfig:
         """Return the configuration of the adapter at ``path``, with the patterns applied and removed."""
-        rank = self.rank_pattern.get(_pattern_of(self.rank_pattern, path) or "", self.r)
-        alpha = self.alpha_pattern.get(_pattern_of(self.alpha_pattern, path) or "", self.lora_alpha)
+        rank = self.rank_pattern.get(_pattern_of(self.rank_pattern, path, "rank_pattern") or "", self.r)
+        alpha = self.alpha_pattern.get(_pattern_of(self.alpha_pattern, path, "alpha_pattern") or "", self.lora_alpha)
         return dataclasses.replace(self, r=rank, lora_alpha=alpha, rank_pattern={}, alpha_pattern={})
 
 
-def _names(modules: tuple[str, ...] | str, path: str) -> bool:
+def _names(modules: tuple[str, ...] | str, path: str, field: str) -> bool:
     """Return whether a regular expression matches a whole path, or the path ends with one of several names."""
     if isinstance(modules, str):
-        return bool(modules) and re.fullmatch(modules, path) is not None
+        return bool(modules) and matches(modules, path, field)
     return any(f".{path}".endswith(f".{name}") for name in modules)
 
 
-def _pattern_of(patterns: Iterable[str], path: str) -> str | None:
-    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", path)), None)
+def _pattern_of(patterns: Iterable[str], path: str, field: str) -> str | None:
+    return next((pattern for pattern in patterns if matches(pattern, path, field, at_end=True)), None)

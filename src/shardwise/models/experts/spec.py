@@ -18,6 +18,15 @@ Balanced = Literal["sequence", "micro_batch", "global"]
 Dropped = Literal["probability", "position"]
 
 
+# A larger number is a mistake. It raises an error before it takes time or memory.
+_LARGEST = {
+    **dict.fromkeys(("num", "per_token", "num_groups", "groups_per_token"), 1 << 16),
+    **dict.fromkeys(("ffn_hidden_size", "shared_ffn_hidden_size"), 1 << 30),
+}
+# In all layers together.
+_MOST_EXPERTS = 1 << 20
+
+
 @dataclass(frozen=True)
 class ClampedGate:
     """Activation of experts with a gate, ``(up + 1) * gate * sigmoid(alpha * gate)`` of clamped values.
@@ -132,8 +141,11 @@ class Experts:
     z_loss: float = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("num", "per_token", "ffn_hidden_size", "num_groups", "groups_per_token"):
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name, largest in _LARGEST.items():
+            value = getattr(self, name)
+            _require(
+                1 <= (1 if value is None else value) <= largest, f"{name} is {value}; it must be from 1 to {largest}"
+            )
         _require(
             self.per_token <= self.num, f"per_token is {self.per_token}, and there are {self.num} experts; lower it"
         )
@@ -174,10 +186,8 @@ class Experts:
             factor is not None or self.drops_by == "probability",
             f"drops_by {self.drops_by!r} is about capacity_factor, which is None; set both",
         )
-        shared = self.shared_ffn_hidden_size
-        _require(shared is None or shared >= 1, f"shared_ffn_hidden_size is {shared}; it must be at least 1, or None")
         _require(
-            shared is not None or not self.shared_gate,
+            self.shared_ffn_hidden_size is not None or not self.shared_gate,
             "shared_gate is about the MLP of shared_ffn_hidden_size, which is None; set both",
         )
 
@@ -186,7 +196,11 @@ class Experts:
         return self.layers is None or self.layers[layer_number - 1]
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise ConfigError unless ``layers`` fits a model of so many layers."""
+        """Raise ConfigError unless ``layers`` fits a model of so many layers, and there are not too many experts."""
+        _require(
+            self.num * num_layers <= _MOST_EXPERTS,
+            f"{num_layers} layers of num {self.num} are more than {_MOST_EXPERTS} experts; lower one of them",
+        )
         value = self.layers
         is_right = value is None or (
             isinstance(value, Sequence) and len(value) == num_layers and all(isinstance(each, bool) for each in value)

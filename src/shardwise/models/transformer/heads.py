@@ -9,6 +9,9 @@ from typing import NamedTuple
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import Interval, ParamLayout, balanced_sizes, intervals_of_sizes
 
+# A larger width is a mistake. It raises an error before it takes time or memory.
+_LARGEST = 1 << 30
+
 
 class Heads(NamedTuple):
     """Number of query heads, number of key-value heads, and width of a head."""
@@ -46,8 +49,8 @@ class LatentAttention:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not (value is None and name == "query_rank") and (type(value) is not int or value < 1):
-                raise ConfigError(f"latent: {name} is {value!r}; it must be an integer of at least 1")
+            if not (value is None and name == "query_rank") and (type(value) is not int or not 1 <= value <= _LARGEST):
+                raise ConfigError(f"latent: {name} is {value!r}; it must be an integer from 1 to {_LARGEST}")
         if self.rotary_width % 2:
             raise ConfigError(f"latent: rotary_width is {self.rotary_width}; pairs are rotated, so it must be even")
 

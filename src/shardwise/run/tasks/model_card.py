@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 import shardwise
+from shardwise.core.files import read_regular
 from shardwise.run.metrics import read_metrics
 from shardwise.storage.huggingface.tensor_folder import BASE_README_NAME, README_NAME, own_file
 
@@ -102,11 +103,16 @@ def base_name(base: Path) -> str:
 def _licence_of(base: Path) -> dict[str, str]:
     """Return the licence fields in the front matter of a readme, unchanged."""
     path = own_file(base, README_NAME)
-    if path is None or path.stat().st_size > _LARGEST_README:
+    try:
+        text = "" if path is None else read_regular(path, limit=_LARGEST_README).decode(errors="replace")
+    except OSError:
         return {}
-    text = path.read_text(encoding="utf-8", errors="replace")
-    front = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
-    return {} if front is None else {key: value.strip() for key, value in _LICENCE.findall(front[1])}
+    # A strange readme may be long, so each line is read once.
+    first, *lines = map(str.rstrip, text.split("\n"))
+    if first != "---" or "---" not in lines:
+        return {}
+    front = "\n".join(lines[: lines.index("---")])
+    return {key: value.strip() for key, value in _LICENCE.findall(front)}
 
 
 def _results(out: Path, steps: int | None) -> dict[str, str]:

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import CheckpointError, ConfigError
+from shardwise.core.files import MAX_CONFIG_BYTES, open_regular, read_regular
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import PaddedTokenizer
 from shardwise.models.description import ModelChunks, ModelDescription
@@ -182,11 +183,11 @@ def _base_quantization(lora: LoraSettings) -> BaseQuantization | None:
 
 def digest_of(folder: PretrainedFolder) -> str:
     """Return a hex digest of a model's config and of the first and last bytes of its weight files."""
-    digest = hashlib.sha256((folder.path / CONFIG_NAME).read_bytes())
+    digest = hashlib.sha256(read_regular(folder.path / CONFIG_NAME, limit=MAX_CONFIG_BYTES))
     for path in sorted({tensor.file for tensor in folder.tensors.tensors.values()}):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
+        with open_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
             digest.update(file.read(_LOOKED_AT_BYTES))
             file.seek(max(0, size - _LOOKED_AT_BYTES))
             digest.update(file.read())
@@ -197,7 +198,12 @@ def _adapters_digest(folder: str | None) -> str:
     """Return a hex digest of the adapters in a folder; None stands for no adapters."""
     digest = hashlib.sha256()
     for path in [] if folder is None else sorted(Path(folder).glob("adapter_*")):
-        digest.update(path.read_bytes())
+        try:
+            with open_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
+                while part := file.read(_LOOKED_AT_BYTES):
+                    digest.update(part)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     return digest.hexdigest()
 
 

@@ -125,9 +125,30 @@ def _check_sizes(source: PretrainedFolder) -> None:
             f"{source.path} has {len(stored)} tensors, and its config.json asks for {description.num_layers} layers"
         )
     longest = max((size for tensor in stored for size in tensor.shape), default=0)
-    if description.kv_channels > longest:
+    experts = description.experts
+    widths = {"heads": description.kv_channels, "hidden states": description.hidden_size}
+    if experts is not None:
+        widths |= {"experts": experts.ffn_hidden_size, "shared expert": experts.shared_ffn_hidden_size or 0}
+    for what, width in widths.items():
+        if width > longest:
+            raise CheckpointError(
+                f"{source.path} has no tensor as wide as the {what} that its config.json asks for, {width}"
+            )
+    if experts is None:
+        return
+    # The names of all experts are listed next. A router has a row for each expert.
+    num_layers = sum(map(experts.in_layer, range(1, description.num_layers + 1)))
+    router = experts.num, description.hidden_size
+    if num_layers and all(tensor.shape != router for tensor in stored):
         raise CheckpointError(
-            f"{source.path} has no tensor as wide as the heads that its config.json asks for, {description.kv_channels}"
+            f"{source.path} has no router of {experts.num} experts, as many as its config.json asks for"
+        )
+    row = source.table["decoder.layers.{layer}.mlp.experts.down"]
+    is_separate = len(row((2, 1), description.heads, {"experts": "2"}).stored_shapes) > 1
+    if is_separate and experts.num * num_layers > len(stored):
+        raise CheckpointError(
+            f"{source.path} has {len(stored)} tensors, and its config.json asks for {experts.num} experts in "
+            f"{num_layers} layers"
         )
 
 

@@ -176,6 +176,7 @@ class WithExperts(Architecture):
         dense: Any = fields.values.get("mlp_only_layers") or []
         if not isinstance(dense, list) or any(type(each) is not int for each in dense):
             raise fields.error("mlp_only_layers", dense, "a list of layers")
+        dense = set(dense)
         layers = tuple(at not in dense and (at + 1) % every == 0 for at in range(num_layers))
         return None if all(layers) else layers
 
