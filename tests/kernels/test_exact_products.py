@@ -10,6 +10,7 @@ from shardwise.core.sharding import ParamLayout, local_parts
 from shardwise.exact.products import ExactProducts
 from shardwise.exact.strategies import ExactActivation
 from shardwise.kernels import products
+from shardwise.nn.arithmetic import Activation
 
 PARTS = 8
 
@@ -112,3 +113,31 @@ def test_heads_are_multiplied_alike_on_any_number_of_ranks(dtype, width):
                 parts = multiplied(*(each[:, part] for each in (left, right, grad)))
                 for found, expected in zip(parts, whole, strict=True):
                     assert_bit_equal(found, expected[:, part])
+
+
+@pytest.mark.parametrize("width", [1, 8, 17, 40, 48, 60, 257])
+def test_softmax_has_the_same_bits_on_any_number_of_threads(width):
+    """PyTorch's own gradient has other bits on two threads, unless whole vectors make a row."""
+    logits, incoming = torch.randn(2, 4096, width)
+
+    def scored(softmax):
+        leaf = logits.clone().requires_grad_()
+        scores = softmax(leaf)
+        return scores.detach(), *torch.autograd.grad(scores, leaf, incoming)
+
+    def on(threads, softmax):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return scored(softmax)
+        finally:
+            torch.set_num_threads(before)
+
+    exact, plain = ExactActivation().softmax, Activation().softmax
+    for found, expected in zip(on(1, exact), on(2, exact), strict=True):
+        assert_bit_equal(found, expected)
+    for found, expected in zip(on(1, exact), on(1, plain), strict=True):
+        torch.testing.assert_close(found, expected)
+        if width in (1, 8, 48):
+            # Whole vectors, or a single one, have the bits of earlier versions.
+            assert_bit_equal(found, expected)

@@ -18,7 +18,9 @@ from shardwise.core.topology import Topology
 from shardwise.data import DataLoader, Encoded, SampleRows, TokenSamples
 from shardwise.exact import products as exact_products
 from shardwise.exact.products import ExactProducts
+from shardwise.exact.strategies import ExactActivation
 from shardwise.models.transformer.attention import SelfAttention
+from shardwise.nn.arithmetic import Activation
 from shardwise.run import exact_layer_trials, exact_trials, session
 from shardwise.run.build import build_model, config_fields, describe
 from shardwise.run.exact_surroundings import deterministic_algorithms
@@ -192,6 +194,23 @@ def test_the_attention_that_runs_is_tried(group, description, packed, kernel, sa
         ConfigError, match=rf"attention of {said}, on each of 4 ranks, .*; the largest exact-parts that works is 2;"
     ):
         check(model, is_packed=packed)
+
+
+@pytest.mark.ranks(1)
+def test_rows_that_are_no_whole_vectors_pass(group, monkeypatch):
+    """Attention at 40 positions, and a router of 20 experts: PyTorch's softmax has another gradient on two threads."""
+    settings = settings_of("llama", model={"num_experts": 20, "num_experts_per_tok": 2})
+    model = model_of("llama", settings)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        check_device(model, micro_batch_size=4, sequence_length=40)
+        monkeypatch.setattr(ExactActivation, "softmax", Activation.softmax)
+        if torch.backends.cpu.get_cpu_capability() == "AVX512":
+            with pytest.raises(ConfigError, match="softmax of 160 tokens over 20 experts, on one thread, has other"):
+                check_device(model, micro_batch_size=4, sequence_length=40)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.ranks(1)

@@ -25,7 +25,7 @@ from shardwise.core.sharding import Interval, ParamLayout, balanced_sizes, inter
 from shardwise.exact.context_terms import gathered, with_whole_gradients
 from shardwise.exact.products import ExactProducts
 from shardwise.kernels import compiled, dispatch
-from shardwise.kernels.elementwise import blockwise
+from shardwise.kernels.elementwise import blockwise, softmax_of_rows
 from shardwise.nn.arithmetic import Activation, Arithmetic, Norm, arithmetic_of
 from shardwise.nn.norm import HeadsRMSNorm, NormFunction
 
@@ -278,6 +278,9 @@ class ExactActivation(Activation):
 
     def __call__(self, function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
         return blockwise(function, input_)
+
+    def softmax(self, input_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return softmax_of_rows(input_, dtype)
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """Multiply small matrices in 16 bits one by one: PyTorch chooses a kernel by the size of all heads together."""

@@ -8,6 +8,8 @@ keys while it splits a query-key-value projection.
 number of threads. On a CPU PyTorch computes most elements of a tensor with vector instructions. For the last few of
 each thread's share it calls the C library, which rounds exponentials and error functions differently. Blocks that are
 small enough for one thread, and a multiple of the vector length, need only vector instructions.
+
+``softmax_of_rows`` computes the softmax whose gradient does not depend on the number of threads either.
 """
 
 from collections.abc import Callable
@@ -22,6 +24,8 @@ from torch.autograd.function import once_differentiable
 from shardwise.core.typed import computed_locally
 from shardwise.kernels import compiled, dispatch
 
+# Numbers in the vectors of PyTorch's loops in fp32.
+_LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 # PyTorch gives each thread at least 2^15 elements, and its widest loop processes 64 at once.
 _BLOCK = 1 << 14
 _VECTORS = 64
@@ -249,3 +253,42 @@ def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
     flat = tensor.detach().reshape(-1)
     blocks: tuple[Tensor, ...] = F.pad(flat, (0, -flat.numel() % _VECTORS)).split(_BLOCK)
     return blocks
+
+
+def softmax_of_rows(input_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Compute ``input_.softmax(-1, dtype=dtype)``, whose gradient has the same bits at any number of threads.
+
+    PyTorch's gradient sums ``gradient * output`` over a row, vector by vector. One thread and several threads run two
+    copies of this loop, which round the products of a last vector that is not full in two ways: one copy fuses product
+    and sum. On a CPU, zeros therefore fill the last vector of rows that are longer than a vector.
+
+    Args:
+        input_: any shape.
+        dtype: dtype of the result; that of ``input_`` by default.
+
+    Returns:
+        A new tensor of the same shape.
+    """
+    input_ = input_ if dtype is None else input_.to(dtype)
+    if not input_.is_cpu or input_.size(-1) <= _LANES or input_.size(-1) % _LANES == 0:
+        return input_.softmax(dim=-1)
+    output: Tensor = _SoftmaxOfRows.apply(input_)
+    return output
+
+
+class _SoftmaxOfRows(Function):
+    spmd_typecheck = computed_locally("input_")
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor) -> Tensor:
+        output = input_.softmax(dim=-1)
+        ctx.save_for_backward(output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        (output,) = ctx.saved_tensors
+        grad, whole = (F.pad(each, (0, -output.size(-1) % _LANES)) for each in (grad_output, output))
+        gradient = torch._softmax_backward_data(grad, whole, -1, output.dtype)
+        return gradient[..., : output.size(-1)].contiguous()

@@ -59,7 +59,7 @@ class Norm:
 
 
 class Activation:
-    """Applies elementwise functions, and multiplies the matrices of attention heads.
+    """Applies elementwise functions and softmax, and multiplies the matrices of attention heads.
 
     Attributes:
         at_any_size: whether kernels compute the same bits for an element at every size of the tensor.
@@ -76,6 +76,10 @@ class Activation:
     def __call__(self, function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
         """Return ``function(input_)``."""
         return function(input_)
+
+    def softmax(self, input_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the softmax over the last dimension, in ``dtype`` if given."""
+        return input_.softmax(dim=-1, dtype=dtype)
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """Return ``left @ right``, ``[b, heads, n, k]`` and ``[b, heads, k, m]``."""

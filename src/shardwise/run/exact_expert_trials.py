@@ -1,7 +1,8 @@
 """Trials of the products of experts and routers that exact runs rely on; see ``exact_layer_trials``.
 
 Two experts on several threads are compared with each of them alone on one thread, as on ranks that hold one expert.
-The numbers of tokens are one, a quarter of a micro-batch, and all.
+The numbers of tokens are one, a quarter of a micro-batch, and all. A router's softmax is compared on one thread and on
+several.
 """
 
 from collections.abc import Iterator
@@ -63,6 +64,30 @@ def try_experts(run: TrialRun, kind: ExpertKind, parts: int) -> Iterator[Sides]:
         shapes = f"{[number, widths[0]]} by {[widths[1], widths[0]]}"
         for name, expected, *found in zip(names, whole, *each, strict=False):
             yield Sides(torch.cat(found), expected, f"the {name} of {kind.what} product, {shapes}, on one thread,")
+
+
+def router_softmaxes(run: TrialRun) -> dict[int, ExactRouter]:
+    """Return a router for each number of experts."""
+    return {len(router.weight): router for router in run.layers(ExactRouter)}
+
+
+def try_router_softmax(run: TrialRun, num: int, _: int) -> Iterator[Sides]:
+    """Compare the softmax of a micro-batch's tokens over ``num`` experts, and its gradient."""
+    logits, incoming = (
+        each.to(torch.promote_types(run.dtype, torch.float32)) for each in run.numbers(2, run.rows, num)
+    )
+    activation = router_softmaxes(run)[num]._activation
+
+    def scored() -> tuple[Tensor, Tensor]:
+        leaf = logits.clone().requires_grad_()
+        with torch.enable_grad():
+            scores = activation.softmax(leaf)
+            (gradient,) = torch.autograd.grad(scores, leaf, incoming)
+        return scores.detach(), gradient
+
+    each = zip(("softmax", "gradient of the softmax"), on_threads(1, scored), on_several_threads(scored), strict=True)
+    for name, found, expected in each:
+        yield Sides(found, expected, f"the {name} of {run.rows:,} tokens over {num} experts, on one thread,")
 
 
 def _multiplied(*given: Any, transposed: bool) -> list[Tensor]:

@@ -38,7 +38,7 @@ from shardwise.nn import VocabEmbedding
 from shardwise.nn.embedding import look_up, look_up_own
 from shardwise.nn.loss.options import LossOptions
 from shardwise.nn.loss.vocabulary import columns_between, combine
-from shardwise.run.exact_expert_trials import expert_kinds, try_experts
+from shardwise.run.exact_expert_trials import expert_kinds, router_softmaxes, try_experts, try_router_softmax
 from shardwise.run.exact_layer_trials import (
     MOST_ELEMENTS,
     NOT_DETERMINISTIC,
@@ -391,6 +391,7 @@ TRIALS = (
     Trial(TrialRun, attention_layers, try_attention),
     Trial(TrialRun, row_operations, try_rows),
     Trial(TrialRun, expert_kinds, try_experts),
+    Trial(TrialRun, router_softmaxes, try_router_softmax),
     Trial(TrialRun, _embeddings, _try_embedding),
     Trial(TrialRun, _vocabularies, _try_loss),
     Trial(TrialRun, _vocabularies, _try_sum_of_losses),

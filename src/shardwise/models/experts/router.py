@@ -117,7 +117,7 @@ class Router(ShardedModule):
         bias = None if self.bias is None else self.bias.to(wide)
         logits = self._project(tokens.to(wide), self._matrix(wide), bias)
         sigmoid = spec.scores == "sigmoid"
-        scores = self._activation(torch.sigmoid, logits) if sigmoid else logits.softmax(dim=-1)
+        scores = self._activation(torch.sigmoid, logits) if sigmoid else self._activation.softmax(logits)
         considered = logits if spec.softmax_after_choice else scores
         if self.selection_bias is not None:
             considered = considered.detach() + self.selection_bias
@@ -129,7 +129,7 @@ class Router(ShardedModule):
         # In ascending order, so that the sum over a token's experts has the same order at every layout.
         chosen = chosen.sort(dim=-1).values
         if spec.softmax_after_choice:
-            weights = logits.gather(1, chosen).softmax(dim=-1)
+            weights = self._activation.softmax(logits.gather(1, chosen))
         else:
             weights = scores.gather(1, chosen)
         if spec.normalizes_weights and spec.per_token > 1:

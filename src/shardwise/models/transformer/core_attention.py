@@ -369,7 +369,7 @@ class CoreAttention(GroupModule):
             # Not -inf, because the softmax of a token that sees nothing would be NaN.
             scores = scores.masked_fill(forbidden, torch.finfo(scores.dtype).min)
         wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = scores.softmax(dim=-1, dtype=wide) if self.sinks is None else self.sinks(scores, wide, heads)
+        weights = self._activation.softmax(scores, wide) if self.sinks is None else self.sinks(scores, wide, heads)
         weights = weights.to(value.dtype)
         if blind is not None:
             weights = weights.masked_fill(blind, 0.0)
