@@ -107,6 +107,29 @@ def test_signals_are_noted_and_ignored_ones_stay_ignored():
     assert lines == ["the block goes on"]
 
 
+BUSY = """
+import ctypes
+from shardwise.cli.main import guarded
+from shardwise.run.processes.stopping import signals_raise
+library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+with signals_raise(once=False):
+    with guarded("shardwise train"):
+        pass
+    with guarded("shardwise train"):
+        library.pthread_mutex_lock(mutex)
+        print("busy", flush=True)
+        library.pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_command_of_one_rank_ends_while_it_is_busy_in_c():
+    with Program("-c", BUSY) as program:
+        program.wait_for_line("busy")
+        program.interrupt(signal.SIGTERM)
+        program.finish(exit_code=143)
+    assert program.stderr == "shardwise train: interrupted\n"
+
+
 TRAIN = ["train", "--data", "stdlib", "--tp", "2", "--device", "cpu", "--out"]
 
 

@@ -1,6 +1,7 @@
 """Set up a run on every rank."""
 
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -71,6 +72,8 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
         trainer.routing = RoutingRecorder(model, settings.record_routing)
     if settings.parallel.exact:
         check_arithmetic(ranks.device, group=ranks.control)
+        if ranks.is_first:
+            print(f"exact: trying the run's operations on {ranks.device} before the first step", file=sys.stderr)
         agree(lambda: _try_device(settings, model, topology.size("dp"), loader, shortage), group=ranks.control)
     return Session(
         task,
