@@ -101,6 +101,9 @@ def other_layout(case: Case, wrong: Judged) -> Explanation | None:
         if partial:
             ranks = " and ".join(f"{axis} (ranks 0 to {case.axes.get(axis, 2) - 1})" for axis in partial)
             return Explanation(NEVER_SUMMED, f"the sum over {ranks} is the reference, and each rank has its term")
+        added = [axis for axis, kind in layouts.items() if kind == ("I",) and wrong.layouts.get(axis) == ("P",)]
+        if added:
+            return Explanation(SCALED, f"each rank of {' and '.join(added)} has all of it, and the ranks' sum is taken")
         return Explanation(
             MISPLACED, f"the ranks hold it as {shown_layouts(layouts)}, not as {shown_layouts(wrong.layouts)}"
         )
@@ -280,7 +283,7 @@ def one_copy(case: Case, wrong: Judged) -> Explanation | None:
 def one_term(case: Case, wrong: Judged) -> Explanation | None:
     """Whether a gradient is the term of one rank, of those that the ranks had before they were summed."""
     key = wrong.key
-    if key.what != "gradient" or not wrong.merged:
+    if key.what != "gradient" or not wrong.merged or case.judge.suspect.world_size == 1:
         return None
     found: dict[int, Sketch] = {}
     for micro_batch in itertools.count():
