@@ -199,3 +199,30 @@ def test_disk_full_when_adapters_are_written(group: dist.ProcessGroup, reference
                 dist.barrier(group)
                 assert len(load_file(folder / "adapter_model.safetensors")) == 20
                 load_adapter_(other, folder, architecture)
+
+
+def test_weights_that_are_not_finite_are_not_written(make: Any, one_rank: Any, tmp_path: Path) -> None:
+    folder, down = make("llama").folder, "model.layers.1.mlp.down_proj.weight"
+    architecture = read_config(folder).architecture
+    model: Any = load_pretrained(folder, groups=one_rank)
+    weight = model.block.layers[1].mlp.linear_fc2.weight
+    for value, dtype, message in (
+        (torch.nan, None, "has values that are not finite"),
+        (-torch.inf, torch.bfloat16, "has values that are not finite"),
+        (1e6, torch.float16, r"has values of up to 1e\+06, which float16 cannot hold"),
+    ):
+        with torch.no_grad():
+            weight[3, 4] = value
+        with pytest.raises(CheckpointError, match=f"tensor '{down}' {message}"):
+            save_pretrained(model, tmp_path / "new", source=folder, dtype=dtype)
+        assert list(tmp_path.iterdir()) == []
+    save_pretrained(model, tmp_path / "new", source=folder)
+    with pytest.raises(CheckpointError, match=f"tensor '{down}' of .* which float16 cannot hold"):
+        load_pretrained(tmp_path / "new", groups=one_rank, dtype=torch.float16)
+    add_lora_(model, LoraConfig(r=2), architecture)
+    adapter = next(param for name, param in model.named_parameters() if "lora_b" in name.lower())
+    with torch.no_grad():
+        adapter[0, 1] = torch.nan
+    with pytest.raises(CheckpointError, match=r"tensor 'base_model\..*lora_B.weight' has values that are not finite"):
+        save_adapter(model, tmp_path / "adapters", architecture)
+    assert not (tmp_path / "adapters").exists()
