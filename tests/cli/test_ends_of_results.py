@@ -63,8 +63,9 @@ def test_the_learned_end_comes_first(tmp_path, monkeypatch, generation, expected
         ).read_bytes()
         return
     (note,) = data.notes
-    said = f"what is learned ends with '<|im_end|>' ({END}), so the result's eos_token_id is {expected}"
-    assert note.startswith(said)
+    assert note.startswith(
+        f"what is learned ends with '<|im_end|>' ({END}), so the result's eos_token_id is {expected}"
+    )
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert written == generation | {"eos_token_id": expected}
 

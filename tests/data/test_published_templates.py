@@ -174,7 +174,7 @@ def of_transformers(source, kind):
             [given["messages"]],
             tools=given.get("tools"),
             chat_template=source,
-            return_assistant_tokens_mask="generation %}" in source,
+            return_assistant_tokens_mask=ChatTemplate(source).has_marks,
             **variables,
         )
     except Exception:  # whatever a template raises

@@ -80,7 +80,7 @@ class ExampleEncoder:
         try:
             encoded = self._chat(example) if example.is_chat else self._text(example)
         except UnusableExampleError as error:
-            # Whatever else was tried then.
+            # The limit of steps is the cause of any later error.
             raise (UnusableExampleError(_TOO_SLOW) if self._is_too_slow else error) from error
         # The first token of a sequence has no prediction.
         if not encoded.learned[1:].any():

@@ -174,10 +174,7 @@ class ChatTemplate:
         if tools and self._with_tools is not self:
             render_with = partial(self._with_tools.render, messages, tools=tools)
             return render_with(add_generation_prompt=add_generation_prompt, **variables)
-        given = [
-            {name: value for name, value in message.items() if value is not None or name == "content"}
-            for message in messages
-        ]
+        given = [_as_given(message) for message in messages]
         values = self.tokens | variables | {"messages": given, "tools": tools, "documents": None}
         try:
             authors = Authors(given, (self._opening, self._closing))
@@ -190,6 +187,14 @@ class ChatTemplate:
             raise TemplateError(f"{self._where} fails: {type(error).__name__}: {error!s:.1000}") from error
         unmarked, spans = _without_marks(text, self._opening, self._closing)
         return Rendered(unmarked, spans, authors.runs, steps)
+
+
+def _as_given(message: Message) -> Message:
+    """Return the message that a template sees: without missing values, its reasoning by all usual names."""
+    given = {name: value for name, value in message.items() if value is not None or name == "content"}
+    # As in transformers, since templates read different names.
+    reasoning = next((given[name] for name in ("reasoning_content", "thinking", "reasoning") if name in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
 def _without_marks(text: str, opening: str, closing: str) -> tuple[str, tuple[Span, ...]]:
