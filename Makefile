@@ -13,8 +13,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Tests of several ranks wait for each other, others for programs that start: side by side they fill two cores.
 COMMANDS := tests/cli tests/hostile
-PROGRAMS := tests/benchmarks tests/examples tests/harness_test tests/run/doctor
-RUNS := tests/run tests/conformance
+PROGRAMS := tests/benchmarks tests/examples tests/harness_test tests/doctor
+RUNS := tests/run tests/plan tests/conformance
 MODELS := tests/models tests/storage
 GROUPS := tests-of-ranks ranks-of-models tests-of-commands tests-of-programs tests-of-runs other-tests
 SIDE_BY_SIDE := $(MAKE) --no-print-directory -j7 $(GROUPS)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.core.errors import LaunchError
-from shardwise.run.comparison import compare
+from shardwise.doctor.comparison import compare
 from shardwise.run.metrics import read_metrics
 
 Layout = tuple[int, str]

@@ -70,7 +70,7 @@ def test_data_is_imported_without_models_and_what_they_import():
 # The import of torch._dynamo takes longer than that of PyTorch, and that of DTensor half as long.
 IMPORTS = """
 import sys
-import shardwise.run.commands.text_generation, shardwise.run.commands.evaluate, shardwise.run.plan.plan
+import shardwise.run.commands.text_generation, shardwise.run.commands.evaluate, shardwise.plan.plan
 assert not {"torch.distributed.tensor", "torch._dynamo"} & sys.modules.keys()
 import shardwise.run.run
 assert "torch._dynamo" not in sys.modules

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import doctor
+import doctor_cost
 import pytest
 from shared_workers import measured
 
@@ -19,7 +19,7 @@ SIZES = {
 
 @pytest.mark.slow
 def test_what_it_measures(tmp_path, monkeypatch, capsys):
-    result, printed = measured(doctor, [], SIZES, tmp_path, monkeypatch, capsys)
+    result, printed = measured(doctor_cost, [], SIZES, tmp_path, monkeypatch, capsys)
     assert result["sizes"] == SIZES | {"tie_embeddings": False}
     assert len(result["recording"]["ratio"]["per_round"]) == 2
     assert result["recording"]["bytes_per_step"] > 0

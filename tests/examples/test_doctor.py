@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
+from doctor.test_report import check_page
 from harness.forked import run_forked
 from harness.page import DOCS
-from run.doctor.test_report import check_page
 from run.run_processes import run_command
 
 from shardwise.cli.main import main

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from harness.forked import run_forked
 
 from shardwise.cli.main import main
+from shardwise.doctor.comparison import results
 from shardwise.run import run as run_module, session as session_module
-from shardwise.run.comparison import results
 from shardwise.run.metrics import read_metrics
 from shardwise.run.processes import ranks as ranks_module
 from shardwise.run.settings import RunSettings

@@ -10,8 +10,8 @@ from run.compared_runs import TEXT, run, sizes, train
 from run.run_processes import run_commands
 
 from shardwise.core.errors import ConfigError
-from shardwise.run.comparison import compare
-from shardwise.run.plan.plan import plan_run
+from shardwise.doctor.comparison import compare
+from shardwise.plan.plan import plan_run
 from shardwise.run.settings import ParallelSettings, Settings
 from shardwise.storage.checkpoint.comparing import StoredCheckpoint, tensor_differences
 from shardwise.storage.checkpoint.folder import latest

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plan.measured_layouts import CASES
 from run.compared_runs import TEXT, sizes, train
-from run.plan.measured_layouts import CASES
 from run.run_processes import run_commands
 
 from shardwise.core.errors import ConfigError
+from shardwise.doctor.comparison import compare
 from shardwise.models.recomputation import Recomputation
-from shardwise.run.comparison import compare
+from shardwise.plan.fit import fitted, layouts
+from shardwise.plan.plan import plan_run
+from shardwise.plan.rehearsal import Rehearsals
+from shardwise.plan.workload import Mesh
 from shardwise.run.metrics import read_metrics
-from shardwise.run.plan.fit import fitted, layouts
-from shardwise.run.plan.plan import plan_run
-from shardwise.run.plan.rehearsal import Rehearsals
-from shardwise.run.plan.workload import Mesh
 from shardwise.run.settings import ModelSettings, ParallelSettings, Settings
 from shardwise.training.bounds import with_values
 

@@ -14,9 +14,9 @@ from run.tiny import tiny_settings
 from shardwise.cli.reporting import describe
 from shardwise.core.errors import ConfigError, OutOfMemoryError
 from shardwise.models.recomputation import Recomputation
+from shardwise.plan.advice import advice, changes
+from shardwise.plan.workload import Mesh
 from shardwise.run.build import describe as model_of
-from shardwise.run.plan.advice import advice, changes
-from shardwise.run.plan.workload import Mesh
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.shortage import Shortage, is_out_of_memory
 

@@ -17,9 +17,9 @@ from harness.forked import run_forked
 
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import Batch
+from shardwise.plan.plan import make_plan
+from shardwise.plan.workload import mesh_of, workload_of
 from shardwise.run.build import config_fields, describe
-from shardwise.run.plan.plan import make_plan
-from shardwise.run.plan.workload import mesh_of, workload_of
 from shardwise.run.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
 from shardwise.run.shortage import is_out_of_memory
 from shardwise.storage.huggingface import build_model, model_config

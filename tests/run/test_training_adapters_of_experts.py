@@ -17,8 +17,8 @@ from storage.adapters.tiny_models import read_adapters, save_model
 from shardwise.cli.main import main
 from shardwise.core.errors import ConfigError
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.doctor.comparison import compare
 from shardwise.models.adapters import LoraConfig
-from shardwise.run.comparison import compare
 from shardwise.run.metrics import read_metrics
 from shardwise.run.settings import LoraSettings
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from run.plan.planned_models import described
+from plan.planned_models import described
 from run.test_run import open_tiny
 from run.tiny import tiny_settings
 from torch.utils.flop_counter import FlopCounterMode

@@ -15,13 +15,13 @@ from shardwise.run.settings import DpoSettings, FinetuneSettings, Settings
 from shardwise.training.bounds import Folder, Range, with_values
 
 if TYPE_CHECKING:
-    from shardwise.run.doctor.diagnosis import Diagnosis
+    from shardwise.doctor.diagnosis import Diagnosis
 
 _STEPS = Range(1, 1000)
 
 
 def _show(diagnosis: "Diagnosis", *, html: str | None, as_json: bool, title: str) -> None:
-    from shardwise.run.doctor.report import as_json as facts_of, as_text, write_page
+    from shardwise.doctor.report import as_json as facts_of, as_text, write_page
 
     print(json.dumps(facts_of(diagnosis), indent=2) if as_json else as_text(diagnosis))
     if html is not None:
@@ -58,7 +58,7 @@ class DoctorArguments(Arguments):
     def work(self) -> None:
         if self.html is not None:
             check_output(self.html, flag="--html")
-        from shardwise.run.doctor.diagnosis import diagnose
+        from shardwise.doctor.diagnosis import diagnose
 
         diagnosis = diagnose(self.reference, self.suspect, self.rounding)
         _show(diagnosis, html=self.html, as_json=self.json, title=f"{self.suspect} against {self.reference}")
@@ -89,7 +89,7 @@ class _DoctorRunArguments(RunArguments):
         return self._diagnose
 
     def _diagnose(self) -> None:
-        from shardwise.run.doctor.runs import diagnose_run
+        from shardwise.doctor.runs import diagnose_run
 
         title = f"{Path(self.settings.out).name} against one rank"
         report = partial(_show, html=self.html, as_json=self.json, title=title)
@@ -160,8 +160,8 @@ class DoctorExplainArguments(LaunchArguments):
         return self._explain
 
     def _explain(self) -> None:
-        from shardwise.run.doctor.report import write_page
-        from shardwise.run.doctor.runs import diagnose_run
+        from shardwise.doctor.report import write_page
+        from shardwise.doctor.runs import diagnose_run
 
         path = Path(self.out) / "explained.html"
 
@@ -173,11 +173,11 @@ class DoctorExplainArguments(LaunchArguments):
 
 
 def _explained(arguments: DoctorExplainArguments) -> Settings:
-    import shardwise.run.doctor.recorder
+    import shardwise.doctor.recorder
 
     values: dict[str, Any] = {
         # Any text does.
-        "data": (shardwise.run.doctor.recorder.__file__,),
+        "data": (shardwise.doctor.recorder.__file__,),
         "out": arguments.out,
         "device": "cpu",
         "model": {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "sequence_length": 32, "vocab_size": 300},

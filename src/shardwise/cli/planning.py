@@ -27,8 +27,8 @@ from shardwise.training.bounds import (
 )
 
 if TYPE_CHECKING:
-    from shardwise.run.plan.machine import Rates
-    from shardwise.run.plan.workload import Workload
+    from shardwise.plan.machine import Rates
+    from shardwise.plan.workload import Workload
 
 _SHOWN = 20
 _RANK = Range(0, 2**31 - 1)
@@ -89,13 +89,13 @@ class RunPlanArguments(SettingsArguments):
 
     def workload(self) -> "Workload":
         """Return the run to plan."""
-        from shardwise.run.plan.workload import planned_workload
+        from shardwise.plan.workload import planned_workload
 
         return planned_workload(self.settings)
 
     def rates(self) -> "Rates":
         """Return the stated rates."""
-        from shardwise.run.plan.machine import Rates
+        from shardwise.plan.machine import Rates
         from shardwise.run.quantities import read_bytes
 
         within, between, tflops = self.host_bandwidth, self.network_bandwidth, self.settings.peak_tflops
@@ -107,22 +107,22 @@ class RunPlanArguments(SettingsArguments):
         )
 
     def work(self) -> None:
-        from shardwise.run.plan.picture import check_picture, draw_memory
-        from shardwise.run.plan.report import plan_as_json, plan_as_table, rank_as_table
+        from shardwise.plan.picture import check_picture, draw_memory
+        from shardwise.plan.report import plan_as_json, plan_as_table, rank_as_table
 
         rates, limit = self.rates(), None
         if self.picture is not None:
             check_picture(self.picture)
         workload = self.workload()
         if self.fit is None:
-            from shardwise.run.plan.plan import plan_of
+            from shardwise.plan.plan import plan_of
 
             (world_size,) = self.world_sizes()
             plan = plan_of(workload, world_size, self.rank)
             shown: object = plan_as_json(plan, rates)
             text = plan_as_table(plan, rates) if self.rank is None else rank_as_table(plan, rates)
         else:
-            from shardwise.run.plan.fit import choices_of, fitting_as_table
+            from shardwise.plan.fit import choices_of, fitting_as_table
             from shardwise.run.quantities import read_bytes
 
             limit = read_bytes(self.fit)
@@ -171,7 +171,7 @@ class PlanArguments(RunPlanArguments):
             )
 
     def workload(self) -> "Workload":
-        from shardwise.run.plan.workload import planned_workload
+        from shardwise.plan.workload import planned_workload
 
         return planned_workload(self.settings, self.model_dir)
 
@@ -252,8 +252,8 @@ class GeneratePlanArguments(Arguments):
         return _world_sizes(self.ranks, self.fit, LOCAL_RANKS) or (self.tp or 1,)
 
     def work(self) -> None:
-        from shardwise.run.plan.generation import fit_generation, plan_generation
-        from shardwise.run.plan.report import generation_as_json, generation_as_table
+        from shardwise.plan.generation import fit_generation, plan_generation
+        from shardwise.plan.report import generation_as_json, generation_as_table
 
         names = ("prompt_length", "max_new_tokens", "adapter", "device", "layers")
         given = {name: getattr(self, name) for name in names}

@@ -135,7 +135,7 @@ def call_in_fresh_process(function: str, *args: Any, timeout: float | None = Non
     """Call a function in a new Python process, without this process's groups and limit of memory.
 
     Args:
-        function: module and name, such as ``"shardwise.run.plan.plan:make_plan"``.
+        function: module and name, such as ``"shardwise.plan.plan:make_plan"``.
         *args: picklable arguments.
         timeout: seconds to wait.
 

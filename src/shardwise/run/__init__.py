@@ -13,31 +13,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shardwise.doctor.comparison import compare as compare
+    from shardwise.plan.fit import fit_run as fit_run
+    from shardwise.plan.generation import fit_generation as fit_generation, plan_generation as plan_generation
+    from shardwise.plan.plan import plan_run as plan_run
     from shardwise.run.commands.conversion import export_hf as export_hf, import_hf as import_hf
     from shardwise.run.commands.evaluate import evaluate as evaluate
     from shardwise.run.commands.harness_tasks import evaluate_tasks as evaluate_tasks
     from shardwise.run.commands.text_generation import chat as chat, generate as generate
     from shardwise.run.commands.train import dpo as dpo, finetune as finetune, train as train
-    from shardwise.run.comparison import compare as compare
-    from shardwise.run.plan.fit import fit_run as fit_run
-    from shardwise.run.plan.generation import fit_generation as fit_generation, plan_generation as plan_generation
-    from shardwise.run.plan.plan import plan_run as plan_run
 
 _MODULES = {
-    "chat": "commands.text_generation",
-    "compare": "comparison",
-    "dpo": "commands.train",
-    "evaluate": "commands.evaluate",
-    "evaluate_tasks": "commands.harness_tasks",
-    "export_hf": "commands.conversion",
-    "finetune": "commands.train",
+    "chat": "run.commands.text_generation",
+    "compare": "doctor.comparison",
+    "dpo": "run.commands.train",
+    "evaluate": "run.commands.evaluate",
+    "evaluate_tasks": "run.commands.harness_tasks",
+    "export_hf": "run.commands.conversion",
+    "finetune": "run.commands.train",
     "fit_generation": "plan.generation",
     "fit_run": "plan.fit",
-    "generate": "commands.text_generation",
-    "import_hf": "commands.conversion",
+    "generate": "run.commands.text_generation",
+    "import_hf": "run.commands.conversion",
     "plan_generation": "plan.generation",
     "plan_run": "plan.plan",
-    "train": "commands.train",
+    "train": "run.commands.train",
 }
 
 __all__ = sorted(_MODULES)
@@ -46,4 +46,4 @@ __all__ = sorted(_MODULES)
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module 'shardwise.run' has no attribute {name!r}")
-    return getattr(import_module(f"shardwise.run.{_MODULES[name]}"), name)
+    return getattr(import_module(f"shardwise.{_MODULES[name]}"), name)

@@ -17,9 +17,9 @@ from shardwise.data import DataLoader, SampleRows
 from shardwise.kernels.dispatch import agree_on_kernels
 from shardwise.models.config import ModelConfig
 from shardwise.models.description import ModelChunks, ModelDescription
+from shardwise.models.experts.routing import RoutingRecorder, RoutingReplay
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import named_param_layouts, replicas_of
-from shardwise.run.doctor.routing import RoutingRecorder, RoutingReplay
 from shardwise.run.exact_surroundings import check_arithmetic, use_deterministic_algorithms
 from shardwise.run.exact_trials import check_device, check_updates
 from shardwise.run.processes.ranks import Ranks

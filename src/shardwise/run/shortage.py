@@ -81,7 +81,7 @@ class Shortage:
         """The plan and the remedy, by a fresh process: this one is a rank, and short of memory."""
         facts = self.settings, self.model, self.ranks.device.type, self.ranks.world_size, self.available
         try:
-            text: str = call_in_fresh_process("shardwise.run.plan.advice:advice", *facts, timeout=_SECONDS)
+            text: str = call_in_fresh_process("shardwise.plan.advice:advice", *facts, timeout=_SECONDS)
         except (ShardwiseError, RuntimeError) as error:
             return f"There is no plan of it ({error}). {_REMEDY}"
         return text

@@ -1,0 +1,136 @@
+"""Diagnose a run of Shardwise: the same steps on one rank and at the layout that was asked for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardwise.core.communication.agreement import agree
+from shardwise.core.errors import ConfigError, ParityError
+from shardwise.core.topology import Groups
+from shardwise.doctor.diagnosis import Diagnosis, diagnose
+from shardwise.doctor.places import Axes
+from shardwise.doctor.recorder import BUDGET, Recorder
+from shardwise.doctor.recording import check_replaceable
+from shardwise.doctor.repeating import ONE_RANK, alone, check_dropout, other_rounding
+from shardwise.run.checkpoint_writer import lock_folder
+from shardwise.run.processes.ranks import open_ranks
+from shardwise.run.session import open_session
+from shardwise.run.settings import RunSettings
+from shardwise.run.tasks import task_of
+from shardwise.run.tasks.task import Session, Task
+from shardwise.training.trainer import Trainer
+
+STEPS = 2
+_RECORDINGS = ("one", "rounding", "parallel")
+
+
+def diagnose_run(
+    settings: RunSettings,
+    *,
+    steps: int = STEPS,
+    folder: Path | None = None,
+    budget: int = BUDGET,
+    report: Callable[[Diagnosis], object] = lambda diagnosis: None,
+    make_task: Callable[[Any], Task] = task_of,
+) -> None:
+    """Train a few steps at the settings' layout and on one rank, and compare them; every rank calls.
+
+    The first rank trains the model on one rank twice: in the run's dtype, and with another rounding, in float64 for
+    float32, and otherwise with each operation changed by one rounding error.
+
+    Args:
+        settings: settings of the run.
+        steps: number of steps.
+        folder: folder for the recordings ``one``, ``rounding`` and ``parallel``, which replace earlier ones; the
+            settings' ``out`` and ``doctor`` if None.
+        budget: most bytes of a recording of a rank.
+        report: callback for the diagnosis, on the first rank.
+        make_task: factory of the task.
+
+    Raises:
+        ParityError: a module is wrong; on every rank, after the report.
+        ConfigError: the layout has one rank, layouts drop other elements, the settings do not fit the ranks, another
+            process uses ``out``, or the folder of a recording has something else.
+        ShardwiseError: any other failure, on every rank.
+    """
+    overlaps = settings.parallel.tp > 1 and not settings.parallel.fsdp
+    folder = Path(settings.out) / "doctor" if folder is None else folder
+    with (
+        open_ranks(settings.device, timeout=settings.timeout, overlaps=overlaps) as ranks,
+        lock_folder(Path(settings.out), ranks),
+    ):
+        if ranks.world_size == 1:
+            raise ConfigError("the doctor compares several ranks with one, and this run has one; give --nproc, --tp...")
+        if settings.training.steps < steps:
+            raise ConfigError(f"training.steps is {settings.training.steps}, and {steps} steps are recorded")
+        earlier = [folder / name for name in _RECORDINGS]
+
+        def check_earlier() -> None:
+            for each in earlier if ranks.is_first else ():
+                check_replaceable(each)
+
+        agree(check_earlier, group=ranks.control)
+        session = open_session(settings, ranks, make_task)
+        # The adapters of one stage may have dropout, and those of another none.
+        agree(lambda: check_dropout(session), group=ranks.control)
+        if ranks.is_first:
+            for each in earlier:
+                shutil.rmtree(each, ignore_errors=True)
+        with session.shortage.explained():
+            session.task.method.before(session)
+            agree(lambda: _record_alone(session, folder, steps, budget), group=ranks.control)
+            _record(session.trainer, session, folder / "parallel", steps, budget, Groups.of(session.topology))
+        # The recordings of all ranks are complete.
+        agree(lambda: None, group=ranks.control)
+
+        def judge() -> None:
+            if not ranks.is_first:
+                return
+            diagnosis = diagnose(folder / "one", folder / "parallel", folder / "rounding")
+            report(diagnosis)
+            if diagnosis.first is not None:
+                raise ParityError(f"not equal to one rank: {diagnosis.first.line()}")
+
+        agree(judge, group=ranks.control)
+
+
+def _record_alone(session: Session, folder: Path, steps: int, budget: int) -> None:
+    """Record the model on the first rank alone, in the run's dtype and with another rounding."""
+    if not session.ranks.is_first:
+        return
+    dtype, perturb = other_rounding(session)
+    _record(alone(session), session, folder / "one", steps, budget, ONE_RANK, world_size=1)
+    other = alone(session, dtype)
+    _record(other, session, folder / "rounding", steps, budget, ONE_RANK, perturb=perturb, world_size=1)
+
+
+def _record(
+    trainer: Trainer,
+    session: Session,
+    folder: Path,
+    steps: int,
+    budget: int,
+    axes: Axes | Groups,
+    *,
+    perturb: int | None = None,
+    world_size: int | None = None,
+) -> None:
+    recorder = Recorder(
+        trainer.model,
+        folder,
+        steps=steps,
+        axes=axes,
+        budget=budget,
+        perturb=perturb,
+        world_size=world_size,
+        remedy="record fewer steps (--recorded-steps), take a smaller model, or choose another --out",
+    )
+    trainer.observer = recorder
+    for step in range(steps):
+        trainer.train_step(step, session.loader)
+    trainer.wait_for_weights()
+    recorder.close()
+    trainer.observer = None
