@@ -37,7 +37,7 @@ def shown_samples(settings: FinetuneSettings, count: int, *, colours: bool) -> I
     """
     method = task_of(settings).method
     assert isinstance(method, Examples | Preferences)
-    examples = method.to_show()
+    settings, examples = method.settings, method.to_show()
     longest = settings.sequence_length + 1
     key = f"{_LEARNED}learned{_PLAIN}, {_READ}only read{_PLAIN}" if colours else "[[learned]], only read"
     if isinstance(examples, TaskData):
