@@ -41,7 +41,7 @@ def test_answers_are_those_of_re():
         assert matches(pattern, text, "x") is expected, (pattern, text)
         assert matches(pattern, text, "x", at_end=True) is at_end, (pattern, text)
         tried, found = tried + 1, found + expected
-    assert 20 < found < 180
+    assert 0 < found < tried
 
 
 @pytest.mark.parametrize(
