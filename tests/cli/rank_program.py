@@ -98,6 +98,13 @@ def one_exits(folder: Path) -> None:
     hang()
 
 
+def one_gets_a_signal_without_a_name(folder: Path) -> None:
+    """A real-time signal ends rank 1."""
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGRTMIN + 1)
+    hang()
+
+
 def one_is_told_to_end(folder: Path) -> None:
     """Somebody ends rank 1 alone."""
     if RANK == 1:

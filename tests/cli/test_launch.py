@@ -114,7 +114,11 @@ def test_gloo_ranks_end_with_one_line_too(tmp_path, capfd, behaviour, message):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("behaviour", "end"),
-    [("one_exits", "ended with exit code 7 and no message"), ("one_is_told_to_end", "was ended by SIGTERM")],
+    [
+        ("one_exits", "ended with exit code 7 and no message"),
+        ("one_is_told_to_end", "was ended by SIGTERM"),
+        ("one_gets_a_signal_without_a_name", f"was killed by signal {signal.SIGRTMIN + 1}"),
+    ],
 )
 def test_a_rank_that_ends_without_a_word_is_named(tmp_path, capfd, behaviour, end):
     assert launch(behaviour, tmp_path) == 1

@@ -66,6 +66,13 @@ def test_an_unknown_command_is_one_line(capsys, word, message):
     assert capsys.readouterr() == ("", f"shardwise: error: {message}\n")
 
 
+@pytest.mark.parametrize("name", ["plan", "doctor"])
+def test_a_command_that_left_is_named_behind_another_one(capsys, name):
+    assert main([name, "distill", "m", "--teacher", "t"]) == 2
+    said = f"{name} distill is not a command any more: {REMOVED['distill']}"
+    assert capsys.readouterr() == ("", f"shardwise {name}: error: {said}\n")
+
+
 def test_a_mistake_is_one_line_and_with_debug_a_stack_trace_too(capsys):
     assert main(["train", "--model.num-layerz", "3"]) == 2
     line = "shardwise train: error: unknown flag --model.num-layerz; did you mean --model.num-layers?\n"

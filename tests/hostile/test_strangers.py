@@ -77,7 +77,9 @@ def test_ranks_of_one_machine_listen_on_loopback_only(folder: Path, command: lis
             seen |= listening(program, but=but)
             time.sleep(_PAUSE)
         program.finish()
-    assert {address for address, _ in seen} in ({"127.0.0.1"}, {"::1"})
+    assert {address for address, _ in seen} <= {"127.0.0.1", "::1"}
+    # One rank may end between two looks.
+    assert seen or command == ["alone.py"]
 
 
 class Write:

@@ -125,6 +125,11 @@ def test_a_run_replays_the_routing_of_another(one, tmp_path):
     )
     assert code == 2
     assert "has no routing of step 6; replay fewer steps" in error
+    other = train(tmp_path, "other", *SIZES, "--training.seed", "2", "--training.steps", "2")
+    again = ("--training.seed", "2", "--resume", "auto", "--record-routing", folder)
+    arguments = ("train", "--data", str(TEXT), *SIZES, "--out", str(other), *again)
+    ((code, _, error),) = run_commands(tmp_path, [arguments])
+    assert (code, "exists already" in error) == (2, True)
 
 
 @pytest.mark.slow

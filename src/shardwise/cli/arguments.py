@@ -275,6 +275,7 @@ class FlagReader:
         name = name.replace("_", "-")
         flag = self.flags.get(name)
         if flag is None:
+            # `--task` of eval is a slip of `--tasks`.
             if (gone := REMOVED.get(name.lstrip("-").replace("-", "_"))) and f"{name}s" not in self.flags:
                 raise ConfigError(f"{name} is not a flag any more: {gone}")
             close = nearest(name.lstrip("-"), [known.removeprefix("--") for known in self.flags])

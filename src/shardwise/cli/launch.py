@@ -116,7 +116,8 @@ def launch_ranks(
             for rank in range(nproc):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 try:
-                    # A session of its own has all processes of the rank, and not the Ctrl-C of the terminal.
+                    # In its own session the rank does not receive the terminal's Ctrl-C, and all its processes can be
+                    # ended together.
                     ranks.append(subprocess.Popen(argv, env=environment | place, start_new_session=True))
                 except OSError as error:
                     raise LaunchError(f"could not start {nproc} ranks: {describe(error)[0]}") from error
@@ -184,7 +185,7 @@ def _end_without_report(failures: Mapping[int, _Failure], reports: list[FailureR
     silent = rank not in {report.rank for report in reports}
     if killed and (not reports or reports[0].time > killed[0][1].time - _SAME_MOMENT_SECONDS):
         rank, failure = killed[0]
-        how = f"was killed by {signal.Signals(-failure.exit_code).name}"
+        how = f"was killed by {_name_of(-failure.exit_code)}"
         if failure.exit_code == -signal.SIGKILL:
             how += ", by hand or for lack of memory"
     elif not reports or (silent and reports[0].in_collective):
@@ -197,6 +198,14 @@ def _end_without_report(failures: Mapping[int, _Failure], reports: list[FailureR
     else:
         return ""
     return f"rank {rank} (pid {failure.pid}) {how}"
+
+
+def _name_of(signum: int) -> str:
+    """Return the name of a signal; a real-time signal has none."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
 
 
 def _rank_variables(nproc: int, folder: Path, debug: bool) -> dict[str, str]:

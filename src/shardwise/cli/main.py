@@ -149,6 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         def command() -> int:
             noted.hand_over()
+            if is_known and COMMANDS[name.partition(" ")[0]].kinds and own and own[0] in REMOVED:
+                raise ConfigError(f"{name} {own[0]} is not a command any more: {REMOVED[own[0]]}")
             return run_subcommand(name, own) if is_known else _without_command(name)
 
         return run_command(f"shardwise {name}" if is_known else "shardwise", command, debug="--debug" in arguments)

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from shardwise.conformance.case import Case, all_cases
 from shardwise.conformance.targets import load_target
+from shardwise.core.sockets import own_inodes, refuse_strangers
 from shardwise.core.topology import Groups, Topology
 
 _AFTER_FAILURE_SECONDS = 1.0
@@ -195,6 +196,7 @@ def _serve(target: ModuleType, rank: int, orders: IO[str], replies: IO[str]) -> 
 def _world(case: Case, target: ModuleType, rank: int, store: str, seconds: float) -> Iterator[Groups]:
     """Yield the groups of a case, and close them at its end."""
     nothing: Any = lambda *_: None  # noqa: E731
+    before = own_inodes()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, case.ranks),  # type: ignore[attr-defined]
@@ -203,6 +205,7 @@ def _world(case: Case, target: ModuleType, rank: int, store: str, seconds: float
         timeout=datetime.timedelta(seconds=seconds),
     )
     try:
+        refuse_strangers(before)
         topology = Topology.create(tp=case.tp, pp=case.pp, cp=case.cp, ep=case.ep, etp=case.etp)
         groups = Groups.of(topology)
         random.seed(0)

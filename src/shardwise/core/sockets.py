@@ -1,7 +1,8 @@
 """TCP sockets of this process, and who is at their other ends, as Linux lists them.
 
-gloo accepts as a rank whoever connects and sends a small number, and ranks send each other pickles. Every user of a
-machine can connect to its loopback interface. Therefore a rank checks who is connected before it reads from a group.
+gloo takes any process that connects and sends a small number for a rank, and ranks send each other pickles. Every user
+of a machine can connect to its loopback interface. Therefore a rank checks who is connected before it reads from a
+group.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Socket:
         here, there: address and port of this end and of the other end; the other end's are zeros if it listens.
         state: the kernel's number of the state; see ``listens``.
         uid: the user who made it.
-        inode: number by which descriptors name it.
+        inode: number of the socket in its descriptors.
     """
 
     here: tuple[Any, int]
@@ -84,7 +85,7 @@ def refuse_strangers(since: set[str]) -> None:
                 found |= {f"user {other.uid}"} - {f"user {os.getuid()}"}
             elif other is not None or each.there[0].is_loopback:
                 # The kernel does not know the user of a socket that its process has closed.
-                found.add("a process that has ended")
+                found.add("a rank or another process that has ended")
     if found:
         raise TopologyError(
             f"{', '.join(sorted(found))} on this machine connected to this rank while the ranks connected to each "

@@ -30,7 +30,7 @@ from shardwise.run.settings import (
     RunSettings,
 )
 from shardwise.run.tasks.preference import PreferenceObjective
-from shardwise.run.tasks.pretrained_model import check_task, resolved, with_dropout
+from shardwise.run.tasks.pretrained_model import check_continues_texts, resolved, with_dropout
 from shardwise.storage.adapters import add_lora_, read_adapter_config
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.loading import BaseQuantization, make_room_
@@ -394,6 +394,6 @@ def planned_workload(settings: RunSettings, model_dir: str | PathLike[str] | Non
 def _finetuned(settings: FinetuneSettings) -> Workload:
     path = Path(settings.base)
     config = read_config(path)
-    check_task(config, settings, path)
+    check_continues_texts(config, path)
     settings = resolved(settings, config.description, path)
     return workload_of(settings, with_dropout(config.description, settings.model.dropout))

@@ -78,9 +78,13 @@ def train(session: Session) -> Outcome:
     session.settings.profile.check_steps(first_step, session.settings.training.steps)
     if (routing := session.trainer.routing) is not None:
         steps = range(first_step, session.settings.training.steps)
-        if checkpoint is not None or _recorded_there(session):
-            agree(lambda: routing.resume(first_step), group=session.ranks.control)
-        agree(lambda: routing.check_steps(steps), group=session.ranks.control)
+
+        def check_steps() -> None:
+            if _recorded_there(session):
+                routing.resume(first_step)
+            routing.check_steps(steps)
+
+        agree(check_steps, group=session.ranks.control)
     agree(lambda: _leave_settings(session), group=session.ranks.control)
     if checkpoint is not None and session.ranks.is_first:
         print(f"resumed at step {first_step}", flush=True)
@@ -287,7 +291,7 @@ class _Training:
         if not self._losses and self.first_step == 0:
             # No weight was updated, so the learning rate is not the cause.
             return (
-                "no step was made before; what the run begins with is broken (weights), or too large "
+                "no step was made before; the weights that the run begins with are broken, or too large "
                 f"for --training.dtype; {REPORT.format('good weights fail in float32 too')}"
             )
         rate = f"a lower optimizer.learning-rate than {self.session.settings.optimizer.learning_rate:g}"

@@ -13,7 +13,7 @@ import re
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ import torch.distributed.nn.functional
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.context import backends_of
-from shardwise.core.errors import ConfigError, LaunchError
+from shardwise.core.errors import ConfigError, LaunchError, TopologyError
 from shardwise.core.processes import STORE_VARIABLE, loopback_interface, machine
 from shardwise.core.sockets import own_inodes, refuse_strangers
 from shardwise.run.processes.watch import BeatFiles, Watch
@@ -154,7 +154,10 @@ def open_ranks(
             limit = max(_STREAM_LIMIT if use_cuda else _HOST_LIMIT, datetime.timedelta(seconds=timeout))
             for device_type in backends_of(world):
                 world._get_backend(torch.device(device_type))._set_default_timeout(limit)
-            control = dist.new_group(backend="gloo", timeout=_HOST_LIMIT) if use_cuda and world_size > 1 else None
+            control = None
+            if use_cuda and world_size > 1:
+                with _without_strangers(dist.PrefixStore("shardwise/control", store), rank, world_size):  # type: ignore[attr-defined]
+                    control = dist.new_group(backend="gloo", timeout=_HOST_LIMIT)
             if world_size > 1:
                 watch = Watch(_beats(store, opening), rank, world_size, limit=timeout, waits_in_stream=use_cuda)
                 watch.start()
@@ -306,13 +309,13 @@ def _store_at(address: str, port: int, rank: int, world_size: int, timeout: date
     # torchrun has the store itself.
     has_store = rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ
     if has_store and _is_loopback_name(address):
-        # PyTorch would listen on all interfaces. If something listens at the port already, PyTorch reports it.
-        with suppress(OSError):
-            listening = socket.create_server((addresses_towards(address)[1], port))
-            return dist.TCPStore(  # type: ignore[attr-defined]  # not in its stubs
-                address, port, world_size, is_master=True, timeout=timeout, multi_tenant=True,
-                master_listen_fd=listening.detach(),
-            )  # fmt: skip
+        # PyTorch would listen on all interfaces.
+        here = addresses_towards(address)[1]
+        listening = socket.create_server((here, port), family=socket.AF_INET6 if ":" in here else socket.AF_INET)
+        return dist.TCPStore(  # type: ignore[attr-defined]  # not in its stubs
+            address, port, world_size, is_master=True, timeout=timeout, multi_tenant=True,
+            master_listen_fd=listening.detach(),
+        )  # fmt: skip
     return next(dist.rendezvous("env://", timeout=timeout))[0]  # type: ignore[attr-defined]  # not in its stubs
 
 
@@ -379,11 +382,29 @@ def join(
         if device.type == "cuda" and world_size > 1:
             gpu = str(torch.cuda.get_device_properties(device).uuid)
             refuse_shared_gpus(store, gpu, rank=rank, on_host=on_host)
-        before = own_inodes()
-        dist.init_process_group(
-            **process_group_of(device, world_size), store=store, rank=rank, world_size=world_size, timeout=timeout
-        )
-    refuse_strangers(before)
+        with _without_strangers(store, rank, world_size):
+            dist.init_process_group(
+                **process_group_of(device, world_size), store=store, rank=rank, world_size=world_size, timeout=timeout
+            )
+
+
+@contextmanager
+def _without_strangers(store: Any, rank: int, world_size: int) -> Iterator[None]:
+    """In the block ranks connect; at its end all of them raise TopologyError if another user connected to one.
+
+    The verdicts are texts in the store, since nothing may be read from the connections yet.
+    """
+    before = own_inodes()
+    yield
+    verdict = ""
+    try:
+        refuse_strangers(before)
+    except TopologyError as error:
+        verdict = str(error)
+    store.set(f"shardwise/strangers/{rank}", verdict)
+    for other in range(world_size):
+        if said := store.get(f"shardwise/strangers/{other}").decode():
+            raise TopologyError(said)
 
 
 @contextmanager
@@ -391,7 +412,7 @@ def _joining(rank: int, world_size: int) -> Iterator[None]:
     """In the block, raise LaunchError if the others cannot be reached."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, TopologyError):
         raise
     except (RuntimeError, ValueError, OSError) as error:
         if path := os.environ.get(STORE_VARIABLE):

@@ -35,7 +35,6 @@ def model_card(
     data: str,
     base: Path | None = None,
     is_adapter: bool = False,
-    task: str = "text-generation",
     steps: int | None = None,
 ) -> str:
     """Return the text of ``README.md``.
@@ -48,7 +47,6 @@ def model_card(
         data: display name of the training data.
         base: folder of the base model, if any.
         is_adapter: True if adapters were trained and are not merged.
-        task: name of the task on the hub.
         steps: number of steps of the model's checkpoint; None for all steps of the run.
     """
     name = None if base is None else base_name(base)
@@ -56,7 +54,7 @@ def model_card(
     fields["library_name"] = "peft" if is_adapter else "transformers"
     licence = {} if base is None else _licence_of(base)
     fields |= licence
-    fields["pipeline_tag"] = task
+    fields["pipeline_tag"] = "text-generation"
     kind = "adapter" if is_adapter else "finetune"
     tags = ["shardwise", *(["lora"] if is_adapter else []), *([f"base_model:{kind}:{name}"] if name else [])]
     # JSON is valid YAML; the licence is copied unchanged.

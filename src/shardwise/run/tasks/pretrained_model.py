@@ -76,7 +76,7 @@ class PretrainedModel:
 
     Attributes:
         settings: settings of the run, with the sequence length filled in.
-        folder: folder of the model, opened without reading tensors.
+        folder: folder of the model, opened without reading tensors but copies of tied ones.
         tokenizer: tokenizer of the model.
         identity, trains_weights: see ``Source``.
 
@@ -91,7 +91,7 @@ class PretrainedModel:
         path = Path(settings.base)
         self.folder = PretrainedFolder(path)
         description = self.folder.description
-        check_task(self.folder.config, settings, path)
+        check_continues_texts(self.folder.config, path)
         tokenizer = FolderTokenizer.load(path)
         assert isinstance(tokenizer, FolderTokenizer)
         tokenizer.source = path
@@ -147,8 +147,8 @@ class PretrainedModel:
         return model
 
 
-def check_task(config: PretrainedConfig, settings: FinetuneSettings, path: Path) -> None:
-    """Raise ConfigError unless the model in a folder can be trained for the task of the settings."""
+def check_continues_texts(config: PretrainedConfig, path: Path) -> None:
+    """Raise ConfigError unless the model in a folder continues texts."""
     if config.description.kind != "gpt":
         raise ConfigError(f"{path} is a {config.architecture.model_type} model, which does not continue texts")
 

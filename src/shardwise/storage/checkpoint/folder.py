@@ -19,7 +19,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from shardwise.core.errors import CheckpointError
@@ -76,7 +76,7 @@ def clear_unfinished(root: Path) -> None:
         elif match := _REPLACED.fullmatch(entry.name):
             published = root / match[1]
             if published.exists():
-                remove(entry)
+                remove_unless_held(entry)
             else:
                 os.rename(entry, published)
 
@@ -99,7 +99,7 @@ def publish(partial: Path, target: Path) -> None:
         raise
     fsync(root)
     if replaces:
-        remove(replaced)
+        remove_unless_held(replaced)
 
 
 def remove(folder: Path, *, waits: bool = True) -> None:
@@ -134,7 +134,7 @@ def held(folder: Path) -> Iterator[bool]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
-        # Whatever else is wrong is reported by reading it.
+        # Reading it reports other errors.
         yield os.path.lexists(folder)
         return
     try:
@@ -151,14 +151,16 @@ def held(folder: Path) -> Iterator[bool]:
 
 
 def remove_unless_held(folder: Path, *, waits: bool = True) -> None:
-    """Call ``remove``, unless a process reads the checkpoint: the save after that removes it."""
-    with open_regular(folder / MANIFEST_NAME) as descriptor:
+    """Call ``remove``, unless a process reads the checkpoint; the next save then removes it."""
+    with ExitStack() as stack:
         try:
+            # Over NFS an exclusive lock needs a file that is open for writing.
+            descriptor = stack.enter_context(open_regular(folder / MANIFEST_NAME, os.O_RDWR))
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
         except OSError:
-            pass  # No support for locks.
+            pass  # There is no support for locks, or nobody can read the checkpoint.
         remove(folder, waits=waits)
 
 
