@@ -45,7 +45,9 @@ def test_a_connection_of_another_user_is_refused(connection, monkeypatch):
 def test_so_is_one_whose_user_is_not_known_any_more(connection):
     before, caller = connection
     caller.close()
-    with pytest.raises(TopologyError, match=r"^a rank or another process that has ended on this machine connected to this rank"):
+    with pytest.raises(
+        TopologyError, match=r"^a rank or another process that has ended on this machine connected to this rank"
+    ):
         refuse_strangers(before)
 
 

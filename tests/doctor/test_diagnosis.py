@@ -13,6 +13,7 @@ import torch.distributed as dist
 from doctor.planted import OUR_FAULTS, SCRIPTS, SOUND, OurFault, Script
 from doctor.recorded import record_script
 from harness.faults import Fault, plant
+from run.compared_runs import TEXT
 from run.run_processes import run_commands
 
 from shardwise.doctor.diagnosis import Diagnosis, diagnose
@@ -114,7 +115,7 @@ def test_a_parallel_reference_is_compared_rank_by_rank(group, tmp_path):
 
 
 def run_doctor(folder: Path, fault: Fault | None, *arguments: str, exit_code: int) -> dict[str, object]:
-    text = Path(__file__).parents[1] / "english.txt"
+    text = TEXT
     command = ("doctor", "train", "--data", text, "--out", folder / "run", "--json", *arguments)
     flags = dict(pairwise(arguments))
     size = int(flags.get("--nproc", 0)) or math.prod(int(flags.get(axis, 1)) for axis in ("--tp", "--pp", "--cp"))
@@ -228,7 +229,7 @@ def test_our_runs_are_sound(layout, tmp_path):
 
 
 def test_a_run_whose_layouts_drop_other_elements_is_refused(tmp_path):
-    data = ("--data", Path(__file__).parents[1] / "english.txt", "--out", tmp_path / "run", "--nproc", "2")
+    data = ("--data", TEXT, "--out", tmp_path / "run", "--nproc", "2")
     options = (*_SIZES, "--model.dropout", "0.1", "--training.rng", "per_rank")
     for code, _, errors in run_commands(tmp_path, [("doctor", "train", *data, *options)] * 2):
         assert code == 2, errors

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from doctor.planted import OUR_FAULTS
 from harness.faults import Fault, plant
+from run.compared_runs import TEXT
 from run.run_processes import run_command, run_commands
 
 from shardwise.doctor.comparison import compare
 from shardwise.doctor.judged_runs import OneRun, _metrics
 from shardwise.doctor.repeating import Repetition
 
-TEXT = Path(__file__).parents[1] / "english.txt"
 STEPS = 6
 SIZES = (
     *("--model.num-layers", "2", "--model.hidden-size", "32", "--model.num-heads", "4", "--device", "cpu"),
