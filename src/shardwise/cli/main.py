@@ -348,7 +348,7 @@ def _help() -> str:
     rows = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
     return (
         "usage: shardwise COMMAND [options]\n\n"
-        "Tensor parallelism for PyTorch: small, exact, on any device.\n\n"
+        "Megatron-style parallelism for PyTorch, checked against one rank.\n\n"
         f"commands:\n{rows}\n\n"
         "shardwise COMMAND --help explains a command, shardwise --version prints the version."
     )
