@@ -332,7 +332,7 @@ def test_experts_by_megatron_s_fields():
             "moe_router_topk 2 with moe_router_group_topk 1 compares groups by the sum of their 2 highest scores, and "
             "a router with softmax scores sums 1 here",
         ),
-        ({"num_moe_experts": 0}, "experts: num is 0; it must be at least 1"),
+        ({"num_moe_experts": 0}, "experts: num is 0; it must be from 1 to 65536"),
         ({"num_moe_experts": 8.0}, r"num_moe_experts is 8\.0; it must be an integer"),
         ({"moe_layer_freq": 0}, "moe_layer_freq is 0; it must be at least 1"),
         ({"moe_layer_freq": [1, 0]}, r"moe_layer_freq is \[1, 0\]; it must be 0 or 1 for each of the 3 layers"),

@@ -326,11 +326,13 @@ def test_tokens_of_ranks_that_share_samples(group):
 
 @pytest.mark.ranks(1)
 def test_products_that_depend_on_the_number_of_tokens(group, monkeypatch):
-    def by_rows(self, input_, *_):
-        return type(self)._of_any_rows(self, input_, *_) + input_.size(0)
+    linear = ExactProducts.linear
 
-    monkeypatch.setattr(ExactProducts, "_of_any_rows", ExactProducts._multiply, raising=False)
-    monkeypatch.setattr(ExactProducts, "_multiply", by_rows)
+    def by_rows(self, input_, *others):
+        output = linear(self, input_, *others)
+        return output + input_.size(0) if self.split == "output" else output
+
+    monkeypatch.setattr(ExactProducts, "linear", by_rows)
     model = model_of("llama")
     check_device(model, micro_batch_size=2, sequence_length=64)
     with pytest.raises(ConfigError, match=r"the product for the output of a linear layer, .* of 1 in 2 tokens"):

@@ -133,7 +133,7 @@ def test_what_cannot_be(group):
         for flags in ((True, False), (False, True)):
             with pytest.raises(TopologyError, match="no group was given"):
                 function(*arguments, *flags, tp_group=None)
-        with pytest.warns(DeprecationWarning, match="async_grad_allreduce is deprecated") as told:
+        with pytest.warns(UserWarning, match="async_grad_allreduce is deprecated") as told:
             output = function(*arguments, True, False, tp_group=group, async_grad_allreduce=False)
         assert told[0].filename == __file__
         # Unused: the gradient is reduced all the same.

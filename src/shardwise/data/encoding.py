@@ -174,7 +174,10 @@ class ExampleEncoder:
             written = rendered.spans or self._spans(messages, example, rendered)
             learned = _touched(spans, written, len(rendered.text))
         if skipped := self._skipped(messages, example):
-            learned &= ~_touched(spans, self._spans(messages, example, rendered, skipped), len(rendered.text))
+            # A template's marks may cover a header too, which is in the text of its message.
+            whole = [(begin, end) for number, begin, end in rendered.runs if number in skipped]
+            unlearned = [*whole, *self._spans(messages, example, rendered, skipped)]
+            learned &= ~_touched(spans, unlearned, len(rendered.text))
         if end := self._end_of_last(messages, example, rendered):
             ids, spans = [*ids, *end], [*spans, (len(rendered.text), len(rendered.text))]
             learned = np.append(learned, len(messages) - 1 not in skipped)
@@ -286,7 +289,9 @@ class ExampleEncoder:
     def _own_ends(self) -> tuple[bool, bool]:
         """Whether the template ends an answer with an added token: one that a turn follows, and the last one."""
         asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}
-        own = []
+        own, steps = [], self._steps
+        # The chat that is first must not decide for all others.
+        self._steps = 0
         for messages in ((asked, answer, asked), (asked, answer)):
             example = Example("", None, messages)
             try:
@@ -295,6 +300,7 @@ class ExampleEncoder:
                 own.append(bool(self._added.search(rendered.text[begin:end].rpartition(_PROBE)[2])))
             except UnusableExampleError:
                 own.append(True)
+        self._steps = steps
         return own[0], own[1]
 
     def _end_of_last(self, messages: Messages, example: Example, rendered: Rendered) -> list[int]:
@@ -379,8 +385,7 @@ class PreferenceEncoder(ExampleEncoder):
         ]
         for each in both:
             self._check_answer(each)
-        masking = ExampleEncoder(self.tokenizer, self.template, parse_special=self.parse_special)
-        encoded = [masking.encode(each) for each in both]
+        encoded = [self._masking.encode(each) for each in both]
         first = min(int(each.learned.argmax()) for each in encoded)
         if not np.array_equal(encoded[0].ids[:first], encoded[1].ids[:first]):
             raise UnusableExampleError("the chat template renders the prompt of each answer otherwise")
@@ -389,6 +394,12 @@ class PreferenceEncoder(ExampleEncoder):
         if np.array_equal(encoded[0].ids, encoded[1].ids):
             raise UnusableExampleError("chosen and rejected are equal")
         return tuple(replace(each, learned=np.arange(len(each.ids)) >= first) for each in encoded)
+
+    @cached_property
+    def _masking(self) -> ExampleEncoder:
+        return ExampleEncoder(
+            self.tokenizer, self.template, parse_special=self.parse_special, ends_turns=self.ends_turns
+        )
 
     def _check_answer(self, example: Example) -> None:
         if not example.is_chat:

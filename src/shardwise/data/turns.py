@@ -9,6 +9,7 @@ of an answer must be in its turn, and those of other messages in no turn. If tha
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -174,10 +175,16 @@ def _check_shown(message: Mapping[str, Any], number: int, marks: _Marks, text: s
 
 def _called(message: Mapping[str, Any]) -> str:
     """Return the name of the function that a message calls first; empty if it has no such name."""
+    return next(iter(_names_called(message)), "")
+
+
+def _names_called(message: Mapping[str, Any]) -> list[str]:
     calls = message.get("tool_calls")
-    first = calls[0] if isinstance(calls, list) and calls else None
-    function = first.get("function", first) if isinstance(first, dict) else None
-    return str(function.get("name", "")) if isinstance(function, dict) else ""
+    functions = [
+        call.get("function", call) if isinstance(call, dict) else None
+        for call in (calls if isinstance(calls, list) else ())
+    ]
+    return [str(each.get("name", "")) if isinstance(each, dict) else "" for each in functions]
 
 
 def _check_found(turns: Sequence[Turn], messages: Messages, marks: _Marks, text: str) -> None:
@@ -190,6 +197,10 @@ def _check_found(turns: Sequence[Turn], messages: Messages, marks: _Marks, text:
             is_in = message["content"].strip() in said
         if not is_in and not (message.get("tool_calls") and _called(message) in said):
             raise UnusableExampleError(UNFOUND if turn.number in marks else UNSHOWN_CALL)
+        # A name may also stand in a list of tools, so each call counts in the answer.
+        names = Counter(filter(None, _names_called(message)))
+        if any(said.count(name) < number for name, number in names.items()):
+            raise UnusableExampleError(UNSHOWN_CALL)
     for number, places in marks.items():
         if messages[number]["role"] != "assistant" and places and _any_within(places, everywhere):
             raise UnusableExampleError(UNFOUND)

@@ -249,6 +249,9 @@ class _Diagnoser:
                 around = _parent(around)
                 own = outputs.get((around, key.step, max(key.micro_batch, 0)), [])
                 if own and not any(output.is_wrong for output in own):
+                    if is_param and self._case.holds_copies(each):
+                        # No order explains copies with other values.
+                        break
                     each.is_excused = True
                     excused.add(key.name)
                     if is_param:
@@ -265,13 +268,15 @@ class _Diagnoser:
 
     def _learn_order(self, used: Judged, judged: list[Judged]) -> None:
         """Judge a parameter by the order of its rows in the forward, whose outputs are right; excuse it without one."""
-        found, name = reordered(self._case, used), used.key.name
+        found, name = reordered(self._case, used, by_rank=True), used.key.name
         for at, each in enumerate(judged):
             if each.key.name != name or each.key.what not in ("used", "gradient", "updated", "accumulated"):
                 continue
             again = None
-            if found is not None and found[0]:
-                again = self._case.judge.judge(each.key, each.number, order={found[0]: ["placed", *found[1:]]})
+            if found is not None:
+                axis, dim, orders = found
+                intervals = [[[row, row + 1] for row in rows] for rows in orders]
+                again = self._case.judge.judge(each.key, each.number, order={axis: ["placed", dim, intervals]})
             if again is None:
                 each.is_excused = True
             else:

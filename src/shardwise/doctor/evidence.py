@@ -65,6 +65,10 @@ class Case:
     axes: dict[str, int]
     num_micro_batches: int
 
+    def holds_copies(self, judged: Judged) -> bool:
+        """Whether each rank has a tensor as large as the reference's."""
+        return bool(judged.shards) and all(each.shape == judged.whole.shape for each in judged.shards.values())
+
     def is_multiple(self, judged: Judged, factor: float) -> bool:
         """Whether a tensor, or the sum of the ranks' terms, is the reference's times a factor, within rounding."""
         whole, shards = judged.whole.scaled(factor), list(judged.shards.values())

@@ -145,14 +145,20 @@ def misplaced(case: Case, wrong: Judged) -> Explanation | None:
     return None
 
 
-def reordered(case: Case, wrong: Judged) -> tuple[str, int, list[list[int]]] | None:
-    """Return axis, dimension and each rank's rows if the ranks hold all rows of the reference in another order."""
+def reordered(case: Case, wrong: Judged, *, by_rank: bool = False) -> tuple[str, int, list[list[int]]] | None:
+    """Return axis, dimension and each rank's rows if the ranks hold all rows of the reference in another order.
+
+    Args:
+        case: the run.
+        wrong: the tensor.
+        by_rank: whether to look at each rank's part first, and to return only the order along an axis.
+    """
     whole = wrong.whole.views.get("slice")
     if whole is None or not wrong.whole.is_whole:
         return None
     axes = [axis for axis, size in case.axes.items() if size > 1]
-    options = [("", [each]) for each in wrong.merged]
-    if wrong.shards and len(next(iter(wrong.shards))) == 1:
+    options = [] if by_rank else [("", [each]) for each in wrong.merged]
+    if wrong.shards and len(next(iter(wrong.shards))) == 1 and (len(axes) == 1 or not by_rank):
         options.append((axes[0] if len(axes) == 1 else "the ranks", list(wrong.shards.values())))
     for axis, sketches in options:
         parts = [each.views.get("slice") for each in sketches]

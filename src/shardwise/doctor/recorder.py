@@ -18,7 +18,8 @@ import math
 import shutil
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from inspect import signature
 from os import PathLike
 from pathlib import Path
@@ -563,13 +564,21 @@ class Recorder:
             if not tensor.is_floating_point() and tensor.dtype != torch.bool and tensor.dim() >= 2
         }
         if named:
-            place = next(
-                (str(at) for at, name in enumerate(signature(module.forward).parameters) if name == "labels"), ""
-            )
+            place = _place_of_labels(type(module).forward)
             self._inputs.append(
                 {"step": self._step, "micro_batch": micro_batch}
                 | _samples(named, named.get("labels", named.get(place)))
             )
+
+
+@cache
+def _place_of_labels(forward: Callable[..., Any]) -> str:
+    """Return the place of ``labels`` among the arguments of a forward; empty if it has none, or no signature."""
+    try:
+        names = list(signature(forward).parameters)[1:]
+    except ValueError:
+        return ""
+    return str(names.index("labels")) if "labels" in names else ""
 
 
 def _samples(tensors: Mapping[str, Tensor], labels: Tensor | None) -> dict[str, Any]:

@@ -334,7 +334,9 @@ def _decoded(value: Any) -> Any:
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:
     """Yield path and text of plain values; None also stands for what another rank may have."""
-    if isinstance(value, Mapping):
+    if isinstance(value, (Mapping, list, tuple)) and not value:
+        yield name, repr(value)
+    elif isinstance(value, Mapping):
         for key, item in value.items():
             part = key if isinstance(key, str) else f"[{key!r}]"
             yield from _leaves(item, f"{name}.{part}" if name else part)

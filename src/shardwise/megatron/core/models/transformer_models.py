@@ -491,7 +491,6 @@ class BertModel(_MegatronTransformer, Bert):
         *,
         inference_params: None = None,
         position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None] | Tensor:
         """Like ``Bert.forward``, but logits of tokens are ``[b, s, v/t]`` (``[b, s, v]`` without ``parallel_output``).
 
@@ -500,8 +499,7 @@ class BertModel(_MegatronTransformer, Bert):
         """
         contexts = {"inference_context": inference_context, "inference_params": inference_params}
         _refuse_set("BERT reads whole sequences, without a cache", **contexts)
-        others = {"position_ids": position_ids, "labels": labels}
-        output = Bert.forward(self, input_ids, attention_mask, tokentype_ids, lm_labels, **others)
+        output = Bert.forward(self, input_ids, attention_mask, tokentype_ids, lm_labels, position_ids=position_ids)
         if lm_labels is not None or not isinstance(output, tuple):
             return output
         return _batch_first(output[0]), output[1]

@@ -204,6 +204,9 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
             raise ConfigError(
                 "inference_fuse_tp_communication is set, and use_inference_optimized_layers is not; set both"
             )
+        self._choose_loss()
+
+    def _choose_loss(self) -> None:
         self.fuse_output_layer_and_loss = self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
 
     def note_read(self, *copies: "TransformerConfig") -> None:
@@ -234,6 +237,8 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
             changed.__dict__[name] = value
             super().__setattr__("experts", replace(experts, **changed._live_of_experts()))
         super().__setattr__(name, value)
+        if name in ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl") and own.get("_is_read"):
+            self._choose_loss()
         for each in own.get("_copies", ()):
             setattr(each, name, value)
 
