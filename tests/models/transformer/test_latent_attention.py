@@ -61,7 +61,7 @@ def test_initial_values_are_those_of_one_rank(group):
 def test_values_that_cannot_be():
     for values, message in (
         ({"key_value_rank": 0}, "latent: key_value_rank is 0; it must be an integer from 1 to 1073741824"),
-        ({"query_rank": 2.0}, "latent: query_rank is 2.0; it must be an integer of at least 1"),
+        ({"query_rank": 2.0}, "latent: query_rank is 2.0; it must be an integer from 1 to 1073741824"),
         ({"rotary_width": 3}, "latent: rotary_width is 3; pairs are rotated, so it must be even"),
     ):
         with pytest.raises(ConfigError, match=message):
