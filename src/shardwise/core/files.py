@@ -84,7 +84,7 @@ def write_output(path: str | os.PathLike[str], write: Callable[[BinaryIO], objec
     check_output(path, flag=flag)
     try:
         if (stream := _own_stream(path)) is not None:
-            # What was printed before comes first.
+            # Earlier output comes first.
             print(end="", file=(sys.stdout, sys.stderr)[stream - 1], flush=True)
             descriptor = os.dup(stream)
         elif _is_replaced(path):

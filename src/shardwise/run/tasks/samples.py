@@ -292,7 +292,7 @@ def check_template(encoder: ExampleEncoder, examples: Sequence[Example]) -> list
             f"{UNSHOWN}: its text is the same whatever they say; use the template that the model was published with (a "
             "template that reads lists of parts only is not supported)"
         )
-    return [] if ends else ["no special token ends what the assistant says, by which a model would learn to stop"]
+    return [] if ends else ["no special token ends the assistant's turns, so the model does not learn to stop"]
 
 
 def _note_ends(encoder: ExampleEncoder, examples: Sequence[Example]) -> list[str]:

@@ -341,8 +341,8 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
 MLATransformerConfig = absent_names("transformer.transformer_config", TransformerConfig)("MLATransformerConfig")
 
 
-# Fields that Megatron reads at each forward: in effect here too; read once, and results depend on them; read once, and
-# only memory and time depend on them.
+# Fields that Megatron reads at each forward. These take effect at each forward here, too. Layers read those of
+# ``_READ_ONCE`` and ``_ONLY_MEMORY`` once; results depend on the former, only memory and time on the latter.
 _LIVE_OF_EXPERTS = {
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
