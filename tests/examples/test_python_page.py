@@ -36,9 +36,8 @@ def test_the_page_of_calls_from_python(tmp_path, monkeypatch, capsys):
     assert names["imported"].can_generate
     assert [message["role"] for message in names["messages"]] == ["user", "assistant", "user", "assistant"]
     assert set(names["measured"].metrics) == {"loss", "perplexity", "bits per byte"}
-    for folder in ("tuned", "preferred", "taught", "labels"):
+    for folder in ("tuned", "preferred"):
         assert any((tmp_path / folder).glob("*.safetensors")), folder
-    assert [answer["label"] in ("good", "bad") for answer in names["answers"]] == [True, True]
     assert names["plan"].worst.total > 0
     assert names["best"].plan.worst.total < 2**30
     assert names["rank"].rank == 3
@@ -54,5 +53,5 @@ def test_the_page_on_two_ranks_of_torchrun(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--local-addr", "127.0.0.1"]
     done = run(*torchrun, "script.py", folder=tmp_path, SHARDWISE_CACHE=tmp_path / "cache", OMP_NUM_THREADS="1")
     assert done.stdout.count("12 things") == 1
-    for folder in ("tuned", "preferred", "taught", "labels"):
+    for folder in ("tuned", "preferred"):
         assert any((tmp_path / folder).glob("*.safetensors")), folder

@@ -55,6 +55,7 @@ with SignalsNoted():
     import threading
     from collections.abc import Iterator, Mapping, Sequence
     from dataclasses import dataclass, field
+    from functools import partial
     from typing import Any, TextIO, cast
 
     import shardwise
@@ -147,21 +148,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_known and own and own[0] in COMMANDS[name].kinds:
             name, own = f"{name} {own[0]}", own[1:]
 
-        def command() -> int:
-            noted.hand_over()
-            if is_known and COMMANDS[name.partition(" ")[0]].kinds and own and own[0] in REMOVED:
-                raise ConfigError(f"{name} {own[0]} is not a command any more: {REMOVED[own[0]]}")
-            return run_subcommand(name, own) if is_known else _without_command(name)
-
-        return run_command(f"shardwise {name}" if is_known else "shardwise", command, debug="--debug" in arguments)
+        run = partial(run_subcommand, name, own, noted) if is_known else partial(_without_command, name)
+        return run_command(f"shardwise {name}" if is_known else "shardwise", run, debug="--debug" in arguments)
 
 
-def run_subcommand(name: str, argv: Sequence[str]) -> int:
+def run_subcommand(name: str, argv: Sequence[str], noted: SignalsNoted | None = None) -> int:
     """Run ``shardwise NAME ARGUMENTS`` in this process if it is a rank or no others are needed, else in new ranks.
 
     Args:
         name: name of a command, and of its kind if it has kinds.
         argv: its arguments.
+        noted: signals since the start of the program; they take effect now.
 
     Returns:
         The exit code.
@@ -170,8 +167,12 @@ def run_subcommand(name: str, argv: Sequence[str]) -> int:
         SystemExit: help was requested and printed.
         ShardwiseError: a mistake of the user, or a failure.
     """
+    if noted is not None:
+        noted.hand_over()
     first, _, kind = name.partition(" ")
     command = COMMANDS[first]
+    if command.kinds and argv and argv[0] in REMOVED:
+        raise ConfigError(f"{name} {argv[0]} is not a command any more: {REMOVED[argv[0]]}")
     module = importlib.import_module(f"shardwise.cli.{command.module}")
     arguments_class = getattr(module, command.kinds[kind] if kind else command.arguments)
     try:
