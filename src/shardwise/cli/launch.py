@@ -128,11 +128,17 @@ def launch_ranks(
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> dict[int, _Failure]:
-    """Wait until all ranks have ended, a rank has failed, or they must end at once; return the failures by rank."""
+    """Wait until all ranks have ended, a rank has failed, or they must end at once; return the failures by rank.
+
+    Ranks that were asked to end have some seconds to do so after the first of them.
+    """
+    failed_at = 0.0
     while not _at_once(received):
         codes = {rank: process.poll() for rank, process in enumerate(ranks)}
         failures = {rank: _Failure(ranks[rank].pid, code, time.time()) for rank, code in codes.items() if code}
-        if failures or None not in codes.values():
+        failed_at = failed_at or (time.monotonic() if failures else 0.0)
+        may_end = received and time.monotonic() - failed_at < _SHUTDOWN_SECONDS
+        if None not in codes.values() or (failures and not may_end):
             return failures
         time.sleep(_MONITOR_SECONDS)
     return {}
@@ -183,7 +189,9 @@ def _end_without_report(failures: Mapping[int, _Failure], reports: list[FailureR
     rank, failure = next(iter(failures.items()))
     killed = [item for item in failures.items() if item[1].exit_code < 0 and item[1].exit_code != -signal.SIGTERM]
     silent = rank not in {report.rank for report in reports}
-    if killed and (not reports or reports[0].time > killed[0][1].time - _SAME_MOMENT_SECONDS):
+    # A rank in a collective waited for the killed one. The time of another failure tells which came first.
+    is_cause = not reports or reports[0].in_collective
+    if killed and (is_cause or reports[0].time > killed[0][1].time - _SAME_MOMENT_SECONDS):
         rank, failure = killed[0]
         how = f"was killed by {_name_of(-failure.exit_code)}"
         if failure.exit_code == -signal.SIGKILL:
