@@ -99,6 +99,7 @@ def test_plain_values_that_differ_between_ranks_are_an_error_on_all(group, tmp_p
         ({"deep": [{"a": (1, rank)}]}, r"'deep\.0\.a\.1' is 0 on rank 0 and 1 on rank 1"),
         ({"keys": {rank: 1}}, r"'keys\.\[0\]' is 1 on rank 0 and no value on rank 1"),
         ({"only": 1} if rank else {}, r"'only' is no value on rank 0 and 1 on rank 1"),
+        ({"in": {"only": 1} if rank else {}}, r"'in\.only' is no value on rank 0 and 1 on rank 1"),
         ({"kind": True if rank else 1}, r"'kind' is 1 on rank 0 and True on rank 1"),
     ):
         for given in ({"sharded_state_dict": values | {"w": own}}, {"content_metadata": values}):

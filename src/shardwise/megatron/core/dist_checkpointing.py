@@ -351,14 +351,16 @@ def _check_same_values(of_ranks: Sequence[dict[str, str]]) -> None:
     """Raise CheckpointError unless all ranks have the same plain values."""
     first = of_ranks[0]
     for rank, leaves in enumerate(of_ranks):
-        for name in {**first, **leaves}:
-            if leaves.get(name) != first.get(name):
-                found, wanted = leaves.get(name, "no value"), first.get(name, "no value")
-                raise CheckpointError(
-                    f"ranks disagree on a plain value of the state, of which one is stored: {name!r} is {wanted} on "
-                    f"rank 0 and {found} on rank {rank}; leave it out, store it as a ShardedTensor or, if rank 0's is "
-                    "the right one, remove it in preprocess_common_before_consistancy_check"
-                )
+        differing = [name for name in {**first, **leaves} if leaves.get(name) != first.get(name)]
+        if differing:
+            # The longest path: an empty mapping on one rank stands at the start of the path of another rank's value.
+            name = max(differing, key=len)
+            found, wanted = leaves.get(name, "no value"), first.get(name, "no value")
+            raise CheckpointError(
+                f"ranks disagree on a plain value of the state, of which one is stored: {name!r} is {wanted} on "
+                f"rank 0 and {found} on rank {rank}; leave it out, store it as a ShardedTensor or, if rank 0's is "
+                "the right one, remove it in preprocess_common_before_consistancy_check"
+            )
 
 
 def _merged(common: Any, state: Any) -> Any:
