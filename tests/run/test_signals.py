@@ -144,6 +144,7 @@ TRAIN = ["train", "--data", "stdlib", "--tp", "2", "--device", "cpu", "--out"]
                 # PyTorch's library imports both. The signal was lost, and the next import failed.
                 (["env"], "launcher", "numpy", "SIGINT", 130),
                 (["env"], "launcher", "numpy.dtypes", "SIGTERM", 143),
+                (TRAIN, "launcher", "numpy", "SIGINT", 130),
                 (TRAIN, "rank", "shardwise.cli.arguments", "SIGINT", 130),
                 (TRAIN, "rank", "numpy.dtypes", "SIGTERM", 143),
             ]

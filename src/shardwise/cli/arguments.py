@@ -70,6 +70,9 @@ class Arguments(Checked, prefix="--"):
         """Return how to resume the command after it ended early; empty if it cannot be resumed."""
         return ""
 
+    def import_hint(self) -> None:
+        """Import what ``resume_hint`` needs, while the ranks start, so that an interrupted command ends at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchArguments(Arguments):
@@ -166,13 +169,15 @@ class RunArguments(SettingsArguments, LaunchArguments):
         folder = Path(self.settings.out) / "checkpoints"
         if not folder.exists():
             return resume_hint(None)
-        # Imported here because PyTorch takes seconds.
         from shardwise.storage.checkpoint import latest
 
         try:
             return resume_hint(latest(folder))
         except CheckpointError as error:
             return str(error)
+
+    def import_hint(self) -> None:
+        import shardwise.storage.checkpoint  # noqa: F401  # PyTorch, which takes seconds
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ def launch_ranks(
     command: str = "shardwise",
     debug: bool = False,
     resume_hint: Callable[[], str] = lambda: "",
+    once_started: Callable[[], object] = lambda: None,
 ) -> int:
     """Run ``argv`` as ``nproc`` ranks on this machine, and wait for all of them.
 
@@ -97,6 +98,7 @@ def launch_ranks(
         command: prefix of an error line.
         debug: whether to show stack traces and PyTorch's log.
         resume_hint: returns how to resume the command, for the line about a killed rank.
+        once_started: called when the ranks have been started; a signal that arrives meanwhile reaches them.
 
     Returns:
         0, or the exit code of a failure whose reason was printed: 2 for the user's mistakes, 1 for other failures.
@@ -121,6 +123,7 @@ def launch_ranks(
                     ranks.append(subprocess.Popen(argv, env=environment | place, start_new_session=True))
                 except OSError as error:
                     raise LaunchError(f"could not start {nproc} ranks: {describe(error)[0]}") from error
+            once_started()
             failures = _wait(ranks, received)
         if received and (failures or _at_once(received)):
             raise Interrupted(received[-1])

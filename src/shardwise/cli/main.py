@@ -235,7 +235,14 @@ def start_ranks(command: str, argv: Sequence[str], arguments: Arguments) -> int 
         return None
     arguments.prepare(world_size)
     program, name = shardwise_command(*command.split(), *argv), f"shardwise {command}"
-    return launch_ranks(world_size, program, command=name, debug=arguments.debug, resume_hint=arguments.resume_hint)
+    return launch_ranks(
+        world_size,
+        program,
+        command=name,
+        debug=arguments.debug,
+        resume_hint=arguments.resume_hint,
+        once_started=arguments.import_hint,
+    )
 
 
 @contextlib.contextmanager
