@@ -377,3 +377,12 @@ def test_names_that_programs_set():
     for name in names:
         assert parameters[name].default is not inspect.Parameter.empty
         assert whole[name].default == parameters[name].default
+
+
+def test_the_types_of_fields_make_options_of_a_program():
+    """Megatron's factory of arguments takes types and unions of them, not their names as text."""
+    found = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
+    assert [name for name, kind in found.items() if isinstance(kind, str)] == []
+    assert (found["num_layers"], found["bf16"], found["moe_expert_capacity_factor"]) == (int, bool, float | None)
+    assert found["fp8"] == str | None
+    assert found["qk_clip_threshold"] is type(TransformerConfig(**SMALL).qk_clip_threshold)

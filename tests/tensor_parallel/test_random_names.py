@@ -111,3 +111,29 @@ def test_the_gpu_is_seeded_before_it_is_used(group, monkeypatch):
     parallel_state.initialize_model_parallel(2)
     model_parallel_cuda_manual_seed(41)
     assert seeds == [41]
+
+
+@pytest.mark.ranks(2)
+def test_seeding_inside_fork(group):
+    """The rest of the block, and later blocks, draw from the streams of the new seed; so does the default generator."""
+    parallel_state.initialize_model_parallel(2)
+
+    def drawn(seed, *, skipped=0):
+        generator = torch.Generator().manual_seed(seed)
+        torch.rand(skipped, generator=generator)
+        return torch.rand(3, generator=generator)
+
+    model_parallel_cuda_manual_seed(5)
+    tracker, own = get_cuda_rng_tracker(), 9 + 2718 + group.rank()
+    with tracker.fork("data-parallel-rng"):
+        with tracker.fork():
+            model_parallel_cuda_manual_seed(9)
+            assert_bit_equal(torch.rand(3), drawn(own))
+        assert_bit_equal(torch.rand(3), drawn(9))
+    assert_bit_equal(torch.rand(3), drawn(9))
+    with tracker.fork():
+        assert_bit_equal(torch.rand(3), drawn(own, skipped=3))
+    with tracker.fork("data-parallel-rng"):
+        assert_bit_equal(torch.rand(3), drawn(9, skipped=3))
+    with tracker.outside():
+        tracker.reset()

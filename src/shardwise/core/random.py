@@ -325,6 +325,25 @@ class RandomStreams:
                 stacklevel=3,
             )
 
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Leave the streams in use for the duration of a block, which may replace them.
+
+        After the block the numbers come from the new stream of the same name.
+        """
+        entered = self._entered
+        if entered:
+            self._store_live()
+            self._go_on_from(_DEFAULT)
+        self._entered = []
+        try:
+            yield
+        finally:
+            if entered:
+                self._store_live()
+                self._entered = entered
+                self._go_on_from(entered[-1])
+
     def snapshot(self) -> RandomState:
         """Save the state of the default generators and of all streams, on every device, and the stack of streams."""
         # States are replaced and never modified, so a shallow copy is enough.
@@ -354,7 +373,9 @@ class RandomStreams:
         self._states[name] = _live_state(self.use_cudagraphable_rng)
 
     def _go_on_from(self, name: str) -> None:
-        _set_live_state(self._states[name], self.use_cudagraphable_rng)
+        # A block of `outside` may have removed the stream.
+        state = self._states[name if name in self._states else _DEFAULT]
+        _set_live_state(state, self.use_cudagraphable_rng)
 
 
 @dataclass

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import Field, field, fields, make_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Optional
 
 from torch import nn
 
@@ -21,6 +21,10 @@ from shardwise.core.errors import ConfigError
 _FOLDER = os.path.join(os.path.dirname(__file__), "")
 ABSENT: dict[str, dict[str, str]] = json.loads((Path(_FOLDER) / "absent_names.json").read_text(encoding="utf-8"))
 _INERT = json.loads((Path(_FOLDER) / "inert_settings.json").read_text(encoding="utf-8"))
+_TYPES = {"int": int, "float": float, "Callable": Callable, "list": list, "object": object}
+_OF_NULL = {
+    name: _TYPES[kind] for kind, names in _INERT.pop("types of settings that are null").items() for name in names
+}
 
 
 def absent_names(module: str, base: type = nn.Module) -> Callable[[str], Any]:
@@ -54,7 +58,9 @@ def inert_settings_of(name: str) -> Any:
     for group in _INERT[name]:
         for setting, default in group["fields"].items():
             inert = field(default=default, metadata={group["kind"]: group["why"]}, kw_only=True)
-            settings.append((setting, "Any", inert))
+            # Programs make options of the fields' types.
+            kind = Optional[_OF_NULL.get(setting, str)] if default is None else type(default)  # noqa: UP045
+            settings.append((setting, kind, inert))
     return make_dataclass(f"{name}Inert", settings, bases=(_Guarded,))
 
 

@@ -194,7 +194,9 @@ def model_parallel_cuda_manual_seed(
     ``seed + 1024 + 100 * ep_rank + etp_rank`` for the expert stream. If the last sum equals a tensor-parallel seed of
     another rank, the two streams still draw different numbers. The GPU's default generator gets ``seed``, now or when
     the program first uses CUDA. If the program computes on the CPU, so does the CPU's generator: ranks then start with
-    the same parameters and shuffle alike, as on GPUs. Otherwise the CPU's generator is unchanged.
+    the same parameters and shuffle alike, as on GPUs. Otherwise the CPU's generator is unchanged. Inside ``fork`` the
+    rest of the block draws from the new stream of its name (in Megatron from the default generator, whose state, the
+    same on every rank, then becomes the stream's).
 
     Args:
         seed: seed, the same on every rank.
@@ -211,20 +213,21 @@ def model_parallel_cuda_manual_seed(
 
     Raises:
         TopologyError: ``tp_rank`` is not given and no topology is initialised.
-        ConfigError: ``rng`` has another value, or a stream is in use.
+        ConfigError: ``rng`` has another value.
     """
     if tp_rank is None:
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
     if parallel_state.model_parallel_is_initialized():
         ep_rank = parallel_state.get_expert_model_parallel_rank() if ep_rank is None else ep_rank
         etp_rank = parallel_state.get_expert_tensor_parallel_rank() if etp_rank is None else etp_rank
-    initialize_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, force_reset_rng)
-    rng = _default_rng if rng is None else rng
-    engine.seed_streams(seed, tp_rank, ep_rank=ep_rank or 0, etp_rank=etp_rank, rng=rng)
-    torch.cuda.manual_seed(seed)
-    if _computes_on_the_cpu():
-        # torch.manual_seed would initialize devices that the program may not use.
-        torch.default_generator.manual_seed(seed)
+    with engine.streams().outside():
+        initialize_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, force_reset_rng)
+        rng = _default_rng if rng is None else rng
+        engine.seed_streams(seed, tp_rank, ep_rank=ep_rank or 0, etp_rank=etp_rank, rng=rng)
+        torch.cuda.manual_seed(seed)
+        if _computes_on_the_cpu():
+            # torch.manual_seed would initialize devices that the program may not use.
+            torch.default_generator.manual_seed(seed)
 
 
 def _computes_on_the_cpu() -> bool:

@@ -8,8 +8,8 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, cast, get_type_hints
 
 import torch
 
@@ -159,7 +159,7 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
     # A property, because programs set the four fields after they made the config.
     recompute: Recomputation = field(init=False, default=cast(Any, property(lambda self: self._recomputation())))
     window_attn_skip_freq: int | list[int] | None = field(default=None, kw_only=True)
-    cp_comm_type: Any = field(default=None, kw_only=True)
+    cp_comm_type: str | list[str] | None = field(default=None, kw_only=True)  # type: ignore[assignment]
     no_rope_freq: int | list[int] | None = field(default=None, kw_only=True)
 
     num_moe_experts: int | None = field(default=None, kw_only=True)
@@ -337,6 +337,10 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
             )
         return Recomputation(granularity or "none", method or "uniform", number or 1)
 
+
+# The engine's annotations are text. Programs make options of the types.
+for _field in fields(TransformerConfig):
+    _field.type = get_type_hints(TransformerConfig)[_field.name]
 
 MLATransformerConfig = absent_names("transformer.transformer_config", TransformerConfig)("MLATransformerConfig")
 
