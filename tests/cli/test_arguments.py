@@ -94,7 +94,8 @@ def test_without_a_file_or_flags_the_defaults_stand():
 
 
 def test_a_flag_may_mend_what_contradicts_itself_in_the_file(toml):
-    config = toml('data = ["a"]\n[model]\nhidden_size = 40\n')
+    # Editors of Windows write a byte-order mark.
+    config = toml('\ufeffdata = ["a"]\n[model]\nhidden_size = 40\n')
     assert settings(*config, "--model.num-heads", "4").model.num_heads == 4
     # 40 / 8 is odd, which rotary positions cannot have.
     with pytest.raises(ConfigError, match="40 / 8 is odd"):

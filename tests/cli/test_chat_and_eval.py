@@ -83,6 +83,9 @@ def test_answers_are_to_the_whole_conversation(folder, model, monkeypatch, capsy
     out, err = capsys.readouterr()
     assert out == "".join(f"{answer}\n" for answer in [*expected, expected[0]])
     assert "refuses the messages: not that" in err
+    # Without an answer the command ends with an error.
+    assert talk(folder, ["no", "", "no"], monkeypatch) == 2
+    assert "shardwise chat: error: no turn was answered, because the chat template refuses" in capsys.readouterr().err
 
 
 def test_every_end_ends_an_answer(folder, model, monkeypatch, capsys):

@@ -40,12 +40,37 @@ def test_forms_of_messages():
     divided = example({"prompt": [ASKED], "completion": [SAID], "tools": '[{"name": "f"}]'})
     assert (divided.prompt, divided.completion, divided.tools) == ((ASKED,), (SAID,), [{"name": "f"}])
     assert example({"text": "x"}).completion == "x"
+    for role in ("Assistant", "model", "GPT"):
+        assert example({"messages": [ASKED | {"role": "User"}, SAID | {"role": role}]}) == openai
+
+
+def test_instructions():
+    """Alpaca's form; a record that also has the text of its prompt and answer is that text."""
+    alpaca = {"instruction": "Who?", "input": "", "output": "I."}
+    assert example(alpaca) == example({"instruction": "Who?", "output": "I."}) == example({"messages": [ASKED, SAID]})
+    with_input = example(alpaca | {"input": "You or I.", "system": "Be."})
+    assert [each["content"] for each in with_input.completion] == ["Be.", "Who?\n\nYou or I.", "I."]
+    assert example(alpaca | {"text": "whole"}).completion == "whole"
+
+
+def test_calls_of_sharegpt():
+    call = '{"name": "rain", "arguments": {"place": "Ulm"}}'
+    rain = {"type": "function", "function": {"name": "rain", "arguments": {"place": "Ulm"}}}
+    for value, calls in ((call, [rain]), (f"[{call}, {call}]", [rain, rain])):
+        turns = [("human", "Rain?"), ("function_call", value), ("observation", "dry"), ("gpt", "No.")]
+        made = example({"conversations": [{"from": role, "value": text} for role, text in turns]})
+        assert made.completion[1] == {"role": "assistant", "content": None, "tool_calls": calls}
+        assert made.completion[2] == {"role": "tool", "content": "dry"}
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"chat": []}, r"neither 'messages' nor 'prompt' and 'completion' nor 'text' \(its keys: 'chat'\)"),
+        ({"chat": []}, r"nor 'prompt' and 'completion' nor 'instruction' and 'output' nor 'text' \(its keys: 'chat'\)"),
+        ({"instruction": "x", "output": ["y"]}, "'output' is not a string but a list"),
+        ({"instruction": "x", "input": "\ud800", "output": "y"}, r"a lone surrogate \\ud800 in 'input'"),
+        ({"messages": [ASKED, {"from": "function_call", "value": "rain()"}]}, r'function_call holds "rain\(\)", which'),
+        ({"messages": [ASKED, {"from": "function_call", "value": "[]"}]}, r'message 2: function_call holds "\[\]"'),
         ({"messages": "hello"}, "'messages' is not a list of messages but a string"),
         ({"messages": []}, "'messages' has no message"),
         ({"messages": ["hello"]}, "message 1: not an object but a string"),

@@ -327,7 +327,8 @@ def read_toml(path: Path) -> dict[str, Any]:
             ``_MAX_BYTES``, or is nested more than ``_MAX_DEPTH`` deep.
     """
     try:
-        text = read_regular(path, limit=_MAX_BYTES).decode()
+        # Editors of Windows write a byte-order mark.
+        text = read_regular(path, limit=_MAX_BYTES).decode("utf-8-sig")
         if _LONG_KEY.search(text) is None and _depth(values := tomllib.loads(text)) <= _MAX_DEPTH:
             return values
     except OSError as error:

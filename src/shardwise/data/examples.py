@@ -7,6 +7,7 @@ a record with                                                is
 ``prompt`` and ``completion``: two strings                   a text whose completion is learned
 ``prompt`` and ``completion``: two lists of messages         a chat whose completion is learned
 the key of the text                                          a text
+``instruction``, ``output`` and perhaps ``input``            a chat of one turn (Alpaca's form)
 ============================================================ =========================================================
 
 ======================================================== =============================================================
@@ -18,9 +19,10 @@ a record with                                            is a preference of
 ``prompt``: a string, the others lists of messages       chats: the prompt is the beginning of both, and has the string
 ======================================================== =============================================================
 
-A message has ``role`` and ``content`` (OpenAI's form) or ``from`` and ``value`` (ShareGPT's). It may have flags that
-say whether it is learned (``weight``, ``train`` ...), which the template does not see. A record with messages
-may also have ``system``, a text before them, ``tools``, and ``chat_template_kwargs``, which are passed to the template.
+A message has ``role`` and ``content`` (OpenAI's form) or ``from`` and ``value`` (ShareGPT's). The value of ShareGPT's
+``function_call`` is JSON, a call or a list of calls. A message may have flags that say whether it is learned
+(``weight``, ``train`` ...), which the template does not see. A record with messages may also have ``system``, a text
+before them, ``tools``, and ``chat_template_kwargs``, which are passed to the template.
 Preferences have the formats of the library ``trl``, with explicit and implicit prompts.
 """
 
@@ -38,8 +40,13 @@ from shardwise.data.json_records import Record, check_text, digest_of, keys_of, 
 Messages = tuple[Mapping[str, Any], ...]
 
 _CHAT_KEYS = ("messages", "conversations")
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+_CALL_ROLE = "function_call"
+_ROLES = {name: name for name in _KNOWN_ROLES} | {
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot", _CALL_ROLE), "assistant"),
+    "observation": "tool",
+}
 
 # Flags of a message, and whether a true flag means that the message is learned.
 _FLAGS = {"weight": True, "train": True, "trainable": True, "loss": True, "loss_mask": True, "masked": False}
@@ -102,19 +109,22 @@ class Example:
 
 def has_text(record: Record, text_key: str) -> bool:
     """True if the record is not empty. Raises as ``text_of`` for a plain text."""
-    return not is_plain_text(record) or not _names_its_text(record, text_key) or bool(text_of(record, text_key))
+    is_text = is_plain_text(record, text_key) and _names_its_text(record, text_key)
+    return not is_text or bool(text_of(record, text_key))
 
 
 def _names_its_text(record: Record, text_key: str) -> bool:
     return not isinstance(record.value, dict) or text_key in record.value
 
 
-def is_plain_text(record: Record) -> bool:
+def is_plain_text(record: Record, text_key: str) -> bool:
     """True if the record is only a text."""
     value = record.value
     if not isinstance(value, dict):
         return True
-    return not (any(key in value for key in _CHAT_KEYS) or {"prompt", "completion"} <= value.keys())
+    if any(key in value for key in _CHAT_KEYS) or {"prompt", "completion"} <= value.keys():
+        return False
+    return text_key in value or not {"instruction", "output"} <= value.keys()
 
 
 def example_of(record: Record, text_key: str) -> Example:
@@ -124,12 +134,12 @@ def example_of(record: Record, text_key: str) -> Example:
         DataError: the record has none of the formats above, or invalid messages. The message names the position.
     """
     where, value = record.where, record.value
-    if is_plain_text(record):
+    if is_plain_text(record, text_key):
         if not _names_its_text(record, text_key):
             raise DataError(
-                f"{where}: neither 'messages' nor 'prompt' and 'completion' nor {text_key!r} (its keys: "
-                f"{keys_of(value)}); "
-                "give it one of them, or name the key of the text (--corpus.text-key)"
+                f"{where}: neither 'messages' nor 'prompt' and 'completion' nor 'instruction' and 'output' nor "
+                f"{text_key!r} (its keys: {keys_of(value)}); give it one of them, or name the key of the text "
+                "(--corpus.text-key)"
             )
         return Example(where, None, text_of(record, text_key))
     tools, variables = tools_of(value, where), variables_of(value, where)
@@ -137,6 +147,8 @@ def example_of(record: Record, text_key: str) -> Example:
         if key in value:
             messages = with_system(value, messages_of(value[key], where, key), where)
             return Example(where, None, messages, tools, variables, _flags_of(messages, where, value[key]))
+    if "instruction" in value and not {"prompt", "completion"} <= value.keys():
+        return Example(where, None, with_system(value, _instruction_of(value, where), where), tools, variables)
     prompt, completion = value["prompt"], value["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return Example(where, check_text(prompt, where, "'prompt'"), check_text(completion, where, "'completion'"))
@@ -144,6 +156,18 @@ def example_of(record: Record, text_key: str) -> Example:
     before = with_system(value, before, where)
     flags = _flags_of((*before, *after), where, prompt, completion)
     return Example(where, before, after, tools, variables, flags)
+
+
+def _instruction_of(value: Mapping[str, Any], where: str) -> Messages:
+    """Convert an instruction, perhaps with an input, and its output to a turn of a chat."""
+    texts = [value[key] if value.get(key) is not None else "" for key in ("instruction", "input", "output")]
+    for key, text in zip(("instruction", "input", "output"), texts, strict=True):
+        if not isinstance(text, str):
+            raise DataError(f"{where}: {key!r} is not a string but {kind_of(text)}; make it a string")
+        check_text(text, where, repr(key))
+    *asked, answer = texts
+    question = "\n\n".join(text for text in asked if text)
+    return {"role": "user", "content": question}, {"role": "assistant", "content": answer}
 
 
 def messages_of(value: object, where: str, key: str) -> Messages:
@@ -171,14 +195,32 @@ def _message_of(value: object, where: str) -> dict[str, Any]:
         raise DataError(
             f"{where}: no role (its keys: {keys_of(value)}); a message has 'role' and 'content', or 'from' and 'value'"
         )
-    message["role"] = role = _ROLES.get(role, role)
-    if role not in _KNOWN_ROLES:
-        raise DataError(f"{where}: the role {role[:40]!r} is unknown; use one of {', '.join((*_KNOWN_ROLES, *_ROLES))}")
+    if role.lower() not in _ROLES:
+        raise DataError(f"{where}: the role {role[:40]!r} is unknown; use one of {', '.join(_ROLES)}")
+    message["role"] = _ROLES[role.lower()]
+    if role.lower() == _CALL_ROLE:
+        message |= {"content": None, "tool_calls": _calls_of(message.get("content"), where)}
     if message.get("content") is not None:
         message["content"] = _content_of(message["content"], where)
     elif "tool_calls" not in message:
         raise DataError(f"{where}: no content; give it 'content' (or 'value'), or remove the message")
     return message
+
+
+def _calls_of(text: object, where: str) -> list[dict[str, Any]]:
+    """Return the calls of a ShareGPT message ``function_call``, in OpenAI's form."""
+    try:
+        value = json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        value = None
+    calls = value if isinstance(value, list) else [value]
+    if not calls or not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in calls):
+        raise DataError(
+            f"{where}: {_CALL_ROLE} holds {shown(text)}, which is not JSON like "
+            '{"name": "get_weather", "arguments": {"city": "Ulm"}} or a list of such calls; repair the record'
+        )
+    names = ("name", "arguments")
+    return [{"type": "function", "function": {name: each.get(name, {}) for name in names}} for each in calls]
 
 
 def _flags_of(messages: Messages, where: str, *given: Any) -> tuple[Flag | None, ...]:

@@ -83,7 +83,7 @@ def evaluate(
                 corpus = read_data(files)
             else:
                 name, records = read_records(files, has_text=partial(has_text, text_key=text_key))
-                if not all(map(is_plain_text, records)):
+                if not all(is_plain_text(record, text_key) for record in records):
                     template = opened.chat_template()
                     encoder = ExampleEncoder(
                         tokenizer, template, mask_prompts=mask_prompts, parse_special=special_tokens

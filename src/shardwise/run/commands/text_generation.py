@@ -293,7 +293,7 @@ def chat(
     Raises:
         ConfigError: see ``generate``.
         CheckpointError: see ``generate``.
-        DataError: see ``generate``; also if the model has no chat template.
+        DataError: see ``generate``; also if the model has no chat template, or the template refuses every turn.
     """
     request = SamplingRequest(max_new_tokens, temperature, top_k, top_p)
     with open_ranks(device, timeout=timeout) as ranks, same_checkpoint(checkpoint, ranks) as checkpoint:
@@ -304,6 +304,7 @@ def chat(
         model, kind = on_layers(model, layers)
         note(f"layers: {kind}")
         notes, num_answers, prefix, left = set[str](), 0, PrefixCache(model), iter(turns)
+        was_refused = False
         beginning = [{"role": "system", "content": system}] if system else []
         messages: list[dict[str, Any]] = beginning
 
@@ -321,6 +322,10 @@ def chat(
                 answer = _answer(ranks, model, task, asked, prefix, (seed + num_answers) % 2**63, show, note_once)
                 if answer is not None:
                     messages, num_answers = [*asked, {"role": "assistant", "content": answer}], num_answers + 1
+                else:
+                    was_refused = True
+        if was_refused and not num_answers:
+            raise DataError("no turn was answered, because the chat template refuses each of them; see above why")
         return messages
 
 

@@ -100,10 +100,10 @@ class Examples(Method):
         name, records = self._records(settings.data)
         for record in records:
             # Some preference data sets also have the text that their preferences were made from.
-            if is_preference(record) and is_plain_text(record) and key not in record.value:
+            if is_preference(record) and is_plain_text(record, key) and key not in record.value:
                 raise DataError(f"{record.where}: a preference ('chosen' and 'rejected'); use shardwise dpo")
         others = self._records(measured)[1] if measured else None
-        if all(is_plain_text(record) for record in (*records, *(others or ()))):
+        if all(is_plain_text(record, key) for record in (*records, *(others or ()))):
             held_out = None if others is None else corpus_of("held out", others, key)
             return _Documents(corpus_of(name, records, key), held_out)
         examples = [example_of(record, key) for record in records]
