@@ -28,6 +28,7 @@ Preferences have the formats of the library ``trl``, with explicit and implicit 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -209,11 +210,10 @@ def _message_of(value: object, where: str) -> dict[str, Any]:
 
 def _calls_of(text: object, where: str) -> list[dict[str, Any]]:
     """Return the calls of a ShareGPT message ``function_call``, in OpenAI's form."""
-    try:
+    value: Any = None
+    with suppress(ValueError, RecursionError):
         value = json.loads(text) if isinstance(text, str) else text
-    except (ValueError, RecursionError):
-        value = None
-    calls = value if isinstance(value, list) else [value]
+    calls: list[Any] = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in calls):
         raise DataError(
             f"{where}: {_CALL_ROLE} holds {shown(text)}, which is not JSON like "
