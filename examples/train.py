@@ -25,7 +25,8 @@ from shardwise.data import DataLoader, TokenRows, TokenStream
 from shardwise.models import GPT, ModelConfig
 from shardwise.storage import checkpoint
 from shardwise.training.optimizer.adamw import AdamW
-from shardwise.training.optimizer.gradients import clip_grad_norm_, finalize_gradients_
+from shardwise.training.optimizer.clipping import clip_grad_norm_
+from shardwise.training.optimizer.gradients import finalize_gradients_
 from shardwise.training.optimizer.optimizer import optimizer_state
 
 SEQUENCE, GLOBAL_BATCH, MICRO_BATCH, SEED = 64, 8, 2, 1234

@@ -23,7 +23,7 @@ from shardwise.core.communication.transports.shared_memory import SWITCH, channe
 from shardwise.core.topology import Topology
 from shardwise.models.gpt import GPT
 from shardwise.training.gradients import GradientBuffers
-from shardwise.training.optimizer.gradients import clip_grad_norm_
+from shardwise.training.optimizer.clipping import clip_grad_norm_
 from shardwise.training.optimizer.optimizer import ZeroOptimizer
 from steps.baselines import whole
 from steps.problem import MAX_GRAD_NORM, LlamaSizes, Problem, Step

@@ -11,7 +11,8 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.adamw import AdamW
-from shardwise.training.optimizer.gradients import clip_grad_norm_, finalize_gradients_
+from shardwise.training.optimizer.clipping import clip_grad_norm_
+from shardwise.training.optimizer.gradients import finalize_gradients_
 from steps.problem import (
     ADAM_EPSILON,
     BETAS,

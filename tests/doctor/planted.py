@@ -561,7 +561,7 @@ OUR_FAULTS = (
     ),
     OurFault(
         "replicated gradients counted on every rank",
-        "gradients:_counted_here",
+        "grad_norm:_counted_here",
         "if layout.dim is None and rank > 0:",
         "if False:",
         (*_TP, *_GPT),
@@ -571,7 +571,7 @@ OUR_FAULTS = (
     ),
     OurFault(
         "gradients of other ranks not counted",
-        "gradients:own_squares",
+        "grad_norm:own_squares",
         "groups = [group for group in (tp_group, sharing, pp_group) if group is not None]",
         "groups = [group for group in (sharing, pp_group) if group is not None]",
         _TP,

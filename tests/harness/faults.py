@@ -106,7 +106,7 @@ FAULTS = (
     ),
     Fault(
         "norm counted twice",
-        "gradients:_counted_here",
+        "grad_norm:_counted_here",
         "if layout.dim is None and rank > 0:",
         "if False:",
         "tests/training/optimizer/test_gradients.py::test_norm_equals_the_dense_one",
@@ -279,7 +279,7 @@ FAULTS = (
     ),
     Fault(
         "gradients clipped and not unscaled",
-        "gradients:scale_gradients_",
+        "clipping:scale_gradients_",
         "own, on_host / loss_scale)",
         "own, on_host)",
         "tests/training/optimizer/test_gradients.py::test_clipping",

@@ -55,7 +55,7 @@ def test_what_cannot_be_planted_is_said(tmp_path):
 def test_names_choose_faults(capsys):
     assert faults.main(["--list", "norm counted"]) == 0
     assert capsys.readouterr().out.split() == [
-        *["norm", "counted", "twice", "gradients:_counted_here"],
+        *["norm", "counted", "twice", "grad_norm:_counted_here"],
         "tests/training/optimizer/test_gradients.py::test_norm_equals_the_dense_one",
     ]
     with pytest.raises(SystemExit):

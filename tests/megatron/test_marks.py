@@ -19,7 +19,7 @@ from shardwise.megatron.layer_specs import get_gpt_layer_local_spec
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.nn.replicated import replicas_of
 from shardwise.tensor_parallel import RowParallelLinear
-from shardwise.training.optimizer.gradients import global_grad_norm
+from shardwise.training.optimizer.grad_norm import global_grad_norm
 
 # Tokens, hidden size, and rows of the split weight, which divide nothing.
 S, H, ROWS = 7, 6, 5

@@ -35,7 +35,8 @@ from shardwise.models import GPT
 from shardwise.models.experts import moe
 from shardwise.models.transformer import mlp
 from shardwise.nn.replicated import named_param_layouts, replicas_of
-from shardwise.training.optimizer.gradients import finalize_gradients_, global_grad_norm
+from shardwise.training.optimizer.grad_norm import global_grad_norm
+from shardwise.training.optimizer.gradients import finalize_gradients_
 
 V, S, B, H, E = 23, 7, 3, 12, 4
 assert_near = functools.partial(assert_close_to, rtol_of_norm=1e-10)

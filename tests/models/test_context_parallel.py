@@ -34,7 +34,8 @@ from shardwise.models.transformer.context_attention import described_way
 from shardwise.models.transformer.heads import LatentAttention, LocalHeads
 from shardwise.models.transformer.masks import AttentionMask
 from shardwise.models.transformer.rotary import RotaryScaling
-from shardwise.training.optimizer.gradients import finalize_gradients_, global_grad_norm
+from shardwise.training.optimizer.grad_norm import global_grad_norm
+from shardwise.training.optimizer.gradients import finalize_gradients_
 
 PAGE = Path(__file__).parents[2] / "docs" / "context.md"
 VOCABULARY, BATCH = 97, 3

@@ -32,12 +32,10 @@ from shardwise.training.gradients import GradientBuffers, Share, Total
 from shardwise.training.gradients.replicas import check_replicas
 from shardwise.training.objective import CrossEntropy, Objective, means_of, outputs_of
 from shardwise.training.optimizer.choice import build_optimizer, fused_adamw
-from shardwise.training.optimizer.gradients import (
-    exact_grad_norm,
-    finalize_gradients_,
-    own_squares,
-    scale_gradients_,
-)
+from shardwise.training.optimizer.clipping import scale_gradients_
+from shardwise.training.optimizer.exact_grad_norm import exact_grad_norm
+from shardwise.training.optimizer.grad_norm import own_squares
+from shardwise.training.optimizer.gradients import finalize_gradients_
 from shardwise.training.optimizer.mixed_precision import PRECISIONS, DynamicLossScale
 from shardwise.training.optimizer.optimizer import (
     ZeroOptimizer,

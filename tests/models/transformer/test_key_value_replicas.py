@@ -16,7 +16,9 @@ from shardwise.models.transformer.heads import split_heads
 from shardwise.storage.checkpoint import load, save
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.adamw import AdamW
-from shardwise.training.optimizer.gradients import clip_grad_norm_, finalize_gradients_, global_grad_norm
+from shardwise.training.optimizer.clipping import clip_grad_norm_
+from shardwise.training.optimizer.grad_norm import global_grad_norm
+from shardwise.training.optimizer.gradients import finalize_gradients_
 
 S, B, H = 5, 3, 10
 SHAPES = {

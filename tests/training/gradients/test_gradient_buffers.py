@@ -17,7 +17,8 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
 from shardwise.nn import ColumnLinear, RowLinear
 from shardwise.training.gradients import GradientBuffers, default_bucket_size, gradient_buffers
-from shardwise.training.optimizer.gradients import clip_grad_norm_, finalize_gradients_
+from shardwise.training.optimizer.clipping import clip_grad_norm_
+from shardwise.training.optimizer.gradients import finalize_gradients_
 
 
 def make_model(*, dtype=torch.float64, unused=False):

@@ -18,12 +18,9 @@ from shardwise.megatron.config import ModelParallelConfig
 from shardwise.nn.replicated import set_replicas_
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, named_param_layouts
 from shardwise.training.optimizer import gradients as gradients_module
-from shardwise.training.optimizer.gradients import (
-    clip_grad_norm_,
-    finalize_gradients_,
-    global_grad_norm,
-    sum_tied_embedding_gradients_,
-)
+from shardwise.training.optimizer.clipping import clip_grad_norm_
+from shardwise.training.optimizer.grad_norm import global_grad_norm
+from shardwise.training.optimizer.gradients import finalize_gradients_, sum_tied_embedding_gradients_
 
 PARTIAL, TIED = Replicas(summed_over=("tp",)), Replicas(summed_over=("embd",))
 

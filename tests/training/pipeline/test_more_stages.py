@@ -18,7 +18,8 @@ from shardwise.core.random import seed_streams, streams
 from shardwise.megatron.schedules import get_forward_backward_func
 from shardwise.tensor_parallel import checkpoint
 from shardwise.training.optimizer.adamw import AdamW
-from shardwise.training.optimizer.gradients import clip_grad_norm_, global_grad_norm
+from shardwise.training.optimizer.clipping import clip_grad_norm_
+from shardwise.training.optimizer.grad_norm import global_grad_norm
 from shardwise.training.pipeline import Pipeline, make_schedule
 
 PP = 3

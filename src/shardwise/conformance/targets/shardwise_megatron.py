@@ -31,7 +31,7 @@ from shardwise.megatron.core.transformer.transformer_config import ModelParallel
 from shardwise.megatron.core.transformer.transformer_layer import get_gpt_layer_local_spec
 from shardwise.models.adapters import LoraConfig, LoraLinear
 from shardwise.training.optimizer.adamw import AdamW
-from shardwise.training.optimizer.gradients import global_grad_norm
+from shardwise.training.optimizer.grad_norm import global_grad_norm
 from shardwise.training.optimizer.optimizer import optimizer_state
 
 versions = engine.versions

@@ -10,7 +10,7 @@ from shardwise.core.communication.trees import sum_in_parts
 from shardwise.core.sharding import ParamLayout
 from shardwise.core.topology import Topology
 from shardwise.training.gradients import Division
-from shardwise.training.optimizer.gradients import exact_norm
+from shardwise.training.optimizer.exact_grad_norm import exact_squares
 
 LAYOUTS = (
     ParamLayout.split((96, 1000), 0, 1, stride=2),
@@ -26,21 +26,21 @@ def test_whoever_has_which_elements(group):
     sum_in_parts(alone, 8)
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(layout.global_shape, generator=generator) for layout in LAYOUTS]
-    options = {"tp_group": alone, "pp_group": None}
-    whole = exact_norm([(x, layout, None) for x, layout in zip(gradients, LAYOUTS, strict=True)], **options)
+    options = {"group": alone, "pp_group": None, "number": 8}
+    whole = exact_squares([(x, layout, None) for x, layout in zip(gradients, LAYOUTS, strict=True)], **options)
     squares = torch.cat([x.double().square().flatten() for x in gradients]).tolist()
-    assert whole == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-15)
+    assert whole == pytest.approx(math.fsum(squares), rel=1e-15)
     for cuts in range(2):
         edges = [sorted(torch.randint(x.numel() + 1, (3,), generator=generator).tolist()) for x in gradients]
         if not cuts:
             edges = [[0, x.numel(), x.numel()] for x in gradients]
         shared = [shared_out(*given, group) for given in zip(gradients, LAYOUTS, edges, strict=True)]
-        assert exact_norm(shared, **options) == whole
+        assert exact_squares(shared, **options) == whole
     # A row that is shorter than the others, by itself, whose sum depends on its order.
     layout, last = ParamLayout.replicated((4096 + 45,), 1), torch.zeros(4096 + 45)
     last[4096], last[4096 + 32 :] = 1, 2.0**-27
-    expected = exact_norm([(last, layout, None)], **options)
-    assert exact_norm([shared_out(last, layout, [4099, 4100, 4139], group)], **options) == expected
+    expected = exact_squares([(last, layout, None)], **options)
+    assert exact_squares([shared_out(last, layout, [4099, 4100, 4139], group)], **options) == expected
 
 
 def shared_out(gradient, layout, edges, group):
