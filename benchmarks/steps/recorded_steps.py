@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,8 +12,10 @@ from ranks import NUM_RANKS, join_ranks, leave_ranks, seconds_of
 from shardwise.core.topology import Groups
 from shardwise.data import Batch
 from shardwise.doctor import record
+from shardwise.doctor.repeating import RecordedSteps
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.run.build import build_model
+from shardwise.training.hooks import NO_HOOKS, StepHooks
 from shardwise.training.trainer import Trainer
 from steps.exact_steps import settings_of
 from steps.problem import LlamaSizes
@@ -50,14 +53,12 @@ class RecordedRunner:
     def time_step(self, variant: str) -> float:
         """Return the seconds of a step; with ``"recorded"`` of one that is recorded, without writing the files."""
         if variant == "plain":
-            return seconds_of(self._step, 1, together=True)
+            return seconds_of(partial(self._step, NO_HOOKS), 1, together=True)
         self._num_recordings += 1
         path = Path(self._folder.name) / str(self._num_recordings)
         # The warm-up and the step that is timed; the file would be written at the end of a third.
         recorder = record(self._trainer.model, path, steps=3, axes=self._axes)
-        self._trainer.observer = recorder
-        seconds = seconds_of(self._step, 1, together=True)
-        self._trainer.observer = None
+        seconds = seconds_of(partial(self._step, RecordedSteps(recorder)), 1, together=True)
         recorder.close()
         self._bytes = sum(file.stat().st_size for file in path.glob("*.safetensors")) // 2
         return seconds
@@ -66,8 +67,8 @@ class RecordedRunner:
         """Return the bytes that the last recording took for each step."""
         return self._bytes
 
-    def _step(self) -> None:
-        self._trainer.step(0, [self._batch])
+    def _step(self, hooks: StepHooks) -> None:
+        self._trainer.step(0, [self._batch], hooks=hooks)
 
     def close(self) -> None:
         """Leave the process groups."""

@@ -481,7 +481,7 @@ OUR_FAULTS = (
     ),
     OurFault(
         "learning rates differ between replicas",
-        "trainer:Trainer.step",
+        "trainer:Trainer._update",
         "set_learning_rate_(self.optimizer, learning_rate)",
         "set_learning_rate_(self.optimizer, learning_rate * (1 + self.dp_group.rank() / 2))",
         _REPLICAS,
@@ -581,7 +581,7 @@ OUR_FAULTS = (
     ),
     OurFault(
         "loss divided by the labels of a micro-batch",
-        "trainer:Trainer.step",
+        "trainer:Trainer._forward_backward",
         "means_of(self.objective, output, batch, num_labels)",
         "means_of(self.objective, output, batch, num_labels // (len(batches) if self.tp_group.size() > 1 else 1))",
         (*_TP, *_TWO_MICRO_BATCHES),

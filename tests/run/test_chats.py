@@ -30,6 +30,7 @@ from shardwise.run.settings import (
     TrainingSettings,
 )
 from shardwise.run.utilisation import model_flops_per_token
+from shardwise.training.hooks import StepHooks
 from shardwise.training.trainer import Trainer
 
 TEMPLATE = (
@@ -89,12 +90,13 @@ def open_run(settings, root, monkeypatch):
 
 
 def recorded(trainer):
-    """The gradients of each step to come: those of whole parameters, by name, of the layers that are here."""
-    steps = []
+    """Hooks with the gradients of each step to come: of whole parameters, by name, of the layers that are here."""
+    hooks = StepHooks()
+    hooks.steps = []
 
     def record(*_):
         shards = sharded_state_dict(trainer.model, group=trainer.tp_group)
-        steps.append(
+        hooks.steps.append(
             {
                 name: gather_parameter(shard.data.grad, shard.layout, group=trainer.tp_group).clone()
                 for name, shard in shards.items()
@@ -102,8 +104,8 @@ def recorded(trainer):
             }
         )
 
-    trainer.before_update = record
-    return steps
+    hooks.before_update = record
+    return hooks
 
 
 def on_one_rank(session):
@@ -151,14 +153,15 @@ def test_ten_steps_are_those_of_one_rank(group, root, tmp_path, monkeypatch):
         one, alone = on_one_rank(session)
         ours, theirs = recorded(session.trainer), recorded(one)
         for step in range(STEPS):
-            split, whole = (trainer.train_step(step, session.loader) for trainer in (session.trainer, one))
+            pairs = (session.trainer, ours), (one, theirs)
+            split, whole = (trainer.train_step(step, session.loader, hooks) for trainer, hooks in pairs)
             assert split.loss == pytest.approx(whole.loss, rel=1e-9), (parallel, step)
             assert split.grad_norm == pytest.approx(whole.grad_norm, rel=1e-8)
             assert step > 0 or first is None or whole.loss == pytest.approx(first, rel=1e-6)
-            for name, gradient in ours[step].items():
-                expected = theirs[step][name]
+            for name, gradient in ours.steps[step].items():
+                expected = theirs.steps[step][name]
                 assert (gradient - expected).norm() <= 1e-7 * expected.norm() + 1e-12, (parallel, step, name)
-        assert len(ours[0]) == len(theirs[0]) or parallel.pp == 2
+        assert len(ours.steps[0]) == len(theirs.steps[0]) or parallel.pp == 2
         assert first is None or whole.loss < 0.9 * first
         session.topology.destroy()
         alone.destroy()
@@ -176,10 +179,10 @@ def test_packed_is_unpacked(group, root, tmp_path, monkeypatch):
             session = open_run(settings, root, monkeypatch)
             # One step of all rows.
             loader = DataLoader(session.loader.rows, len(session.loader.rows), seed=0)
-            steps = recorded(session.trainer)
+            hooks = recorded(session.trainer)
             everything = dataclasses.replace(settings.training, global_batch_size=len(loader.rows))
             session.trainer.settings = dataclasses.replace(settings, training=everything)
-            results.append((session.trainer.train_step(0, loader).loss, steps[0], len(loader.rows)))
+            results.append((session.trainer.train_step(0, loader, hooks).loss, hooks.steps[0], len(loader.rows)))
             session.topology.destroy()
         (loss, gradients, num_samples), (packed_loss, packed, num_rows) = results
         assert num_rows < 0.8 * num_samples
@@ -217,10 +220,10 @@ def test_packed_texts_are_kept_apart(group, root, tmp_path, monkeypatch):
         (session.trainer, dataset),
         (one, SampleRows(dataset.samples, dataset.sequence_length, packing=False)),
     ):
-        steps = recorded(trainer)
+        hooks = recorded(trainer)
         everything = dataclasses.replace(settings.training, global_batch_size=len(rows))
         trainer.settings = dataclasses.replace(settings, training=everything)
-        results.append((trainer.train_step(0, DataLoader(rows, len(rows), seed=0)).loss, steps[0]))
+        results.append((trainer.train_step(0, DataLoader(rows, len(rows), seed=0), hooks).loss, hooks.steps[0]))
     (loss, packed), (loss_apart, apart) = results
     assert loss == pytest.approx(loss_apart, rel=1e-12)
     for name, gradient in apart.items():

@@ -9,6 +9,7 @@ from training.test_trainer import batches, make_trainer
 from shardwise.core.errors import DivergenceError, VocabularyError
 from shardwise.core.topology import Topology
 from shardwise.data import Batch
+from shardwise.training.hooks import StepHooks
 
 
 def trainer_of(group, folder, **options):
@@ -59,14 +60,14 @@ def test_a_step_is_the_same_where_checks_are_deferred(group, tmp_path):
 @pytest.mark.ranks(2)
 def test_wishes_travel_with_the_loss_and_a_divergence_comes_first(group, tmp_path):
     trainer = trainer_of(group, tmp_path)
-    heard = []
-    trainer.rank_reports = lambda: [0.0, 15.0 * dist.get_rank()]
-    trainer.before_update = lambda step, reports: heard.append((step, list(reports)))
+    heard, hooks = [], StepHooks()
+    hooks.rank_reports = lambda: [0.0, 15.0 * dist.get_rank()]
+    hooks.before_update = lambda step, reports: heard.append((step, list(reports)))
     tokens, labels = (ids[my_rows(trainer)] for ids in next(iter(batches(trainer.settings))))
-    trainer.step(3, [Batch(tokens, labels)])
+    trainer.step(3, [Batch(tokens, labels)], hooks=hooks)
     assert heard == [(3, [0.0, 15.0])]
     with torch.no_grad():
         next(trainer.model.parameters()).fill_(torch.nan)
     with pytest.raises(DivergenceError, match="the loss is nan at step 4"):
-        trainer.step(4, [Batch(tokens, labels)])
+        trainer.step(4, [Batch(tokens, labels)], hooks=hooks)
     assert len(heard) == 1

@@ -29,6 +29,7 @@ from shardwise.run.settings import (
     Settings,
 )
 from shardwise.run.tasks.task import Session
+from shardwise.training.hooks import Parts, StepHooks, StepRouting
 from shardwise.training.trainer import Trainer
 
 # For a field of settings that other commands lack, the command and its settings.
@@ -112,9 +113,9 @@ def repeat(
             check_belongs(session, saved)
         with session.shortage.explained():
             session.task.method.before(session)
-            own = _steps(session, session.trainer, base, steps, evaluated, kept)
-            with twin_of(session, folder, steps=len(steps)) as twin:
-                other = _steps(session, twin, base, steps, evaluated, kept)
+            own = _steps(session, session.trainer, StepHooks(session.routing), base, steps, evaluated, kept)
+            with twin_of(session, folder, steps=len(steps)) as (twin, hooks):
+                other = _steps(session, twin, hooks, base, steps, evaluated, kept)
     return own, other
 
 
@@ -124,8 +125,12 @@ def check_dropout(session: Session) -> None:
         raise ConfigError("training.rng is per_rank, so each layout drops other elements; use --training.rng global")
 
 
-def alone(session: Session, dtype: str | None = None) -> Trainer:
-    """Build the run's initial model on this rank alone, with its trainer, in another dtype if one is given."""
+def alone(session: Session, dtype: str | None = None) -> tuple[Trainer, StepRouting | None]:
+    """Build the run's initial model on this rank alone, with its trainer, in another dtype if one is given.
+
+    Returns:
+        The trainer, and the replay of the routing that the settings name, if any.
+    """
     single = next((group for group in session.topology.groups() if group.size() == 1), None)
     if single is None:
         raise ConfigError("no axis of the run has one rank; leave out one of tp, pp, cp, ep and data-parallel ranks")
@@ -139,8 +144,7 @@ def alone(session: Session, dtype: str | None = None) -> Trainer:
     trainer = Trainer(
         settings, model, groups, session.task.method.objective(session.data, groups, session.ranks.device)
     )
-    trainer.routing = replay_of(settings, model)
-    return trainer
+    return trainer, replay_of(settings, model)
 
 
 def other_rounding(session: Session) -> tuple[str | None, int | None]:
@@ -148,15 +152,32 @@ def other_rounding(session: Session) -> tuple[str | None, int | None]:
     return ("float64", None) if session.settings.training.dtype == "float32" else (None, 1)
 
 
+class RecordedSteps(StepHooks):
+    """Hooks of steps that ``recorder`` records."""
+
+    def __init__(self, recorder: Recorder, routing: StepRouting | None = None) -> None:
+        super().__init__(routing)
+        self._recorder = recorder
+
+    def gradients(self, parts: Parts) -> None:
+        self._recorder.gradients(parts())
+
+    def clipped(self, parts: Parts) -> None:
+        self._recorder.clipped(parts())
+
+    def updated(self, parts: Parts) -> None:
+        self._recorder.updated(parts())
+
+
 @contextmanager
-def twin_of(session: Session, folder: Path, *, steps: int) -> Iterator[Trainer]:
+def twin_of(session: Session, folder: Path, *, steps: int) -> Iterator[tuple[Trainer, StepHooks]]:
     """Build the run's model once more on this rank alone, with another rounding in the block."""
     dtype, perturb = other_rounding(session)
-    trainer = alone(session, dtype)
+    trainer, routing = alone(session, dtype)
     if perturb is None:
-        yield trainer
+        yield trainer, StepHooks(routing)
         return
-    trainer.observer = recorder = Recorder(
+    recorder = Recorder(
         trainer.model,
         folder,
         steps=steps,
@@ -165,13 +186,14 @@ def twin_of(session: Session, folder: Path, *, steps: int) -> Iterator[Trainer]:
         world_size=1,
         remedy="set TMPDIR to a folder with more room, or take --no-rerun",
     )
-    yield trainer
+    yield trainer, RecordedSteps(recorder, routing)
     recorder.close()
 
 
 def _steps(
     session: Session,
     trainer: Trainer,
+    hooks: StepHooks,
     base: Path | None,
     steps: range,
     evaluated: Collection[int],
@@ -181,7 +203,7 @@ def _steps(
         load_state_(trainer, base, steps.start, group=session.ranks.control)
     found = Repetition(trainer.settings.training.dtype)
     for step in steps:
-        result = trainer.train_step(step, session.loader)
+        result = trainer.train_step(step, session.loader, hooks)
         reported, others = metrics_of(session, result)
         found.rows[step] = reported | others
         if step in evaluated:

@@ -14,13 +14,14 @@ from shardwise.doctor.diagnosis import Diagnosis, diagnose
 from shardwise.doctor.places import Axes
 from shardwise.doctor.recorder import BUDGET, Recorder
 from shardwise.doctor.recording import check_replaceable
-from shardwise.doctor.repeating import ONE_RANK, alone, check_dropout, other_rounding
+from shardwise.doctor.repeating import ONE_RANK, RecordedSteps, alone, check_dropout, other_rounding
 from shardwise.run.checkpoint_writer import lock_folder
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.session import open_session
 from shardwise.run.settings import RunSettings
 from shardwise.run.tasks import task_of
 from shardwise.run.tasks.task import Session, Task
+from shardwise.training.hooks import StepRouting
 from shardwise.training.trainer import Trainer
 
 STEPS = 2
@@ -82,7 +83,8 @@ def diagnose_run(
         with session.shortage.explained():
             session.task.method.before(session)
             agree(lambda: _record_alone(session, folder, steps, budget), group=ranks.control)
-            _record(session.trainer, session, folder / "parallel", steps, budget, Groups.of(session.topology))
+            axes = Groups.of(session.topology)
+            _record(session.trainer, session.routing, session, folder / "parallel", steps, budget, axes)
         # The recordings of all ranks are complete.
         agree(lambda: None, group=ranks.control)
 
@@ -102,13 +104,14 @@ def _record_alone(session: Session, folder: Path, steps: int, budget: int) -> No
     if not session.ranks.is_first:
         return
     dtype, perturb = other_rounding(session)
-    _record(alone(session), session, folder / "one", steps, budget, ONE_RANK, world_size=1)
-    other = alone(session, dtype)
-    _record(other, session, folder / "rounding", steps, budget, ONE_RANK, perturb=perturb, world_size=1)
+    _record(*alone(session), session, folder / "one", steps, budget, ONE_RANK, world_size=1)
+    other = folder / "rounding"
+    _record(*alone(session, dtype), session, other, steps, budget, ONE_RANK, perturb=perturb, world_size=1)
 
 
 def _record(
     trainer: Trainer,
+    routing: StepRouting | None,
     session: Session,
     folder: Path,
     steps: int,
@@ -128,9 +131,8 @@ def _record(
         world_size=world_size,
         remedy="record fewer steps (--recorded-steps), take a smaller model, or choose another --out",
     )
-    trainer.observer = recorder
+    hooks = RecordedSteps(recorder, routing)
     for step in range(steps):
-        trainer.train_step(step, session.loader)
+        trainer.train_step(step, session.loader, hooks)
     trainer.wait_for_weights()
     recorder.close()
-    trainer.observer = None

@@ -37,6 +37,7 @@ from shardwise.plan.timeline import Label, Segment, Sent, Timeline, address, rea
 from shardwise.plan.workload import Mesh, Workload
 from shardwise.run.checkpoints import state_of
 from shardwise.storage.adapters.model import trained_of
+from shardwise.training.hooks import StepHooks
 from shardwise.training.optimizer.optimizer import ShardedOptimizer
 from shardwise.training.pipeline.schedules import Action
 from shardwise.training.trainer import Trainer
@@ -318,15 +319,15 @@ def step_of(
     _make_state(trainer.optimizer, model, groups.tp.size())
     batches = [workload.batch(mesh.micro_batch_size, trainer._needs_lengths) for _ in range(micro_batches)]
     place = len(timeline.segments)
-    _watch(trainer, chunks_of_model(model), timeline)
+    hooks = _watch(trainer, chunks_of_model(model), timeline)
     timeline.mark(START)
     with contextlib.suppress(_FinishedError):
-        trainer.step(0, batches)
+        trainer.step(0, batches, hooks=hooks)
     return [segment if mesh.fsdp else segment.without("dp", "expert_dp") for segment in timeline.segments[place:]]
 
 
-def _watch(trainer: Trainer, chunks: Sequence[TransformerModel], timeline: Timeline) -> None:
-    """Mark each action of a step, and in it each span of layers."""
+def _watch(trainer: Trainer, chunks: Sequence[TransformerModel], timeline: Timeline) -> StepHooks:
+    """Mark each span of layers of a step, and return hooks that mark each action."""
     current = [START]
 
     def begin(label: Label) -> None:
@@ -336,7 +337,8 @@ def _watch(trainer: Trainer, chunks: Sequence[TransformerModel], timeline: Timel
     def before_action(action: Action) -> None:
         begin(Label(ACTIONS[action.kind], action.micro_batch, action.chunk, 0))
 
-    trainer.before_action = before_action
+    hooks = StepHooks()
+    hooks.before_action = before_action  # type: ignore[method-assign]
     for number, chunk in enumerate(chunks):
         last = sum(1 for _ in spans_of(list(chunk.block.layers), chunk.block._recompute))
         chunk.block.before_span = _Spans(number, last, current, begin)
@@ -346,6 +348,7 @@ def _watch(trainer: Trainer, chunks: Sequence[TransformerModel], timeline: Timel
         raise _FinishedError
 
     trainer.gradients.finish = finished  # type: ignore[method-assign]
+    return hooks
 
 
 class _FinishedError(Exception):

@@ -31,6 +31,7 @@ from shardwise.run.tasks.task import Outcome, Session, Task
 from shardwise.run.utilisation import peak_memory, profiled
 from shardwise.run.wording import banner
 from shardwise.storage.checkpoint.saving import SaveProgress
+from shardwise.training.hooks import StepHooks
 
 
 def run(settings: RunSettings, make_task: Callable[[Any], Task] = task_of) -> Outcome:
@@ -76,7 +77,7 @@ def train(session: Session) -> Outcome:
         keep_freed_memory()
     first_step, checkpoint = start_or_resume(session)
     session.settings.profile.check_steps(first_step, session.settings.training.steps)
-    if (routing := session.trainer.routing) is not None:
+    if (routing := session.routing) is not None:
         steps = range(first_step, session.settings.training.steps)
 
         def check_steps() -> None:
@@ -93,7 +94,7 @@ def train(session: Session) -> Outcome:
 
 
 @dataclass
-class _Training:
+class _Training(StepHooks):
     """The training loop of a run, with its evaluations, saves and end.
 
     Attributes:
@@ -117,10 +118,12 @@ class _Training:
     _peak_memory: float = 0.0
     _unwritten: UnwritableError | None = None
 
+    def __post_init__(self) -> None:
+        super().__init__(self.session.routing)
+
     def run(self) -> Outcome:
         """Run all remaining steps."""
         session, settings = self.session, self.session.settings.training
-        session.trainer.rank_reports, session.trainer.before_update = self._rank_reports, self._before_update
         self._saved_at = time.monotonic()
         try:
             with ExitStack() as stack:
@@ -150,7 +153,6 @@ class _Training:
             raise DivergenceError(f"{error}; {self._after_divergence()}") from error
         finally:
             self.saves.abandon()
-            session.trainer.rank_reports = session.trainer.before_update = None
         assert self.saves.newest is not None
         return Outcome(
             self._losses[0] if self._losses else None,
@@ -174,7 +176,7 @@ class _Training:
         ):
             if is_first:
                 self._counting.enter_context(self._counter)
-            result = session.trainer.train_step(step, session.loader)
+            result = session.trainer.train_step(step, session.loader, self)
         seconds = time.perf_counter() - self._started
         self._spent += seconds
         self.signals.step_took(seconds)
@@ -206,7 +208,7 @@ class _Training:
         if last:
             self._save(done, signum)
 
-    def _before_update(self, step: int, rank_reports: Sequence[float]) -> None:
+    def before_update(self, step: int, rank_reports: Sequence[float]) -> None:
         """Save and stop if due.
 
         The saved state is that after ``step`` steps. The next step's loss and gradient, computed from it, are finite,
@@ -263,7 +265,7 @@ class _Training:
             self.saves.complete_if_possible()
             raise
 
-    def _rank_reports(self) -> tuple[float, ...]:
+    def rank_reports(self) -> tuple[float, ...]:
         """Return this rank's part of the step's all-reduce: signal (0 for none), whether a timed save is due (on the
         first rank), progress of the write, peak memory, and whether metrics could not be written.
         """
@@ -276,7 +278,7 @@ class _Training:
     def _agreed(self) -> int:
         """Return the signal that any rank received, by a separate collective; 0 for none."""
         ranks = self.session.ranks
-        signum = torch.tensor(self._rank_reports()[:1], dtype=torch.float32, device=ranks.device)
+        signum = torch.tensor(self.rank_reports()[:1], dtype=torch.float32, device=ranks.device)
         return int(all_reduce(signum, group=ranks.world, op=dist.ReduceOp.MAX, may_overwrite=True))
 
     def _evaluate(self, done: int) -> dict[str, float]:

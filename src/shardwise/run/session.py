@@ -28,6 +28,7 @@ from shardwise.run.shortage import Shortage
 from shardwise.run.tasks import task_of
 from shardwise.run.tasks.task import Session, Task
 from shardwise.run.utilisation import Utilisation, model_flops_per_token, peak_of
+from shardwise.training.hooks import StepRouting
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.trainer import StepResult, Trainer
 
@@ -67,9 +68,9 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
     with shortage.explained():
         model = task.source.build(settings, data, groups=groups, device=ranks.device)
         trainer = Trainer(settings, model, groups, task.method.objective(data, groups, ranks.device))
-    trainer.routing = replay_of(settings, model)
+    routing: StepRouting | None = replay_of(settings, model)
     if settings.record_routing is not None:
-        trainer.routing = RoutingRecorder(model, settings.record_routing)
+        routing = RoutingRecorder(model, settings.record_routing)
     if settings.parallel.exact:
         check_arithmetic(ranks.device, group=ranks.control)
         if ranks.is_first:
@@ -83,6 +84,7 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
         data,
         loader,
         trainer,
+        routing,
         ways=_ways(model.config, settings, groups, ranks) if settings.parallel.tp_comm_overlap else [],
         transport=transport_name(groups.tp, ranks.device),
         num_parameters=count_parameters(model, topology),

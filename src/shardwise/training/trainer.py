@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from shardwise.models.transformer.layer import TransformerLayer
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.training.gradients import GradientBuffers, Share, Total
 from shardwise.training.gradients.replicas import check_replicas
+from shardwise.training.hooks import NO_HOOKS, StepHooks
 from shardwise.training.objective import CrossEntropy, Objective, means_of, outputs_of
 from shardwise.training.optimizer.choice import build_optimizer, fused_adamw
 from shardwise.training.optimizer.clipping import scale_gradients_
@@ -91,36 +92,6 @@ class _Numbers(NamedTuple):
     routing: Tensor | None = None
 
 
-class StepObserver(Protocol):
-    """What a trainer tells in each step, such as a ``doctor.Recorder``.
-
-    ``given`` has the gradients or values of parameters that are split over the data-parallel ranks, in the parameter's
-    shape, and for each axis how its ranks hold them.
-    """
-
-    def gradients(self, given: Mapping[Parameter, tuple[Tensor, dict[str, list[Any]]]]) -> None:
-        """The gradients are complete, and not clipped."""
-
-    def clipped(self, given: Mapping[Parameter, tuple[Tensor, dict[str, list[Any]]]]) -> None:
-        """The gradients are clipped."""
-
-    def updated(self, given: Mapping[Parameter, tuple[Tensor, dict[str, list[Any]]]]) -> None:
-        """The parameters are updated, or the update is skipped."""
-
-
-class StepRouting(Protocol):
-    """Records or replaces the experts of a step's tokens, such as a ``doctor.RoutingReplay``."""
-
-    def step(self, number: int) -> AbstractContextManager[None]:
-        """Return the context of a step's forward passes."""
-
-    def check_steps(self, steps: range) -> None:
-        """Raise ConfigError if one of these steps cannot be recorded or replaced."""
-
-    def resume(self, first_step: int) -> None:
-        """Prepare for a run that goes on at a step, and may have recorded it and later ones before."""
-
-
 class Trainer:
     """Trains a model with an optimizer, on the model's process groups; reads and writes no files.
 
@@ -141,13 +112,6 @@ class Trainer:
         zero: the optimizer if its state is split over the data-parallel ranks, otherwise None.
         loss_scale: dynamic scale of the loss; None if the loss is not scaled.
         num_skipped: number of steps skipped because of an overflow.
-        rank_reports: callback that returns this rank's numbers, called in every step; or None.
-        before_update: callback that gets the step's number and, for each of the ``rank_reports``, the maximum over all
-            ranks; or None. It is called before the update, once the loss and the gradient are known to be finite (or
-            the step will be skipped). If it raises, the weights are unchanged.
-        before_action: callback before each forward and backward of a micro-batch; or None.
-        observer: object whose methods are called before clipping, at clipping and after the update; or None.
-        routing: object whose context ``train_step`` enters; or None.
         defers_checks: whether ids out of range are reported when the loss and the norm are read, the only time that a
             step waits for the device, instead of where they are used. False on a CPU, where a check needs no wait.
     """
@@ -159,11 +123,6 @@ class Trainer:
         groups: Groups,
         objective: Objective | None = None,
     ) -> None:
-        self.rank_reports: Callable[[], Sequence[float]] | None = None
-        self.before_update: Callable[[int, Sequence[float]], None] | None = None
-        self.before_action: Callable[[Action], None] | None = None
-        self.observer: StepObserver | None = None
-        self.routing: StepRouting | None = None
         self._model_groups = groups
         check_replicas(model, **_of_replicas(groups))
         self.settings = settings
@@ -226,6 +185,7 @@ class Trainer:
         num_labels: int | None = None,
         *,
         meanwhile: Callable[[], None] | None = None,
+        hooks: StepHooks = NO_HOOKS,
     ) -> StepResult:
         """Run one optimizer step.
 
@@ -236,6 +196,7 @@ class Trainer:
                 labels.
             meanwhile: callback for work on the host, called after all but the update was launched, before the host
                 waits; or None.
+            hooks: what the step calls.
 
         Returns:
             The result, the same on every rank.
@@ -245,51 +206,16 @@ class Trainer:
             VocabularyError: an id is out of range; with ``defers_checks``, raised on every rank, before the update.
         """
         settings = self.settings
-        # Dropout is seeded by the step, so that a resumed run draws the same masks. The ranks of a tensor-parallel
-        # group share one data-parallel stream; data-parallel ranks and stages need different ones. Ranks that share
-        # samples have slices of one mask, unless each rank draws its masks alone.
-        stage = 0 if self.pp_group is None else self.pp_group.rank()
-        place = self.sample_rank if settings.training.rng == "global" else self.dp_group.rank()
-        stream_seed = _stream_seed(settings.training.seed, step, place, stage)
-        seed_streams(stream_seed, self.tp_group.rank(), rng=settings.training.rng)
+        self._seed_step(step)
         self.model.train()
         if num_labels is None:
             num_labels = settings.training.global_batch_size * settings.sequence_length
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        total = self._new_total(self.objective)
-        batches = list(micro_batches)
-        self.gradients.begin(len(batches))
-        self._step, self._num_micro_batches = step, len(batches)
-        for layer in self._of_experts.values():
-            # A rehearsal may have no micro-batches.
-            layer.begin(scale / (max(1, len(batches)) * self.num_sample_ranks))
-        no_sync, inputs = self.gradients.no_sync, self.objective.inputs
-
-        def loss_of(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            loss, means = means_of(self.objective, output, batch, num_labels)
-            return (loss if self.loss_scale is None else loss * scale), means
-
-        with self._deferred_checks() as checks:
-            if self._pipeline is None:
-                for number, batch in enumerate(self._mover.moved(batches), 1):
-                    self._seed_micro_batch(number - 1)
-                    with no_sync() if number < len(batches) else contextlib.nullcontext():
-                        self._announce(Kind.FORWARD, number - 1)
-                        loss, means = loss_of(self.model(**inputs(batch)), batch)
-                        self._announce(Kind.BACKWARD, number - 1)
-                        loss.backward()
-                    total.add(means)
-            else:
-                name, num_stages = settings.parallel.pipeline_schedule, self._pipeline.group.size()
-                schedule = make_schedule(name, num_stages, len(batches), len(self._chunks))
-                for means in self._run_pipeline(self._pipeline, schedule, batches, inputs, loss_of, no_sync):
-                    total.add(means)
+        total, checks = self._forward_backward(list(micro_batches), num_labels, scale, hooks)
         self.gradients.finish()
         finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=None, embd_group=self.embd_group)
-        if self.observer is not None:
-            self.observer.gradients(self._given(gradients=True))
-        reports = [] if self.rank_reports is None else self.rank_reports()
-        numbers = self._reduce(total, self._own_largest(total, checks, reports), has_norm=True)
+        hooks.gradients(self._split_gradients)
+        numbers = self._reduce(total, self._own_largest(total, checks, hooks.rank_reports()), has_norm=True)
         scale_gradients_(
             self.model,
             numbers.norm.div_(scale),
@@ -301,48 +227,88 @@ class Trainer:
         if meanwhile is not None:
             meanwhile()
         (mean_loss, *others), grad_norm, rank_reports, routing = self._read(numbers, checks)
-        more: dict[str, Any] = {"others": tuple(others), "routing": routing}
         # Both are sums over all ranks, so that all ranks decide the same way, before any weight changes.
         wrong = {"loss": mean_loss, "norm of the gradient": grad_norm}
         wrong = {what: value for what, value in wrong.items() if not math.isfinite(value)}
         if wrong and self.loss_scale is None:
             what, value = next(iter(wrong.items()))
             raise DivergenceError(f"the {what} is {value} at step {step}")
-        if self.before_update is not None:
-            self.before_update(step, rank_reports)
+        hooks.before_update(step, rank_reports)
         learning_rate = settings.optimizer.learning_rate_at(step, settings.training.steps)
+        if wrong:
+            self._skip(step, hooks)
+        else:
+            self._update(learning_rate, numbers, hooks)
         used = None if self.loss_scale is None else scale
-        if self.loss_scale is not None and wrong:
-            if self.observer is not None:
-                self.observer.updated(self._given(gradients=False))
-            self.loss_scale.skip_(step)
-            self.num_skipped += 1
-            return StepResult(
-                mean_loss, grad_norm, learning_rate, used, is_skipped=True, others=tuple(others), routing=routing
-            )
+        return StepResult(mean_loss, grad_norm, learning_rate, used, bool(wrong), tuple(others), routing)
+
+    def _seed_step(self, step: int) -> None:
+        """Seed dropout by the step, so that a resumed run draws the same masks."""
+        # The ranks of a tensor-parallel group share one data-parallel stream; data-parallel ranks and stages need
+        # different ones. Ranks that share samples have slices of one mask, unless each rank draws its masks alone.
+        training = self.settings.training
+        stage = 0 if self.pp_group is None else self.pp_group.rank()
+        place = self.sample_rank if training.rng == "global" else self.dp_group.rank()
+        seed_streams(_stream_seed(training.seed, step, place, stage), self.tp_group.rank(), rng=training.rng)
+        self._step = step
+
+    def _forward_backward(
+        self, batches: list[Batch], num_labels: int, scale: float, hooks: StepHooks
+    ) -> tuple[Total, DeferredChecks | None]:
+        """Run the forward and the backward of all micro-batches, up to the sums over data-parallel ranks."""
+        total = self._new_total(self.objective)
+        self.gradients.begin(len(batches))
+        self._num_micro_batches = len(batches)
+        for layer in self._of_experts.values():
+            # A rehearsal may have no micro-batches.
+            layer.begin(scale / (max(1, len(batches)) * self.num_sample_ranks))
+        no_sync, inputs = self.gradients.no_sync, self.objective.inputs
+
+        def loss_of(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            loss, means = means_of(self.objective, output, batch, num_labels)
+            return (loss if self.loss_scale is None else loss * scale), means
+
+        with self._deferred_checks() as checks:
+            if self._pipeline is None:
+                for number, batch in enumerate(self._mover.moved(batches)):
+                    self._seed_micro_batch(number)
+                    with no_sync() if number + 1 < len(batches) else contextlib.nullcontext():
+                        hooks.before_action(Action(Kind.FORWARD, number))
+                        loss, means = loss_of(self.model(**inputs(batch)), batch)
+                        hooks.before_action(Action(Kind.BACKWARD, number))
+                        loss.backward()
+                    total.add(means)
+            else:
+                name, num_stages = self.settings.parallel.pipeline_schedule, self._pipeline.group.size()
+                schedule = make_schedule(name, num_stages, len(batches), len(self._chunks))
+                for means in self._run_pipeline(self._pipeline, schedule, batches, inputs, loss_of, no_sync, hooks):
+                    total.add(means)
+        return total, checks
+
+    def _skip(self, step: int, hooks: StepHooks) -> None:
+        """Skip the update of a step whose gradient overflowed, and lower the scale of the loss."""
+        assert self.loss_scale is not None
+        hooks.updated(self._split_values)
+        self.loss_scale.skip_(step)
+        self.num_skipped += 1
+
+    def _update(self, learning_rate: float, numbers: _Numbers, hooks: StepHooks) -> None:
         set_learning_rate_(self.optimizer, learning_rate)
-        if self.observer is not None:
-            self.observer.clipped(self._given(gradients=True))
+        hooks.clipped(self._split_gradients)
         self.optimizer.step()
         for number, layer in self._of_experts.items():
             assert numbers.routing is not None
             loads = numbers.routing.view(self._model_config.num_layers, -1)[number, : layer.spec.num]
             layer.router.balance_(loads)
-        if self.observer is not None:
-            self.observer.updated(self._given(gradients=False))
+        hooks.updated(self._split_values)
         if self._fused is not None and self._fused.has_cleared:
             self.gradients.are_clear = True
         if self.loss_scale is not None:
             self.loss_scale.keep_()
-        return StepResult(mean_loss, grad_norm, learning_rate, used, **more)
 
     def _divide_by(self, scale: Tensor) -> None:
         assert self._fused is not None
         self._fused.grad_scale = scale
-
-    def _announce(self, kind: Kind, micro_batch: int) -> None:
-        if self.before_action is not None:
-            self.before_action(Action(kind, micro_batch))
 
     def _new_total(self, objective: Objective) -> Total:
         return self.gradients.total(torch.zeros(1 + len(objective.names), dtype=torch.float64, device=self.device))
@@ -360,13 +326,13 @@ class Trainer:
         inputs: Callable[[Batch], dict[str, Tensor | None]],
         results: Callable[[Tensor, Batch], tuple[Tensor | None, Tensor]],
         no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        hooks: StepHooks = NO_HOOKS,
     ) -> list[Tensor]:
         """Run the schedule; on the last stage, return the second value of ``results`` for each micro-batch."""
 
         def loss(micro_batch: int, output: Tensor) -> tuple[Tensor | None, Tensor]:
             return results(output, moved[micro_batch])
 
-        pipeline.before_action = self.before_action
         moved = list(self._mover.moved(batches))
         config, (b, s) = self._chunks[0].config, batches[0].tokens.shape
 
@@ -385,6 +351,7 @@ class Trainer:
             device=self.device,
             forward_only=not torch.is_grad_enabled(),
             no_sync=no_sync,
+            hooks=hooks,
         )
 
     def _deferred_checks(self) -> AbstractContextManager[DeferredChecks | None]:
@@ -418,15 +385,22 @@ class Trainer:
     def _of_norm(self) -> dict[str, Any]:
         return {"tp_group": self.tp_group, "pp_group": self.pp_group, "shares": self._shares()}
 
-    def _given(self, *, gradients: bool) -> dict[Parameter, tuple[Tensor, dict[str, list[Any]]]]:
-        """Return gradients or values of which data-parallel ranks have parts: zeros in the parts of other ranks."""
-        given = {}
+    def _split_gradients(self) -> dict[Parameter, tuple[Tensor, dict[str, list[Any]]]]:
+        return self._split("gradient")
+
+    def _split_values(self) -> dict[Parameter, tuple[Tensor, dict[str, list[Any]]]]:
+        return self._split("data")
+
+    def _split(self, kind: Literal["gradient", "data"]) -> dict[Parameter, tuple[Tensor, dict[str, list[Any]]]]:
+        """Return the tensors of which data-parallel ranks have parts: zeros in the parts of other ranks."""
+        found = {}
         for param, share in (self._shares() or {}).items():
-            whole = share.gradient.new_zeros(param.numel()) if gradients else torch.zeros_like(param).view(-1)
+            own: Tensor = getattr(share, kind)
+            whole = own.new_zeros(param.numel())
             low, high = share.interval
-            whole[low:high] = share.gradient if gradients else share.data
-            given[param] = whole.view(param.shape), {"dp": ["P"], "cp": ["P"]}
-        return given
+            whole[low:high] = own
+            found[param] = whole.view(param.shape), {"dp": ["P"], "cp": ["P"]}
+        return found
 
     def _own_largest(self, total: Total, checks: DeferredChecks | None, rank_reports: Sequence[float] = ()) -> Tensor:
         """Return the rank reports, and whether a check failed, without waiting for the device."""
@@ -484,7 +458,7 @@ class Trainer:
         )
         check_replicas(self.model, **_of_replicas(self._model_groups), remedy=remedy)
 
-    def train_step(self, step: int, loader: DataLoader) -> StepResult:
+    def train_step(self, step: int, loader: DataLoader, hooks: StepHooks = NO_HOOKS) -> StepResult:
         """Run ``step`` on this rank's samples of ``loader``; meanwhile, copy those of the next step to the GPU."""
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared[:2] != (step, loader):
@@ -496,8 +470,8 @@ class Trainer:
                 self._prepared = self._prepare(step + 1, loader)
 
         meanwhile = None if self.device.type == "cpu" else prepare_next
-        with contextlib.nullcontext() if self.routing is None else self.routing.step(step):
-            return self.step(step, prepared[2], loader.num_labels(step), meanwhile=meanwhile)
+        with contextlib.nullcontext() if hooks.routing is None else hooks.routing.step(step):
+            return self.step(step, prepared[2], loader.num_labels(step), meanwhile=meanwhile, hooks=hooks)
 
     def _prepare(self, step: int, loader: DataLoader) -> _Prepared:
         rank, num_ranks = self.sample_rank, self.num_sample_ranks

@@ -24,6 +24,7 @@ from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import FinetuneSettings, RunSettings
 from shardwise.run.tasks.task_data import TaskData, share
 from shardwise.run.utilisation import Utilisation
+from shardwise.training.hooks import StepRouting
 from shardwise.training.objective import Objective
 from shardwise.training.trainer import Trainer
 
@@ -94,6 +95,7 @@ class Session:
         data: rows for training and evaluation.
         loader: loader of the training batches.
         trainer: model and optimizer.
+        routing: the recorder or the replay of the experts that tokens choose, if the settings name one.
         ways: how each pass of the layers overlaps with its collective, with ``parallel.tp_comm_overlap``.
         transport: transport of tensors between the tensor-parallel ranks.
         num_parameters: number of parameters of the whole model, tied weights counted once.
@@ -108,6 +110,7 @@ class Session:
     data: TaskData
     loader: DataLoader
     trainer: Trainer
+    routing: StepRouting | None
     ways: list[tuple[Pass, Way]]
     transport: str
     num_parameters: int

@@ -22,6 +22,7 @@ from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import divide
+from shardwise.training.hooks import NO_HOOKS, StepHooks
 from shardwise.training.pipeline.schedules import (
     Action,
     Exchange,
@@ -57,9 +58,6 @@ class Pipeline(Generic[T]):
 
     Raises:
         ConfigError: there is no chunk, or a chunk has no ``set_input_tensor``.
-
-    Attributes:
-        before_action: callback before each action of a schedule, if not None.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], *, group: ProcessGroup) -> None:
@@ -67,7 +65,6 @@ class Pipeline(Generic[T]):
             raise ConfigError("a pipeline stage needs at least one chunk of the model; none was given")
         self.chunks = list(chunks)
         self.group = group
-        self.before_action: Callable[[Action], None] | None = None
         self._setters = [_input_setter(chunk) for chunk in chunks]
 
     def run(
@@ -82,6 +79,7 @@ class Pipeline(Generic[T]):
         input_dtype: torch.dtype | None = None,
         forward_only: bool = False,
         no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        hooks: StepHooks = NO_HOOKS,
     ) -> list[T]:
         """Run the forward and the backward of every micro-batch. Collective over the stages.
 
@@ -98,6 +96,7 @@ class Pipeline(Generic[T]):
             forward_only: run no backward; ``schedule`` then has only forward steps.
             no_sync: context (as of a data-parallel wrapper) for each chunk's backward steps but the last, and for its
                 steps that compute weight gradients but the last.
+            hooks: their ``before_action`` is called before each action of the schedule.
 
         Returns:
             The results of ``loss`` in the order of its calls on the last stage; an empty list on the others.
@@ -123,7 +122,7 @@ class Pipeline(Generic[T]):
                 f"schedule {schedule.name!r} computes weight gradients in steps of their own, and no layer of any "
                 "stage leaves them out of its backward pass; set config.delay_wgrad_compute=True"
             )
-        step = _Step(self, schedule, forward, loss, tuple(shape), dtype, device, input_dtype or dtype, no_sync)
+        step = _Step(self, schedule, forward, loss, tuple(shape), dtype, device, input_dtype or dtype, no_sync, hooks)
         with torch.set_grad_enabled(not forward_only):
             step.run(_program_of(schedule)[self.group.rank()])
         return step.results
@@ -181,6 +180,7 @@ class _Step(Generic[T]):
     device: torch.device
     input_dtype: torch.dtype
     no_sync: Callable[[], AbstractContextManager[Any]]
+    hooks: StepHooks
 
     def __post_init__(self) -> None:
         self.results: list[T] = []
@@ -252,8 +252,7 @@ class _Step(Generic[T]):
 
     def _act(self, action: Action) -> None:
         """Run an action. After a failure, only send its messages, so that no stage waits for them in vain."""
-        if self.pipeline.before_action is not None:
-            self.pipeline.before_action(action)
+        self.hooks.before_action(action)
         part = self.schedule.part(self._stage, action.chunk)
         needed = needed_by(self.schedule, self._stage, action)
         received = None if needed is None else self._coming.pop(needed).wait()
