@@ -13,7 +13,8 @@ from torch.nn import Parameter
 from triton.runtime import interpreter
 
 from shardwise.kernels import dispatch
-from shardwise.training.optimizer.adamw import AdamW, adamw_of
+from shardwise.training.optimizer.adamw import AdamW
+from shardwise.training.optimizer.exact_adamw import ExactAdamW
 from shardwise.training.optimizer.optimizer import MasterWeights
 
 _own = interpreter._convert_float
@@ -113,7 +114,7 @@ def check_refusals():
     dispatch.ADAMW_TRITON.device_type = "cpu"
     for change in ("fp64", "strided", "exact", "unaligned"):
         model = Model(torch.float64 if change == "fp64" else torch.float32)
-        optimizer = adamw_of(model, **OPTIONS, exact_parts=4 if change == "exact" else None)
+        optimizer = ExactAdamW(model, **OPTIONS, parts=4) if change == "exact" else AdamW(model, **OPTIONS)
         optimizer.clears_gradients = True
         for param, gradient in zip(model.weights, gradients(1), strict=True):
             param.grad = gradient.to(param.dtype)

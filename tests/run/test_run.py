@@ -24,6 +24,7 @@ from shardwise.core.errors import (
 from shardwise.nn import linear
 from shardwise.run.checkpoint_writer import compressed_bits_per_byte
 from shardwise.run.checkpoints import begin_save, start_or_resume
+from shardwise.run.exact_parity import check_exact_parity
 from shardwise.run.metrics import MetricsWriter, read_metrics
 from shardwise.run.parity import check_parity
 from shardwise.run.processes.ranks import Ranks
@@ -239,7 +240,7 @@ def test_parity_holds_and_would_not_if_a_collective_were_missing(
     before = [param.detach().clone() for param in session.trainer.model.parameters()]
     parity = check_parity(session)
     assert "tp=2 equals tp=1" in parity.line()
-    assert check_parity(session, exact=True).line().endswith("loss 0 apart, gradient norm 0, updated weights 0")
+    assert check_exact_parity(session).line().endswith("loss 0 apart, gradient norm 0, updated weights 0")
     for param, earlier in zip(session.trainer.model.parameters(), before, strict=True):
         assert torch.equal(param, earlier)
 
@@ -255,7 +256,7 @@ def test_parity_holds_and_would_not_if_a_collective_were_missing(
     with pytest.raises(ParityError, match="more than rounding explains"):
         check_parity(session)
     with pytest.raises(ParityError, match="exact runs must have the same bits"):
-        check_parity(session, exact=True)
+        check_exact_parity(session)
 
 
 def test_metrics_drop_steps_that_are_done_again(tmp_path):

@@ -145,8 +145,8 @@ class DemoArguments(LaunchArguments):
             raise ConfigError(f"{out} holds a run that is not a demo's; choose another --out")
 
     def work(self) -> Callable[[], object] | None:
-        from shardwise.run.parity import demo_task
         from shardwise.run.run import run
+        from shardwise.run.tasks.demo import demo_task
 
         return partial(run, demo_settings(self), demo_task)
 

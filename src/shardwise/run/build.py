@@ -76,7 +76,7 @@ def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
         "params_dtype": precision.params_dtype,
         # A fully sharded weight has no whole gradient to add to, and an exact run sums gradients by a tree.
         "gradient_accumulation_fusion": precision.has_masters
-        and not parallel.exact
+        and parallel.parts is None
         and not parallel.shards_fully(1 if groups.dp is None else groups.dp.size()),
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
@@ -85,7 +85,7 @@ def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
         "tp_comm_overlap": parallel.tp_comm_overlap,
         "cp_comm_type": parallel.cp_comm_type,
         "ep_comm_type": parallel.ep_comm_type,
-        "exact_parts": parallel.exact_parts if parallel.exact else None,
+        "exact_parts": parallel.parts,
         "fuse_output_layer_and_loss": settings.training.loss == "linear_fused",
         "recompute": settings.recompute,
         # With CPU initialization, adapters start from the same values on every device, as weights always do.

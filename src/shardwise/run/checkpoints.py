@@ -27,7 +27,7 @@ from shardwise.storage.checkpoint.folder import clear, step_of
 from shardwise.storage.checkpoint.manifest import Manifest
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.optimizer.optimizer import optimizer_state, stored_weights
-from shardwise.training.step_settings import exact_micro_batch_size
+from shardwise.training.step_settings import micro_batch_size_of_parts
 from shardwise.training.trainer import Trainer
 
 # Settings that must not change when a run is resumed, because they determine the model and the order of samples.
@@ -318,6 +318,6 @@ def _exact_settings(settings: Mapping[str, Any], batch: int) -> dict[str, Any]:
     if found["--exact"]:
         parts, size = parallel.get("exact_parts"), training.get("micro_batch_size")
         if size is None and type(parts) is int and parts > 0:
-            size = exact_micro_batch_size(batch, parts)
+            size = micro_batch_size_of_parts(batch, parts)
         found |= {"--exact-parts": parts, "--training.micro-batch-size": size}
     return found

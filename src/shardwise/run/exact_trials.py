@@ -57,7 +57,8 @@ from shardwise.run.exact_layer_trials import (
     try_summed,
 )
 from shardwise.run.settings import OptimizerSettings, RunSettings
-from shardwise.training.optimizer.adamw import STATE_NAMES, VECTOR
+from shardwise.training.optimizer.adamw import STATE_NAMES
+from shardwise.training.optimizer.exact_adamw import VECTOR
 from shardwise.training.optimizer.exact_grad_norm import sums_of_squares
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.optimizer.muon import matrix_shapes, orthogonalized, product_dtype, update_, with_momentum

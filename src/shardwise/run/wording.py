@@ -43,7 +43,7 @@ def banner(session: Session) -> str:
         + _experts(session)
         + (", sequence parallel" if settings.parallel.sequence_parallel and tp > 1 else "")
         + (f", through {session.transport}" if tp > 1 else "")
-        + (f", exact in {settings.parallel.exact_parts} parts" if settings.parallel.exact else "")
+        + ("" if settings.parallel.parts is None else f", exact in {settings.parallel.parts} parts")
         + _idle(settings, tp)
         + _parts(session)
         + _device(session)
@@ -85,8 +85,8 @@ def _idle(settings: RunSettings, tp: int) -> str:
 def _parts(session: Session) -> str:
     """Return a note if only some tensor-parallel sizes fit an exact run's parts, with the sizes that fit."""
     settings, model = session.settings, session.trainer.model
-    parts = settings.parallel.exact_parts
-    if not settings.parallel.exact:
+    parts = settings.parallel.parts
+    if parts is None:
         return ""
     replicas, named = replicas_of(model), named_param_layouts(model, session.topology.size("tp"))
     layouts = [layout for _, param, layout in named if not replicas[param].is_of_expert]
@@ -195,12 +195,13 @@ def speed(session: Session) -> str:
         sizes[dispatch.RMS_NORM] = sizes[dispatch.ELEMENTWISE] = tokens * config.hidden_size
         sizes[dispatch.ADD_NORM_TRITON] = sizes[dispatch.ELEMENTWISE_TRITON] = tokens * config.hidden_size
     changes_scores = config.attention_sinks or config.attention_logit_softcap is not None
-    if changes_scores and config.attention_dropout == 0 and not settings.parallel.exact:
+    if changes_scores and config.attention_dropout == 0 and settings.parallel.parts is None:
         heads = config.num_attention_heads // tp
         sizes[dispatch.FLEXIBLE_ATTENTION] = tokens * settings.sequence_length * heads
     precision = PRECISIONS[settings.training.dtype]
-    if settings.optimizer.name == "adamw" and (precision.has_masters or precision.params_dtype == torch.float32):
-        sizes |= {} if settings.parallel.exact else {dispatch.ADAMW_TRITON: session.num_parameters}
+    updates_fp32 = precision.has_masters or precision.params_dtype == torch.float32
+    if settings.optimizer.name == "adamw" and updates_fp32 and settings.parallel.parts is None:
+        sizes[dispatch.ADAMW_TRITON] = session.num_parameters
     device_type, refusal = session.ranks.device.type, trainer.optimizer.why_not_fused
     choices = [
         *tf32(device_type, settings.training.dtype),

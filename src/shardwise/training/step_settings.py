@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -123,9 +124,8 @@ class ParallelSettings(Checked, prefix="parallel."):
         Raises:
             ConfigError: a setting has no exact form; the message names the setting and a remedy.
         """
-        if not self.exact:
+        if (parts := self.parts) is None:
             return
-        parts = self.exact_parts
         sizes = {"parallel.tp": self.tp, "parallel.pp": self.pp, "data-parallel ranks": dp}
         if self.cp > 1:
             what = "parallel.cp times the largest of 2, parallel.tp and the number of data-parallel ranks"
@@ -151,9 +151,9 @@ class ParallelSettings(Checked, prefix="parallel."):
 
     def check_length(self, length: int) -> None:
         """Raise ConfigError if a run is exact and a sequence of ``length`` tokens cannot be cut into its parts."""
-        parts = self.exact_parts
+        parts = self.parts or 1
         require(
-            not self.exact or length % parts == 0,
+            length % parts == 0,
             f"parallel.exact cuts a sequence into {parts} equal parts (parallel.exact-parts), and it has {length} "
             f"tokens; the largest exact-parts that works is {length & -length}",
         )
@@ -196,9 +196,14 @@ class ParallelSettings(Checked, prefix="parallel."):
         )
 
     @property
+    def parts(self) -> int | None:
+        """Number of parts into which sums are cut; None unless results are exact."""
+        return self.exact_parts if self.exact else None
+
+    @property
     def expert_tp(self) -> int:
         """Number of ranks that split each expert."""
-        return self.etp or (1 if self.exact else self.tp)
+        return self.etp or (self.tp if self.parts is None else 1)
 
     @property
     def fewest_ranks(self) -> int:
@@ -345,7 +350,8 @@ class OptimizerSettings(Checked, prefix="optimizer."):
 
     def make(self, model: nn.Module) -> ShardedOptimizer:
         """Build the optimizer of ``model``."""
-        from shardwise.training.optimizer.adamw import adamw_of
+        from shardwise.training.optimizer.adamw import AdamW
+        from shardwise.training.optimizer.exact_adamw import ExactAdamW
         from shardwise.training.optimizer.muon import Muon
 
         options: dict[str, Any] = {
@@ -353,13 +359,14 @@ class OptimizerSettings(Checked, prefix="optimizer."):
             "weight_decay": self.weight_decay,
             "betas": (self.beta1, self.beta2),
             "epsilon": self.epsilon,
-            "exact_parts": getattr(getattr(model, "config", None), "exact_parts", None),
         }
+        parts = getattr(getattr(model, "config", None), "exact_parts", None)
+        adamw = AdamW if parts is None else partial(ExactAdamW, parts=parts)
         if self.name == "adamw":
-            return adamw_of(model, **options)
+            return adamw(model, **options)
         momentum, ratio = self.momentum, self.matrix_learning_rate_ratio
         options["momentum"] = _MOMENTUM if momentum is None else momentum
-        return Muon(model, matrix_learning_rate_ratio=1.0 if ratio is None else ratio, **options)
+        return Muon(model, matrix_learning_rate_ratio=1.0 if ratio is None else ratio, adamw=adamw, **options)
 
 
 class StepSettings(Checked):
@@ -389,11 +396,11 @@ class StepSettings(Checked):
         batch, given = self.training.global_batch_size, self.training.micro_batch_size
         if given is not None:
             return given
-        if self.parallel.exact:
-            return exact_micro_batch_size(batch, self.parallel.exact_parts)
+        if (parts := self.parallel.parts) is not None:
+            return micro_batch_size_of_parts(batch, parts)
         return 1 if self.parallel.pp > 1 else max(1, batch // dp)
 
 
-def exact_micro_batch_size(global_batch_size: int, exact_parts: int) -> int:
+def micro_batch_size_of_parts(global_batch_size: int, parts: int) -> int:
     """Return the micro-batch size, the same at every layout: one micro-batch per part, or else of one sample."""
-    return global_batch_size // exact_parts if global_batch_size % exact_parts == 0 else 1
+    return global_batch_size // parts if global_batch_size % parts == 0 else 1

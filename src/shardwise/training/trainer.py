@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shardwise.core.communication.agreement import agree
-from shardwise.core.communication.collectives import reduce_numbers
 from shardwise.core.communication.context import numbers_without_sync
-from shardwise.core.communication.trees import exact_parts
 from shardwise.core.errors import ConfigError, DivergenceError
 from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups
@@ -34,8 +32,6 @@ from shardwise.training.hooks import NO_HOOKS, StepHooks
 from shardwise.training.objective import CrossEntropy, Objective, means_of, outputs_of
 from shardwise.training.optimizer.choice import build_optimizer, fused_adamw
 from shardwise.training.optimizer.clipping import scale_gradients_
-from shardwise.training.optimizer.exact_grad_norm import exact_grad_norm
-from shardwise.training.optimizer.grad_norm import own_squares
 from shardwise.training.optimizer.gradients import finalize_gradients_
 from shardwise.training.optimizer.mixed_precision import PRECISIONS, DynamicLossScale
 from shardwise.training.optimizer.optimizer import (
@@ -44,6 +40,7 @@ from shardwise.training.optimizer.optimizer import (
 )
 from shardwise.training.pipeline import Pipeline, Schedule, forward_only, make_schedule
 from shardwise.training.pipeline.schedules import Action, Kind
+from shardwise.training.reduction import Numbers
 from shardwise.training.step_settings import StepSettings
 
 _BATCHES_PER_STAGE = 8
@@ -73,23 +70,6 @@ class StepResult:
     is_skipped: bool = False
     others: tuple[float, ...] = ()
     routing: dict[str, float] = field(default_factory=dict)
-
-
-class _Numbers(NamedTuple):
-    """Numbers of a step that are the same on every rank.
-
-    Attributes:
-        sums: sums of the objective over data-parallel ranks and stages, ``[n]``.
-        norm: global gradient norm, a scalar.
-        largest: maximum over all ranks of each rank report, and of whether a check failed.
-        routing: sums of ``MoELayer.statistics`` over all ranks, for each layer of the model, flattened; None without
-            experts.
-    """
-
-    sums: Tensor
-    norm: Tensor
-    largest: Tensor
-    routing: Tensor | None = None
 
 
 class Trainer:
@@ -144,7 +124,7 @@ class Trainer:
         self.defers_checks = self.device.type != "cpu"
         self._mover = BatchMover(self.device)
         self._prepared: _Prepared | None = None
-        self.optimizer, self.gradients = build_optimizer(settings, model, self._chunks, groups)
+        self.optimizer, self.gradients, self._reduction = build_optimizer(settings, model, self._chunks, groups)
         self.zero = self.optimizer if isinstance(self.optimizer, ZeroOptimizer) else None
         self._fused = fused_adamw(self.optimizer)
         self._scale_later = None if self._fused is None else self._divide_by
@@ -166,13 +146,7 @@ class Trainer:
                 f"ranks share samples (cp), and {type(self.objective).__name__} has no sums for that (shares_samples); "
                 "leave cp at 1"
             )
-        if is_shared and exact_parts(groups.tp) is not None and not isinstance(self.objective, CrossEntropy):
-            raise ConfigError(
-                f"exact: ranks share samples (cp), and the sums of {type(self.objective).__name__} over them have no "
-                "exact form; leave cp at 1, or use no exact mode"
-            )
-        self._groups = [self.tp_group, self.dp_group, *([] if self.pp_group is None else [self.pp_group])]
-        self._reduce = self._reduced if exact_parts(groups.tp) is None else self._reduced_exactly
+        self._reduction.check_objective(self.objective)
         self._step = self._num_micro_batches = 0
         self._seed_micro_batch = self._seed_in_order if self.gradients.seeds_micro_batches else _draw_on
         self.loss_scale = DynamicLossScale() if PRECISIONS[settings.training.dtype].scales_loss else None
@@ -215,7 +189,8 @@ class Trainer:
         self.gradients.finish()
         finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=None, embd_group=self.embd_group)
         hooks.gradients(self._split_gradients)
-        numbers = self._reduce(total, self._own_largest(total, checks, hooks.rank_reports()), has_norm=True)
+        largest = self._own_largest(total, checks, hooks.rank_reports())
+        numbers = self._reduction.of_step(total, largest, self._own_routing())
         scale_gradients_(
             self.model,
             numbers.norm.div_(scale),
@@ -292,7 +267,7 @@ class Trainer:
         self.loss_scale.skip_(step)
         self.num_skipped += 1
 
-    def _update(self, learning_rate: float, numbers: _Numbers, hooks: StepHooks) -> None:
+    def _update(self, learning_rate: float, numbers: Numbers, hooks: StepHooks) -> None:
         set_learning_rate_(self.optimizer, learning_rate)
         hooks.clipped(self._split_gradients)
         self.optimizer.step()
@@ -357,33 +332,8 @@ class Trainer:
     def _deferred_checks(self) -> AbstractContextManager[DeferredChecks | None]:
         return DeferredChecks() if self.defers_checks else contextlib.nullcontext()
 
-    def _reduced(self, total: Total, largest: Tensor, *, has_norm: bool) -> _Numbers:
-        """Reduce the numbers of a step, with one collective for each group."""
-        zero = torch.zeros((), dtype=largest.dtype, device=self.device)
-        squares = (
-            own_squares(self.model, model_groups=self._model_groups, **self._of_norm()) if has_norm else [(zero, [])]
-        )
-        sums = [(total.tensor, self._groups[1:]), *((each.view(1), over) for each, over in squares)]
-        if self._model_config.experts is not None and has_norm:
-            sums.append((self._own_routing(), self._groups))
-        (summed, *others), largest = reduce_numbers(sums, largest, groups=self._groups)
-        of_norm, routing = others[: len(squares)], others[len(squares) :]
-        return _Numbers(summed, torch.cat(of_norm).sum().sqrt(), largest, *routing)
-
-    def _reduced_exactly(self, total: Total, largest: Tensor, *, has_norm: bool) -> _Numbers:
-        zero = torch.zeros((), dtype=largest.dtype, device=self.device)
-        norm = exact_grad_norm(self.model, groups=self._model_groups, **self._of_norm()) if has_norm else zero
-        # Tensor-parallel ranks count the same tokens.
-        has_routing = self._model_config.experts is not None and has_norm
-        counted = [(self._own_routing(), self._groups[1:])] if has_routing else []
-        routing, largest = reduce_numbers(counted, largest, groups=self._groups)
-        return _Numbers(total.over(self._groups[1:]), norm, largest, *routing)
-
     def _shares(self) -> Mapping[Parameter, Share] | None:
         return None if self.zero is None else self.zero.parameters.shares
-
-    def _of_norm(self) -> dict[str, Any]:
-        return {"tp_group": self.tp_group, "pp_group": self.pp_group, "shares": self._shares()}
 
     def _split_gradients(self) -> dict[Parameter, tuple[Tensor, dict[str, list[Any]]]]:
         return self._split("gradient")
@@ -409,9 +359,10 @@ class Trainer:
             return largest
         return torch.cat([largest, checks.failed(self.device).to(largest.dtype).unsqueeze(0)])
 
-    def _own_routing(self) -> Tensor:
+    def _own_routing(self) -> Tensor | None:
         """Return the statistics of this rank's layers of experts, with zeros for those of other stages."""
-        assert self._model_config.experts is not None
+        if self._model_config.experts is None:
+            return None
         every = torch.zeros(
             self._model_config.num_layers, self._model_config.experts.num + 3, dtype=torch.float64, device=self.device
         )
@@ -421,7 +372,7 @@ class Trainer:
         return every.view(-1)
 
     def _read(
-        self, numbers: _Numbers, checks: DeferredChecks | None
+        self, numbers: Numbers, checks: DeferredChecks | None
     ) -> tuple[list[float], float, list[float], dict[str, float]]:
         """Read the numbers of a step. This is the only place where the host waits for the device, once per step.
 
@@ -441,7 +392,7 @@ class Trainer:
         norm, *read = torch.cat([numbers.norm.view(1), routing, numbers.sums, numbers.largest]).tolist()
         metrics, read = dict(zip(METRICS, read[: len(routing)], strict=False)), read[len(routing) :]
         if checks is not None and read.pop():
-            agree(checks.run, group=self._groups)
+            agree(checks.run, group=self._reduction.groups)
         return read[: len(numbers.sums)], norm, read[len(numbers.sums) :], metrics
 
     def wait_for_weights(self) -> None:
@@ -487,7 +438,7 @@ class Trainer:
             self.measure(
                 held_out, lambda output, batch: total.add(means_of(objective, output, batch, 1, torch.float64)[1])
             )
-        numbers = self._reduce(total, self._own_largest(total, checks), has_norm=False)
+        numbers = self._reduction.of_evaluation(total, self._own_largest(total, checks))
         return objective.held_out(self._read(numbers, checks)[0], held_out)
 
     @torch.no_grad()

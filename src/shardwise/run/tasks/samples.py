@@ -120,7 +120,7 @@ class Examples(Method):
                 train, held_out = corpus.split(held_out_fraction=settings.corpus.held_out_fraction)
             data = corpus.name, _as_examples(train), _as_examples(held_out)
         parallel = settings.parallel
-        if parallel.exact and parallel.cp > 1 and not settings.samples.packing:
+        if parallel.parts is not None and parallel.cp > 1 and not settings.samples.packing:
             raise ConfigError(
                 f"parallel.exact with parallel.cp {parallel.cp} needs rows of one length, and samples have several; "
                 "use --packing"
@@ -132,7 +132,7 @@ class Examples(Method):
             sequence_length=settings.sequence_length,
             held_out_fraction=settings.corpus.held_out_fraction,
             # Exact runs sum over equal parts of a sequence.
-            multiple_of=parallel.exact_parts if parallel.exact else 1,
+            multiple_of=parallel.parts or 1,
             # Each rank that shares a sample has a position.
             shortest=parallel.cp,
         )

@@ -1,7 +1,6 @@
 """AdamW of a split model, which is elementwise and so works shard by shard: PyTorch's, or on CUDA a Triton kernel."""
 
 import inspect
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,11 +16,9 @@ from shardwise.nn import named_param_layouts
 from shardwise.training.gradients import Division
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
-# The fused kernel updates the last elements of a tensor, less than a vector, one by one, and rounds them differently.
-VECTOR = 16
 
 # Gradient, weight, both running means, the rounded weight if there is one, and the number of steps.
-_Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
 
 
 class AdamW(torch.optim.AdamW):
@@ -106,9 +103,9 @@ class AdamW(torch.optim.AdamW):
         self.grad_scale = None
         return result
 
-    def _batches(self, group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], torch.dtype | None, list[_Tensors]]]:
+    def _batches(self, group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], torch.dtype | None, list[Tensors]]]:
         """Yield the parameters that have a gradient, by the dtype of their rounded copies."""
-        rows: dict[torch.dtype | None, list[_Tensors]] = {}
+        rows: dict[torch.dtype | None, list[Tensors]] = {}
         for param in group["params"]:
             if param.grad is not None and param.device.type == dispatch.ADAMW_TRITON.device_type:
                 rounded, state = self.rounds.get(param), self._made_state(param)
@@ -116,7 +113,7 @@ class AdamW(torch.optim.AdamW):
                 rows.setdefault(None if rounded is None else rounded.dtype, []).append(tensors)
         return ((group, dtype, several) for dtype, several in rows.items())
 
-    def _kernels(self, rows: Sequence[_Tensors]) -> Any:
+    def _kernels(self, rows: Sequence[Tensors]) -> Any:
         """Return the module of the Triton kernel if it can update these parameters; otherwise None."""
         if not rows:
             return None
@@ -134,7 +131,7 @@ class AdamW(torch.optim.AdamW):
         return dispatch.ADAMW_TRITON.kernels(rows[0][1], fits=fits)
 
     def _update_(
-        self, kernels: Any, batches: Sequence[tuple[dict[str, Any], torch.dtype | None, list[_Tensors]]]
+        self, kernels: Any, batches: Sequence[tuple[dict[str, Any], torch.dtype | None, list[Tensors]]]
     ) -> None:
         factor = None if self.grad_scale is None else self.grad_scale.reciprocal()
         torch._foreach_add_([step for _, _, rows in batches for *_, step in rows], 1.0)
@@ -185,46 +182,3 @@ class AdamW(torch.optim.AdamW):
             for kind in STATE_NAMES:
                 state[kind] = torch.zeros_like(param, memory_format=torch.preserve_format)
         return state
-
-
-class ExactAdamW(AdamW):
-    """AdamW whose update of an element has the same bits however parameters are split.
-
-    PyTorch's operations compute every step: fused ones only the parameters whose parts are whole vectors.
-
-    Args:
-        model: the model whose parameters are trained.
-        exact_parts: maximum number of parts of a parameter.
-        options: the other arguments of ``AdamW``.
-    """
-
-    scales_gradients = False
-
-    def __init__(self, model: nn.Module, *, exact_parts: int, **options: Any) -> None:
-        self._exact_parts = exact_parts
-        super().__init__(model, **options)
-
-    def _divided(self, groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
-        layouts = [(param, layout) for _, param, layout in named_param_layouts(model, 1)]
-        whole = {param for param, layout in layouts if _has_whole_vectors(layout, self._exact_parts)}
-        return [
-            group | {"params": [each for each in group["params"] if (each in whole) is fused]} | options
-            for group in groups
-            for fused, options in ((True, {}), (False, {"fused": False}))
-        ]
-
-    def _batches(self, group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], torch.dtype | None, list[_Tensors]]]:
-        return iter(())
-
-
-def adamw_of(model: nn.Module, *, exact_parts: int | None, **options: Any) -> AdamW:
-    """Return an ``ExactAdamW`` if there are exact parts, and an ``AdamW`` otherwise; ``options`` are its arguments."""
-    return AdamW(model, **options) if exact_parts is None else ExactAdamW(model, exact_parts=exact_parts, **options)
-
-
-def _has_whole_vectors(layout: ParamLayout, parts: int) -> bool:
-    """True if each part of the parameter consists of whole vectors, at every layout."""
-    if layout.dim is None:
-        return True
-    sections = parts * layout.stride
-    return layout.global_shape[layout.dim] % sections == 0 and math.prod(layout.global_shape) // sections % VECTOR == 0

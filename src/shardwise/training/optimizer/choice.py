@@ -18,11 +18,13 @@ from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import replicas_of
 from shardwise.training.bounds import refuse
+from shardwise.training.exact_reduction import ExactReduction
 from shardwise.training.gradients import GradientBuffers, Gradients, GradientTrees
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.gradients import summed_over_other_groups
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.optimizer.optimizer import LocalShards, MasterWeights, ShardedOptimizer, ZeroOptimizer
+from shardwise.training.reduction import Reduction
 from shardwise.training.step_settings import StepSettings
 
 
@@ -47,8 +49,8 @@ def groups_of_experts(model: nn.Module, groups: Groups) -> dict[Parameter, Proce
 
 def build_optimizer(
     settings: StepSettings, model: TransformerModel | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
-) -> tuple[ShardedOptimizer, Gradients]:
-    """Build the optimizer of a run, and the object that sums its gradients over ranks and micro-batches.
+) -> tuple[ShardedOptimizer, Gradients, Reduction]:
+    """Build the optimizer of a run, and the objects that sum its gradients and the numbers of a step over ranks.
 
     ``model`` is on its device; with pipeline stages, it is this rank's stage or its chunks. ``chunks`` is the same as a
     sequence.
@@ -75,19 +77,21 @@ def build_optimizer(
         from shardwise.training.gradients.fully_sharded import FullyShardedModel
 
         sharded = FullyShardedModel(chunks, group=dp_group, other_groups=others, dtype=dtype)
-        return LocalShards(optimizer, sharded), sharded
+        return LocalShards(optimizer, sharded), sharded, Reduction(model, groups)
     sizes = [num_ranks, *(group.size() for group in others.values())]
     if max(sizes) == 1 and not has_masters and parts is None:
-        return optimizer, Gradients.of([param for param in model.parameters() if param.requires_grad])
+        plain = Gradients.of([param for param in model.parameters() if param.requires_grad])
+        return optimizer, plain, Reduction(model, groups)
     splits_state = settings.parallel.zero > 0 and max(sizes) > 1
     whole = summed_over_other_groups(model, tp_group=groups.tp, embd_group=groups.embd)
     options: dict[str, Any] = {"group": dp_group, "other_groups": others, "dtype": dtype, "whole": whole}
     options["scatter"] = splits_state
     gradients: GradientBuffers | GradientTrees
     if parts is None:
-        gradients = GradientBuffers(chunks, **options)
+        gradients, reduction = GradientBuffers(chunks, **options), Reduction
     else:
-        gradients = GradientTrees(chunks, context=groups.cp, **options)
+        gradients, reduction = GradientTrees(chunks, context=groups.cp, **options), ExactReduction
     if splits_state:
-        return ZeroOptimizer(optimizer, chunks, gradients, has_masters=has_masters), gradients
-    return MasterWeights(optimizer, model) if has_masters else optimizer, gradients
+        split = ZeroOptimizer(optimizer, chunks, gradients, has_masters=has_masters)
+        return split, gradients, reduction(model, groups, split.parameters.shares)
+    return MasterWeights(optimizer, model) if has_masters else optimizer, gradients, reduction(model, groups)

@@ -10,7 +10,7 @@ Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural netw
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from shardwise.models.transformer.layer import TransformerLayer
 from shardwise.nn import ColumnLinear
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.training.gradients import Division
-from shardwise.training.optimizer.adamw import adamw_of
+from shardwise.training.optimizer.adamw import AdamW
 
 # Coefficients of x -> a x + b (x x^T) x + c (x x^T)^2 x, chosen so that five steps bring singular values near 1; Jordan
 # et al. 2024.
@@ -197,7 +197,7 @@ class Muon:
         momentum: decay of the running mean of the gradient.
         matrix_learning_rate_ratio: learning rate of the matrices, divided by AdamW's.
         betas, epsilon: as for ``AdamW``.
-        exact_parts: as for ``ExactAdamW``; None for an ``AdamW``.
+        adamw: makes the AdamW of all other parameters.
 
     Raises:
         ConfigError: the model has latent attention.
@@ -213,7 +213,7 @@ class Muon:
         matrix_learning_rate_ratio: float,
         betas: tuple[float, float],
         epsilon: float,
-        exact_parts: int | None = None,
+        adamw: Callable[..., AdamW] = AdamW,
     ) -> None:
         self._parts: dict[Parameter, list[_Matrix]] = {}
         self._momenta: dict[Parameter, Tensor] = {}
@@ -225,14 +225,13 @@ class Muon:
             self._local_shapes[param] = param.shape
         first = next(iter(self._parts), None)
         self._dtype = torch.float32 if first is None else product_dtype(first.dtype)
-        self._adamw = adamw_of(
+        self._adamw = adamw(
             model,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
             betas=betas,
             epsilon=epsilon,
             without=self._parts,
-            exact_parts=exact_parts,
         )
         self._own: dict[str, Any] = {
             "params": list(self._parts),
