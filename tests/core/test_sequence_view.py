@@ -38,6 +38,7 @@ def test_a_view_is_a_value():
     view = SequenceView(13)
     assert hash(view) == hash(SequenceView(13))
     assert view != SequenceView(12)
+    assert all(field.compare for field in dataclasses.fields(view))
     with pytest.raises(dataclasses.FrozenInstanceError):
         view.length = 12
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,11 +15,6 @@ from shardwise.core.errors import ShardingError
 from shardwise.core.layout import R, V
 from shardwise.core.sharding import Interval, balanced_sizes, intervals_of_sizes, uneven_sizes
 from shardwise.core.typed import check_move
-
-Reroute = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-"""Function that returns the experts of tokens, ``[n, k]``, from the layer of experts, the choices of its router, and
-the tokens' samples in the batch and positions in whole sequences, both ``[n]``.
-"""
 
 
 class _Own(Function):
@@ -158,12 +152,6 @@ class SequenceView:
         group: the ranks that split the sequence, with sequence parallelism; None if every rank holds all positions.
         context: this rank's shard of a longer sequence, with context parallelism; its tensor-parallel ranks have the
             same.
-        is_token: ``[b, s]`` bools, False for padding, of the whole sequences that ranks share; None without padding,
-            and for models that do not ask.
-        choices: for a balance loss of all layers together, the choices of experts that each layer of this forward pass
-            appends; None for a loss of each layer.
-        reroute: function that records or replaces the experts that routers choose in this forward pass; None for none.
-            A recomputation calls it again.
 
     Raises:
         ShardingError: a negative length.
@@ -172,9 +160,6 @@ class SequenceView:
     length: int
     group: ProcessGroup | None = None
     context: ContextShard | None = None
-    is_token: Tensor | None = field(default=None, compare=False)
-    choices: list[Tensor] | None = field(default=None, compare=False)
-    reroute: Reroute | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.length < 0:
@@ -184,6 +169,11 @@ class SequenceView:
     def of(cls, shard: Tensor, group: ProcessGroup | None) -> SequenceView:
         """Create the view of a tensor ``[s/t, ...]``, for ranks that all hold the same number of positions."""
         return cls(shard.size(0) * (1 if group is None else group.size()), group)
+
+    @property
+    def whole_length(self) -> int:
+        """Number of positions of the sequence that context-parallel ranks share; ``length`` without ``context``."""
+        return self.length if self.context is None else self.context.length
 
     @property
     def sizes(self) -> tuple[int, ...]:

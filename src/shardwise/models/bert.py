@@ -13,10 +13,10 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups
 from shardwise.models.config import ModelConfig
-from shardwise.models.token_embedding import forbidden_keys, is_token
+from shardwise.models.model_input import ModelInput, is_token
 from shardwise.models.transformer.block import TransformerBlock
 from shardwise.models.transformer.layer import TransformerLayerSpec, attention_of
-from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
+from shardwise.models.transformer.masks import AttnMaskType
 from shardwise.models.transformer.mlp import layer_arguments, make_norm
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import GroupModule, ReplicatedLinear, parameter_device
@@ -169,34 +169,19 @@ class Bert(TransformerModel):
             ShardingError: the sequence is too long, a mask has the wrong shape, or a later stage has no input.
             VocabularyError: an id is outside the vocabulary, or a label is invalid.
         """
-        sequence = self._sequence_of(input_ids, attention_mask, lm_labels)
-        context = sequence.context
-        if self.pre_process:
-            hidden: Tensor = self.embedding(input_ids, position_ids, tokentype_ids, context=context)
-        else:
-            hidden = self._input_of_a_later_stage()
-        forbidden = tokens = None
-        if attention_mask is not None:
-            s = sequence.length if context is None else context.length
-            tokens = is_token(attention_mask, hidden.size(1), s)
-            forbidden = forbidden_keys(tokens)
-        sequence = self._for_experts(sequence, tokens, hidden.size(1), input_ids)
-        hidden = self.encoder(
-            hidden,
-            attention_mask=AttentionMask(forbidden, alibi_slopes=self.alibi_slopes, context=context),
-            sequence=sequence,
-            **self._rotary(position_ids, sequence, hidden),
-        )
+        view, b = self._sequence_of(input_ids, attention_mask, lm_labels), self._num_samples(input_ids)
+        tokens = None if attention_mask is None else is_token(attention_mask, b, view.whole_length)
+        batch = ModelInput.of(view, b, input_ids, position_ids, None, lm_labels, tokens=tokens)
+        hidden: Tensor = self._hidden_of(batch, tokentype_ids)
+        hidden = self.encoder(hidden, **self._for_layers(batch, hidden))
         if not self.post_process:
             return hidden
         binary_logits = None
         if self.pooler is not None and self.binary_head is not None:
-            pooled = self.pooler(hidden, sequence)
-            if context is not None:
-                pooled = moves.reduce_scatter(pooled, dim=0, group=context.group)
+            pooled = self.pooler(hidden, view)
+            if view.context is not None:
+                pooled = moves.reduce_scatter(pooled, dim=0, group=view.context.group)
             binary_logits = self.binary_head(pooled)
         hidden = self.lm_head(hidden)
-        if lm_labels is not None and context is not None:
-            lm_labels = context.own(lm_labels, dim=1)
-        scores = self._logits(hidden, sequence) if lm_labels is None else self._loss(hidden, lm_labels, sequence)
+        scores = self._logits(hidden, view) if batch.labels is None else self._loss(hidden, batch.labels, view)
         return scores, binary_logits

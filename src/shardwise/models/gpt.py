@@ -4,19 +4,12 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.errors import ShardingError
 from shardwise.core.sequence_view import SequenceView
-from shardwise.models.token_embedding import (
-    TokensFirst,
-    check_inputs,
-    forbidden_keys,
-    is_token,
-    positions_of,
-    tokens_of,
-)
+from shardwise.models.model_input import ModelInput, check_tensors
 from shardwise.models.transformer.block import TransformerBlock
 from shardwise.models.transformer.core_attention import KeyValueCache
-from shardwise.models.transformer.masks import AttentionMask, AttnMaskType, document_lengths
+from shardwise.models.transformer.masks import AttnMaskType
 from shardwise.models.transformer_model import TransformerModel
 
 
@@ -103,73 +96,27 @@ class GPT(TransformerModel):
             VocabularyError: an id is outside the vocabulary, or a label is invalid.
             ConfigError: a cache is given to a model with context parallelism.
         """
-        check_inputs(
-            input_ids,
-            labels,
-            position_ids=position_ids,
-            attention_mask=attention_mask,
-            document_ids=document_ids,
-            hidden=hidden,
-        )
-        own_ids, is_given = input_ids, hidden is not None
-        sequence = self._sequence_of(input_ids, position_ids, labels, hidden=hidden)
-        context = sequence.context
-        if context is not None and cache is not None:
-            raise ConfigError("generation has no context parallelism; build the model without Groups.cp")
-        s = sequence.length if context is None else context.length
-        forbidden, first, key_positions, tokens = attention_mask, None, None, None
-        if attention_mask is not None and attention_mask.dim() == 2:
-            rows = hidden if input_ids is None else input_ids.t()
-            b = (self._input_of_a_later_stage() if rows is None else rows).size(1)
-            tokens = is_token(attention_mask, b, s + getattr(cache, "length", 0))
-            forbidden = forbidden_keys(tokens)
-            if position_ids is None and self.positions_skip_padding:
-                position_ids = positions_of(tokens)[:, -s:]
-            # A routing names the places of tokens in rows as they are given.
-            moves = cache is None and document_ids is None and context is None and self.rerouting is None
-            if moves and not is_given and self._sees_all_before:
-                forbidden, first = None, TokensFirst(tokens)
-                tokens = first.move(tokens)
-                position_ids = first.order if position_ids is None else first.move(position_ids.expand(b, -1))
-                input_ids = None if input_ids is None else first.move(input_ids)
-                labels = None if labels is None else first.move(labels)
-            elif self.alibi_slopes is not None:
-                key_positions = positions_of(tokens)
-        if context is not None and labels is not None:
-            labels = context.own(labels, dim=1)
+        others = {"position_ids": position_ids, "attention_mask": attention_mask, "document_ids": document_ids}
+        check_tensors(input_ids, labels, **others, hidden=hidden)
+        view = self._sequence_of(input_ids, position_ids, labels, hidden=hidden)
+        b, skips = self._num_samples(input_ids, hidden), self.positions_skip_padding
+        kept: dict[str, Any] = {"documents": document_ids, "lengths": lengths, "cache": cache, "skips_padding": skips}
+        batch = ModelInput.of(view, b, input_ids, position_ids, attention_mask, labels, **kept)
         if hidden is not None:
-            self._check_hidden(hidden, sequence)
-        elif self.pre_process:
-            hidden = self.embedding(input_ids, position_ids, context=context)
+            self._check_hidden(hidden, view)
         else:
-            hidden = self._input_of_a_later_stage()
-        assert hidden is not None
-        of_texts = self._own_lengths(lengths, document_ids, hidden, s)
-        if cache is None:
-            places = tokens_of(tokens, lengths, document_ids, s)
-            places = None if places is None else places.to(hidden.device)
-            sequence = self._for_experts(sequence, places, hidden.size(1), own_ids)
-        hidden = self.decoder(
-            hidden,
-            attention_mask=AttentionMask(
-                forbidden,
-                document_ids=document_ids,
-                alibi_slopes=self.alibi_slopes,
-                key_positions=key_positions,
-                query_position=getattr(cache, "query_position", None),
-                context=context,
-            ),
-            cache=cache,
-            sequence=sequence,
-            **self._rotary(position_ids, sequence, hidden, of_texts),
-        )
+            # A routing names the places of tokens in rows as they are given.
+            if batch.tokens is not None and self.rerouting is None and self._sees_all_before:
+                batch = batch.tokens_first()
+            hidden = self._hidden_of(batch)
+        hidden = self.decoder(hidden, **self._for_layers(batch, hidden, counts_tokens=True))
         if not self.post_process:
             return hidden
-        if labels is None:
-            logits = self._logits(hidden, sequence)
-            return logits if first is None else first.move_sequence_back(logits)
-        loss = self._loss(hidden, labels, sequence)
-        return loss if first is None else first.move_back(loss)
+        if batch.labels is None:
+            logits = self._logits(hidden, view)
+            return logits if batch.moved is None else batch.moved.move_sequence_back(logits)
+        loss = self._loss(hidden, batch.labels, view)
+        return loss if batch.moved is None else batch.moved.move_back(loss)
 
     def next_logits(self, *args: Tensor | None, **options: Any) -> Tensor:
         """Return the logits of the token after each sequence, ``[b, v/t]``; arguments as for ``forward``."""
@@ -183,24 +130,6 @@ class GPT(TransformerModel):
                 f"hidden states of shape {list(hidden.shape)} are given to a model with pre_process="
                 f"{self.pre_process}; the first stage takes [{stop - start}, batch, {self.config.hidden_size}] here"
             )
-
-    def _own_lengths(
-        self, lengths: Tensor | None, document_ids: Tensor | None, hidden: Tensor, s: int
-    ) -> Tensor | None:
-        """Return the length of each token's text, ``[b, 1]`` or ``[b, s]``; None if unused or the batch's length."""
-        shape = hidden.size(1), s
-        if lengths is not None and lengths.shape != shape[:1]:
-            raise ShardingError(
-                f"lengths have shape {list(lengths.shape)}; they must be [{shape[0]}], one for each row"
-            )
-        if not self.depends_on_length:
-            return None
-        if lengths is not None:
-            return lengths.unsqueeze(1)
-        if document_ids is None or document_ids.shape != shape:
-            # Attention raises an error for a wrong shape.
-            return None
-        return document_lengths(document_ids).to(hidden.device)
 
     @property
     def _sees_all_before(self) -> bool:

@@ -1,9 +1,6 @@
-"""The first layer of a language model, from ids to hidden states, and checks and masks of its inputs.
+"""The first layer of a language model, from ids to hidden states, and the tokens of which it learns."""
 
-Padding masks ``[b, s]`` follow ``transformers``: 1 or True for each token, 0 for padding.
-"""
-
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -165,35 +162,6 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
     return torch.tensor(number, dtype=dtype, device="cpu").item()
 
 
-def check_inputs(input_ids: Any, labels: Any = None, **others: Any) -> None:
-    """Check that inputs are tensors, and that there is at least one token.
-
-    Args:
-        input_ids: ``[b, s]``, or None on a stage that needs none.
-        labels: ``[b, s]``, or None.
-        others: further inputs by name; each a tensor or None.
-
-    Raises:
-        ShardingError: an input has the wrong type or shape. The message names the input and the expected value.
-    """
-    for name, value in {"input_ids": input_ids, "labels": labels, **others}.items():
-        if value is not None and not isinstance(value, Tensor):
-            raise ShardingError(
-                f"{name} is of type {type(value).__name__}; pass a torch.Tensor, such as torch.tensor({name})"
-            )
-    if input_ids is None:
-        return
-    if input_ids.dim() != 2 or input_ids.numel() == 0:
-        raise ShardingError(
-            f"input_ids has shape {list(input_ids.shape)}; it must be [b, s], with at least one sequence of at "
-            "least one token"
-        )
-    if labels is not None and labels.shape != input_ids.shape:
-        raise ShardingError(
-            f"labels has shape {list(labels.shape)}, and input_ids {list(input_ids.shape)}; each token has one label"
-        )
-
-
 # Largest share of rows for which selecting rows, and scattering their gradients, costs less than the saved products.
 _MOST = 0.9
 
@@ -226,73 +194,3 @@ def losses_at(places: Tensor, losses: Tensor, shape: torch.Size) -> Tensor:
     """Scatter losses ``[1, n]`` to their ``places`` in ``shape``, ``[b, s]``, with 0 elsewhere."""
     b, s = shape
     return viewless(losses.new_zeros(s * b).index_copy(0, places, losses.squeeze(0)).view(s, b).t().contiguous())
-
-
-def is_token(attention_mask: Tensor, b: int, s: int) -> Tensor:
-    """Convert a padding mask to bools, True for each token.
-
-    Raises:
-        ShardingError: the shape is not ``[b, s]``.
-    """
-    if attention_mask.shape != (b, s):
-        raise ShardingError(
-            f"the attention mask has shape {list(attention_mask.shape)}; it must be [{b}, {s}], 1 for each real "
-            "token and 0 for padding"
-        )
-    return attention_mask != 0
-
-
-def tokens_of(tokens: Tensor | None, lengths: Tensor | None, document_ids: Tensor | None, s: int) -> Tensor | None:
-    """Return where a batch has tokens instead of padding, ``[b, s]`` bools; None if nothing says so.
-
-    Args:
-        tokens: ``[b, s]`` bools from a padding mask; the others are then not read.
-        lengths: ``[b]``, number of tokens before the padding of each row; read without ``document_ids``.
-        document_ids: ``[b, s]``, negative for padding.
-        s: number of positions.
-    """
-    if tokens is not None:
-        return tokens
-    if document_ids is not None:
-        return document_ids >= 0
-    return None if lengths is None else torch.arange(s, device=lengths.device) < lengths.unsqueeze(1)
-
-
-def forbidden_keys(tokens: Tensor) -> Tensor:
-    """Convert ``[b, s]``, True for tokens, to ``[b, 1, 1, s]``, True for keys that no token may see."""
-    return tokens.logical_not()[:, None, None, :]
-
-
-def positions_of(tokens: Tensor) -> Tensor:
-    """Return the number of tokens before each token, ``[b, s]``; -1 for padding."""
-    return (tokens.cumsum(dim=1) * tokens) - 1
-
-
-class TokensFirst:
-    """Moves the tokens of each row to its front, in order, and results for them back.
-
-    Under causal attention no token sees padding that is at the end of its row. Attention then needs no mask of shape
-    ``[b, 1, s, s]``, and may use any kernel.
-
-    Args:
-        tokens: ``[b, s]`` bools, True for tokens.
-
-    Attributes:
-        order: ``[b, s]``, the original index of each element.
-    """
-
-    def __init__(self, tokens: Tensor) -> None:
-        self.order = tokens.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
-        self._back = self.order.argsort(dim=1)
-
-    def move(self, rows: Tensor) -> Tensor:
-        """Reorder ``[b, s]`` to the new order."""
-        return rows.gather(1, self.order)
-
-    def move_back(self, rows: Tensor) -> Tensor:
-        """Reorder ``[b, s]`` to the original order."""
-        return rows.gather(1, self._back)
-
-    def move_sequence_back(self, sequence: Tensor) -> Tensor:
-        """Reorder ``[s, b, n]`` to the original order."""
-        return sequence.gather(0, self._back.t().unsqueeze(-1).expand_as(sequence))

@@ -12,11 +12,13 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.initialization import draw_seed, part_seeded
-from shardwise.core.sequence_view import ContextShard, Reroute, SequenceView
+from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.core.topology import Groups
 from shardwise.core.typed import computed_locally
 from shardwise.models.config import ModelConfig
+from shardwise.models.experts.router import Reroute, RoutedBatch
 from shardwise.models.language_model import LanguageModel
+from shardwise.models.model_input import ModelInput
 from shardwise.models.token_embedding import PositionEmbedding, TokenEmbedding, losses_at, places_learned, tokens_at
 from shardwise.models.transformer.block import TransformerBlock, layers_of_this_stage
 from shardwise.models.transformer.context_attention import check_way
@@ -342,21 +344,46 @@ class TransformerModel(FixedTensors, LanguageModel):
         """True if training reads the lengths of texts: for rotary frequencies, or for experts, which skip padding."""
         return self.depends_on_length or self.config.experts is not None
 
-    def _rotary(
-        self, position_ids: Tensor | None, sequence: SequenceView, hidden: Tensor, lengths: Tensor | None = None
-    ) -> dict[str, tuple[Tensor, Tensor] | None]:
-        """Return attention's keyword arguments for cosine and sine (``RotaryEmbedding.tables``; None without RoPE)."""
-        context = sequence.context
-        length = sequence.length if context is None else context.length
+    def _for_layers(self, batch: ModelInput, hidden: Tensor, *, counts_tokens: bool = False) -> dict[str, Any]:
+        """Return the keyword arguments of layers; ``counts_tokens`` is that of ``ModelInput.attention_mask``."""
+        context, device = batch.view.context, hidden.device
+        lengths = batch.text_lengths(device) if self.depends_on_length else None
 
-        def tables(rotary: RotaryEmbedding) -> tuple[Tensor, Tensor]:
-            cos, sin = rotary.tables(position_ids, length, hidden, lengths)
+        def tables(rotary: RotaryEmbedding | None) -> tuple[Tensor, Tensor] | None:
+            if rotary is None:
+                return None
+            cos, sin = rotary.tables(batch.positions, batch.view.whole_length, hidden, lengths)
             return (cos, sin) if context is None else (context.own(cos, dim=0), context.own(sin, dim=0))
 
-        rotaries = {"rotary": self.rotary} | (
-            {} if self.window_rotary is None else {"window_rotary": self.window_rotary}
-        )
-        return {name: None if rotary is None else tables(rotary) for name, rotary in rotaries.items()}
+        arguments: dict[str, Any] = {
+            "attention_mask": batch.attention_mask(self.alibi_slopes, counts_tokens=counts_tokens),
+            "cache": batch.cache,
+            "sequence": batch.view,
+            "rotary": tables(self.rotary),
+        }
+        if self.window_rotary is not None:
+            arguments["window_rotary"] = tables(self.window_rotary)
+        experts = self.config.experts
+        if experts is not None and batch.cache is None:
+            begin = self.rerouting if self.training else None
+            arguments["batch"] = RoutedBatch(
+                batch.known_tokens(device),
+                choices=[] if experts.pools_layers else None,
+                reroute=None if begin is None else begin(batch.view, batch.num_samples, batch.ids),
+            )
+        return arguments
+
+    def _hidden_of(self, batch: ModelInput, *tokentype_ids: Tensor | None) -> Tensor:
+        """Return the embedding of a batch, or the input of a later stage."""
+        if not self.pre_process:
+            return self._input_of_a_later_stage()
+        hidden: Tensor = self.embedding(batch.ids, batch.positions, *tokentype_ids, context=batch.view.context)
+        return hidden
+
+    def _num_samples(self, input_ids: Tensor | None, hidden: Tensor | None = None) -> int:
+        if input_ids is not None:
+            return input_ids.size(0)
+        return (self._input_of_a_later_stage() if hidden is None else hidden).size(1)
 
     def _input_of_a_later_stage(self) -> Tensor:
         if self._input_tensor is None:
@@ -377,20 +404,6 @@ class TransformerModel(FixedTensors, LanguageModel):
                 "with sequence or context parallelism a stage cannot tell the sequence's length; pass input_ids"
             )
         return SequenceView(hidden.size(0))
-
-    def _for_experts(
-        self, sequence: SequenceView, tokens: Tensor | None, b: int, input_ids: Tensor | None
-    ) -> SequenceView:
-        """Return the view with what layers of experts read: the places of tokens ``[b, s]``, and a list of choices."""
-        experts = self.config.experts
-        if experts is None:
-            return sequence
-        return dataclasses.replace(
-            sequence,
-            is_token=tokens,
-            choices=[] if experts.pools_layers else None,
-            reroute=self.rerouting(sequence, b, input_ids) if self.training and self.rerouting is not None else None,
-        )
 
     @property
     def splits_context(self) -> bool:

@@ -17,7 +17,7 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.models import GPT, Bert
 from shardwise.models.experts import Experts
 from shardwise.models.experts.moe import MoELayer
-from shardwise.models.experts.router import metrics_of
+from shardwise.models.experts.router import RoutedBatch, metrics_of
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
 BATCH = 4
@@ -70,14 +70,14 @@ def check(spec: Experts, groups: Groups, *, sequence_parallel: bool, padding: st
     loss.backward()
     context = None if groups.cp is None or groups.cp.size() == 1 else ContextShard(LENGTH, groups.cp)
     length = LENGTH if context is None else context.size
-    view = SequenceView(length, groups.tp if sequence_parallel else None, context, is_token[place])
+    view = SequenceView(length, groups.tp if sequence_parallel else None, context)
 
     def own(sequences: Tensor) -> Tensor:
         mine = sequences if context is None else context.own(sequences, dim=0)
         return mine[slice(*view.interval)]
 
     x = own(hidden[place]).clone().requires_grad_()
-    (layer(x, sequence=view) * 0).sum().backward()
+    (layer(x, sequence=view, batch=RoutedBatch(is_token[place])) * 0).sum().backward()
     finalize_gradients_(layer, tp_group=groups.tp, dp_group=groups.dp, expert_dp_group=groups.expert_dp)
     close: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-14}
     torch.testing.assert_close(layer.router.weight.grad, weight.grad, **close)
@@ -111,11 +111,12 @@ def test_a_loss_of_all_layers_together(group):
         place, number = groups.samples
         layers = [moe_layer(spec, groups, tp=2, sequence_parallel=sequence_parallel) for _ in range(2)]
         hidden, is_token = samples_of(number, "some")
-        view = SequenceView(LENGTH, groups.tp if sequence_parallel else None, is_token=is_token[place], choices=[])
+        view = SequenceView(LENGTH, groups.tp if sequence_parallel else None)
+        batch = RoutedBatch(is_token[place], choices=[])
         outputs = []
         for factor, layer in enumerate(layers, 1):
             layer.begin(1 / number)
-            outputs.append(layer(hidden[place][slice(*view.interval)] * factor, sequence=view))
+            outputs.append(layer(hidden[place][slice(*view.interval)] * factor, sequence=view, batch=batch))
         (outputs[0] * 0 + outputs[1] * 0).sum().backward()
         weights = [layer.router.weight.detach().clone().requires_grad_() for layer in layers]
         tokens = hidden.transpose(1, 2)[is_token]

@@ -19,7 +19,7 @@ from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.experts import Experts
 from shardwise.models.experts.moe import MoELayer
-from shardwise.models.experts.router import METRICS, metrics_of
+from shardwise.models.experts.router import METRICS, RoutedBatch, metrics_of
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
 
@@ -76,14 +76,14 @@ def check(
     context = None if groups.cp is None or groups.cp.size() == 1 else ContextShard(LENGTH, groups.cp)
     length = LENGTH if context is None else context.size
     mask = None if padding is None else is_token[place]
-    view = SequenceView(length, groups.tp if sequence_parallel else None, context, mask)
+    view = SequenceView(length, groups.tp if sequence_parallel else None, context)
 
     def own(sequences: Tensor) -> Tensor:
         mine = sequences if context is None else context.own(sequences, dim=0)
         return mine[slice(*view.interval)]
 
     x = own(hidden[place]).clone().requires_grad_()
-    output = split(x, sequence=view)
+    output = split(x, sequence=view, batch=RoutedBatch(mask))
     (output * own(weighting[place])).sum().backward()
     finalize_gradients_(split, tp_group=groups.tp, dp_group=groups.dp, expert_dp_group=groups.expert_dp)
     close: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}

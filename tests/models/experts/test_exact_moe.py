@@ -24,6 +24,7 @@ from shardwise.models.adapters.lora_experts import LoraExperts, LoraRouter
 from shardwise.models.experts import ClampedGate, Experts
 from shardwise.models.experts.exact_moe import ExactMoELayer
 from shardwise.models.experts.moe import MoELayer
+from shardwise.models.experts.router import RoutedBatch
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
 PARTS, LENGTH, BATCH = 4, 8, 3
@@ -73,7 +74,7 @@ def run(layer: MoELayer, group: Any, dtype: torch.dtype, numbers: list[int]) -> 
         hidden = hidden.clone().requires_grad_()
         is_token = torch.arange(LENGTH) < torch.tensor(TOKENS).unsqueeze(1)
         layer.begin(0.7)
-        output = layer(hidden, sequence=SequenceView(LENGTH, group, is_token=is_token))
+        output = layer(hidden, sequence=SequenceView(LENGTH, group), batch=RoutedBatch(is_token))
         output.backward(grad)
         results.append((output.detach(), hidden.grad, layer.statistics))
     return results

@@ -16,6 +16,7 @@ from torch import Tensor
 from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.experts.moe import MoELayer
+from shardwise.models.experts.router import RoutedBatch
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
 
@@ -68,6 +69,7 @@ def test_replaced_choices_are_those_of_a_definition(kind, group):
         context = None if groups.cp is None or groups.cp.size() == 1 else ContextShard(LENGTH, groups.cp)
         length = LENGTH if context is None else context.size
         view = SequenceView(length, groups.tp if sequence_parallel else None, context)
+        batch = None
         if kind == "given":
             mine = experts[place]
 
@@ -75,14 +77,14 @@ def test_replaced_choices_are_those_of_a_definition(kind, group):
                 assert chosen.shape == (len(samples), MIXTRAL.per_token)
                 return mine[samples, positions]
 
-            view = dataclasses.replace(view, reroute=given)
+            batch = RoutedBatch(reroute=given)
 
         def own(sequences: Tensor, context: Any = context, view: SequenceView = view) -> Tensor:
             held = sequences if context is None else context.own(sequences, dim=0)
             return held[slice(*view.interval)]
 
         x = own(hidden[place]).clone().requires_grad_()
-        output = split(x, sequence=view)
+        output = split(x, sequence=view, batch=batch)
         (output * own(weighting[place])).sum().backward()
         finalize_gradients_(split, tp_group=groups.tp, dp_group=groups.dp, expert_dp_group=groups.expert_dp)
         close: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}

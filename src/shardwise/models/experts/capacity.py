@@ -16,7 +16,13 @@ from shardwise.models.experts.spec import Experts
 
 @torch.no_grad()
 def taken(
-    routing: Routing, spec: Experts, view: SequenceView, batch: int, group: ProcessGroup, sizes: Sequence[int]
+    routing: Routing,
+    spec: Experts,
+    view: SequenceView,
+    is_token: Tensor | None,
+    batch: int,
+    group: ProcessGroup,
+    sizes: Sequence[int],
 ) -> Tensor:
     """Return whether each token is taken by each expert that it chose, ``[n, k]`` bools.
 
@@ -26,6 +32,7 @@ def taken(
         routing: the choices of this rank's tokens.
         spec: the experts, with ``capacity_factor``.
         view: the positions of this rank.
+        is_token: that of ``RoutedBatch``.
         batch: number of sequences.
         group: tensor-parallel group.
         sizes: number of tokens of each of its ranks; a single number if all have the same tokens.
@@ -39,7 +46,7 @@ def taken(
         choices = moves.gather_for_parts(choices, dim=0, group=context.group, sizes=context.sizes)
         choices = context.in_order(choices, dim=0)
     weights, experts = choices.chunk(2, dim=-1)
-    fits = _fit(weights, experts.long(), spec, None if view.is_token is None else view.is_token.t())
+    fits = _fit(weights, experts.long(), spec, None if is_token is None else is_token.t())
     if context is not None:
         fits = context.own(fits, dim=0)
     fits = fits.flatten(0, 1)

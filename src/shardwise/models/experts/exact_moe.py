@@ -29,7 +29,7 @@ from shardwise.exact.expert_products import linear_by_source
 from shardwise.kernels.planning import counts_on_host
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts.moe import ExpertWeights, MoELayer
-from shardwise.models.experts.router import Router, Routing, Sequences
+from shardwise.models.experts.router import RoutedBatch, Router, Routing, Sequences
 from shardwise.models.experts.spec import Experts
 from shardwise.models.experts.token_dispatch import AllToAll, ExpertFunction
 from shardwise.models.transformer.mlp import activated
@@ -121,13 +121,13 @@ class ExactMoELayer(MoELayer):
         self.experts.is_counted = groups.tp.rank() < sharing.size()
         self._dispatch = ExactDispatch(self.spec, self._group, 1, sharing)
 
-    def _routed(self, hidden: Tensor, view: SequenceView) -> Tensor:
+    def _routed(self, hidden: Tensor, view: SequenceView, batch: RoutedBatch) -> Tensor:
         whole, group, sizes = hidden, view.group, view.sizes
         if group is not None:
             whole = moves.gather(hidden, dim=0, group=group, sizes=sizes)
             view = dataclasses.replace(view, group=None)
         tokens = whole.reshape(-1, whole.size(-1))
-        output = self._mixed(tokens, whole, view, 0, (len(tokens),)).view(whole.shape)
+        output = self._mixed(tokens, whole, view, batch, 0, (len(tokens),)).view(whole.shape)
         return output if group is None else moves.scatter(output, dim=0, group=group, sizes=sizes)
 
 

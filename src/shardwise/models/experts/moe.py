@@ -34,7 +34,7 @@ from shardwise.core.typed import computed_locally
 from shardwise.kernels.grouped import Delay, grouped_linear
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts.capacity import taken
-from shardwise.models.experts.router import Router, Routing, Sequences
+from shardwise.models.experts.router import Reroute, RoutedBatch, Router, Routing, Sequences
 from shardwise.models.experts.spec import Experts
 from shardwise.models.experts.token_dispatch import Dispatcher, dispatcher_of
 from shardwise.models.transformer.mlp import MLP, activated, layer_arguments
@@ -247,13 +247,15 @@ class MoELayer(GroupModule):
         """Same as ``input_layout``."""
         return self.input_layout
 
-    def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, *, sequence: SequenceView | None = None, batch: RoutedBatch | None = None
+    ) -> Tensor:
         """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape.
 
-        ``sequence`` is None if all ranks hold the same number of positions, and there is no padding.
+        ``sequence`` is None if all ranks hold the same number of positions, ``batch`` if there is no padding.
         """
         view = sequence or SequenceView.of(hidden, self._tp_group if self._sequence_parallel else None)
-        output = self._routed(hidden, view)
+        output = self._routed(hidden, view, batch or RoutedBatch())
         if self.shared is None:
             return output
         shared = self.shared(hidden, sequence=sequence)
@@ -262,7 +264,7 @@ class MoELayer(GroupModule):
         total: Tensor = output + shared
         return total
 
-    def _routed(self, hidden: Tensor, view: SequenceView) -> Tensor:
+    def _routed(self, hidden: Tensor, view: SequenceView, batch: RoutedBatch) -> Tensor:
         """Return the experts' output for the tokens of ``hidden``, of its shape."""
         tokens = hidden.reshape(-1, hidden.size(-1))
         splits = self._tp_group.size() > 1 and not self._sequence_parallel
@@ -271,30 +273,38 @@ class MoELayer(GroupModule):
         if splits:
             tokens = moves.scatter(tokens, dim=0, group=self._tp_group, sizes=sizes)
         of_ranks = sizes if splits else [each * hidden.size(1) for each in view.sizes]
-        output = self._mixed(tokens, hidden, view, start, of_ranks)
+        output = self._mixed(tokens, hidden, view, batch, start, of_ranks)
         if splits:
             output = moves.gather(output, dim=0, group=self._tp_group, sizes=sizes)
         return output.view(hidden.shape)
 
-    def _mixed(self, tokens: Tensor, hidden: Tensor, view: SequenceView, first: int, of_ranks: Sequence[int]) -> Tensor:
+    def _mixed(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        view: SequenceView,
+        batch: RoutedBatch,
+        first: int,
+        of_ranks: Sequence[int],
+    ) -> Tensor:
         """Return the experts' output for tokens ``[n, h]``, and give them the losses.
 
         The tokens are those of ``hidden``, ``[s, b, h]``, from number ``first`` on. Ranks that share sequences route
         ``of_ranks`` tokens.
         """
         b, stop = hidden.size(1), first + len(tokens)
-        routing, fits = self._route(tokens, self._reroute(view, b, first, stop)), None
+        routing, fits = self._route(tokens, self._reroute(view, batch.reroute, b, first, stop)), None
         if self.training and self.spec.capacity_factor is not None:
-            fits = taken(routing, self.spec, view, b, self._tp_group, of_ranks)
+            fits = taken(routing, self.spec, view, batch.is_token, b, self._tp_group, of_ranks)
         output = self._dispatch(self.experts, tokens, routing, fits)
         if not self.training:
             return output
-        sequences = Sequences.of(hidden, view, first, stop)
+        sequences = Sequences.of(hidden, view, batch.is_token, first, stop)
         loss = self.router.auxiliary_loss(routing, sequences)
         if loss.requires_grad:
             output = _WithLoss.apply(output, loss, partial(torch.full_like, loss.detach(), self.loss_scale))
         if self.spec.pools_layers:
-            output = self._with_pooled_loss(output, routing, sequences, view.choices)
+            output = self._with_pooled_loss(output, routing, sequences, batch.choices)
         if self.statistics is not None and not _is_backward():
             self.router.count_(self.statistics, routing, sequences, loss, fits)
         return output
@@ -322,10 +332,12 @@ class MoELayer(GroupModule):
         routing: Routing = self.router(tokens, reroute)
         return routing
 
-    def _reroute(self, view: SequenceView, b: int, first: int, stop: int) -> Callable[[Tensor], Tensor] | None:
+    def _reroute(
+        self, view: SequenceView, given: Reroute | None, b: int, first: int, stop: int
+    ) -> Callable[[Tensor], Tensor] | None:
         """Return what replaces the choices of the tokens from ``first`` to ``stop`` of ``[s, b]``; None for nothing."""
         spec, device = self.router.experts, self.router.weight.device
-        if view.reroute is None and not spec.forces_balance:
+        if given is None and not spec.forces_balance:
             return None
         numbers = torch.arange(first, stop, device=device)
         samples, positions = numbers % b, view.positions(device)[numbers // b]
@@ -334,7 +346,7 @@ class MoELayer(GroupModule):
             if spec.forces_balance:
                 every = positions.unsqueeze(1) * spec.per_token + torch.arange(spec.per_token, device=device)
                 chosen = every % spec.num
-            return chosen if view.reroute is None else view.reroute(self, chosen, samples, positions)
+            return chosen if given is None else given(self, chosen, samples, positions)
 
         return reroute
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,28 @@ from shardwise.models.experts.spec import Experts
 from shardwise.models.transformer.mlp import layer_arguments
 from shardwise.nn.arithmetic import arithmetic_of
 from shardwise.nn.module import ShardedModule
+
+Reroute = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+"""Function that returns the experts of tokens, ``[n, k]``, from the layer of experts, the choices of its router, and
+the tokens' samples in the batch and positions in whole sequences, both ``[n]``.
+"""
+
+
+@dataclass(frozen=True)
+class RoutedBatch:
+    """What layers of experts read and record in one forward pass.
+
+    Attributes:
+        is_token: ``[b, s]`` bools, False for padding, of the whole sequences that ranks share; None without padding.
+        choices: for a balance loss of all layers together, the choices of experts that each layer appends; None for a
+            loss of each layer.
+        reroute: function that records or replaces the experts that routers choose; None for none. A recomputation calls
+            it again.
+    """
+
+    is_token: Tensor | None = None
+    choices: list[Tensor] | None = None
+    reroute: Reroute | None = None
 
 
 class Routing(NamedTuple):
@@ -49,12 +72,12 @@ class Sequences(NamedTuple):
     lengths: Tensor
 
     @classmethod
-    def of(cls, hidden: Tensor, view: SequenceView, first: int, stop: int) -> Sequences:
+    def of(cls, hidden: Tensor, view: SequenceView, is_token: Tensor | None, first: int, stop: int) -> Sequences:
         """Create those of the tokens from ``first`` to ``stop`` of ``hidden.flatten(0, 1)``, ``[s, b, h]``."""
-        b, context, is_token = hidden.size(1), view.context, view.is_token
+        b, context = hidden.size(1), view.context
         numbers = torch.arange(first, stop, device=hidden.device) % b
         if is_token is None:
-            return cls(numbers, numbers.new_full((b,), view.length if context is None else context.length))
+            return cls(numbers, numbers.new_full((b,), view.whole_length))
         own = is_token if context is None else context.own(is_token, dim=1)
         own = own[:, slice(*view.interval)].t().flatten()[first:stop]
         return cls(numbers.where(own, b), is_token.sum(dim=1))

@@ -24,11 +24,12 @@ from shardwise.core.communication.agreement import agree, check_same
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.errors import CheckpointError, ConfigError, DataError, ShardingError
 from shardwise.core.files import cannot_write, read_json, shown, write_atomically
-from shardwise.core.sequence_view import Reroute, SequenceView
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.tensor_files import read_box, read_header
 from shardwise.core.typed_json import Count, problem
 from shardwise.models.description import ModelChunks
 from shardwise.models.experts.moe import MoELayer
+from shardwise.models.experts.router import Reroute
 from shardwise.models.transformer.layer import TransformerLayer
 from shardwise.models.transformer_model import TransformerModel
 
@@ -112,8 +113,7 @@ class _Routing:
 
     def _rerouting(self, place: int) -> Any:
         def begin(sequence: SequenceView, b: int, ids: Tensor | None) -> Reroute:
-            first, context = self._counts[place], sequence.context
-            length = sequence.length if context is None else context.length
+            first, length = self._counts[place], sequence.whole_length
             self._counts[place] += b
             self._lengths.add(length)
             # Positive numbers of 63 bits.

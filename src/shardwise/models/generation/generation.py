@@ -14,7 +14,7 @@ from shardwise.models.generation.cache import PreallocatedCache, PrefixCache
 from shardwise.models.generation.decoding import DecodeStep
 from shardwise.models.generation.sampling import Sampling, checked_choice, choose_next_token
 from shardwise.models.gpt import GPT
-from shardwise.models.token_embedding import positions_of
+from shardwise.models.model_input import positions_of
 
 
 def generate(

@@ -137,7 +137,7 @@ class TransformerBlock(HiddenToHidden):
     def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None, **attention: Any) -> Tensor:
         """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape.
 
-        ``sequence`` and all other keyword arguments are those of ``CoreAttention.forward``.
+        All keyword arguments are those of ``TransformerLayer.forward``.
         """
         for line in agree_on_kernels(hidden, group=self.tp_group):
             if self.tp_group.rank() == 0:

@@ -14,6 +14,7 @@ from shardwise.core.topology import Groups
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts.exact_moe import ExactMoELayer
 from shardwise.models.experts.moe import MoELayer
+from shardwise.models.experts.router import RoutedBatch
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.latent_attention import LatentSelfAttention
 from shardwise.models.transformer.mlp import MLP, make_norm
@@ -157,17 +158,25 @@ class TransformerLayer(HiddenToHidden):
             self.self_attention = (spec.attention or attention_of(config))(config, layer_number, tp_group)
             self.post_self_attn_layernorm = spec.norm(config) if is_after else None
             self.pre_mlp_layernorm = spec.norm(config) if is_before else None
-            if config.experts is not None and config.experts.in_layer(layer_number):
+            self._has_experts = config.experts is not None and config.experts.in_layer(layer_number)
+            if self._has_experts:
                 self.mlp: nn.Module = (spec.moe or moe_of(config))(config, groups or Groups(tp_group))
             else:
                 self.mlp = spec.mlp(config, tp_group)
             self.post_mlp_layernorm = spec.norm(config) if is_after else None
         self.dropout = ResidualDropout(config.hidden_dropout, layer_number)
 
-    def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None, **attention: Any) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        sequence: SequenceView | None = None,
+        batch: RoutedBatch | None = None,
+        **attention: Any,
+    ) -> Tensor:
         """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape.
 
-        ``sequence`` and all other keyword arguments are those of ``CoreAttention.forward``.
+        ``batch`` is that of ``MoELayer.forward``; other keyword arguments are those of ``CoreAttention.forward``.
         """
         sequence = sequence or SequenceView.of(hidden, self._tp_group if self._sequence_parallel else None)
         residual, input_, norm = self._before(hidden, self.input_layernorm)
@@ -180,10 +189,8 @@ class TransformerLayer(HiddenToHidden):
             _, input_, norm = self._before(hidden, self.pre_mlp_layernorm)
         else:
             residual, input_, norm = self._between(residual, added)
-        if self.recomputes_mlp:
-            mixed = recomputed(self.mlp, input_, sequence=sequence)
-        else:
-            mixed = self.mlp(input_, sequence=sequence)
+        mlp = partial(self.mlp, sequence=sequence, **({"batch": batch} if self._has_experts else {}))
+        mixed = recomputed(mlp, input_) if self.recomputes_mlp else mlp(input_)
         if norm is not None:
             norm.discard_(mixed)
         added = self._branch(mixed, self.post_mlp_layernorm, sequence)

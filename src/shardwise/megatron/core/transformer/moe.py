@@ -333,6 +333,7 @@ class MoELayer(moe.MoELayer, MegatronModule):
         padding_mask: None = None,
         *,
         sequence: SequenceView | None = None,
+        batch: router.RoutedBatch | None = None,
     ) -> tuple[Tensor, None]:
         """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape; return it and None.
 
@@ -342,7 +343,7 @@ class MoELayer(moe.MoELayer, MegatronModule):
         _refuse(intermediate_tensors=intermediate_tensors, padding_mask=padding_mask)
         if self.training and self.spec.bias_rate and self.statistics is None:
             self.begin(self.loss_scale)
-        return super().forward(hidden_states, sequence=sequence), None
+        return super().forward(hidden_states, sequence=sequence, batch=batch), None
 
     def _route(self, tokens: Tensor, reroute: Callable[[Tensor], Tensor] | None) -> router.Routing:
         return router.Router.forward(self.router, tokens, reroute)
