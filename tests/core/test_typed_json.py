@@ -16,10 +16,19 @@ class Row(Optional):
     size: Count | None
     scale: float
     pairs: dict[str, list[tuple[Annotated[int, -1], bool]]]
+    names: Annotated[list[str] | str, "a name, or some", len] | None
     more: Any
 
 
-GOOD = {"kind": "a", "size": None, "scale": 1, "pairs": {"x": [[-1, True]]}, "more": [{}], "unknown": 0}
+GOOD = {
+    "kind": "a",
+    "size": None,
+    "scale": 1,
+    "pairs": {"x": [[-1, True]]},
+    "names": ["n"],
+    "more": [{}],
+    "unknown": 0,
+}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +52,10 @@ GOOD = {"kind": "a", "size": None, "scale": 1, "pairs": {"x": [[-1, True]]}, "mo
         ),
         ({"pairs": {"x": [[0, 1]]}}, ".pairs.x[0][1] is 1; it must be true or false"),
         ({"note": None}, ".note is null; it must be a string"),
+        ({"names": "n"}, None),
+        ({"names": None}, None),
+        ({"names": []}, ".names is []; it must be a name, or some or null"),
+        ({"names": ["n", 1]}, '.names is ["n", 1]; it must be a name, or some or null'),
     ],
 )
 def test_what_is_wrong_is_named(changed, said):

@@ -1,8 +1,9 @@
 """Check values from a JSON file against declared types.
 
-A type is ``bool``, ``int``, ``float``, ``str``, ``None``, ``Any``, a ``Literal`` of strings, a union of these,
-``list[T]``, ``dict[str, T]``, a ``tuple`` for a list of fixed length, or a ``TypedDict`` for an object, whose other
-keys are ignored. ``Annotated[int, LOW]`` is an integer of at least LOW. No integer is larger than ``MAX_INTEGER``.
+A type is ``bool``, ``int``, ``float``, ``str``, ``None``, ``Any``, a ``Literal`` of strings, ``list[T]``,
+``dict[str, T]``, a ``tuple`` for a list of fixed length, a union of these, or a ``TypedDict`` for an object, whose
+other keys are ignored. ``Annotated[int, LOW]`` is an integer of at least LOW, and ``Annotated[T, WORDS, *TESTS]`` a T
+that passes all tests, with words for the message. No integer is larger than ``MAX_INTEGER``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ Count = Annotated[int, 0]
 """An integer of at least 0."""
 
 _Check = Callable[[Any], str | None]
-_WORDS: dict[Any, str] = {bool: "true or false", str: "a string", types.NoneType: "null", float: "a number"}
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    str: "a string",
+    types.NoneType: "null",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+}
 
 
 def problem(value: Any, kind: Any) -> str | None:
@@ -45,23 +53,32 @@ def _check_of(kind: Any) -> _Check:
         return _mapping(_check_of(arguments[1]))
     if origin is tuple:
         return _tuple(tuple(map(_check_of, arguments)))
+    words, accepts = _words(kind), _test_of(kind)
+    return lambda value: None if accepts(value) else _wrong(value, words)
+
+
+def _test_of(kind: Any) -> Callable[[Any], bool]:
+    origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
-        return lambda value: None
-    return _simple(_words(kind), tuple(_alternatives(kind)))
-
-
-def _alternatives(kind: Any) -> list[tuple[Any, Any]]:
-    """Return the exact types of a simple kind, each with its least value or its only values, if any."""
-    if get_origin(kind) in (types.UnionType, Union):
-        return [each for inner in get_args(kind) for each in _alternatives(inner)]
-    if get_origin(kind) is Literal:
-        return [(str, get_args(kind))]
-    if get_origin(kind) is Annotated:
-        return [get_args(kind)]
-    # JSON writes a whole float as an integer in some programs.
-    return (
-        [(int, -MAX_INTEGER), *([(float, None)] if kind is float else [])] if kind in (int, float) else [(kind, None)]
-    )
+        return lambda value: True
+    if origin in (types.UnionType, Union):
+        tests = [*map(_test_of, arguments)]
+        return lambda value: any(test(value) for test in tests)
+    if origin is Literal:
+        return lambda value: type(value) is str and value in arguments
+    if origin is Annotated:
+        low, *more = arguments[1:]
+        if isinstance(low, int):
+            return lambda value: type(value) is int and low <= value <= MAX_INTEGER
+        tests = [_test_of(arguments[0]), *more]
+        return lambda value: all(test(value) for test in tests)
+    if origin is not None:
+        check = _check_of(kind)
+        return lambda value: check(value) is None
+    if kind in (int, float):
+        # isinstance would accept True and False. JSON writes a whole float as an integer in some programs.
+        return lambda value: type(value) is kind is float or (type(value) is int and abs(value) <= MAX_INTEGER)
+    return lambda value: type(value) is kind
 
 
 def _words(kind: Any) -> str:
@@ -71,25 +88,13 @@ def _words(kind: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(arguments)}"
     if origin is Annotated:
-        return f"an integer from {arguments[1]} to {MAX_INTEGER}"
-    return _WORDS.get(kind, "an integer")
+        low = arguments[1]
+        return low if isinstance(low, str) else f"an integer from {low} to {MAX_INTEGER}"
+    return _WORDS.get(origin or kind, "an integer")
 
 
 def _wrong(value: Any, words: str) -> str:
     return f" is {shown(value)}; it must be {words}"
-
-
-def _simple(words: str, alternatives: tuple[tuple[Any, Any], ...]) -> _Check:
-    def check(value: Any) -> str | None:
-        for kind, bound in alternatives:
-            # isinstance would accept True and False as integers.
-            if type(value) is kind and (
-                bound is None or (value in bound if kind is str else bound <= value <= MAX_INTEGER)
-            ):
-                return None
-        return _wrong(value, words)
-
-    return check
 
 
 def _list(inner: _Check) -> _Check:

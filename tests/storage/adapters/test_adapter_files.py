@@ -410,7 +410,7 @@ def test_what_is_wrong_is_said_on_every_rank(group, folders, tmp_path):
             lambda config, tensors: config.update(use_dora=True))  # fmt: skip
     refused(CheckpointError, r"q_proj.lora_A.weight' has shape \[4, 36\], this model needs \[5, 36\]",
             lambda config, tensors: config.update(rank_pattern={"q_proj": 5}))  # fmt: skip
-    refused(CheckpointError, "rank_pattern: q_proj is \"5\"; it must be an integer",
+    refused(CheckpointError, r"rank_pattern\.q_proj is \"5\"; it must be an integer",
             lambda config, tensors: config.update(rank_pattern={"q_proj": "5"}))  # fmt: skip
     refused(ConfigError, "lora_bias is True, which is not supported", lambda config, _: config.update(lora_bias=True))
     refused(ConfigError, "the biases to train are 'some'; use one of none, all, lora_only",
@@ -462,6 +462,34 @@ def test_files_that_are_no_adapter(tmp_path):
         (tmp_path / "adapter_config.json").write_text(text)
         with pytest.raises(CheckpointError, match="is not an adapter's configuration"):
             read_adapter_config(tmp_path)
+
+
+def test_fields_of_other_types_are_named(tmp_path):
+    good = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+
+    def read(**changed):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(good | changed))
+        return read_adapter_config(tmp_path)
+
+    for changed, said in (
+        ({"r": None}, "its r is missing"),
+        ({"r": 4.0}, r"its r is 4\.0; it must be an integer"),
+        ({"lora_alpha": 10**400}, "its lora_alpha is 10.*; it must be a finite number"),
+        ({"lora_dropout": True}, "its lora_dropout is true"),
+        ({"target_modules": None}, "its target_modules is missing"),
+        ({"target_modules": ["q_proj", 1]}, r'its target_modules is \["q_proj", 1\]; it must be a list of names, or'),
+        ({"use_dora": 1}, "its use_dora is 1; it must be true or false"),
+        ({"rank_pattern": ["a"]}, "its rank_pattern is .*; it must be an object"),
+        ({"alpha_pattern": {"a": None}}, r"its alpha_pattern\.a is null"),
+        ({"modules_to_save": "head"}, "its modules_to_save is"),
+        ({"layers_to_transform": [0, True]}, r"its layers_to_transform is \[0, true\]; it must be a list of layers"),
+    ):
+        with pytest.raises(CheckpointError, match=f"is not an adapter's configuration: {said}"):
+            read(**changed)
+    # An empty value means none, and a single layer or list of layers is one of them.
+    assert read(rank_pattern=None, modules_to_save="", use_dora=None, unknown=[]) == read()
+    config = read(layers_to_transform=3, layers_pattern="h", alpha_pattern={"q": 10**30})
+    assert (config.layers_to_transform, config.layers_pattern, config.alpha_pattern) == ((3,), ("h",), {"q": 1e30})
 
 
 @pytest.mark.ranks(2)

@@ -195,6 +195,14 @@ def test_a_crafted_meta_json_is_refused(group: ProcessGroup, tmp_path: Path) -> 
     assert "impossible" in crafted(lambda meta: chunk(meta).update(offsets=[1, 0]), path)
     negative = crafted(lambda meta: chunk(meta).update(sizes=[-1, -606]), path)
     assert "tensors.embedding.weight.chunks[0].sizes is [-1, -606]; it must be a list of sizes" in negative
+    for change, said in (
+        ({"checksum": "0" * 15}, 'chunks[0].checksum is "000000000000000"; it must be sixteen hexadecimal digits'),
+        ({"offsets": [0, True]}, "chunks[0].offsets is [0, true]; it must be a list of sizes"),
+        ({"key": None}, "chunks[0].key is null; it must be a string"),
+    ):
+        assert f"its tensors.embedding.weight.{said}" in crafted(lambda meta, change=change: chunk(meta).update(change), path)  # fmt: skip # noqa: E501
+    assert "its step is true; it must be an integer from 0" in crafted(lambda meta: meta.update(step=True), path)
+    assert "its tensors.embedding.weight.layout is missing" in crafted(lambda meta: meta["tensors"][name].pop("layout"), path)  # fmt: skip # noqa: E501
     assert "none of its files" in crafted(lambda meta: chunk(meta).update(file="other.safetensors"), path)
     assert "600 elements are recorded" in crafted(lambda meta: chunk(meta).update(sizes=[100, 6]), path)
     assert "0 elements are recorded" in crafted(lambda meta: meta["tensors"][name].update(chunks=[]), path)

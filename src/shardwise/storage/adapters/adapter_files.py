@@ -63,6 +63,9 @@ _KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(?:{_FACTORS})")
 # peft's wrappers add a name between a module's path and the names of its parameters.
 _WRAPPED = re.compile(rf"{re.escape(_PREFIX)}(.+?)(?:\.(base_layer|modules_to_save|original_module))?\.(weight|bias)")
 
+# The name of a tensor of the base model, or the path and name of a factor.
+_Place = str | tuple[str, str]
+
 
 def load_adapter_(model: TransformerModel, folder: str | os.PathLike[str], architecture: Architecture) -> LoraConfig:
     """Load the adapters of a folder into a model in place, and freeze all else. Collective over the model's ranks.
@@ -83,16 +86,16 @@ def load_adapter_(model: TransformerModel, folder: str | os.PathLike[str], archi
     known, paths = all_tensors(model, architecture), all_paths(model, architecture)
     found = agree(lambda: _read(Path(folder), model, architecture, known, paths), group=model_groups(model.groups))
     for name in found.replaced:
-        _replace_(model, outer_paths(model, architecture)[name.rpartition(".")[0]][0], found.tensors[name])
+        _replace_(model, outer_paths(model, architecture)[name.rpartition(".")[0]][0], found.values[name])
     add_adapters_(model, found.config, architecture, found.paths, found.trained)
     with torch.no_grad():
         for target in adapter_targets(model, architecture):
             if (adapter := target.adapter) is not None:
                 for name, layout in adapter.param_layouts.items():
-                    whole = adapter.from_file(name, found.factors[target.path, name])
+                    whole = adapter.from_file(name, found.values[target.path, name])
                     adapter.get_parameter(name).copy_(layout.take(whole, adapter.group.rank()))
     for each in trained_of(model).parameters:
-        each.base.fill_({name: found.tensors[name] for name in each.tensors}, model.tp_group.rank())
+        each.base.fill_({name: found.values[name] for name in each.tensors}, model.tp_group.rank())
     return found.config
 
 
@@ -196,8 +199,7 @@ class _Found:
     trained: set[str]
     replaced: set[str]
     # For this stage: whole factors and tensors.
-    factors: dict[tuple[str, str], Tensor]
-    tensors: dict[str, Tensor]
+    values: dict[_Place, Tensor]
 
 
 def _read(folder: Path, model: TransformerModel, architecture: Architecture, known: set[str], every: Paths) -> _Found:
@@ -208,46 +210,18 @@ def _read(folder: Path, model: TransformerModel, architecture: Architecture, kno
         raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS_NAME}")
     outer, all_named = outer_paths(model, architecture), every.chosen(config)
     files = paths_in_files(all_named, every.parameters)
-    # A path in a file, and what has its adapter: all but parameters can have one in the file without being named.
-    by_file = {path: path for path in every.in_layers | every.outer} | {files[path]: path for path in files}
-    needed: dict[str | tuple[str, str], tuple[int, ...]] = {
+    needed: dict[_Place, tuple[int, ...]] = {
         name: shape
         for base in base_parameters(model, architecture)
         for name, shape in base.composition.stored_shapes.items()
     }
     # A tied weight has a name for each use.
     needed |= {f"{each}.weight": (model.vocab_size or 0, model.config.hidden_size) for each in outer}
-    targets = adapter_targets(model, architecture)
-    needed |= {(target.path, name): shape for target in targets for name, shape in _shapes(target, config).items()}
-    own = {target.path for target in targets}
-    chosen: dict[str | tuple[str, str], StoredTensor] = {}
-    for key, stored in read_header(path).items():
-        place: str | tuple[str, str]
-        if (match := _KEY.fullmatch(key)) is not None and match[1] in by_file:
-            path_here = by_file[match[1]]
-            place, is_here = (path_here, match[2] or match[3]), path_here in own
-        elif (match := _WRAPPED.fullmatch(key)) is not None and f"{match[1]}.{match[3]}" in known:
-            place = f"{match[1]}.{match[3]}"
-            is_here = place in needed
-            # A fully trained module may have its original weights too, and the same values under two names.
-            if match[2] == "original_module" or place in chosen:
-                continue
-        elif every.parameters and re.search(r"\.experts\.\d+\.", key):
-            raise CheckpointError(
-                f"{str(path)!r} has {key!r}, an adapter of one expert as peft stored it with transformers 4; open it "
-                "in peft with transformers 5 and save it again"
-            )
-        else:
-            raise CheckpointError(
-                f"{str(path)!r} is of another model: it has {key!r}, for which this model has no place"
-            )
-        if is_here and stored.shape != needed.get(place):
-            raise CheckpointError(
-                f"{str(path)!r} is of another model: {key!r} has shape {list(stored.shape)}, this model needs "
-                f"{list(needed.get(place, ()))}"
-            )
-        weight_dtype(stored)
-        chosen[place] = stored
+    for target in adapter_targets(model, architecture):
+        needed |= {(target.path, name): shape for name, shape in _shapes(target, config).items()}
+    # A path in a file, and what has its adapter: all but parameters can have one in the file without being named.
+    by_file = {path: path for path in every.in_layers | every.outer} | {files[path]: path for path in files}
+    chosen = _by_place(path, by_file, known, needed, has_experts=bool(every.parameters))
     paths = {place[0] for place in chosen if isinstance(place, tuple)}
     tensors = {place for place in chosen if isinstance(place, str)}
     named = {each for each in all_named if not config.saves(each)}
@@ -270,21 +244,53 @@ def _read(folder: Path, model: TransformerModel, architecture: Architecture, kno
             raise CheckpointError(
                 f"{str(path)!r} has {_key_of_base(name, paths)!r}, and {CONFIG_NAME} does not say that it is trained"
             )
-    whole = {
-        place: read_box(stored, [0] * len(stored.shape), stored.shape)
-        for place, stored in chosen.items()
-        if place in needed
-    }
-    for place, tensor in whole.items():
-        check_finite(tensor, f"tensor {chosen[place].name!r} of {path}")
-    return _Found(
-        config,
-        paths,
-        trained,
-        tensors - trained,
-        factors={place: tensor for place, tensor in whole.items() if isinstance(place, tuple)},
-        tensors={place: tensor for place, tensor in whole.items() if isinstance(place, str)},
-    )
+    values = {}
+    for place, stored in chosen.items():
+        if place in needed:
+            values[place] = read_box(stored, [0] * len(stored.shape), stored.shape)
+            check_finite(values[place], f"tensor {stored.name!r} of {path}")
+    return _Found(config, paths, trained, tensors - trained, values)
+
+
+def _by_place(
+    path: Path,
+    by_file: Mapping[str, str],
+    known: Collection[str],
+    needed: Mapping[_Place, tuple[int, ...]],
+    *,
+    has_experts: bool,
+) -> dict[_Place, StoredTensor]:
+    """Return the tensors of a file by their places in the model; check the shapes of those that this stage needs."""
+    chosen: dict[_Place, StoredTensor] = {}
+    own = {place[0] for place in needed if isinstance(place, tuple)}
+    for key, stored in read_header(path).items():
+        place: _Place
+        if (match := _KEY.fullmatch(key)) is not None and match[1] in by_file:
+            path_here = by_file[match[1]]
+            place, is_here = (path_here, match[2] or match[3]), path_here in own
+        elif (match := _WRAPPED.fullmatch(key)) is not None and f"{match[1]}.{match[3]}" in known:
+            place = f"{match[1]}.{match[3]}"
+            is_here = place in needed
+            # A fully trained module may have its original weights too, and the same values under two names.
+            if match[2] == "original_module" or place in chosen:
+                continue
+        elif has_experts and re.search(r"\.experts\.\d+\.", key):
+            raise CheckpointError(
+                f"{str(path)!r} has {key!r}, an adapter of one expert as peft stored it with transformers 4; open it "
+                "in peft with transformers 5 and save it again"
+            )
+        else:
+            raise CheckpointError(
+                f"{str(path)!r} is of another model: it has {key!r}, for which this model has no place"
+            )
+        if is_here and stored.shape != needed.get(place):
+            raise CheckpointError(
+                f"{str(path)!r} is of another model: {key!r} has shape {list(stored.shape)}, this model needs "
+                f"{list(needed.get(place, ()))}"
+            )
+        weight_dtype(stored)
+        chosen[place] = stored
+    return chosen
 
 
 @torch.no_grad()

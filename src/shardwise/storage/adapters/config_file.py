@@ -4,14 +4,15 @@ import dataclasses
 import difflib
 import os
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 from shardwise.core.errors import CheckpointError, ConfigError, ShardwiseError
+from shardwise.core.typed_json import problem
 from shardwise.models.adapters.config import ALL_LINEAR, LoraConfig
-from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.pretrained import ADAPTER_CONFIG_NAME, no_folder
 from shardwise.storage.huggingface.tensor_folder import read_json
 
@@ -36,6 +37,36 @@ _VARIANTS = (
     "velora_config",
 )
 
+_Integer = Annotated[Any, "an integer", lambda value: type(value) is int]
+_Number = Annotated[
+    Any, "a finite number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max
+]
+_Names = Annotated[list[str], "a list of names"]
+_Pattern = Annotated[list[str] | str, "a list of names, or a regular expression"]
+
+
+class _RequiredFields(TypedDict):
+    r: _Integer
+    lora_alpha: _Number
+    target_modules: _Pattern
+
+
+class _Fields(_RequiredFields, total=False):
+    lora_dropout: _Number
+    use_rslora: bool
+    use_dora: bool
+    rank_pattern: dict[str, _Integer]
+    alpha_pattern: dict[str, _Number]
+    bias: str
+    modules_to_save: _Names
+    layers_to_transform: Annotated[list[_Integer] | _Integer, "a list of layers' numbers"]
+    layers_pattern: _Pattern
+    exclude_modules: _Pattern
+    target_parameters: _Names
+
+
+_NONE_IF_EMPTY = ("rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")
+
 
 def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
     """Read the settings of the adapters in a folder.
@@ -51,9 +82,9 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
         raise CheckpointError(f"no adapter at {str(folder)!r}: it has no {CONFIG_NAME}")
     try:
         values = read_json(path)
-        kind, fields = values.get("peft_type"), Fields(values, CONFIG_NAME)
-        arguments = _lora_arguments(fields) if kind == "LORA" else {}
-    except ShardwiseError as error:
+        kind = values.get("peft_type")
+        arguments = _lora_arguments(values) if kind == "LORA" else {}
+    except (ShardwiseError, ValueError) as error:
         raise CheckpointError(f"{str(path)!r} is not an adapter's configuration: {error}") from error
     if kind != "LORA":
         raise ConfigError(f"{str(path)!r}: peft_type is {kind!r:.80}; only 'LORA' is supported")
@@ -78,58 +109,25 @@ def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
     return config
 
 
-def _lora_arguments(fields: Fields) -> dict[str, Any]:
-    layers = fields.values.get("layers_to_transform")
-    if isinstance(layers, int) and not isinstance(layers, bool):
-        layers = [layers]
-    if layers is not None and (
-        not isinstance(layers, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in layers)
-    ):
-        raise fields.error("layers_to_transform", layers, "a list of layers' numbers")
-    pattern = _modules(fields, "layers_pattern", or_none=True)
-    saved, parameters = _list_of_names(fields, "modules_to_save"), _list_of_names(fields, "target_parameters")
-    return {
-        "r": fields.get(int, "r"),
-        "lora_alpha": fields.get(float, "lora_alpha"),
-        "lora_dropout": fields.get(float, "lora_dropout", default=0.0),
-        "target_modules": _modules(fields, "target_modules", or_none=bool(parameters)),
-        "use_rslora": fields.get(bool, "use_rslora", default=False),
-        "use_dora": fields.get(bool, "use_dora", default=False),
-        "rank_pattern": _pattern(fields, "rank_pattern", int),
-        "alpha_pattern": _pattern(fields, "alpha_pattern", float),
-        "bias": fields.get(str, "bias", default="none"),
-        "modules_to_save": tuple(saved),
-        "layers_to_transform": None if layers is None else tuple(layers),
-        "layers_pattern": ((pattern,) if pattern else ()) if isinstance(pattern, str) else pattern,
-        "exclude_modules": _modules(fields, "exclude_modules", or_none=True),
-        "target_parameters": tuple(parameters),
-    }
-
-
-def _list_of_names(fields: Fields, name: str) -> list[str]:
-    value = fields.values.get(name) or []
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise fields.error(name, value, "a list of names")
-    return value
-
-
-def _modules(fields: Fields, name: str, *, or_none: bool = False) -> tuple[str, ...] | str:
-    value = fields.values.get(name)
-    if value is None and or_none:
-        return ()
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise fields.error(name, value, "a list of names, or a regular expression")
-    return tuple(value)
-
-
-def _pattern(fields: Fields, name: str, kind: type[Any]) -> dict[str, Any]:
-    values = fields.values.get(name) or {}
-    if not isinstance(values, Mapping):
-        raise fields.error(name, values, "an object of numbers by name")
-    numbers = Fields(values, f"{fields.where}: {name}")
-    return {key: numbers.get(kind, key) for key in values}
+def _lora_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a ``LoraConfig``; raise ValueError if a field is of another type."""
+    names = _Fields.__required_keys__ | _Fields.__optional_keys__
+    given = {name: values[name] for name in names if values.get(name) is not None}
+    for name in _NONE_IF_EMPTY:
+        if not given.get(name):
+            given.pop(name, None)
+    if "target_parameters" in given:
+        given.setdefault("target_modules", [])
+    if (wrong := problem(given, _Fields)) is not None:
+        raise ValueError(f"its {wrong.removeprefix('.')}")
+    layers, pattern = given.get("layers_to_transform"), given.get("layers_pattern")
+    if isinstance(layers, int):
+        given["layers_to_transform"] = [layers]
+    if isinstance(pattern, str):
+        given["layers_pattern"] = [pattern] if pattern else []
+    given |= {name: float(given[name]) for name in ("lora_alpha", "lora_dropout") if name in given}
+    given["alpha_pattern"] = {name: float(alpha) for name, alpha in given.get("alpha_pattern", {}).items()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 def config_json(

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 
@@ -19,6 +19,7 @@ from shardwise.core.errors import CheckpointError
 from shardwise.core.files import can_be_a_name, open_regular, parse_json, read_regular, shown
 from shardwise.core.sharding import ParamShard
 from shardwise.core.tensor_files import MAX_ELEMENTS, is_shape, some_tensors
+from shardwise.core.typed_json import Count, problem
 
 MANIFEST_NAME = "meta.json"
 FORMAT = "shardwise checkpoint"
@@ -36,66 +37,45 @@ Box = tuple[Sequence[int], Sequence[int]]
 """First index and number of indices in each dimension."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A JSON object of a manifest. Its methods return a value of a given type, or raise CheckpointError.
+_Shape = Annotated[list[int], f"a list of sizes, of at most {MAX_ELEMENTS} elements", is_shape]
+_Hex = Annotated[str, "sixteen hexadecimal digits", re.compile("[0-9a-f]{16}").fullmatch]
 
-    Attributes:
-        where: path of the object, such as ``tensors.embedding.chunks[0]``; empty for the whole manifest.
-        values: the object's values.
-    """
 
-    where: str
-    values: dict[str, Any]
+class _File(TypedDict):
+    size: Count
+    crc32: str
 
-    def count(self, key: str) -> int:
-        """Return an integer of at least 0."""
-        value = self.present(key)
-        # isinstance would accept True and False.
-        if type(value) is not int or not 0 <= value <= MAX_ELEMENTS:
-            raise self.wrong(key, value, f"an integer from 0 to {MAX_ELEMENTS}")
-        return value
 
-    def text(self, key: str) -> str:
-        """Return a string."""
-        value = self.present(key)
-        if not isinstance(value, str):
-            raise self.wrong(key, value, "a string")
-        return value
+class _Chunk(TypedDict):
+    offsets: _Shape
+    sizes: _Shape
+    file: str
+    key: str
+    checksum: _Hex
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Return a valid shape of a tensor."""
-        value = self.present(key)
-        if not is_shape(value):
-            raise self.wrong(key, value, f"a list of sizes, of at most {MAX_ELEMENTS} elements")
-        return tuple(value)
 
-    def inner(self, key: str) -> Entry:
-        """Return an object."""
-        value = self.present(key)
-        if not isinstance(value, dict):
-            raise self.wrong(key, value, "an object")
-        return Entry(self._place(key), value)
+class _Tensor(TypedDict):
+    shape: _Shape
+    dtype: str
+    layout: dict[str, Any]
+    chunks: list[_Chunk]
 
-    def entries(self, key: str) -> list[Entry]:
-        """Return a list of objects."""
-        values = self.present(key)
-        if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-            raise self.wrong(key, values, "a list of objects")
-        return [Entry(f"{self._place(key)}[{number}]", value) for number, value in enumerate(values)]
 
-    def present(self, key: str) -> Any:
-        """Return a value of any type."""
-        if key not in self.values:
-            raise CheckpointError(f"it lacks {self._place(key)}")
-        return self.values[key]
+class _Body(TypedDict):
+    step: Count
+    serial: Count
+    meta: dict[str, Any]
+    files: dict[str, _File]
+    tensors: dict[str, _Tensor]
 
-    def wrong(self, key: str, value: object, expected: str) -> CheckpointError:
-        """Make an error that names the value's path."""
-        return CheckpointError(f"its {self._place(key)} is {shown(value)}; it must be {expected}")
 
-    def _place(self, key: str) -> str:
-        return f"{self.where}.{key}" if self.where else key
+class _Head(TypedDict):
+    version: Count
+
+
+def _check(value: dict[str, Any], kind: Any) -> None:
+    if (wrong := problem(value, kind)) is not None:
+        raise CheckpointError(f"its {wrong.removeprefix('.')}")
 
 
 def check_chunks(where: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
@@ -165,10 +145,6 @@ class FileRecord:
                 checksum = zlib.crc32(block, checksum)
         return cls(size, f"{checksum:08x}")
 
-    @classmethod
-    def from_json(cls, entry: Entry) -> FileRecord:
-        return cls(entry.count("size"), entry.text("crc32"))
-
 
 @dataclass(frozen=True)
 class ChunkRecord:
@@ -193,12 +169,9 @@ class ChunkRecord:
         return vars(self) | {"checksum": f"{self.checksum:016x}"}
 
     @classmethod
-    def from_json(cls, entry: Entry) -> ChunkRecord:
-        box = entry.shape("offsets"), entry.shape("sizes")
-        checksum = entry.text("checksum")
-        if not re.fullmatch("[0-9a-f]{16}", checksum):
-            raise entry.wrong("checksum", checksum, "sixteen hexadecimal digits")
-        return cls(*box, entry.text("file"), entry.text("key"), int(checksum, 16))
+    def from_json(cls, facts: _Chunk) -> ChunkRecord:
+        checksum = int(facts["checksum"], 16)
+        return cls(tuple(facts["offsets"]), tuple(facts["sizes"]), facts["file"], facts["key"], checksum)
 
 
 @dataclass(frozen=True)
@@ -219,14 +192,13 @@ class TensorRecord:
         return vars(self) | {"dtype": dtype, "chunks": [chunk.to_json() for chunk in self.chunks]}
 
     @classmethod
-    def from_json(cls, entry: Entry) -> TensorRecord:
-        name = entry.text("dtype")
-        dtype = getattr(torch, name, None)
+    def from_json(cls, name: str, facts: _Tensor) -> TensorRecord:
+        dtype = getattr(torch, facts["dtype"], None)
         if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"{name!r} is no dtype of this PyTorch")
-        shape, chunks = entry.shape("shape"), tuple(map(ChunkRecord.from_json, entry.entries("chunks")))
-        check_chunks(entry.where, shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
-        return cls(shape, dtype, entry.inner("layout").values, chunks)
+            raise CheckpointError(f"{facts['dtype']!r} is no dtype of this PyTorch")
+        shape, chunks = tuple(facts["shape"]), tuple(map(ChunkRecord.from_json, facts["chunks"]))
+        check_chunks(f"tensors.{name}", shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+        return cls(shape, dtype, facts["layout"], chunks)
 
 
 @dataclass(frozen=True)
@@ -289,28 +261,28 @@ class Manifest:
             value = parse_json(text.encode() if isinstance(text, str) else text)
         except ValueError as error:
             raise CheckpointError(f"it cannot be read: {error}; {_ANOTHER_COPY}") from error
-        top = Entry("", value)
         if value.get("format") != FORMAT:
             raise CheckpointError(f"it is JSON, but not of the format {FORMAT!r}")
-        version = top.count("version")
-        if version != FORMAT_VERSION:
+        _check(value, _Head)
+        if (version := value["version"]) != FORMAT_VERSION:
             remedy = "upgrade shardwise" if version > FORMAT_VERSION else "use the one that wrote it"
             raise CheckpointError(
                 f"it was written by another Shardwise (format version {version}, this one reads {FORMAT_VERSION}); "
                 f"{remedy}"
             )
-        body = {key: top.present(key) for key in ("step", "serial", "meta", "files", "tensors")}
-        if value.get("crc32") != _checksum(body):
+        if lacking := _Body.__required_keys__ - value.keys():
+            raise CheckpointError(f"it lacks {min(lacking)}")
+        if value.get("crc32") != _checksum({key: value[key] for key in _Body.__required_keys__}):
             raise CheckpointError(
                 f"its checksum does not match: it was changed or damaged after it was written; {_ANOTHER_COPY}"
             )
-        files, tensors = top.inner("files"), top.inner("tensors")
+        _check(value, _Body)
         return cls(
-            step=top.count("step"),
-            serial=top.count("serial"),
-            meta=top.inner("meta").values,
-            tensors={name: TensorRecord.from_json(tensors.inner(name)) for name in tensors.values},
-            files={name: FileRecord.from_json(files.inner(name)) for name in files.values},
+            step=value["step"],
+            serial=value["serial"],
+            meta=value["meta"],
+            tensors={name: TensorRecord.from_json(name, facts) for name, facts in value["tensors"].items()},
+            files={name: FileRecord(facts["size"], facts["crc32"]) for name, facts in value["files"].items()},
         )
 
     @classmethod
