@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections import Counter
 from os import PathLike
@@ -11,15 +10,15 @@ from typing import Any
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.files import first_of
+from shardwise.doctor.blame import Blame
 from shardwise.doctor.evidence import LABELS, NEVER_SUMMED, NORM, SAMPLES, STALE, Case, Explanation
 from shardwise.doctor.explaining import explain
 from shardwise.doctor.judging import PASSES, Judge, Judged, Rounding, eps_of
 from shardwise.doctor.micro_batches import match_micro_batches, name_of_ids, rows_read, samples_of
 from shardwise.doctor.places import Key
-from shardwise.doctor.rank_faults import reordered
 from shardwise.doctor.recording import Recording
 from shardwise.doctor.sketches import alike, distance
-from shardwise.doctor.value_faults import added_by_each
+from shardwise.doctor.verdicts import Verdicts
 
 # Share of the elements of a parameter that an update changes at least, to tell one that changes nothing.
 _CHANGED = 0.1
@@ -176,13 +175,13 @@ class _Diagnoser:
             (each["step"], each["micro_batch"]) for each in self.suspect.of_ranks("calls")[0] if not each["name"]
         )
         self._case = Case(judge, self.suspect.axes, max(1, len({micro for _, micro in counts})))
-        self._judged = {each.key: each for each in judged}
-        self._by_number = {each.number: each for each in judged}
-        self._excuse_inner(judged)
+        verdicts = Verdicts(self._case, judged, self.notes)
+        self._judged, self._blame = verdicts.by_key, Blame(verdicts, self.calls)
+        verdicts.excuse_inner()
         self._check_initial_weights(judged)
         for step in range(min(self.reference.steps, self.suspect.steps)):
-            self._excuse_factor(judged, step)
-            self._excuse_losses(judged, step)
+            verdicts.excuse_factor(step)
+            verdicts.excuse_losses(step)
         for step in range(min(self.reference.steps, self.suspect.steps)):
             found = [self._first(where, step, judged) for where in _PASSES[1:]]
             wrong = [each for each in found if each is not None]
@@ -231,92 +230,6 @@ class _Diagnoser:
                 f"{len(wrong)} of {len(initial)} parameters begin with other values in {self.suspect.folder} than in "
                 f"{self.reference.folder}, {wrong[0].key.name} among them; give both runs the same initial weights"
             )
-
-    def _excuse_inner(self, judged: list[Judged]) -> None:
-        """Excuse tensors inside a module whose output is right: ranks may hold them in an order that is not known."""
-        outputs: dict[tuple[str, int, int], list[Judged]] = {}
-        for each in judged:
-            if each.key.what == "output":
-                outputs.setdefault((each.key.name, each.key.step, each.key.micro_batch), []).append(each)
-        excused: set[str] = set()
-        for each in judged:
-            key = each.key
-            is_param = key.what == "used" and key.step == 0
-            if not each.is_wrong or not (is_param or key.what in ("input", "output")):
-                continue
-            around = key.name
-            while around:
-                around = _parent(around)
-                own = outputs.get((around, key.step, max(key.micro_batch, 0)), [])
-                if own and not any(output.is_wrong for output in own):
-                    if is_param and self._case.holds_copies(each):
-                        # No order explains copies with other values.
-                        break
-                    each.is_excused = True
-                    excused.add(key.name)
-                    if is_param:
-                        self._learn_order(each, judged)
-                    gradient = self._judged.get(dataclasses.replace(key, what=f"{key.what} gradient"))
-                    if gradient is not None:
-                        gradient.is_excused = True
-                    break
-        if excused:
-            self.notes.append(
-                f"tensors of {first_of(sorted(excused))} differ, and the output of the module around them is right: "
-                "their order on the ranks is not known"
-            )
-
-    def _learn_order(self, used: Judged, judged: list[Judged]) -> None:
-        """Judge a parameter by the order of its rows in the forward, whose outputs are right; excuse it without one."""
-        found, name = reordered(self._case, used, by_rank=True), used.key.name
-        for at, each in enumerate(judged):
-            if each.key.name != name or each.key.what not in ("used", "gradient", "updated", "accumulated"):
-                continue
-            again = None
-            if found is not None:
-                axis, dim, orders = found
-                intervals = [[[row, row + 1] for row in rows] for rows in orders]
-                again = self._case.judge.judge(each.key, each.number, order={axis: ["placed", dim, intervals]})
-            if again is None:
-                each.is_excused = True
-            else:
-                judged[at] = self._judged[each.key] = self._by_number[each.number] = again
-
-    def _excuse_losses(self, judged: list[Judged], step: int) -> None:
-        """Excuse losses of each rank's samples whose mean is the reference's, if gradients of parameters are right."""
-        params = [each for each in judged if each.key.what in ("gradient", "accumulated") and each.key.step == step]
-        if not params or any(each.is_wrong or each.partial_axes for each in params):
-            return
-        for each in judged:
-            if each.key.step == step and each.is_wrong and self._case.is_loss(each):
-                each.is_excused = self._case.is_mean(each)
-
-    def _excuse_factor(self, judged: list[Judged], step: int) -> None:
-        """Excuse gradients of activations that are too large by the number of replicas, which are averaged later."""
-        params = [each for each in judged if each.key.what == "gradient" and each.key.step == step]
-        for each in judged:
-            # These were recorded before the ranks averaged them.
-            if each.key.what == "accumulated" and each.key.step == step and each.is_wrong:
-                each.is_excused = any(
-                    each.layouts.get(axis) == ("P",) and self._case.is_multiple(each, size)
-                    for axis, size in self.suspect.axes.items()
-                )
-        inner = [each for each in judged if each.key.what.endswith(" gradient") and each.key.step == step]
-        if not params or not inner or sum(each.is_wrong for each in params) > len(params) / 2:
-            return
-        # The gradient of a loss that a module returns is 1.
-        first = next((each for each in inner if not each.is_excused and math.prod(each.whole.shape) > 1), None)
-        if first is None or not first.is_wrong:
-            return
-        for axis, size in self.suspect.axes.items():
-            if size < 2 or not self._case.is_multiple(first, size):
-                continue
-            for each in inner:
-                each.is_excused = each.is_excused or self._case.is_multiple(each, size)
-            self.notes.append(
-                f"step {step}: gradients of activations are {size} times the reference's, and averaged over {axis}"
-            )
-            return
 
     def _check_data(self) -> Finding | None:
         """Compare the samples of the ranks, and the labels of equal samples."""
@@ -378,11 +291,11 @@ class _Diagnoser:
         if partial is not None and (wrong is None or judged.index(partial) < judged.index(wrong)):
             axes = " and ".join(partial.partial_axes)
             evidence = f"the sum over {axes} is the reference, and each rank has its term"
-            module = self._module_without_sum(partial) or partial.key.name
+            module = self._blame.without_sum(partial) or partial.key.name
             return self._finding(where, partial, module, Explanation(NEVER_SUMMED, evidence))
         if wrong is None:
             return None
-        module, cause = self._blame(wrong)
+        module, cause = self._blame.of(wrong)
         explained = cause or explain(self._case, wrong)
         is_weight = wrong.key.what == "used" or module != wrong.key.name
         if is_weight and Key("updated", module, step - 1) in self._judged:
@@ -423,107 +336,6 @@ class _Diagnoser:
         found = [each for each in self._judged.values() if each.key.what == wrong.key.what]
         found = [each for each in found if each.key.step == wrong.key.step and (each.is_wrong or each.partial_axes)]
         return tuple(each.key.name for each in found if each is not wrong)
-
-    def _blame(self, wrong: Judged) -> tuple[str, Explanation | None]:
-        """Return the module in which a tensor became wrong, and the explanation if an earlier tensor has it."""
-        key = wrong.key
-        if key.what in ("gradient", "updated", "used"):
-            return key.name, None
-        if key.what in ("input", "output"):
-            if (added := added_by_each(self._case, wrong)) is not None:
-                return key.name, added
-            for number in self._sources(key):
-                source = self._by_number.get(number)
-                if source is not None and source.summed_axes:
-                    source = self._begin_of_sums(source)
-                    axes = " and ".join(source.summed_axes)
-                    evidence = f"its output is a partial sum over {axes}, which what follows takes for the whole"
-                    return source.key.name, Explanation(NEVER_SUMMED, evidence)
-            if key.what == "output":
-                if (changed := self._changed_weight(key)) is not None:
-                    return changed
-                return key.name, None
-            return _parent(key.name), None
-        # The gradient of a tensor comes from the modules that used it.
-        users = self._users_of(wrong)
-        for user in users:
-            for number in user["outputs"]:
-                later = self._gradient_of(number)
-                if later is not None and later.summed_axes:
-                    axes = " and ".join(later.summed_axes)
-                    evidence = (
-                        f"its input's gradient is a partial sum over {axes}, and what follows takes it for the whole"
-                    )
-                    return self._end_of_sums(later), Explanation(NEVER_SUMMED, evidence)
-        if users:
-            return _common([call["name"] for call in users]), None
-        # Modules that pass it on are not the ones that made it.
-        return key.name if key.what == "output gradient" else _parent(key.name), None
-
-    def _begin_of_sums(self, output: Judged) -> Judged:
-        """Return the first of the partial sums that each come from the one before."""
-        while True:
-            sources = [self._by_number.get(number) for number in self._sources(output.key)]
-            earlier = [each for each in sources if each and each.summed_axes and each.number < output.number]
-            if not earlier:
-                return output
-            output = earlier[0]
-
-    def _module_without_sum(self, gradient: Judged) -> str:
-        """Return the module that left a sum out, if the gradient of the output of a parameter's module lacks it too."""
-        owner = _parent(gradient.key.name)
-        for each in self._judged.values():
-            key = each.key
-            if (key.what, key.name, key.step) == ("output gradient", owner, gradient.key.step):
-                return self._end_of_sums(each) if set(each.summed_axes) & set(gradient.partial_axes) else ""
-        return ""
-
-    def _end_of_sums(self, gradient: Judged) -> str:
-        """Return the module whose input's gradient is a partial sum, and its outputs' gradients are not."""
-        seen = {gradient.key}
-        while True:
-            users = self._users_of(gradient)
-            found = [self._gradient_of(number) for user in users for number in user["outputs"]]
-            later = next(
-                (each for each in found if each is not None and each.summed_axes and each.key not in seen), None
-            )
-            if later is None:
-                return _common([call["name"] for call in users]) if users else gradient.key.name
-            gradient = later
-            seen.add(later.key)
-
-    def _gradient_of(self, number: int) -> Judged | None:
-        forward = self._by_number.get(number)
-        if forward is None:
-            return None
-        return self._judged.get(dataclasses.replace(forward.key, what=f"{forward.key.what} gradient"))
-
-    def _users_of(self, gradient: Judged) -> list[dict[str, Any]]:
-        """Return the calls that computed something from the tensor of a gradient, and did not only pass it on."""
-        key = gradient.key
-        forward = self._judged.get(dataclasses.replace(key, what=key.what.removesuffix(" gradient")))
-        if forward is None:
-            return []
-        calls = [call for call in self.calls if call["step"] == key.step and forward.number in call["inputs"]]
-        return [call for call in calls if forward.number not in call["outputs"]]
-
-    def _sources(self, key: Key) -> list[int]:
-        """Return the numbers of the tensors that a tensor was computed from."""
-        calls = [call for call in self.calls if call["step"] == key.step and call["micro_batch"] == key.micro_batch]
-        limit = self._judged[key].number
-        own = [call for call in calls if key.what == "output" and call["name"] == key.name and call["call"] == key.call]
-        parent = key.name if own else _parent(key.name)
-        inside = [call for call in calls if _parent(call["name"]) == parent and call["name"] != parent]
-        before = list(dict.fromkeys(number for call in inside for number in call["outputs"] if number < limit))
-        return [*(number for call in own for number in call["inputs"]), *before[-2:]]
-
-    def _changed_weight(self, key: Key) -> tuple[str, Explanation] | None:
-        """Return the parameter of a module that has other values than the reference's, and why; at first the module."""
-        for judged in self._judged.values():
-            used = judged.key
-            if used.what == "used" and used.step == key.step and _parent(used.name) == key.name and judged.is_wrong:
-                return used.name if key.step else key.name, explain(self._case, judged)
-        return None
 
     def _check_updates(self, step: int) -> Finding | None:
         """Find a parameter that an update changed in the reference and not on a rank."""
@@ -574,19 +386,3 @@ class _Diagnoser:
 
 def _is_gradient_in(key: Key, step: int) -> bool:
     return key.what.endswith("gradient") and key.step == step
-
-
-def _common(names: list[str]) -> str:
-    """Return the innermost module that uses a tensor, or the module around several such modules."""
-    inner = [
-        name for name in names if not any(other.startswith(f"{name}.") or not name for other in names if other != name)
-    ]
-    parts = [name.split(".") for name in dict.fromkeys(inner or names)]
-    if len(parts) == 1:
-        return ".".join(parts[0])
-    shared = [each[0] for each in itertools.takewhile(lambda each: len(set(each)) == 1, zip(*parts, strict=False))]
-    return ".".join(shared)
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]

@@ -4,6 +4,9 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from shardwise.core.typed_json import Count
 
+VERSION = 1
+"""Version of the format."""
+
 MOST_AXES = 8
 """Largest number of axes; the layouts to try grow exponentially with it."""
 

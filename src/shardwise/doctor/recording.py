@@ -17,9 +17,8 @@ from shardwise.core.errors import CheckpointError, ConfigError, DataError
 from shardwise.core.files import first_of, parse_json, read_regular, shown
 from shardwise.core.tensor_files import DTYPES, StoredTensor, is_shape, read_box, read_header
 from shardwise.core.typed_json import problem
-from shardwise.doctor.facts import MOST_AXES, Intervals, RankFacts
+from shardwise.doctor.facts import MOST_AXES, VERSION, Intervals, RankFacts
 from shardwise.doctor.places import Key
-from shardwise.doctor.recorder import VERSION
 from shardwise.doctor.sketches import Sketch
 
 # The facts of a rank; a recording of 10,000 modules has about 20 MB.
