@@ -16,6 +16,8 @@ from shardwise.megatron.dist_checkpointing import (
     load_content_metadata,
     save,
 )
+from shardwise.storage import checkpoint
+from shardwise.storage.checkpoint.folder import remove_unless_held
 
 WHOLE = torch.arange(24.0).view(3, 8)
 
@@ -53,6 +55,23 @@ def test_a_state_comes_back_at_another_layout(group, tmp_path):
     assert (loaded["iteration"], loaded["schedule"], loaded["own"]) == (7, [{"lr": 0.5}, "cosine"], own)
     with pytest.raises(CheckpointError, match="of another model"):
         load(wanted, folder, strict="raise_unexpected", process_group=alone.group("tp"))
+
+
+@pytest.mark.ranks(1)
+def test_no_process_deletes_what_is_being_loaded(group, tmp_path, monkeypatch):
+    save({"w": shard(0, 1, True), "iteration": 7}, tmp_path)
+    for name, read in (
+        ("load", lambda: load({"w": shard(0, 1, False)}, tmp_path)),
+        ("read_meta", lambda: load_common_state_dict(tmp_path)),
+    ):
+        own = getattr(checkpoint, name)
+
+        def after_a_removal(path, *args, own=own, **options):
+            remove_unless_held(path)
+            return own(path, *args, **options)
+
+        monkeypatch.setattr(checkpoint, name, after_a_removal)
+        assert read()["iteration"] == 7
 
 
 PLAIN = {

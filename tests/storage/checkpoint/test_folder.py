@@ -14,8 +14,18 @@ from checkpoint_states import assert_states_equal, empty_state, full_state
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import CheckpointError
-from shardwise.storage.checkpoint import PendingSave, Snapshot, latest, load, manifest, read_meta, save, verify
-from shardwise.storage.checkpoint.folder import clear, held, publish, step_path
+from shardwise.storage.checkpoint import (
+    PendingSave,
+    Snapshot,
+    folder as folders,
+    latest,
+    load,
+    manifest,
+    read_meta,
+    save,
+    verify,
+)
+from shardwise.storage.checkpoint.folder import clear, held, held_latest, publish, remove_unless_held, step_path
 
 
 def published(root: Path) -> list[int]:
@@ -162,6 +172,22 @@ def test_a_checkpoint_that_is_read_is_deleted_by_a_later_save(group: ProcessGrou
     assert published(tmp_path) == [4]
     with held(tmp_path / "step-00000003") as there:
         assert not there
+
+
+@pytest.mark.ranks(1)
+def test_the_newest_checkpoint_is_held(group: ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a run publishes the next one, and deletes it, after it was found."""
+    save_steps(tmp_path, group, 1, keep=1)
+    found = [latest(tmp_path)]
+    save_steps(tmp_path, group, 2, keep=1)
+    monkeypatch.setattr(folders, "latest", lambda root: found.pop() if found else latest(root))
+    with held_latest(tmp_path) as path:
+        assert path == tmp_path / "step-00000002"
+        assert not found
+        remove_unless_held(path)
+        assert published(tmp_path) == [2]
+    with held_latest(tmp_path / "none") as path:
+        assert path is None
 
 
 @pytest.mark.ranks(1)

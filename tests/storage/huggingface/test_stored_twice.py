@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.cli.main import main
 from shardwise.core.errors import CheckpointError
-from shardwise.storage.huggingface import load_pretrained, read_config, save_pretrained
+from shardwise.storage.huggingface import load_pretrained, pretrained, read_config, save_pretrained
 from shardwise.storage.huggingface.pretrained import PretrainedFolder
 
 IDS = torch.arange(20).view(2, 10) % 49 + 1
@@ -125,6 +125,23 @@ def test_a_tied_folder_with_another_head_trains_and_imports_untied(
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert_bit_equal(tensor, expected[name], name=name)
+
+
+def test_a_folder_that_is_open_is_not_compared_again(
+    make: Callable[[str], Reference], tmp_path: Path, one_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, compared = tmp_path / "model", []
+    shutil.copytree(make("llama_tied").folder, folder)
+    with_head(folder, add_one(500))
+    same_values = pretrained.same_values
+    monkeypatch.setattr(pretrained, "same_values", lambda *args: compared.append(args) or same_values(*args))
+    source = PretrainedFolder(folder)
+    size = source.description.vocab_size
+    for vocab_size in (size + 3, None):
+        model = load_pretrained(source, groups=one_rank, vocab_size=vocab_size)
+        assert not model.share_embeddings_and_output_weights
+        assert model.vocab_size == (vocab_size or size)
+    assert len(compared) == 1
 
 
 def test_bert_has_no_other_head(make: Callable[[str], Reference], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Checkpoints from Megatron itself cannot be read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication.agreement import agree, decide
+from shardwise.core.communication.agreement import decide
 from shardwise.core.errors import CheckpointError, ConfigError, ShardingError
 from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset
 from shardwise.megatron.surface import offer
 from shardwise.storage import checkpoint
+from shardwise.storage.checkpoint.folder import held_latest
 
 _COMMON, _CONTENT = "common", "content_metadata"
 
@@ -215,25 +217,25 @@ def load(
         ) from error
     shards: dict[str, ParamShard] = {}
 
-    def divided() -> Path:
+    def divide() -> None:
         _without_shards(sharded_state_dict, "", shards, takes_all=True)
-        return _checkpoint_in(folder)
 
-    path = agree(divided, group=group)
-    meta = checkpoint.load(path, shards, group=group, allow_extra=strict is StrictHandling.ASSUME_OK_UNEXPECTED)
+    with ExitStack() as stack:
+        path = decide(divide, lambda _: stack.enter_context(_checkpoint_in(folder)), group=group)
+        meta = checkpoint.load(path, shards, group=group, allow_extra=strict is StrictHandling.ASSUME_OK_UNEXPECTED)
     result: dict[str, Any] = _merged(_decoded(meta.get(_COMMON) or {}), sharded_state_dict)
     return result
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
     """Read the plain values of the checkpoint in a folder, or raise CheckpointError; not collective."""
-    common: dict[str, Any] = _decoded(checkpoint.read_meta(_checkpoint_in(Path(checkpoint_dir))).get(_COMMON) or {})
+    common: dict[str, Any] = _decoded(_meta_in(Path(checkpoint_dir)).get(_COMMON) or {})
     return common
 
 
 def load_content_metadata(checkpoint_dir: str | Path) -> dict[str, Any] | None:
     """Read the saved ``content_metadata``, or raise CheckpointError without a checkpoint; not collective."""
-    content: dict[str, Any] | None = _decoded(checkpoint.read_meta(_checkpoint_in(Path(checkpoint_dir))).get(_CONTENT))
+    content: dict[str, Any] | None = _decoded(_meta_in(Path(checkpoint_dir)).get(_CONTENT))
     return content
 
 
@@ -249,12 +251,20 @@ def _world() -> ProcessGroup:
     return world
 
 
-def _checkpoint_in(folder: Path) -> Path:
-    path = checkpoint.latest(folder)
-    if path is None:
-        _check_not_foreign(folder, "convert it with that library to a Hugging Face folder and `shardwise import-hf`")
-        raise CheckpointError(f"there is no checkpoint in {folder}; dist_checkpointing.save writes one")
-    return path
+@contextmanager
+def _checkpoint_in(folder: Path) -> Iterator[Path]:
+    with held_latest(folder) as path:
+        if path is None:
+            _check_not_foreign(
+                folder, "convert it with that library to a Hugging Face folder and `shardwise import-hf`"
+            )
+            raise CheckpointError(f"there is no checkpoint in {folder}; dist_checkpointing.save writes one")
+        yield path
+
+
+def _meta_in(folder: Path) -> dict[str, Any]:
+    with _checkpoint_in(folder) as path:
+        return checkpoint.read_meta(path)
 
 
 def _check_not_foreign(folder: Path, what_to_do: str) -> None:

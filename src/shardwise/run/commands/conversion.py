@@ -224,7 +224,7 @@ def _import(
     source: PretrainedFolder, out: Path, dtype: torch.dtype | None, identity: dict[str, object], ranks: Ranks
 ) -> Path:
     """Write the checkpoint, with ``identity`` identifying the tokenizer."""
-    model = load_pretrained(source.path, groups=Groups(tp=ranks.world), dtype=dtype, device="cpu")
+    model = load_pretrained(source, groups=Groups(tp=ranks.world), dtype=dtype, device="cpu")
     # The description has the heads that were found in the files.
     config = agree(
         lambda: config_to_json(

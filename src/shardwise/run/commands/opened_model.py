@@ -53,7 +53,7 @@ class OpenCheckpoint:
         dtype: dtype of the weights.
         config: content of the model's ``config.json``; None for the model of a training run.
         tokenizer: tokenizer of the model; None if it was imported without a readable one.
-        is_checkpoint: True for a checkpoint, False for a Hugging Face folder.
+        source: the opened Hugging Face folder; None for a checkpoint.
         adapter: folder of adapters to apply to the model.
     """
 
@@ -62,7 +62,7 @@ class OpenCheckpoint:
     dtype: torch.dtype | None
     config: huggingface.PretrainedConfig | None
     tokenizer: Tokenizer | None
-    is_checkpoint: bool = True
+    source: PretrainedFolder | None = None
     adapter: Path | None = None
 
     def sequence_length(self, given: int | None) -> int:
@@ -118,12 +118,8 @@ class OpenCheckpoint:
         return model
 
     def _load_weights(self, ranks: Ranks) -> Model:
-        if not self.is_checkpoint:
-            loaded = huggingface.load_pretrained(
-                self.folder,
-                groups=Groups(tp=ranks.world),
-                device=ranks.device,
-            )
+        if self.source is not None:
+            loaded = huggingface.load_pretrained(self.source, groups=Groups(tp=ranks.world), device=ranks.device)
             assert not isinstance(loaded, ModelChunks)
             return loaded
         # Compare the sizes in the settings with the tensors before allocating memory by these sizes.
@@ -310,7 +306,7 @@ def _open_pretrained(path: Path, adapter: Path | None) -> OpenCheckpoint:
         tokenizer = PaddedTokenizer.load(adapter if adapter is not None and beside else path)
     except DataError as error:
         raise DataError(f"{error}; {TO_BRING_A_TOKENIZER}") from error
-    return OpenCheckpoint(path, source.description, source.dtype, source.config, tokenizer, is_checkpoint=False)
+    return OpenCheckpoint(path, source.description, source.dtype, source.config, tokenizer, source)
 
 
 def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:

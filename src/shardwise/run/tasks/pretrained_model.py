@@ -130,7 +130,7 @@ class PretrainedModel:
         if (dropout := self.settings.model.dropout) is not None:
             fields |= {"hidden_dropout": dropout, "attention_dropout": dropout}
         loaded = load_pretrained(
-            self.folder.path,
+            self.folder,
             groups=groups,
             device=device,
             quantization=_base_quantization(lora),

@@ -19,7 +19,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from shardwise.core.errors import CheckpointError
@@ -148,6 +148,18 @@ def held(folder: Path) -> Iterator[bool]:
         yield there
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def held_latest(root: Path) -> Iterator[Path | None]:
+    """Find the checkpoint of ``latest``, if any, and keep a run from deleting it during the block."""
+    while True:
+        folder = latest(root)
+        with held(folder) if folder is not None else nullcontext(True) as there:
+            # A run that saves has removed it in the meantime, and published a newer one before.
+            if there:
+                yield folder
+                return
 
 
 def remove_unless_held(folder: Path, *, waits: bool = True) -> None:

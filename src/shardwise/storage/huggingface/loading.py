@@ -5,6 +5,7 @@ Weights are quantised while they are read, so that a rank never holds more than 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -31,7 +32,7 @@ from shardwise.storage.huggingface.tensor_folder import TensorFolder, log_once, 
 
 
 def load_pretrained(
-    folder: str | Path,
+    folder: str | Path | PretrainedFolder,
     *,
     groups: Groups,
     dtype: torch.dtype | None = None,
@@ -47,7 +48,7 @@ def load_pretrained(
     slice, so that a rank needs memory only for its part and a second copy of its largest tensor.
 
     Args:
-        folder: a folder with ``config.json`` and safetensors files.
+        folder: a folder with ``config.json`` and safetensors files, or the same opened.
         groups: the model's process groups.
         dtype: dtype of the parameters; None for the dtype of ``config.json``, or else of the first tensor.
         device: device of the parameters; None for PyTorch's default device, or this rank's GPU for groups of GPUs.
@@ -110,8 +111,8 @@ def load_pretrained(
     return models[0] if config.virtual_pipeline_model_parallel_size is None else ModelChunks(models)
 
 
-def _opened(folder: str | Path, vocab_size: int | None) -> PretrainedFolder:
-    source = PretrainedFolder(folder)
+def _opened(folder: str | Path | PretrainedFolder, vocab_size: int | None) -> PretrainedFolder:
+    source = copy.copy(folder) if isinstance(folder, PretrainedFolder) else PretrainedFolder(folder)
     if vocab_size is not None:
         source.change_vocabulary_(vocab_size)
     return source
