@@ -1,4 +1,4 @@
-"""The examples of docs/huggingface.md and docs/adapters.md run, and leave what other libraries open."""
+"""The examples of docs/huggingface.md and docs/finetuning.md run, and leave what other libraries open."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def test_the_examples_of_the_pages_run(group, tmp_path, monkeypatch):
     dist.barrier(group=group)
     monkeypatch.chdir(tmp_path)
     assert run_example("huggingface.md", monkeypatch) == []
-    assert run_example("adapters.md", monkeypatch) == []
+    assert run_example("finetuning.md", monkeypatch) == []
     dist.barrier(group=group)
     base, exported = (transformers.AutoModelForCausalLM.from_pretrained(name) for name in ("MODEL_DIR", "exported"))
     torch.testing.assert_close(exported.state_dict(), base.state_dict(), rtol=0, atol=0)
