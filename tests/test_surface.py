@@ -23,8 +23,7 @@ SIGNATURES = json.loads((Path(__file__).parent / "signatures.json").read_text())
 DOCS = Path(__file__).parents[1] / "docs"
 # The page with the modules that are not offered comes last.
 GUIDE = "\n".join(
-    (DOCS / f"{page}.md").read_text()
-    for page in ("porting_tensor_parallel", "porting_models", "porting_training", "porting")
+    (DOCS / f"{page}.md").read_text() for page in ("porting_tensor_parallel", "porting_models", "porting")
 )
 
 NAMES = [(module, name, parameters) for module, names in SIGNATURES.items() for name, parameters in names.items()]

@@ -256,7 +256,7 @@ def test_commands_of_the_documents_are_read():
         for page in (root / "README.md", *sorted((root / "docs").rglob("*.md")))
         for command, arguments in line.findall(page.read_text().replace("\\\n", " "))
     ]
-    assert {"README.md", "optimizers.md", "finetuning.md", "memory.md"} <= {page for page, _, _ in commands}
+    assert {"README.md", "optimizers.md", "finetuning.md", "runs.md"} <= {page for page, _, _ in commands}
     assert len(commands) > 70
     for page, command, arguments in commands:
         # Dots stand for arguments of the reader.

@@ -71,7 +71,7 @@ def test_ranks_of_one_machine_listen_on_loopback_only(folder: Path, command: lis
     # For the hosts of a cluster; these ranks need none.
     chosen = {"GLOO_SOCKET_IFNAME": OUTSIDE, "NCCL_SOCKET_IFNAME": OUTSIDE}
     with Program(*words, folder=folder, SHARDWISE_CACHE=folder / "cache", OMP_NUM_THREADS="1", **chosen) as program:
-        # The store of torchrun is PyTorch's, and docs/hosts.md says what listens.
+        # The store of torchrun is PyTorch's, and docs/first-gpu.md says what listens.
         but = program.pid if command[:2] == TORCHRUN[:2] else None
         while program.returncode is None:
             seen |= listening(program, but=but)

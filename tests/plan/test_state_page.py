@@ -1,4 +1,4 @@
-"""The table of docs/accounting.md about weights, gradients and state is what ranks hold and send, and the plan."""
+"""The table of docs/memory.md about weights, gradients and state is what ranks hold and send, and the plan."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def _dropout(session: Session) -> str:
         settings.sequence_length,
         settings.micro_batch_size(session.topology.size("dp")),
     )
-    # docs/accounting.md, "attention core, dropout".
+    # docs/memory.md, "attention core, dropout".
     kept = 12 * heads * s * s * b
     return (
         f"\nnote   dropout in attention keeps the weights of all {heads} heads of {s:,} x {s:,} tokens: about "

@@ -1,4 +1,4 @@
-"""Shared by the tests of the accounting: the tables of its two pages in docs/, and the layers in them."""
+"""Shared by the tests of the accounting: the tables of its page in docs/, and the layers in them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwise.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from shardwise.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
 
-DOCS = Path(__file__).parents[3] / "docs"
+PAGE = Path(__file__).parents[3] / "docs" / "memory.md"
 
 # All different, so that none can stand for another; what is split is a multiple of 4.
 S, B, H, FFN, A, D, V = 8, 3, 20, 44, 16, 6, 52
@@ -32,19 +32,18 @@ GROUPS = 8
 
 COLUMNS = {False: "without", True: "with"}
 SECTIONS = {
-    "kept": ("accounting.md", "## Bytes kept for the backward"),
-    "collectives": ("accounting.md", "## Collectives"),
-    "state": ("accounting.md", "## Weights, gradients and optimizer state"),
-    "gpu": ("accounting_gpus.md", "## A layer on a GPU"),
-    "gpu step": ("accounting_gpus.md", "## A step on GPUs"),
+    "kept": "## Bytes kept for the backward",
+    "collectives": "## Collectives",
+    "state": "## Weights, gradients and optimizer state",
+    "gpu": "## A layer on a GPU",
+    "gpu step": "## A step on GPUs",
 }
 
 
 def page_of(section):
-    """The text of a section's page, from the section's title on."""
-    page, title = SECTIONS[section]
-    text = (DOCS / page).read_text(encoding="utf-8")
-    return text[text.index(f"\n{title}\n") + 1 :]
+    """The text of the page, from the section's title on."""
+    text = PAGE.read_text(encoding="utf-8")
+    return text[text.index(f"\n{SECTIONS[section]}\n") + 1 :]
 
 
 def table(first_column, section="kept"):

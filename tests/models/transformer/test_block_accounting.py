@@ -1,4 +1,4 @@
-"""What each layer keeps for its backward is, byte for byte, what the tables in ``docs/accounting.md`` say."""
+"""What each layer keeps for its backward is, byte for byte, what the tables in ``docs/memory.md`` say."""
 
 from __future__ import annotations
 

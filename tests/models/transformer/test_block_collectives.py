@@ -1,4 +1,4 @@
-"""The collectives of each block are those of the table in ``docs/accounting.md``."""
+"""The collectives of each block are those of the table in ``docs/memory.md``."""
 
 from __future__ import annotations
 
