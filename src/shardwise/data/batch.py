@@ -59,13 +59,7 @@ def stack(rows: Iterable[Row], *, with_lengths: bool) -> Batch:
 
 
 class BatchMover:
-    """Copies batches to a device on a separate stream, from pinned memory, so that neither host nor device waits.
-
-    On a CPU, batches are returned unchanged.
-
-    Args:
-        device: destination of the batches.
-    """
+    """Copies batches to a device on a separate stream, from pinned memory; on a CPU, batches are returned unchanged."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

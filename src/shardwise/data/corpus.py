@@ -38,14 +38,8 @@ _MAX_LINE_BYTES = 1000
 class Corpus:
     """Text documents in memory, without empty documents.
 
-    Attributes:
-        name: display name with the size, independent of the location of the files.
-        documents: the texts, in a fixed order.
-        num_bytes: size of all documents in UTF-8, in bytes.
-        sha256: hex digest of the documents and their order.
-
-    Raises:
-        DataError: all documents are empty, or one has a lone surrogate.
+    ``num_bytes`` is their size in UTF-8, ``sha256`` the digest of the documents and their order. The name has the size,
+    and does not depend on the location of the files.
     """
 
     name: str
@@ -177,18 +171,9 @@ _MIN_FILES = 100
 
 
 def stdlib_corpus(folder: Path | None = None) -> Corpus:
-    """The source files of the standard library, one document each, in the order of their paths.
+    """The source files of the standard library, one document each, in the order of their paths: about 12 MB.
 
     A file that cannot be decoded with its declared encoding is skipped; CPython has such files only in its tests.
-
-    Args:
-        folder: folder of the library; None for this Python's.
-
-    Returns:
-        About 700 documents and 12 MB, named for example "CPython 3.11.7 standard library, 728 files, 12.0 MB".
-
-    Raises:
-        DataError: the sources are missing (a zipped or stripped Python) or cannot be read.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
     documents = []

@@ -24,13 +24,7 @@ from shardwise.data.turns import Turn, UnusableExampleError, run_of, shows, turn
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of an example.
-
-    Attributes:
-        ids: ``[n]``, int64.
-        learned: ``[n]``, bool: True if the token is trained on.
-        num_bytes: ``[n]``, int64: bytes in UTF-8 that each token adds to the text; 0 for a special token.
-    """
+    """Tokens of an example, ``[n]`` each: ids, whether a token is trained on, and the bytes in UTF-8 that it adds."""
 
     ids: NDArray[np.int64]
     learned: NDArray[np.bool_]
@@ -44,12 +38,8 @@ class ExampleEncoder:
         tokenizer: the model's tokenizer.
         template: the model's chat template; None if it has none.
         mask_prompts: train only on completions and turns of the assistant, instead of on all tokens.
-        parse_special: parse the names of special tokens in texts as special tokens. If False, they are plain text, and
-            a chat with such a name is unusable.
+        parse_special: parse the names of special tokens in texts. If False, a chat with such a name is unusable.
         ends_turns: learn also the token that ends a turn where the template writes none in it.
-
-    Attributes:
-        tokenizer, template, mask_prompts, parse_special, ends_turns: see above.
     """
 
     def __init__(
@@ -69,13 +59,7 @@ class ExampleEncoder:
         self._steps = 0
 
     def encode(self, example: Example) -> Encoded:
-        """Encode an example.
-
-        Raises:
-            UnusableExampleError: the template rejects it, a turn of the assistant is empty, or no token is trained on.
-            DataError: the example is a chat, and the model has no template; or a flag of a message contradicts
-                ``mask_prompts``.
-        """
+        """Encode an example; UnusableExampleError if nothing in it can be trained on."""
         self._steps = 0
         try:
             encoded = self._chat(example) if example.is_chat else self._text(example)
@@ -92,12 +76,7 @@ class ExampleEncoder:
         return (self.encode(example),)
 
     def prompt_of(self, example: Example) -> list[int]:
-        """Encode an example's prompt alone, with the generation prompt; empty if the example has no prompt.
-
-        Raises:
-            UnusableExampleError: the template rejects the prompt.
-            DataError: the example is a chat, and the model has no template.
-        """
+        """Encode an example's prompt alone, with the generation prompt; empty if the example has no prompt."""
         if example.prompt is None:
             return []
         if isinstance(example.prompt, str):
@@ -106,12 +85,7 @@ class ExampleEncoder:
         return self.tokenizer.encode(self._render(example.prompt, example, prompt=True).text, parse_special=True)
 
     def prompt_ids(self, messages: Messages) -> list[int]:
-        """Encode messages, followed by the generation prompt.
-
-        Raises:
-            UnusableExampleError: the template rejects the messages.
-            DataError: the model has no template.
-        """
+        """Encode messages, followed by the generation prompt."""
         text = self._render(messages, Example("", None, messages), prompt=True).text
         return self.tokenizer.encode(text, parse_special=True)
 
@@ -367,13 +341,7 @@ class PreferenceEncoder(ExampleEncoder):
     """
 
     def encode_all(self, example: Example) -> tuple[Encoded, ...]:
-        """Encode the prompt with the chosen answer, and with the rejected one.
-
-        Raises:
-            UnusableExampleError: an answer is empty or does not start with the assistant; the answers are equal; the
-                prompt is empty, or is another text before each answer.
-            DataError: the example is a chat, and the model has no template.
-        """
+        """Encode the prompt with the chosen answer, and with the rejected one."""
         assert isinstance(example, Preference)
         if example.prompt is None or (example.is_chat and not example.prompt):
             raise UnusableExampleError("no prompt that both answers begin with")

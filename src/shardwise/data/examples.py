@@ -54,13 +54,7 @@ _FLAGS = {"weight": True, "train": True, "trainable": True, "loss": True, "loss_
 
 
 class Flag(NamedTuple):
-    """A flag of a message, for example ``"weight": 0``.
-
-    Attributes:
-        name: key of the flag.
-        value: value of the flag: 0, 1, false or true.
-        learned: True if the flag says that the message is learned.
-    """
+    """A flag of a message, for example ``"weight": 0``; ``learned`` is True if it says that the message is learned."""
 
     name: str
     value: object
@@ -72,16 +66,10 @@ class Flag(NamedTuple):
 
 @dataclass(frozen=True)
 class Example:
-    """A training example.
+    """A training example: an optional prompt, and a completion of the same type.
 
-    Attributes:
-        where: the file and the position in it.
-        prompt: text or messages before the completion; None if the example is not divided.
-        completion: the completion, or the whole example; of the same type as the prompt.
-        tools: descriptions of functions, passed to the template.
-        variables: further variables, passed to the template.
-        flags: for each message of prompt and completion, the flag that says whether it is learned, or None; empty if
-            no message has a flag.
+    ``tools`` and ``variables`` are passed to the template. ``flags`` has for each message the flag that says whether it
+    is learned, or None; it is empty if no message has a flag.
     """
 
     where: str
@@ -129,11 +117,7 @@ def is_plain_text(record: Record, text_key: str) -> bool:
 
 
 def example_of(record: Record, text_key: str) -> Example:
-    """Convert a record to an example.
-
-    Raises:
-        DataError: the record has none of the formats above, or invalid messages. The message names the position.
-    """
+    """Convert a record to an example."""
     where, value = record.where, record.value
     if is_plain_text(record, text_key):
         if not _names_its_text(record, text_key):
@@ -226,13 +210,7 @@ def _calls_of(text: object, where: str) -> list[dict[str, Any]]:
 def _flags_of(messages: Messages, where: str, *given: Any) -> tuple[Flag | None, ...]:
     """Return the flag of each message; empty if there is none.
 
-    Args:
-        messages: the converted messages; those that the record lacks, such as its ``system``, come first.
-        where: position of the record.
-        *given: lists of messages of the record.
-
-    Raises:
-        DataError: a flag is not 0, 1, false or true, or two flags of a message contradict each other.
+    Messages that the record lacks, such as its ``system``, come first; ``given`` are lists of messages of the record.
     """
     flags = [_flag_of(each, f"{where}, message {number}") for of in given for number, each in enumerate(of, 1)]
     return (None,) * (len(messages) - len(flags)) + tuple(flags) if any(flags) else ()
@@ -260,15 +238,9 @@ def _flag_of(message: Mapping[str, Any], where: str) -> Flag | None:
 
 
 def check_flags(example: Example, is_learned: Callable[[int, str], bool | None], rule: str) -> None:
-    """Check the flags of an example's messages.
+    """Raise DataError for a flag that contradicts ``is_learned``, a function of a message's index and role.
 
-    Args:
-        example: the example.
-        is_learned: function of a message's index and role: whether it is learned, or None if its flag decides.
-        rule: what decides instead, for the error.
-
-    Raises:
-        DataError: a flag contradicts ``is_learned``. The message names the position, the flag and the rule.
+    It returns None where the flag decides. ``rule`` is what decides instead, for the error.
     """
     if not example.flags:
         return
@@ -335,11 +307,7 @@ _KEYS = ("chosen", "rejected")
 
 @dataclass(frozen=True, kw_only=True)
 class Preference(Example):
-    """A prompt with two answers; ``completion`` is the chosen one.
-
-    Attributes:
-        rejected: the rejected answer, of the same type as the completion.
-    """
+    """A prompt with two answers; ``completion`` is the chosen one."""
 
     rejected: str | Messages
 
@@ -354,11 +322,7 @@ def is_preference(record: Record) -> bool:
 
 
 def preference_of(record: Record) -> Preference:
-    """Convert a record to a preference.
-
-    Raises:
-        DataError: the record has none of the formats above, or invalid messages. The message names the position.
-    """
+    """Convert a record to a preference."""
     where, value = record.where, record.value
     if not is_preference(record):
         keys = keys_of(value) if isinstance(value, dict) else "it is no object"

@@ -27,10 +27,7 @@ _DECODER = json.JSONDecoder()
 class Record:
     """A record of a file, or a whole file as one record.
 
-    Attributes:
-        where: the file and the position in it, for messages.
-        value: content of the record: usually an object with a text under a key, or the text itself.
-        may_be_text: True if ``value`` may be the text itself.
+    ``value`` is usually an object with a text under a key, or the text itself if ``may_be_text``.
     """
 
     where: str
@@ -39,15 +36,7 @@ class Record:
 
 
 def records_of_lines(content: str, file: Path) -> Iterator[Record]:
-    """Yield the records of JSON lines; blank lines are skipped.
-
-    Args:
-        content: content of the file.
-        file: name of the file, for messages.
-
-    Raises:
-        DataError: a line is not JSON. The message names file and line.
-    """
+    """Yield the records of JSON lines; blank lines are skipped."""
     # Only \n ends a line of JSON lines; str.splitlines would also split at U+2028, which JSON strings may contain.
     for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
@@ -56,15 +45,7 @@ def records_of_lines(content: str, file: Path) -> Iterator[Record]:
 
 
 def records_of_json(content: str, file: Path) -> list[Record]:
-    """Read the records of a ``.json`` file, which has an array of records, or JSON lines, or is blank.
-
-    Args:
-        content: content of the file.
-        file: name of the file, for messages.
-
-    Raises:
-        DataError: the file has another format. The message names file, record and line.
-    """
+    """Read the records of a ``.json`` file, which has an array of records, or JSON lines, or is blank."""
     start = _skip_blank(content, 0)
     if content[start : start + 1] == "[":
         return list(_records_of_array(content, start, file))
@@ -85,15 +66,7 @@ def records_of_json(content: str, file: Path) -> list[Record]:
 
 
 def text_of(record: Record, text_key: str) -> str:
-    """Return the text of a record.
-
-    Args:
-        record: the record.
-        text_key: key of the text in an object.
-
-    Raises:
-        DataError: the text is missing, is not a string or has a lone surrogate. The message names the position.
-    """
+    """Return the text of a record, which is under ``text_key`` in an object."""
     if record.may_be_text and isinstance(record.value, str):
         return check_text(record.value, record.where, "the text")
     where, value = record.where, record.value
@@ -189,11 +162,7 @@ def _value_of_line(line: str, where: str) -> Any:
 
 
 def check_text(text: str, where: str, what: str) -> str:
-    """Return the text, after checking that every character is valid.
-
-    Raises:
-        DataError: the text has a lone surrogate.
-    """
+    """Return the text, after checking that it has no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -232,11 +201,7 @@ _ROWS = 1024
 
 
 def files_of_dataset(folder: Path) -> list[Path] | None:
-    """List the Arrow files of a folder saved by ``datasets``, in its order; None for any other folder.
-
-    Raises:
-        DataError: the folder has several splits, or its metadata is invalid.
-    """
+    """List the Arrow files of a folder saved by ``datasets``, in its order; None for any other folder."""
     if (folder / _SPLITS).is_file():
         splits = _read(folder / _SPLITS).get("splits")
         names = [name for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
@@ -258,10 +223,6 @@ def records_of_table(file: Path) -> Iterator[Record]:
     """Yield the rows of a Parquet or Arrow file as objects with the column names as keys.
 
     Arrow gives every struct the fields of all rows. Null fields are dropped, except columns and fields of messages.
-
-    Raises:
-        DataError: the file cannot be read or has another format.
-        ConfigError: ``pyarrow`` is not installed.
     """
     arrow = _pyarrow(file)
     number = 0

@@ -92,13 +92,7 @@ def _check_rank(dp_rank: int, dp_size: int, micro_batch_size: int) -> None:
 class BatchSchedule:
     """Order of samples: each epoch is a new permutation of all samples, which consecutive batches go through.
 
-    Attributes:
-        num_samples: number of samples in an epoch.
-        global_batch_size: number of samples in a step, over all data-parallel ranks. May exceed an epoch.
-        seed: seed of the permutations, not negative.
-
-    Raises:
-        ConfigError: a size is below 1, or the seed is negative.
+    ``global_batch_size`` is the number of samples in a step, over all data-parallel ranks. It may exceed an epoch.
     """
 
     num_samples: int
@@ -125,14 +119,7 @@ class BatchSchedule:
         return self._places(step)[0]
 
     def global_batch(self, step: int) -> NDArray[np.int64]:
-        """Return the samples of a step in order, ``[global_batch_size]``.
-
-        Args:
-            step: the step, from 0.
-
-        Raises:
-            ConfigError: ``step`` is negative.
-        """
+        """Return the samples of a step (from 0) in order, ``[global_batch_size]``."""
         epochs, places = self._places(step)
         samples = np.empty_like(places)
         for epoch in np.unique(epochs):
@@ -144,15 +131,7 @@ class BatchSchedule:
         """Return the slices of the global batch that are one rank's micro-batches, in order.
 
         A rank has a contiguous part of the global batch; the parts of all ranks in order are the whole, at every
-        layout.
-
-        Args:
-            dp_rank: data-parallel rank.
-            dp_size: number of data-parallel ranks.
-            micro_batch_size: number of samples in one forward pass.
-
-        Raises:
-            ConfigError: the global batch does not divide into micro-batches of all ranks.
+        layout. ConfigError if the batch does not divide into micro-batches of all ranks.
         """
         _check_rank(dp_rank, dp_size, micro_batch_size)
         together = dp_size * micro_batch_size

@@ -19,27 +19,19 @@ class PairRows(Rows):
     """Pairs of samples that begin with the same prompt.
 
     A pair with a sample of more than ``sequence_length`` positions is cut or dropped. A cut first removes the start of
-    the prompt, except ``beginning``, until the prompt takes half of the row; then it removes the ends of both answers.
+    the prompt, except ``beginning`` (the ids that the tokenizer adds before every text), until the prompt takes half of
+    the row; then it removes the ends of both answers.
 
     Args:
         samples: for pair ``i``, the chosen sample is ``2i`` and the rejected sample ``2i + 1``. The tokens to train on
             begin at the same position in both; all tokens before them are the prompt.
-        sequence_length: ``s``, maximum number of positions in a row.
-        too_long: treatment of longer pairs.
-        beginning: ids that the tokenizer adds before every text, which a cut prompt keeps.
         shortest: least length of the rows of a batch.
 
     Attributes:
-        samples, sequence_length, too_long: as given.
-        num_too_long: number of pairs with a sample that was too long.
         num_equal: number of pairs that were left out because both samples are equal after the cut.
         lengths: ``[pairs]``: number of positions that both samples take.
         labels: ``[pairs]``: 1 for each pair, because a step's loss is the mean over pairs.
         reference: ``[pairs, 2]``, fp64: log-probability of each answer under the initial model; NaN until it is set.
-
-    Raises:
-        ConfigError: ``sequence_length`` is less than 2.
-        DataError: no pair is left.
     """
 
     def __init__(

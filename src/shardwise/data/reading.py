@@ -50,34 +50,18 @@ _FIRST_LOOK_BYTES = 1 << 16
 
 
 def read_corpus(paths: AnyPath | Iterable[AnyPath], *, text_key: str = "text") -> Corpus:
-    """Read the documents of files and folders.
+    """Read the documents of files and folders, in their order.
 
     The text must be UTF-8; a byte order mark is dropped, and line ends stay unchanged. A file that is reached twice,
     even through links, is read once. No file is skipped silently: a selected file that cannot be read is an error, also
-    in a folder. Empty files, blank lines and empty texts of records are left out.
-
-    Args:
-        paths: files and folders, or one of them; documents have the same order.
-        text_key: key of the text in the objects of JSON lines and JSON arrays.
-
-    Returns:
-        The corpus; its name and hash do not depend on the location of the files.
-
-    Raises:
-        DataError: a path is missing, unreadable or without text; a file is not text or is a table as text; or a JSON
-            line or record has no text. The message names the file, and the line or byte.
-        ConfigError: no paths are given.
+    in a folder, with the file and the line or byte. Empty files, blank lines and empty texts of records are left out.
     """
     name, records = read_records(paths, has_text=lambda record: bool(text_of(record, text_key)))
     return corpus_of(name, records, text_key)
 
 
 def corpus_of(name: str, records: Iterable[Record], text_key: str) -> Corpus:
-    """Make a corpus of records that are texts. Its name is ``name`` with the size.
-
-    Raises:
-        DataError: a record has no text, or all texts are empty.
-    """
+    """Make a corpus of records that are texts. Its name is ``name`` with the size."""
     documents = tuple(text_of(record, text_key) for record in records)
     return Corpus(f"{name}, {text_size(documents)}", documents)
 
@@ -87,16 +71,7 @@ def read_records(
 ) -> tuple[str, list[Record]]:
     """Read the records of files and folders, found as by ``read_corpus``; a plain text file is one record.
 
-    Args:
-        paths: files and folders, or one of them.
-        has_text: whether a record is not empty; each path needs such a record.
-
-    Returns:
-        A display name, independent of the location of the files, and the records in order.
-
-    Raises:
-        DataError: a path is missing or unreadable or has no records, or a file has another format.
-        ConfigError: no paths are given, or a file needs a library that is not installed.
+    Each path needs a record that ``has_text``. The name that comes first does not depend on the location of the files.
     """
     if isinstance(paths, str | os.PathLike):
         paths = [paths]

@@ -24,13 +24,8 @@ TooLong = Literal["cut", "split", "drop"]
 class TokenSamples:
     """Samples in one flat array of tokens.
 
-    Attributes:
-        name: display name.
-        tokens: ``[n]``, token ids of all samples in order.
-        learned: ``[n]``, bool: whether the token is trained on.
-        starts: ``[samples + 1]``: start of each sample, and end of the last one.
-        num_bytes: ``[n]``: bytes in UTF-8 that each token adds to the text; 0 for a special token.
-        eos_id: id of the padding.
+    ``tokens``, ``learned`` and ``num_bytes`` (bytes in UTF-8 that a token adds to the text; 0 for a special token) are
+    ``[n]``. ``starts``, ``[samples + 1]``, has the start of each sample and the end of the last one. ``eos_id`` pads.
     """
 
     name: str
@@ -64,25 +59,16 @@ class SampleRows(Rows):
     than ``sequence_length`` positions is cut, split or dropped. Packed rows are filled by best fit, longest first.
 
     Args:
-        samples: the samples.
-        sequence_length: ``s``, maximum number of positions in a row.
         packing: whether to put several samples into a row, with position ids from 0 in each, and different document
             ids.
-        too_long: treatment of longer samples.
         multiple_of: divisor of the length of unpacked rows, and of ``sequence_length``.
         shortest: least length of unpacked rows.
 
     Attributes:
-        samples, sequence_length, packing, too_long: as given.
-        num_too_long: number of samples that were too long.
         num_masked: number of samples or pieces that were left out because no token in them is trained on.
         lengths: ``[rows]``: number of positions that samples take.
         labels: ``[rows]``: number of labels that are not ignored.
         num_bytes: size of the text of these labels in UTF-8, without special tokens.
-
-    Raises:
-        ConfigError: ``sequence_length`` is less than 1.
-        DataError: nothing is left.
     """
 
     def __init__(

@@ -33,11 +33,8 @@ _GROUP_CHARS = 1 << 20
 class TokenStream:
     """Token ids of a corpus: its documents in order, each followed by the end-of-text id.
 
-    Attributes:
-        name: name of the corpus.
-        tokens: ``[num_tokens]``, uint16, or uint32 for more than 65,536 ids; read-only, and memory-mapped if cached.
-        eos_id: id after each document.
-        num_bytes: size of the text in UTF-8, in bytes.
+    ``tokens`` is uint16, or uint32 for more than 65,536 ids; read-only, and memory-mapped if cached. ``num_bytes`` is
+    the size of the text in UTF-8.
     """
 
     name: str
@@ -62,17 +59,7 @@ class TokenStream:
         """Encode a corpus, or map the cached array of an earlier call with the same contents.
 
         Several processes may use one folder at once. Each process that finds no entry does all the work, so run one
-        first.
-
-        Args:
-            corpus: the documents.
-            tokenizer: tokenizer for the documents.
-            cache_dir: folder for arrays (``.npy``) and their descriptions (``.json``), created if missing; None for no
-                cache. An entry that does not match its description is replaced.
-            parse_special: whether to parse the names of special tokens in documents; see ``Tokenizer.encode``.
-
-        Raises:
-            ConfigError: ``cache_dir`` cannot be written to.
+        first. An entry of ``cache_dir`` (``.npy``, with a ``.json``) that does not match its description is replaced.
         """
         dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
         if cache_dir is None:
@@ -163,17 +150,8 @@ class TokenRows(_StreamRows):
     """A token stream cut into rows of one length without overlap, for training.
 
     The stream is a ring: its end, which is the end of a document, is followed by its start. A row may therefore start
-    anywhere, and rows that are shifted by an offset all keep their length. Each epoch has another offset, so that texts
-    are cut at different places.
-
-    Args:
-        stream: token stream.
-        sequence_length: ``s``, number of tokens in a row.
-        offset: shift of all rows, in tokens.
-
-    Raises:
-        ConfigError: ``sequence_length`` is less than 1.
-        DataError: the stream is shorter than one row and the label after it.
+    anywhere, and rows that are shifted by an ``offset`` in tokens all keep their length. Each epoch has another offset,
+    so that texts are cut at different places.
     """
 
     def __init__(self, stream: TokenStream, sequence_length: int, offset: int = 0) -> None:
@@ -206,14 +184,8 @@ class TokenRows(_StreamRows):
 class WindowRows(_StreamRows):
     """Windows of a token stream in which every token is a label exactly once, for evaluation.
 
-    The first token is predicted from an end-of-text token before it. The last window is padded with ignored labels.
-
-    Args:
-        stream: token stream.
-        sequence_length: ``s``, number of tokens in a window. The stream may be shorter.
-
-    Raises:
-        ConfigError: ``sequence_length`` is less than 1.
+    The first token is predicted from an end-of-text token before it. The last window is padded with ignored labels. The
+    stream may be shorter than a window.
     """
 
     def __init__(self, stream: TokenStream, sequence_length: int) -> None:

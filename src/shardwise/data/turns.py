@@ -20,12 +20,7 @@ from shardwise.data.tokenizer.chat_template import Rendered, Span
 
 
 class UnusableExampleError(DataError):
-    """An example has no token to train on; it is skipped and counted.
-
-    Args:
-        reason: reason that all such cases have in common.
-        detail: detail of this case.
-    """
+    """An example has no token to train on; it is skipped and counted by its ``reason``."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -49,11 +44,9 @@ class Render(Protocol):
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the assistant.
+    """A turn of the assistant: the index of its message, and its parts in the text, without the header.
 
-    Attributes:
-        number: index of its message.
-        spans: its parts in the text, without the header; several if others' text is between them.
+    It has several parts if others' text is between them.
     """
 
     number: int
@@ -63,16 +56,9 @@ class Turn:
 def turns_of(
     messages: Messages, rendered: Rendered, render: Render, encode: Callable[[str], Sequence[Span]]
 ) -> list[Turn]:
-    """Find the assistant's turns.
+    """Find the assistant's turns in a rendered chat; UnusableExampleError if the template does not show one.
 
-    Args:
-        messages: messages of a chat.
-        rendered: these messages, rendered.
-        render: renders other messages of the same chat.
-        encode: returns the spans of a text's tokens.
-
-    Raises:
-        UnusableExampleError: the template does not show a turn, or it cannot be found.
+    ``render`` renders other messages of the same chat, and ``encode`` returns the spans of a text's tokens.
     """
     marks = _marks_of(messages, rendered.text, render)
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]

@@ -44,11 +44,8 @@ Span = tuple[int, int]
 class Rendered:
     """Rendered messages.
 
-    Attributes:
-        text: input text of the model.
-        spans: parts that the template marks as written by the assistant; empty without marks.
-        runs: parts that the template wrote for each message, in order.
-        steps: number of steps that the template took.
+    ``spans`` are the parts of the text that the template marks as written by the assistant, empty without marks, and
+    ``runs`` those that it wrote for each message, in order.
     """
 
     text: str
@@ -69,13 +66,6 @@ class ChatTemplate:
         tokens: names of special tokens by role, such as ``bos_token``.
         where: origin of the program, for messages.
         of_tools: another program for messages with tools, and its origin; compiled when it is first used.
-
-    Attributes:
-        source, tokens: as given.
-        has_marks: whether the template marks the assistant's text.
-
-    Raises:
-        DataError: the source is not a Jinja program.
     """
 
     def __init__(
@@ -159,17 +149,10 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> Rendered:
-        """Render messages as the model's input text.
+        """Render messages, with the tools that the assistant may call, as the model's input text.
 
-        Args:
-            messages: messages in order, not modified; a value of None counts as missing, except that of ``content``.
-            tools: descriptions of functions that the assistant may call.
-            add_generation_prompt: whether to add the beginning of the assistant's next turn.
-            variables: further variables of the template.
-
-        Raises:
-            TemplateError: the template rejects the messages or fails on them.
-            DataError: the template takes too many steps, or its output is too long.
+        A value of None in a message counts as missing, except that of ``content``. TemplateError if the template
+        rejects the messages or fails on them; DataError if it takes too many steps, or its output is too long.
         """
         if tools and self._with_tools is not self:
             render_with = partial(self._with_tools.render, messages, tools=tools)

@@ -25,12 +25,7 @@ _OTHER = ""
 
 
 def check_growth(backend: tokenizers.Tokenizer, where: str) -> None:
-    """Raise DataError if the tokenizer makes more than ``MAX_GROWTH`` characters of one, or adds many to each text.
-
-    Args:
-        backend: tokenizer of the library.
-        where: name of its file, for the error.
-    """
+    """Raise DataError if the tokenizer makes more than ``MAX_GROWTH`` characters of one, or adds many to each text."""
     for name in ("normalizer", "decoder"):
         steps = list(_steps(_state(getattr(backend, name)), f"{name}s"))
         if (growth := _growth(steps)) > MAX_GROWTH:

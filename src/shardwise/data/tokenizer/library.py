@@ -44,13 +44,8 @@ def encodable_parts(text: str, encode: Callable[[str], list[int]], *, longest_na
     """Yield consecutive parts of limited length, whose concatenated ids are the ids of the whole text.
 
     Each cut is tested: the text around it must have the same ids with and without the cut. A cut is therefore not
-    within a token, within the name of a special token, or among the blanks that belong to such a token. If there is no
-    such place in reach, as in a word of a million letters, the part ends at its limit.
-
-    Args:
-        text: a text of any length.
-        encode: function from a text to its ids.
-        longest_name: length of the longest name of an added token.
+    within a token, within the name of a special token (of at most ``longest_name``), or among the blanks that belong to
+    such a token. If there is no such place in reach, as in a word of a million letters, the part ends at its limit.
     """
     reach = max(2 * longest_name, min(_WINDOW_CHARS, MAX_PART_CHARS // 4))
     start = 0
@@ -89,13 +84,9 @@ _SHOWN_CHARS = 40
 
 @contextmanager
 def panics_as_errors(what: str) -> Iterator[None]:
-    """Convert a panic of the tokenizer library within the context to a DataError.
+    """Convert a panic of the tokenizer library to a DataError; ``what`` is an action, such as "encode a text".
 
-    Args:
-        what: action of the tokenizer, such as "encode a text".
-
-    Raises:
-        DataError: the library panics, usually because a regular expression of a ``tokenizer.json`` fails on a text.
+    Usually a regular expression of a ``tokenizer.json`` fails on a text.
     """
     try:
         yield
@@ -126,14 +117,7 @@ _FIELDS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class DeclaredTokens:
-    """Tokens that the files in a tokenizer's folder declare.
-
-    Args:
-        folder: folder of the ``tokenizer.json``; any of the files may be missing.
-
-    Raises:
-        DataError: a file is not JSON, or a token in it is invalid. The message names file and field.
-    """
+    """Tokens that the files in a tokenizer's folder declare; any of the files may be missing."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / CONFIG_NAME

@@ -29,11 +29,7 @@ class TextStream:
         self._num_given = len(tokenizer.decode(self._window))
 
     def push(self, token: int) -> str:
-        """Add a token.
-
-        Returns:
-            The new characters that are complete; often none or several.
-        """
+        """Add a token; return the new characters that are complete, often none or several."""
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
         certain = text.rstrip(_UNFINISHED)

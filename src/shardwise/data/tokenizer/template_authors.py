@@ -19,11 +19,9 @@ Run = tuple[int | None, int, int]
 
 
 class Authors:
-    """Records, for one rendering, the message that each piece of the output belongs to.
+    """Records, for one rendering, the message that each piece of the output belongs to; ``marks`` in it do not count.
 
-    Args:
-        messages: messages that the template is given; they are recognised by identity.
-        marks: texts in the output that do not count.
+    Messages are recognised by identity.
     """
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], marks: Sequence[str] = ()) -> None:

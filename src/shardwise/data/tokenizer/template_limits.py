@@ -31,11 +31,7 @@ MAX_SOURCE_CHARS = 1 << 20
 
 
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits, which ``render`` applies to a template from ``limited_template``.
-
-    Args:
-        options: options of Jinja's environment.
-    """
+    """Jinja's sandbox with limits, which ``render`` applies to a template from ``limited_template``."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 
@@ -104,18 +100,9 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def render(template: jinja2.Template, values: Mapping[str, Any], authors: Authors) -> tuple[str, int]:
-    """Render a template of ``LimitedEnvironment.limited_template`` with values by name.
+    """Render a template of ``LimitedEnvironment.limited_template``; return the text and the number of steps.
 
-    Args:
-        template: the template.
-        values: values by name.
-        authors: receives the message that each part of the text belongs to.
-
-    Returns:
-        The text, and the number of steps.
-
-    Raises:
-        LimitError: the template exceeds a limit.
+    ``authors`` receives the message that each part of the text belongs to.
     """
     meter = Meter()
     token, authors_token = _METER.set(meter), AUTHORS.set(authors)
@@ -298,15 +285,7 @@ _CONSUMING = frozenset(("batch", "groupby", "join", "max", "min", "slice", "sort
 def _check_operation(
     meter: Meter, kinds: Mapping[str, frozenset[str]], name: str, value: Any, args: Any, kwargs: Any
 ) -> None:
-    """Count the input of a filter or a method, and refuse it if its result would be too large.
-
-    Args:
-        meter: meter of this rendering.
-        kinds: ``_FILTERS`` or ``_METHODS``, the names by maximum cost.
-        name: name of the filter or the method.
-        value: value of the filter, or object of the method.
-        args, kwargs: other arguments.
-    """
+    """Count the input of a filter or a method, and refuse it if its result would be too large."""
     given = (*args, *kwargs.values())
     if name in kinds["shallow"]:
         meter.step(1 + (len(value) >> 3 if isinstance(value, SIZED) else 0))

@@ -24,9 +24,7 @@ class LimitError(Exception):
 class Meter:
     """Meter of one rendering; its methods raise LimitError if a limit is exceeded.
 
-    Attributes:
-        steps: number of steps so far.
-        num_made: characters of all values made so far; an item of a list counts as eight.
+    ``num_made`` counts the characters of all values made so far; an item of a list counts as eight.
     """
 
     __slots__ = ("num_made", "steps")

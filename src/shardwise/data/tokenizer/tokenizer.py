@@ -165,14 +165,7 @@ class Tokenizer:
     ) -> Tokenizer:
         """Train on a corpus, or load the cached tokenizer of an earlier call with the same contents and settings.
 
-        Args:
-            corpus: corpus with the training texts.
-            vocab_size: as for ``train``.
-            cache_dir: folder for trained tokenizers, created if missing. A damaged entry is replaced.
-            special_tokens: as for ``train``.
-
-        Raises:
-            ConfigError: as for ``train``, or ``cache_dir`` cannot be written to.
+        A damaged entry of ``cache_dir`` is replaced; a folder that cannot be written to is a ConfigError.
         """
         _check_special_tokens(special_tokens, vocab_size)
         settings = [_CACHE_FORMAT, corpus.sha256, vocab_size, list(special_tokens), _PIECE_PATTERN]
@@ -345,11 +338,7 @@ class Tokenizer:
         ]
 
     def encode_with_spans(self, text: str, *, parse_special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encode a text; return the ids, and each token's start and end in the text, in characters.
-
-        Raises:
-            DataError: the text has a lone surrogate, or a regular expression of the tokenizer fails.
-        """
+        """Encode a text; return the ids, and each token's start and end in the text, in characters."""
         backend = self._parsing_backend if parse_special else self._backend
         try:
             with panics_as_errors(f"encode {shown(text)}"):
