@@ -120,12 +120,9 @@ def adamw_kernel(
 def tables(addresses: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the kernel's tables, int64 ``[n, 7]`` and int32 ``[programs, 2]``, without waiting for the device.
 
-    Args:
-        addresses: for each parameter the addresses of its gradient, its weight, the running means of the gradient and
-            of its square, the rounded weight (0 if there is none) and the number of this step, and its number of
-            elements. All tensors are contiguous; all but the rounded weight are fp32, and begin at multiples of 16
-            bytes.
-        device: the parameters' device.
+    ``addresses`` has for each parameter those of its gradient, its weight, the running means of the gradient and of its
+    square, the rounded weight (0 if there is none) and the number of this step, and its number of elements. All tensors
+    are contiguous; all but the rounded weight are fp32, and begin at multiples of 16 bytes.
     """
     counts = np.array([-(-row[-1] // BLOCK) for row in addresses], dtype=np.int64)
     numbers = np.repeat(np.arange(len(counts)), counts)
@@ -150,14 +147,9 @@ def update_(
     rounded: torch.dtype | None,
     clears: bool,
 ) -> None:
-    """Update all parameters of the tables.
+    """Update all parameters of the tables of ``tables`` by AdamW; ``clears`` sets the gradients to zero.
 
-    Args:
-        tensors, blocks: the tables of ``tables``.
-        factor: fp32 scalar that multiplies the gradients; None for 1.
-        learning_rate, weight_decay, betas, epsilon: as of AdamW.
-        rounded: dtype of the rounded weights, bf16 or fp16; None if there are none.
-        clears: set the gradients to zero.
+    ``factor`` is an fp32 scalar that multiplies the gradients; ``rounded`` the dtype of the rounded weights, if any.
     """
     if len(blocks) == 0:
         return

@@ -176,17 +176,10 @@ def swiglu_gradient(inner: Tensor, grad_output: Tensor) -> Tensor:
 def rotate_halves(
     input_: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool = False, at_any_size: bool = False
 ) -> Tensor | None:
-    """Rotate the pairs ``(i, i + d/2)`` of every head by the angles of its position.
+    """Rotate the pairs ``(i, i + d/2)`` of every head of ``[s, b, heads, d]`` by the angles ``[s, 1, 1, d/2]``.
 
-    Args:
-        input_: ``[s, b, heads, d]``.
-        cos: ``[s, 1, 1, d/2]``.
-        sin: like ``cos``.
-        backwards: whether to rotate by the negative angles.
-        at_any_size: whether to accept small tensors and any strides, so that neither affects the choice.
-
-    Returns:
-        A new tensor like ``input_``; None if the compiled code does not support the call.
+    ``backwards`` rotates by the negative angles. ``at_any_size`` accepts small tensors and any strides, so that neither
+    affects the choice. None if the compiled code does not support the call.
     """
     if at_any_size:
         input_ = input_.contiguous()
@@ -278,8 +271,7 @@ def rms_norm_gradient(
 def sums_of_squares(flat: Tensor, length: int) -> Tensor | None:
     """Return the sum of squares, in fp64, of each run of ``length`` elements of ``[n]``, in a fixed order of addition.
 
-    Returns:
-        The sums; None if the compiled code does not support the call.
+    None if the compiled code does not support the call.
     """
     if not dispatch.ELEMENTWISE.runs(flat, size=dispatch.ELEMENTWISE.min_size, fits=flat.is_contiguous):
         return None

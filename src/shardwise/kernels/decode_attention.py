@@ -29,17 +29,12 @@ def attend_to_cache(
 
     Args:
         query: ``[b, groups * n, 1, d]``; the ``n`` queries of a group are adjacent.
-        keys: ``[b, groups, capacity, d]``; values after the query's position are arbitrary.
-        values: like ``keys``.
+        keys: ``[b, groups, capacity, d]``, as the values; those after the query's position are arbitrary.
         position: int64 ``[1]``, position of the query; ``keys`` includes the key at this position.
-        scale: factor of the scores.
         before: number of earlier positions that a query sees; -1 means all.
         softcap: scores ``x`` become ``softcap · tanh(x / softcap)``; None means no cap.
         slopes: ``[groups * n]``, decrease of the scores per position of distance; None means 0.
         sinks: ``[groups * n]``, a further logit in the softmax of each query, for no key; None for none.
-
-    Returns:
-        ``[b, groups * n, 1, d]``.
 
     Source: Dao et al. 2023, "Flash-Decoding for long-context inference" (the kernel).
     """

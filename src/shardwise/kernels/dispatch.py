@@ -36,12 +36,7 @@ WIDEST_HEAD = 256
 class Call(NamedTuple):
     """The values that a choice depends on.
 
-    Attributes:
-        device_type: type of the device, such as ``"cuda"``.
-        dtype: dtype that the kernel reads; None means any dtype of the path.
-        size: amount of work, in the path's unit; None means enough.
-        device_index: index among the devices of this type.
-        is_autocast: whether autocast is on for this type of device.
+    ``dtype`` None means any dtype of the path, ``size`` is in the path's unit, None if it is enough.
     """
 
     device_type: str
@@ -52,13 +47,7 @@ class Call(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """One line of a report.
-
-    Attributes:
-        name: name of the fast path.
-        on: whether the path is used.
-        why: where the path is used if it is on, otherwise why it is off.
-    """
+    """One line of a report; ``why`` says where the path is used if it is on, otherwise why it is off."""
 
     name: str
     on: bool
@@ -442,9 +431,7 @@ def loss_kernels(
 def why_not_fused_optimizer(device_type: str, *, has_copies: bool) -> str | None:
     """Return why an optimizer's step is not one fused kernel; None if it is.
 
-    Args:
-        device_type: type of a parameter's device.
-        has_copies: whether several ranks hold the same part of the parameter, which must keep the same bits.
+    Where several ranks hold the same part of a parameter (``has_copies``), these must keep the same bits.
     """
     if device_type == "cpu" and has_copies:
         # The kernel rounds the last elements of a tensor differently from the others, and the copies of a key-value
@@ -456,16 +443,10 @@ def why_not_fused_optimizer(device_type: str, *, has_copies: bool) -> str | None
 def why_repeat_keys(backend: str, device_type: str, dtype: torch.dtype, *, head_dim: int, masked: bool) -> str | None:
     """Return why keys and values are repeated for all of their query heads; None if they are not.
 
-    On CUDA two kernels accept grouped heads: flash attention, and cuDNN's kernel, which is more limited. A third kernel
-    with less than quadratic memory, memory-efficient attention, needs separate keys for every head. Otherwise PyTorch
-    falls back to explicit products, which keep all ``s * s`` weights of each head.
-
-    Args:
-        backend: ``config.attention_backend``.
-        device_type: type of the device, such as ``"cuda"``.
-        dtype: dtype of the queries.
-        head_dim: width of a head.
-        masked: whether attention has a mask or bias besides the causal mask.
+    On CUDA two kernels accept grouped heads: flash attention, and cuDNN's kernel, which is more limited. A third
+    kernel with less than quadratic memory, memory-efficient attention, needs separate keys for every head. Otherwise
+    PyTorch falls back to explicit products, which keep all ``s * s`` weights of each head. ``masked`` means a mask or
+    bias besides the causal mask.
 
     Source: PyTorch's conditions, ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``.
     """

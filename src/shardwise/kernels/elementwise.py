@@ -32,17 +32,10 @@ _VECTORS = 64
 
 
 def rotate(input_: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, at_any_size: bool = False) -> Tensor:
-    """Rotate every head by the angles of its position.
+    """Rotate every head of ``[s, b, heads, d]`` by the angles of its position, ``[s, 1 or b, 1, r/2]``.
 
-    Args:
-        input_: ``[s, b, heads, d]``; not modified.
-        cos: ``[s, 1 or b, 1, r/2]``.
-        sin: like ``cos``.
-        interleaved: whether to rotate pairs of adjacent elements.
-        at_any_size: whether to choose the implementation without regard to the number of heads.
-
-    Returns:
-        A new tensor of the same shape.
+    ``interleaved`` rotates pairs of adjacent elements. ``at_any_size`` chooses the implementation without regard to the
+    number of heads.
     """
     result: Tensor = _Rotate.apply(input_, cos, sin, interleaved, at_any_size)
     return result
@@ -58,10 +51,7 @@ def split_and_rotate(
 
     Args:
         mixed: ``[s, b, groups * (n + 2) * d]``: for each group ``n`` queries, a key and a value; not modified.
-        cos: ``[s, 1 or b, 1, r/2]``.
-        sin: like ``cos``.
-        queries_per_group: ``n``.
-        head_dim: ``d``.
+        cos, sin: ``[s, 1 or b, 1, r/2]``.
         interleaved: whether to rotate pairs of adjacent elements.
 
     Returns:
@@ -169,17 +159,11 @@ def _pairs(tensor: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Ten
 
 
 def swiglu(inner: Tensor, *, at_any_size: bool = False) -> Tensor:
-    """Compute ``silu(gate) * up`` (Shazeer 2020, arXiv:2002.05202).
+    """Compute ``silu(gate) * up`` (Shazeer 2020, arXiv:2002.05202) of ``[..., 2f]``, the gates first.
 
     The definition runs if ``dispatch`` chooses nothing faster. Its single operations keep gate, up and the activated
-    gate for the backward, and round the activated gate to the tensors' dtype.
-
-    Args:
-        inner: ``[..., 2f]``, the gates first.
-        at_any_size: whether an element has the same bits for any number of elements and any row length.
-
-    Returns:
-        ``[..., f]``.
+    gate for the backward, and round the activated gate to the tensors' dtype. ``at_any_size`` gives an element the same
+    bits for any number of elements and any row length.
     """
     is_even, cpu = inner.size(-1) % 2 == 0, dispatch.ELEMENTWISE
     size = cpu.min_size if at_any_size else None
@@ -211,15 +195,7 @@ class _SwiGLU(Function):
 
 
 def blockwise(function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
-    """Compute ``function(input_)``, block by block on a CPU.
-
-    Args:
-        function: elementwise function with a gradient.
-        input_: any shape.
-
-    Returns:
-        A new tensor of the same shape.
-    """
+    """Compute an elementwise function with a gradient, block by block on a CPU."""
     if not input_.is_cpu:
         return function(input_)
     output: Tensor = _InBlocks.apply(input_, function)
@@ -261,13 +237,6 @@ def softmax_of_rows(input_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     PyTorch's gradient sums ``gradient * output`` over a row, vector by vector. One thread and several threads run two
     copies of this loop, which round the products of a last vector that is not full in two ways: one copy fuses product
     and sum. On a CPU, zeros therefore fill the last vector of rows that are longer than a vector.
-
-    Args:
-        input_: any shape.
-        dtype: dtype of the result; that of ``input_`` by default.
-
-    Returns:
-        A new tensor of the same shape.
     """
     input_ = input_ if dtype is None else input_.to(dtype)
     if not input_.is_cpu or input_.size(-1) <= _LANES or input_.size(-1) % _LANES == 0:

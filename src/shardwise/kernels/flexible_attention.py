@@ -21,25 +21,14 @@ Changed = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Functions(NamedTuple):
-    """A mask and a change of scores.
-
-    Attributes:
-        blocks: the mask, with the blocks of keys that each block of queries sees.
-        changed: the change of scores, or None.
-    """
+    """A mask, with the blocks of keys that each block of queries sees, and a change of scores or None."""
 
     blocks: BlockMask
     changed: Changed | None
 
 
 def blocks_of(sees: Sees, sizes: tuple[int, int, int, int], device: torch.device) -> BlockMask:
-    """Return a mask with its blocks.
-
-    Args:
-        sees: the mask.
-        sizes: number of samples that differ, of heads that differ, of queries, and of keys.
-        device: device of the blocks.
-    """
+    """Return a mask with its blocks; sizes count samples and heads that differ, queries and keys."""
     blocks: BlockMask = _made_for(device, create_block_mask)(sees, *sizes, device=device)
     return blocks
 

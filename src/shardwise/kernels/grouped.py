@@ -22,13 +22,7 @@ _ALIGNMENT = 16
 
 
 def why_not_grouped(device_type: str, dtype: torch.dtype, widths: Sequence[int]) -> str | None:
-    """Return the reason why runs are multiplied one by one; None if PyTorch's ``grouped_mm`` multiplies all at once.
-
-    Args:
-        device_type: type of the device, such as ``"cuda"``.
-        dtype: dtype of the factors.
-        widths: lengths of the rows of all factors.
-    """
+    """Return why runs of rows of these widths are multiplied one by one; None if ``grouped_mm`` multiplies all."""
     if dtype not in _DTYPES.get(device_type, ()):
         return f"grouped_mm has no {str(dtype).removeprefix('torch.')} on {device_type}"
     wrong = [width for width in widths if width * dtype.itemsize % _ALIGNMENT]
@@ -59,13 +53,8 @@ class _Delayed(Function):
 def grouped_weight_gradient(grad_output: Tensor, input_: Tensor, counts: Tensor) -> Tensor:
     """Multiply, for each run, the transpose of its rows of ``grad_output`` by its rows of ``input_``.
 
-    Args:
-        grad_output: ``[n, o]``, the runs one after the other.
-        input_: ``[n, i]``, the same.
-        counts: ``[e]`` int64, number of rows of each run; together ``n``. Without ``grouped_mm`` the host reads it.
-
-    Returns:
-        ``[e, o, i]``.
+    ``[n, o]`` and ``[n, i]``, the runs one after the other, with ``counts [e]`` (int64, rows of each run) to ``[e, o,
+    i]``. Without ``grouped_mm`` the host reads the counts.
     """
     widths = (grad_output.size(1), input_.size(1))
     if why_not_grouped(device_type_of(input_), input_.dtype, widths) is None:
@@ -86,9 +75,6 @@ def grouped_linear(
         counts: ``[e]`` int64, number of rows of each run; together ``n``. Without ``grouped_mm`` the host reads it.
         biases: ``[e, o]``, a bias for each run, or None.
         delay: function that the backward calls instead of computing the gradient of the weights; None to compute it.
-
-    Returns:
-        ``[n, o]``.
     """
     if delay is not None:
         output: Tensor = _Delayed.apply(input_, weights, counts, delay)

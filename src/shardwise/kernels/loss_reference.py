@@ -107,18 +107,10 @@ def gradient_(
 ) -> None:
     """Write ``slope · (scale · exp(y - shift) - rest)`` to ``out``, and ``slope · at_target`` in the target's column.
 
-    If all numbers of a row are 0, such as those of an ignored token, the row becomes 0 for any logits.
-
-    Args:
-        out: ``[n, v]`` of the logits' dtype, any strides; overwritten. May be ``logits`` itself.
-        logits: ``[n, v]``, any strides.
-        target_local: ``[n]``, column of the target, -1 if it is not among the ``v`` columns.
-        shift: ``[n]``, fp32 (fp64 for fp64 logits), like the next three; -inf counts as the least finite number.
-        scale: ``[n]``.
-        at_target: ``[n]``; ignored in rows without a target.
-        rest: ``[n]``; None means 0.
-        softcap: see ``row_statistics``.
-        temperature: see ``row_statistics``.
+    If all numbers of a row are 0, such as those of an ignored token, the row becomes 0 for any logits. Shapes and
+    options are those of ``row_statistics``; ``out`` may be ``logits`` itself. ``shift``, ``scale``, ``at_target`` and
+    ``rest`` (None means 0) are ``[n]`` in fp32 (fp64 for fp64 logits); a shift of -inf counts as the least finite
+    number.
     """
     if logits.size(1) == 0:
         return
@@ -151,16 +143,7 @@ def finite(maximum: Tensor) -> Tensor:
 
 
 def below_maximum(y: Tensor, maximum: Tensor, target_local: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``y - maximum`` of each row, and its element in the target's column (-inf without a target).
-
-    Args:
-        y: ``[n, v]``.
-        maximum: ``[n]``.
-        target_local: ``[n]``, column of the target, -1 if it is not among the ``v`` columns.
-
-    Returns:
-        New tensors ``[n, v]`` and ``[n]``.
-    """
+    """Return ``y - maximum`` of each row ``[n, v]``, and its element in the target's column (-inf without a target)."""
     shifted = y - finite(maximum).unsqueeze(1)
     at_target = shifted.gather(1, target_local.clamp(min=0).unsqueeze(1)).squeeze(1)
     return shifted, at_target.masked_fill(target_local < 0, -torch.inf)

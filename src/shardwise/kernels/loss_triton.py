@@ -257,12 +257,7 @@ def gradient_(
 
 
 def launch_shape(num_columns: int, wide_bytes: int = 4) -> tuple[int, int, int]:
-    """Return the launch of ``statistics_kernel``: columns with separate sums, rows of a block, and warps.
-
-    Args:
-        num_columns: number of columns of a row.
-        wide_bytes: size of a number in the dtype of the computation.
-    """
+    """Return the launch of ``statistics_kernel``: columns with separate sums, rows of a block, and warps."""
     block, depth, num_warps = next(shape for columns, *shape in _SHAPES if num_columns <= columns)
     # Registers hold half as many numbers of twice the size.
     return (block, depth, num_warps) if wide_bytes == 4 else (max(32, block // 2), max(1, depth // 2), num_warps)

@@ -57,19 +57,10 @@ def rms_norm(input_: Tensor, weight: Tensor, eps: float | None = None) -> Tensor
 
 
 def add_rms_norm(residual: Tensor, added: Tensor, weight: Tensor, eps: float | None = None) -> tuple[Tensor, Tensor]:
-    """Return ``residual + added``, and ``rms_norm`` of this sum.
+    """Return ``residual + added``, and ``rms_norm`` of this sum, over ``[..., n]``.
 
     The definition runs where ``dispatch.ADD_NORM_TRITON`` does not. On CUDA one kernel computes both; two operations
-    would read the sum once more, in the backward too.
-
-    Args:
-        residual: ``[..., n]``.
-        added: like ``residual``.
-        weight: ``[n]``.
-        eps: added to the mean square; None means the dtype's machine epsilon.
-
-    Returns:
-        Two tensors ``[..., n]``.
+    would read the sum once more, in the backward too. ``eps`` None means the dtype's machine epsilon.
     """
 
     def fits() -> bool:
@@ -169,9 +160,7 @@ def reduce_norm_(
         start: first owned row.
         residual: ``[m, h]``, residual of the owned rows; not modified.
         bias: ``[h]`` or None, added once.
-        weight: ``[h]``, weight of the norm.
         norm_bias: ``[h]``, bias of LayerNorm; None for RMSNorm.
-        eps: added to the variance.
 
     Returns:
         The new residual, ``[m, h]``. Sums and norm are in fp32 (fp64 for fp64). The norm uses the rounded residual.
@@ -210,10 +199,8 @@ def fused_reduce_norm_(
 ) -> Tensor:
     """Run ``reduce_norm_`` on every rank at once.
 
-    Args:
-        handle: PyTorch's symmetric-memory handle of the buffers.
-        addresses: int64 ``[t]``, address of each rank's buffer in this rank's address space.
-        start, residual, bias, weight, norm_bias, eps: see ``reduce_norm_``.
+    ``addresses`` are those of each rank's buffer in this rank's address space, int64 ``[t]``; ``handle`` is PyTorch's
+    symmetric-memory handle of the buffers.
     """
     from shardwise.kernels import norms_triton
 

@@ -223,12 +223,7 @@ def reduce_norm_(
     norm_bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Compute ``norms.reduce_norm_`` on buffers of the residual's dtype.
-
-    Args:
-        addresses: int64 ``[t]``, addresses of the buffers, multiples of 16.
-        start, residual, bias, weight, norm_bias, eps: see ``norms.reduce_norm_``.
-    """
+    """Compute ``norms.reduce_norm_`` on buffers of the residual's dtype at ``addresses``, multiples of 16."""
     num_columns = residual.size(-1)
     num_rows = residual.shape[:-1].numel()
     new = torch.empty_like(residual)

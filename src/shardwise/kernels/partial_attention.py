@@ -55,7 +55,6 @@ def attend_to_part(
         key, value: ``[b, groups, keys, d]``; each group serves as many successive heads.
         bias: added to the scores, -inf where attention is forbidden, broadcast to ``[b, heads, s, keys]``.
         is_causal: whether a query sees no keys after its own index; then there are as many keys as queries.
-        scale: factor of the products.
 
     Returns:
         Output ``[b, heads, s, d]``, 0 for a query that sees nothing, and log-sum-exp ``[b, heads, s]`` in fp32 at
@@ -91,11 +90,7 @@ def differentiate_part(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what one part of the keys adds to the gradient of the queries, and the gradients of its keys and values.
 
-    Args:
-        gradient: gradient of ``output``.
-        query, key, value, bias, is_causal, scale: as for ``attend_to_part``.
-        output: output of attention to all keys.
-        sums: log-sum-exp of all keys.
+    ``output`` and its log-sum-exp ``sums`` are those of attention to all keys.
     """
     sums = _finite(sums)
     if has_flash_for_parts(query):

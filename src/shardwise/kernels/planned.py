@@ -110,11 +110,7 @@ def attend(
 
 
 def functions_on_cuda(count_flops: Callable[[int], None]) -> dict[str, Callable[..., Tensor]]:
-    """Replacements for functions of ``torch.nn.functional`` that keep what PyTorch's kernels on CUDA keep.
-
-    Args:
-        count_flops: called with the floating-point operations of each attention and of its backward.
-    """
+    """Replacements for functions of ``torch.nn.functional`` that keep what PyTorch's kernels on CUDA keep."""
     attention, dropout = F.scaled_dot_product_attention, F.dropout
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:

@@ -54,11 +54,9 @@ def plain_tensors() -> tuple[type[Tensor], ...]:
 
 
 def counts_on_host(counts: Tensor, *totals: int) -> list[Any]:
-    """Read numbers of rows on the host; in a plan, whose tensors have no values, each row has even parts of its total.
+    """Read numbers of rows, ``[n]`` or ``[rows, n]``, on the host.
 
-    Args:
-        counts: ``[n]`` or ``[rows, n]`` int64.
-        totals: expected sum of each row; a single one for all.
+    In a plan, whose tensors have no values, each row has even parts of its total; a single total is that of all rows.
     """
     if _planned_device is None:
         numbers: list[Any] = counts.tolist()

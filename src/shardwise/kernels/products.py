@@ -105,15 +105,8 @@ def linear_in_aligned_rows(input_: Tensor, weight: Tensor, bias: Tensor | None =
     """Compute ``linear`` with output rows that begin at multiples of 16 bytes on CUDA, for rows of any length.
 
     Kernels can then read 16 bytes at once, and cuBLAS uses its fast products for the output, and for a gradient that
-    overwrites it. Autograd does not record this.
-
-    Args:
-        input_: ``[n, i]``.
-        weight: ``[o, i]``.
-        bias: ``[o]`` or None.
-
-    Returns:
-        ``[n, o]``; a view of the first ``o`` columns of a wider matrix unless a row is a multiple of 16 bytes.
+    overwrites it. The result is a view of the first columns of a wider matrix unless a row is a multiple of 16 bytes.
+    Autograd does not record this.
     """
     width = padded_width(weight.size(0), weight.element_size())
     if not needs_alignment(input_, weight):
@@ -124,9 +117,8 @@ def linear_in_aligned_rows(input_: Tensor, weight: Tensor, bias: Tensor | None =
 class Products:
     """The products of a linear layer; this class uses the functions of this file.
 
-    Attributes:
-        is_usual: whether autograd's own linear computes the same, and products may overlap with communication.
-        adds_bias: whether ``linear`` may add the bias on one rank in a layer with split input features.
+    ``is_usual``: autograd's own linear computes the same, and products may overlap with communication. ``adds_bias``:
+    ``linear`` may add the bias on one rank in a layer with split input features.
     """
 
     is_usual = True
@@ -153,11 +145,7 @@ class Products:
         return AlignedProducts() if torch.is_grad_enabled() and needs_alignment(input_, weight) else self
 
     def in_dtype(self, dtype: torch.dtype) -> Products:
-        """Return the same products, with an output of this dtype.
-
-        Raises:
-            ConfigError: these products cannot change the dtype.
-        """
+        """Return the same products, with an output of this dtype."""
         return ProductsIn(dtype)
 
     def cast(self, output: Tensor) -> Tensor:
@@ -257,9 +245,7 @@ def weight_gradient(grad_output: Tensor, input_: Tensor) -> Tensor:
 def prefers_onednn(input_: Tensor, weight: Tensor, num_multiplications: int | None = None) -> bool:
     """True if oneDNN multiplies ``input_ [..., i]`` by the transpose of ``weight [o, i]``.
 
-    Args:
-        input_, weight: the factors.
-        num_multiplications: number of multiplications to choose by; None means those of this product.
+    ``num_multiplications`` is the number to choose by; None means that of this product.
     """
 
     # oneDNN may use its slow reference code for a matrix that is neither row-major nor column-major.
@@ -291,9 +277,6 @@ def sums_by_threads(factor: Tensor) -> bool:
     This was observed of fp32 products on AMD processors: of many shapes with AVX-512 (Zen 4), and of narrow ones
     without (Zen 3: 5 to 11 rows with two threads, 24 or 40 columns with three and more). On Intel processors
     ``MKL_CBWR`` prevents it.
-
-    Args:
-        factor: either factor of a product.
     """
     return factor.is_cpu and factor.dtype == torch.float32 and _is_amd()
 
@@ -363,14 +346,9 @@ def placeholder(weight: Any) -> Tensor | None:
 
 @torch.no_grad()
 def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left.T @ right`` to ``out``, with products and sums in ``out``'s dtype.
+    """Add ``left.T @ right`` to ``out`` in place, ``[n, o]`` and ``[n, i]`` to ``[o, i]``, in ``out``'s dtype.
 
     If that dtype is wider than the factors' dtype, the factors are cast a bounded number of rows at a time.
-
-    Args:
-        out: ``[o, i]``, modified in place.
-        left: ``[n, o]``.
-        right: ``[n, i]``.
     """
     if out.dtype == right.dtype:
         out.addmm_(left.t(), right)
