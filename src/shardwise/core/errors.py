@@ -76,11 +76,7 @@ class DivergenceError(ShardwiseError, RuntimeError):
 
 
 class OutOfMemoryError(ShardwiseError, MemoryError):
-    """A rank that needs more memory than is available.
-
-    Attributes:
-        details: lines to print below the message, such as the memory that the run needs.
-    """
+    """A rank that needs more memory than is available; ``details`` are lines to print below the message."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)

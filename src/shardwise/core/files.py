@@ -39,15 +39,7 @@ _KINDS = {
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Create or replace a file atomically, even if several processes write it at once.
-
-    Args:
-        path: path of the file; its folder is created if missing.
-        write: function that writes to the open binary file.
-
-    Raises:
-        UnwritableError: the folder cannot be created or written to.
-    """
+    """Create or replace a file atomically, even if several processes write it at once; its folder is created."""
     temporary = path.with_name(f".{path.name}.{temporary_prefix('file')}{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,18 +60,10 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_output(path: str | os.PathLike[str], write: Callable[[BinaryIO], object], *, flag: str) -> None:
-    """Write the file that a user named.
+    """Write the file that a user named by a flag, or raise UnwritableError.
 
     A regular file is replaced atomically, also at the end of a link. A device, a named pipe, and the file that is this
     process's standard output or standard error are written through.
-
-    Args:
-        path: path of the file.
-        write: function that writes to the open binary file.
-        flag: the user's flag for the file, for messages.
-
-    Raises:
-        UnwritableError: the path is a folder, a named pipe that no process reads, or cannot be written to.
     """
     check_output(path, flag=flag)
     try:
@@ -132,13 +116,10 @@ def _own_stream(path: str | os.PathLike[str]) -> int | None:
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str], mode: int = os.O_RDONLY) -> Iterator[int]:
-    """Open a regular file, by default for reading, and yield its descriptor.
+    """Open a regular file, by default for reading, and yield its descriptor; OSError for any other file.
 
     Opening a named pipe could block forever, and reading a device may never end. The file's type is therefore checked
     before the file is opened, and again afterwards.
-
-    Raises:
-        OSError: the file does not exist, cannot be read, or is not a regular file.
     """
     try:
         _check_regular(os.stat(path), path)
@@ -154,11 +135,7 @@ def open_regular(path: str | os.PathLike[str], mode: int = os.O_RDONLY) -> Itera
 
 
 def read_regular(path: str | os.PathLike[str], *, limit: int) -> bytes:
-    """Read a regular file of at most ``limit`` bytes.
-
-    Raises:
-        OSError: see ``open_regular``; or the file is larger than ``limit``.
-    """
+    """Read a regular file of at most ``limit`` bytes; OSError if it is larger."""
     with open_regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit:
@@ -195,11 +172,7 @@ _TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 
 
 def read_json(path: str | os.PathLike[str], *, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Read the JSON object in the file at ``path``.
-
-    Args:
-        path: path of a regular file.
-        limit: largest size in bytes; a larger file is not read.
+    """Read the JSON object in the regular file at ``path``, of at most ``limit`` bytes.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or is larger than ``limit``.
@@ -283,19 +256,17 @@ class FolderLock:
     """A lock on a folder for this process, until ``release`` or the end of a ``with`` block.
 
     A child process that is forked while the lock is held keeps the lock until it ends. A spawned process does not.
+    Missing folders are created, and removed at the release if they are still empty. If another process holds the lock,
+    ConfigError names it.
 
     Args:
-        folder: folder to lock. Missing folders are created, and removed at the release if they are still empty.
+        folder: folder to lock.
         name: name of the lock file in the folder.
         what: path to show in messages; None means the folder.
         flag: the user's flag for the folder, for messages.
 
     Attributes:
         left_by: name of the process that exited without releasing the lock, if any.
-
-    Raises:
-        ConfigError: another process holds the lock, and the message names it; or the folder cannot be created or
-            written to.
     """
 
     def __init__(self, folder: Path, *, name: str = LOCK_NAME, what: Path | None = None, flag: str = "--out") -> None:
@@ -359,11 +330,7 @@ class FolderLock:
 
 
 def check_free(folder: Path, *, name: str = LOCK_NAME, what: Path | None = None, flag: str = "--out") -> None:
-    """Check that no process holds the folder and that it can be written to, without creating or locking anything.
-
-    Raises:
-        ConfigError: see ``FolderLock``.
-    """
+    """Check that no process holds the folder and that it can be written to, without creating or locking anything."""
     check_folder(folder, flag=flag)
     path = folder / name
     # NFS locks only files that are open for writing.

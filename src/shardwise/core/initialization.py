@@ -57,12 +57,7 @@ _SINE = [(-1) ** k / math.factorial(2 * k + 1) for k in range(6)]
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute four random words from each counter of four words, by Philox4x32-10.
 
-    Args:
-        counter: int64 tensors whose shapes broadcast, with values from 0 to 2^32 - 1; not modified.
-        key: 64-bit key.
-
-    Returns:
-        int64 tensors of the broadcast shape, with values from 0 to 2^32 - 1.
+    Words and counters are int64 with values from 0 to 2^32 - 1, whose shapes broadcast; the key has 64 bits.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key & _MASK, key >> 32 & _MASK
@@ -87,7 +82,6 @@ def fill_normal_(out: Tensor, *, key: int, rows: Tensor, column: int, mean: floa
         key: 64-bit key of the matrix.
         rows: int64 ``[n]``, indices of the part's rows in the whole matrix; on the device of ``out``.
         column: index of the part's first column in the whole matrix.
-        mean, std: mean and standard deviation of the numbers.
     """
     num_rows, num_columns = out.shape
     first, last = column // _WORDS, -(-(column + num_columns) // _WORDS)
@@ -252,18 +246,10 @@ def _blocks_continue_one_stream(device: torch.device) -> bool:
 def initialize_shard_(
     shard: Tensor, layout: ParamLayout, rank: int, init_method: InitMethod, *, on_cpu: bool = False
 ) -> Tensor:
-    """Fill ``shard`` with this rank's slice of ``init_method`` applied to the whole parameter.
+    """Fill ``shard``, in place, with this rank's slice of ``init_method`` applied to the whole parameter.
 
-    Args:
-        shard: this rank's part, ``layout.local_shape(rank)``; overwritten. For a meta tensor, nothing is drawn.
-        layout: the parameter's layout.
-        rank: this rank in the tensor-parallel group.
-        init_method: fills a tensor in place.
-        on_cpu: whether to draw on the CPU in fp32 (fp64 for an fp64 shard) and copy. The weights are then the same on
-            every device, up to the shard's rounding. ``CounterNormal`` does not need this.
-
-    Returns:
-        ``shard``.
+    For a meta tensor, nothing is drawn. ``on_cpu`` draws on the CPU in fp32 (fp64 for an fp64 shard) and copies. The
+    weights are then the same on every device, up to the shard's rounding. ``CounterNormal`` does not need this.
     """
     if shard.is_meta:
         return shard

@@ -74,8 +74,7 @@ def temporary_prefix(kind: str) -> str:
 def clear_leftovers(folders: Iterable[str | os.PathLike[str]] | None = None) -> None:
     """Remove the temporary files of this user's processes that have exited.
 
-    Args:
-        folders: folders to search; None means the folders of temporary files and of shared memory.
+    None means the folders of temporary files and of shared memory.
     """
     for folder in {tempfile.gettempdir(), "/dev/shm"} if folders is None else folders:
         with suppress(OSError):
@@ -111,11 +110,7 @@ _ON_IF_NOT_SET = {SHARED_MEMORY: True, ONEDNN: True, TRITON: True, CUDA_GRAPHS: 
 
 
 def is_on(name: str) -> bool:
-    """True if a switch is 1. An unset or empty variable has the switch's default.
-
-    Raises:
-        ConfigError: the value is neither 0 nor 1.
-    """
+    """True if a switch is 1, which must be 0 or 1; an unset or empty variable has the switch's default."""
     value = os.environ.get(name, "")
     if value not in ("", "0", "1"):
         raise ConfigError(f"the environment has {name}={value}, which must be 0 or 1; change it, or unset it")
@@ -134,17 +129,9 @@ _ANSWER = "from shardwise.core.processes import answer_call; answer_call()"
 def call_in_fresh_process(function: str, *args: Any, timeout: float | None = None) -> Any:
     """Call a function in a new Python process, without this process's groups and limit of memory.
 
-    Args:
-        function: module and name, such as ``"shardwise.plan.plan:make_plan"``.
-        *args: picklable arguments.
-        timeout: seconds to wait.
-
-    Returns:
-        The result of the function.
-
-    Raises:
-        ShardwiseError: the function raised it.
-        RuntimeError: the process failed or did not end in time; with the last line that it printed.
+    ``function`` is a module and a name, such as ``"shardwise.plan.plan:make_plan"``. A ShardwiseError that it raises
+    is raised here; RuntimeError with the last printed line if the process failed or did not end within ``timeout``
+    seconds.
     """
     request = pickle.dumps((list(sys.path), function, args))
     options: dict[str, Any] = {"input": request, "capture_output": True, "timeout": timeout, "check": False}
@@ -166,20 +153,11 @@ _R = TypeVar("_R")
 
 
 def in_forks(function: Callable[[_T], _R], arguments: Sequence[_T]) -> list[_R]:
-    """Call a function of one argument with each of ``arguments``, on all cores of this process.
+    """Call a function of one argument with each of ``arguments``, on all cores; return the results in their order.
 
-    The processes are forks of this one, which need not import or pickle what the function holds. This process calls the
-    function itself on one core, in a process group, where it may not start others, and where a system cannot fork.
-
-    Args:
-        function: any callable; its results are pickled.
-        arguments: picklable arguments.
-
-    Returns:
-        The results in the order of the arguments.
-
-    Raises:
-        Exception: as the function, from the first argument that fails.
+    The processes are forks of this one, which need not import or pickle what the function holds; its results are
+    pickled. This process calls the function itself on one core, in a process group, where it may not start others, and
+    where a system cannot fork. The exception of the first argument that fails is raised.
     """
     # Only plans need these modules, and every command imports this one.
     import multiprocessing

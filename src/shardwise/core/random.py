@@ -99,23 +99,17 @@ def _one_of(state: StreamState, graphable: bool) -> Any:
 
 
 def default_state(device: Any = "cuda", *, graphable: bool = False) -> Any:
-    """Return the state of the default generator of the compute device.
+    """Return the state of the default generator of the compute device: the GPU ``device``, if CUDA is in use.
 
-    Args:
-        device: the GPU, if CUDA is in use.
-        graphable: return a ``torch.Generator``. On a GPU this is the default generator itself, which advances as
-            numbers are drawn.
+    If ``graphable``, it is a ``torch.Generator``. On a GPU this is the default generator itself, which advances as
+    numbers are drawn.
     """
     with torch.cuda.device(device) if _cuda_is_in_use() else nullcontext():
         return _one_of(_live_state(graphable), graphable)
 
 
 def set_default_state(state: Tensor | torch.Generator, device: Any = "cuda") -> None:
-    """Set the default generator of the state's device to a state of ``default_state``.
-
-    Raises:
-        ConfigError: ``state`` is not a generator state.
-    """
+    """Set the default generator of the state's device to a state of ``default_state``."""
     ((kind, value),) = _state_of(state, graphable=True).items()
     if kind == "given":
         raise ConfigError(f"the state of a generator is a tensor or a torch.Generator, not {type(value).__name__}")
@@ -436,14 +430,9 @@ def seed_streams(
     Args:
         seed: the data-parallel stream's seed, the same on every rank of a tensor-parallel group; the tensor-parallel
             stream takes ``seed + 2718 + tp_rank``, the expert stream ``expert_seed``.
-        tp_rank: this rank in its tensor-parallel group.
-        ep_rank: this rank in its expert-parallel group.
-        etp_rank: this rank in its expert-tensor group; ``tp_rank`` if None.
+        tp_rank, ep_rank, etp_rank: this rank in its groups; ``etp_rank`` None means ``tp_rank``.
         rng: "global" adds a stream that is the same on every rank of a tensor-parallel group. With it
             ``shardwise.nn.dropout`` draws the same mask at every number of ranks.
-
-    Raises:
-        ConfigError: ``rng`` is not a known rule, or a stream is in use.
     """
     if rng not in ("per_rank", "global"):
         raise ConfigError(f"rng is {rng!r}; it must be 'per_rank' or 'global'")

@@ -137,10 +137,6 @@ class ParallelSizes:
     Dense and expert layers have separate grids over the same ranks: ``tp cp dp pp`` and ``etp ep expert-dp pp``.
 
     Attributes:
-        tp: size of tensor parallelism.
-        pp: size of pipeline parallelism.
-        cp: size of context parallelism.
-        ep: size of expert parallelism.
         etp: size of tensor parallelism in expert layers; None means ``tp``.
         order: axes from fastest-varying to slowest.
         hcp: sizes of the levels of each context-parallel group, innermost (neighbouring ranks) first; None means one
@@ -165,13 +161,7 @@ class ParallelSizes:
     separate_all_gather: bool = False
 
     def grids(self, world_size: int) -> tuple[RankGenerator, RankGenerator]:
-        """Return the grid of the dense layers and the grid of the expert layers on ``world_size`` ranks.
-
-        Raises:
-            ConfigError: a size is not an integer of at least 1, the order names an unknown axis or lacks one, or the
-                dense and expert layers of a rank would be on different stages.
-            TopologyError: the sizes do not divide the world.
-        """
+        """Return the grid of the dense layers and the grid of the expert layers on ``world_size`` ranks."""
         etp = self.tp if self.etp is None else self.etp
         for name, size in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp), ("ep", self.ep), ("etp", etp)):
             check_size(name, size)
@@ -199,15 +189,8 @@ class ParallelSizes:
     ) -> dict[str, list[list[int]]]:
         """Return all groups of each name, as lists of ascending ranks.
 
-        Args:
-            world_size: number of ranks.
-            embedding_ranks: function that selects, from a pipeline group's ranks, those with a tied word embedding.
-            position_embedding_ranks: the same for the position embedding.
-
-        Raises:
-            ConfigError: see ``grids``; or the product of ``hcp`` is not ``cp``; or a function selects ranks outside the
-                pipeline group.
-            TopologyError: the sizes or the number of optimizer instances do not divide the ranks.
+        The functions select, from a pipeline group's ranks, those with a tied word embedding, or with the position
+        embedding.
         """
         decoder, experts = self.grids(world_size)
         pipelines = decoder.get_ranks("pp")

@@ -102,11 +102,7 @@ class ContextShard:
         return self.own(torch.arange(self.length, device=device), dim=0)
 
     def own(self, whole: Tensor, *, dim: int) -> Tensor:
-        """Return this rank's positions of a tensor that all ranks have, without gradient and communication.
-
-        Raises:
-            ShardingError: ``dim`` does not have the length of the sequence.
-        """
+        """Return this rank's positions of a tensor that all ranks have, without gradient and communication."""
         if whole.size(dim) != self.length:
             raise ShardingError(
                 f"a tensor of shape {list(whole.shape)} has {whole.size(dim)} positions along dimension {dim}, and the "
@@ -199,11 +195,7 @@ class SequenceView:
         return self.context.positions(device)[start:stop]
 
     def sizes_to_gather(self, shard: Tensor) -> tuple[int, ...] | None:
-        """Return the sizes for a gather of ``shard``, ``[s/t, ...]``; None if all ranks have the same size.
-
-        Raises:
-            ShardingError: no group splits the sequence, or the shard does not have its rank's size.
-        """
+        """Return the sizes for a gather of ``shard``, ``[s/t, ...]``; None if all ranks have the same size."""
         if self.group is None:
             raise ShardingError(
                 f"shards of a sequence are gathered, and SequenceView({self.length}) has no group; give it the group "

@@ -82,18 +82,10 @@ def _each_tensor_once(entries: dict[str, ParamShard]) -> dict[str, ParamShard]:
 
 @torch.no_grad()
 def gather_parameter(local: Tensor, layout: ParamLayout, *, group: ProcessGroup) -> Tensor:
-    """Assemble the whole parameter on every rank.
+    """Assemble the whole parameter on every rank, in a new tensor, from ``local`` parts or their gradients.
 
     Collective, also over the data-parallel ranks of a fully sharded model. Every rank needs memory for the whole
     parameter and one part, so this function does not suit models that only fit into the memory of all ranks together.
-
-    Args:
-        local: this rank's part, or a tensor of its shape such as its gradient; not modified.
-        layout: position of each rank's part.
-        group: the ranks of ``layout``.
-
-    Returns:
-        A new tensor of shape ``layout.global_shape``.
     """
     if (sharing := group_of_rows(local)) is not None:
         local = all_gather(

@@ -23,11 +23,8 @@ _LISTENS, _CLOSED = "0A", ("06", "07")
 class Socket:
     """A TCP socket of this machine.
 
-    Attributes:
-        here, there: address and port of this end and of the other end; the other end's are zeros if it listens.
-        state: the kernel's number of the state; see ``listens``.
-        uid: the user who made it.
-        inode: number of the socket in its descriptors.
+    ``here`` and ``there`` are address and port of this end and of the other end, zeros if it listens. ``state`` is the
+    kernel's number, ``uid`` the user who made it, and ``inode`` its number in the descriptors.
     """
 
     here: tuple[Any, int]
@@ -69,10 +66,8 @@ def own_inodes(pid: int | str = "self") -> set[str]:
 def refuse_strangers(since: set[str]) -> None:
     """Raise TopologyError if another user of this machine is connected to a socket of this process.
 
-    Nothing is checked where the system is not Linux. Connections of other machines are not checked.
-
-    Args:
-        since: inodes of this process's earlier sockets; only connections to later listening sockets are checked.
+    Nothing is checked where the system is not Linux. Connections of other machines are not checked, and neither are
+    those to the listening sockets of the inodes ``since``.
     """
     everyone, own = sockets(), own_inodes()
     ports = {each.here[1] for each in everyone if each.listens and each.inode in own - since}

@@ -55,16 +55,7 @@ _LONGEST_READ = 1 << 30
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Position of a tensor in a file.
-
-    Attributes:
-        name: the tensor's stored name.
-        file: the file that holds it.
-        dtype: the format's name for the dtype.
-        shape: stored shape of the tensor.
-        start: position of its first byte in the file.
-        num_bytes: number of its bytes.
-    """
+    """Position of a tensor in a file; ``dtype`` is the format's name, ``start`` the position of its first byte."""
 
     name: str
     file: Path
@@ -75,11 +66,7 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read the header of the file at ``path`` and return its tensors by name, after checking the file's size.
-
-    Raises:
-        CheckpointError: the file cannot be read, is truncated, or is not a safetensors file.
-    """
+    """Read the header of the file at ``path`` and return its tensors by name, after checking the file's size."""
     try:
         with open_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
             size = os.fstat(descriptor).st_size
@@ -102,16 +89,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_box(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Read a box of a tensor to the CPU, without reading any other byte.
-
-    Args:
-        stored: the tensor.
-        offsets: first index of the box, in each dimension.
-        sizes: number of indices, in each dimension.
-
-    Raises:
-        CheckpointError: PyTorch lacks the tensor's dtype, the file cannot be read, or the file became shorter.
-    """
+    """Read a box of a tensor to the CPU, without reading any other byte."""
     if stored.dtype not in DTYPES:
         raise CheckpointError(
             f"tensor {stored.name!r} of {stored.file} is of dtype {stored.dtype}, which PyTorch lacks"
@@ -226,12 +204,7 @@ def _check_filled(path: Path, tensors: Iterable[StoredTensor], begin: int, file_
 class TensorFile:
     """Writes a new safetensors file, which is complete and on disk once its last tensor is written.
 
-    Args:
-        path: path of the file, which must not exist.
-        tensors: dtype and shape of each tensor in the file; at least one tensor.
-
-    Raises:
-        CheckpointError: the file cannot be written, or the format lacks a dtype.
+    It must not exist, and has at least one tensor, of which ``tensors`` has dtype and shape.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:

@@ -327,10 +327,7 @@ class Groups:
     def of_mesh(cls, mesh: DeviceMesh) -> Groups:
         """Create the groups from the dimensions ``tp``, ``pp`` and ``dp`` of a mesh.
 
-        Tied weights over several stages also need ``embd``.
-
-        Raises:
-            TopologyError: the mesh has no dimension ``tp``, or several ranks along ``cp``.
+        ``tp`` is required, ``cp`` has one rank. Tied weights over several stages also need ``embd``.
         """
         names = mesh.mesh_dim_names or ()
         if "cp" in names and mesh.size(names.index("cp")) > 1:

@@ -21,8 +21,7 @@ from shardwise.core.layout import Layout
 def computed_locally(*names: str) -> Any:
     """Return the method ``spmd_typecheck`` of a function that each rank computes from its own arguments alone.
 
-    Args:
-        names: names of all arguments of the function that may be tensors, or sequences of tensors.
+    ``names`` are those of all arguments that may be tensors, or sequences of tensors.
     """
 
     def check(outputs: Any, **arguments: Any) -> None:
@@ -39,17 +38,10 @@ def computed_locally(*names: str) -> Any:
 def check_move(
     outputs: Any, group: ProcessGroup | None, layout: Layout, *inputs: tuple[Tensor | None, Layout], **others: Any
 ) -> None:
-    """Check the layouts of a function's arguments over a group, and set that of its outputs.
+    """Check the layouts of a function's arguments over a group, and set that of its outputs, or raise SpmdTypeError.
 
-    Args:
-        outputs: outputs of the function.
-        group: the ranks; None if the function has no communication.
-        layout: layout of the outputs.
-        inputs: arguments and their layouts. Values that vary may stand for partial sums.
-        others: arguments that have no part in the outputs' layout, such as ids.
-
-    Raises:
-        spmd_types.SpmdTypeError: an argument has another layout.
+    The group is None if the function has no communication. Values that vary may stand for partial sums. ``others``
+    have no part in the outputs' layout, such as ids.
     """
     import spmd_types
 

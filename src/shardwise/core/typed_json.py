@@ -35,9 +35,7 @@ _WORDS: dict[Any, str] = {
 def problem(value: Any, kind: Any) -> str | None:
     """Return what is wrong with a value from JSON, such as ``.steps is null; it must be an integer``; None if nothing.
 
-    Args:
-        value: value from ``files.parse_json``, which excludes numbers that are not finite.
-        kind: its declared type.
+    ``files.parse_json`` has excluded numbers that are not finite.
     """
     return _check_of(kind)(value)
 

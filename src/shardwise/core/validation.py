@@ -107,14 +107,8 @@ def check_ids(
 
     Inside ``DeferredChecks`` the range check is deferred. Elsewhere ids on CUDA are asserted on the device
     (``torch._assert_async``), as in PyTorch's own embedding, so that a failure ends the program at a later operation.
-
-    Args:
-        ids: integer tensor of any shape.
-        vocab_size: ids run from 0 to ``vocab_size - 1``.
-        what: name of the ids, for the error message.
-        ignore_index: one additional valid id.
-        may_wait: whether to check immediately on CUDA as well, which synchronizes.
-        of: name of the set of valid ids, for the error message; None means the vocabulary.
+    ``may_wait`` checks immediately on CUDA as well, which synchronizes. ``ignore_index`` is valid too. ``what`` names
+    the ids, and ``of`` the set of valid ones, the vocabulary if None.
     """
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise VocabularyError(f"{what} of shape {list(ids.shape)} is of {ids.dtype}; ids are of an integer dtype")

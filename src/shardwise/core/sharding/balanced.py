@@ -88,11 +88,7 @@ def intervals_of_sizes(sizes: Sequence[int]) -> tuple[Interval, ...]:
 
 
 def checked_sizes(sizes: Sequence[int] | None, total: int, t: int, what: str) -> tuple[int, ...]:
-    """Check that ``sizes`` are ``t`` counts with sum ``total`` and return a tuple; None means balanced sizes.
-
-    Raises:
-        ShardingError: the check fails; the message names ``what``, the sizes and the total.
-    """
+    """Check that ``sizes`` are ``t`` counts with sum ``total`` and return a tuple; None means balanced sizes."""
     if sizes is None:
         return balanced_sizes(total, t)
     result = tuple(int(size) for size in sizes)

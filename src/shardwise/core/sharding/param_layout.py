@@ -86,13 +86,7 @@ class ParamLayout:
     ) -> ParamLayout:
         """Create a layout in which each rank holds the given intervals along ``dim``, in the given order.
 
-        Args:
-            global_shape: shape of the whole parameter.
-            dim: dimension to split; negative values count from the end.
-            intervals: each rank's intervals; several ranks may hold the same one. Adjacent intervals are joined.
-
-        Raises:
-            ShardingError: there is no such dimension, an interval does not lie in it, or no rank holds some index.
+        Several ranks may hold the same interval, and together they hold every index. Adjacent intervals are joined.
         """
         shape = tuple(global_shape)
         dim = checked_dim(dim, shape)
@@ -132,11 +126,7 @@ class ParamLayout:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def assemble(self, shards: Sequence[Tensor]) -> Tensor:
-        """Assemble the whole parameter from every rank's part, in rank order, in a new tensor.
-
-        Raises:
-            ShardingError: a part does not have the shape that this layout assigns to its rank.
-        """
+        """Assemble the whole parameter from every rank's part, in rank order, in a new tensor."""
         if len(shards) != self.world_size:
             raise ShardingError(f"expected {self.world_size} shards, one per rank, got {len(shards)}")
         whole = shards[0].new_empty(self.global_shape)
@@ -146,11 +136,7 @@ class ParamLayout:
         return whole
 
     def place_(self, whole: Tensor, rank: int, shard: Tensor) -> None:
-        """Copy the part that ``rank`` holds to its place in ``whole`` (shape ``global_shape``).
-
-        Raises:
-            ShardingError: the part does not have the shape that this layout assigns to the rank.
-        """
+        """Copy the part that ``rank`` holds to its place in ``whole`` (shape ``global_shape``)."""
         if tuple(shard.shape) != self.local_shape(rank):
             raise ShardingError(
                 f"shard of rank {rank} has shape {list(shard.shape)}, expected {list(self.local_shape(rank))}"
@@ -192,10 +178,7 @@ class Replicas:
 class Segment(NamedTuple):
     """An interval of indices along the split dimension that no rank's boundary cuts.
 
-    Attributes:
-        start: first index in the whole parameter.
-        length: number of indices.
-        local_start: first index in the rank's part.
+    It starts at ``start`` in the whole parameter and at ``local_start`` in the rank's part.
     """
 
     start: int
@@ -207,14 +190,7 @@ def segments(layout: ParamLayout, rank: int) -> list[Segment]:
     """Divide the part of ``rank`` along the split dimension wherever any rank's part begins or ends.
 
     Any two segments, of any ranks, are therefore identical or disjoint. Comparing their first indices is enough to
-    write each interval once.
-
-    Args:
-        layout: layout with a split dimension.
-        rank: one of its ranks.
-
-    Raises:
-        ShardingError: the rank holds an index twice.
+    write each interval once. ShardingError if the rank holds an index twice.
     """
     assert layout.dim is not None
     if layout.global_shape[layout.dim] == 0:
@@ -234,14 +210,7 @@ def segments(layout: ParamLayout, rank: int) -> list[Segment]:
 
 @cache
 def holders(layout: ParamLayout) -> dict[Interval, tuple[int, ...]]:
-    """Map each interval of all ranks' ``segments``, in ascending order, to the ranks that hold it, also ascending.
-
-    Args:
-        layout: layout with a split dimension.
-
-    Raises:
-        ShardingError: a rank holds an index twice.
-    """
+    """Map each interval of all ranks' ``segments``, in ascending order, to the ranks that hold it, also ascending."""
     ranks: dict[Interval, tuple[int, ...]] = {}
     for rank in range(layout.world_size):
         for start, length, _ in segments(layout, rank):

@@ -21,12 +21,7 @@ from shardwise.core.sharding.param_layout import ParamLayout
 
 
 class Box(NamedTuple):
-    """A box of indices of an array: an interval in every dimension.
-
-    Attributes:
-        offsets: first index in each dimension.
-        sizes: number of indices in each dimension.
-    """
+    """A box of indices of an array: the first index and the number of indices in every dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -86,7 +81,6 @@ class TensorPieces(Tensor):
     Args:
         shape: shape of the whole tensor.
         pieces: this rank's pieces. Any two written pieces, of any ranks, are the same box or disjoint.
-        dtype, device: dtype and device of the pieces.
         written: pieces that this rank may write, while other ranks write the rest; None means all pieces.
     """
 
@@ -175,20 +169,13 @@ LocalParts = tuple[tuple[Interval, ...], ...]
 
 
 def local_parts(layout: ParamLayout, rank: int, exact_parts: int, *, what: str) -> LocalParts:
-    """Return the parts of a split dimension that ``rank`` holds, in local indices.
+    """Return those of ``exact_parts`` parts of a split dimension that ``rank`` holds, in local indices.
 
     >>> local_parts(ParamLayout.split((16,), 0, 2, stride=2), 1, 4, what="the width")
     (((0, 2), (4, 6)), ((2, 4), (6, 8)))
 
-    Args:
-        layout: the parameter's layout, with a split dimension.
-        rank: rank that holds the shard.
-        exact_parts: number of parts, a multiple of the number of ranks.
-        what: name of the dimension, for error messages.
-
-    Raises:
-        ConfigError: a shard boundary is not a part boundary, or there are fewer indices than parts. The message names
-            the largest number of parts that works.
+    If a shard boundary is not a part boundary, or there are fewer indices than parts, ConfigError names the largest
+    number of parts that works. ``what`` is the name of the dimension.
     """
     if _fits(layout, exact_parts):
         parts = _parts(layout, rank, exact_parts)
@@ -216,9 +203,7 @@ def fitting_ranks(layouts: Iterable[ParamLayout], exact_parts: int) -> list[int]
     >>> fitting_ranks([ParamLayout.split((509, 4), 0, 1)], 2), fitting_ranks([ParamLayout.split((509, 4), 0, 1)], 8)
     ([2], [])
 
-    Args:
-        layouts: layouts of parameters at any number of ranks; those not split by the balanced rule are skipped.
-        exact_parts: number of parts, a power of two.
+    Layouts of any number of ranks serve; those not split by the balanced rule are skipped.
     """
     balanced = {
         (layout.global_shape, layout.dim, layout.stride)
