@@ -102,10 +102,6 @@ def launch_ranks(
 
     Returns:
         0, or the exit code of a failure whose reason was printed: 2 for the user's mistakes, 1 for other failures.
-
-    Raises:
-        Interrupted: SIGINT, SIGTERM or SIGHUP reached this process; the ranks have ended.
-        LaunchError: the ranks could not be started.
     """
     clear_leftovers()
     # The folder can be opened by this user only.

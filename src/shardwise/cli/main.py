@@ -72,11 +72,7 @@ with SignalsNoted():
 class Command:
     """A subcommand.
 
-    Attributes:
-        module: module of ``shardwise.cli`` that defines the class of its arguments.
-        arguments: name of that class.
-        summary: one line for ``shardwise --help``.
-        kinds: names of other such classes, by the word after the command's name.
+    ``module`` of ``shardwise.cli`` has the class of its arguments, or those of its kinds, by the word after its name.
     """
 
     module: str
@@ -155,17 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_subcommand(name: str, argv: Sequence[str], noted: SignalsNoted | None = None) -> int:
     """Run ``shardwise NAME ARGUMENTS`` in this process if it is a rank or no others are needed, else in new ranks.
 
-    Args:
-        name: name of a command, and of its kind if it has kinds.
-        argv: its arguments.
-        noted: signals since the start of the program; they take effect now.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        SystemExit: help was requested and printed.
-        ShardwiseError: a mistake of the user, or a failure.
+    ``noted`` are signals since the start of the program; they take effect now. The result is the exit code.
     """
     if noted is not None:
         noted.hand_over()
@@ -200,17 +186,8 @@ def run_subcommand(name: str, argv: Sequence[str], noted: SignalsNoted | None = 
 def start_ranks(command: str, argv: Sequence[str], arguments: Arguments) -> int | None:
     """Start the ranks of a command, unless this process is a rank already or the only one needed.
 
-    Args:
-        command: name of the subcommand, and of its kind if it has kinds.
-        argv: its arguments.
-        arguments: the same arguments, parsed.
-
-    Returns:
-        The exit code of the ranks; None if this process must do the work itself.
-
-    Raises:
-        ConfigError: the arguments do not fit the number of ranks, or ``--nproc`` differs from the launcher's number.
-        ShardwiseError: ``arguments`` found a mistake.
+    Return their exit code, or None if this process must do the work itself. ConfigError if the arguments do not fit the
+    number of ranks, or ``--nproc`` differs from the launcher's number.
     """
     if not isinstance(arguments, LaunchArguments):
         return None
@@ -282,13 +259,7 @@ def open_closed_streams() -> None:
 
 
 class LastingOutput:
-    """Output stream that discards text instead of raising once it cannot be written.
-
-    Args:
-        stream: the output.
-        other: stream for the one-line message about the loss.
-        name: name of the output in that message.
-    """
+    """Output stream that discards text instead of raising once it cannot be written, after one line to ``other``."""
 
     def __init__(self, stream: TextIO, other: TextIO, name: str) -> None:
         self._stream, self._other, self._name = stream, other, name

@@ -62,15 +62,9 @@ _HEAR_OTHERS_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Failure of a rank.
+    """Failure of a rank: one line, empty if the output was closed, exit code, seconds since the epoch and stack trace.
 
-    Attributes:
-        rank: global rank.
-        message: one line; empty if there is nothing to report (the output was closed).
-        exit_code: 2 for the user's mistakes, 1 for failures.
-        time: time in seconds since the epoch.
-        trace: stack trace.
-        in_collective: whether a collective failed, perhaps because another rank did.
+    ``in_collective``: a collective failed, perhaps because another rank did.
     """
 
     rank: int
@@ -94,12 +88,8 @@ class FailureReport:
 class RankEnvironment:
     """Variables of a launcher in this process's environment.
 
-    Attributes:
-        rank: global rank.
-        world_size: number of ranks.
-        reports: folder for this rank's FailureReport; None if the launcher is not ours.
-        launcher_pid: id of the process that this rank ends with; None if unknown.
-        attempt: folder of the ranks of this host, our launcher's or torchrun's; None without a launcher.
+    ``reports`` is the folder for this rank's FailureReport, None if the launcher is not ours; ``launcher_pid`` the
+    process that this rank ends with; ``attempt`` the folder of the ranks of this host, our launcher's or torchrun's.
     """
 
     rank: int
@@ -110,11 +100,7 @@ class RankEnvironment:
 
     @classmethod
     def read(cls) -> RankEnvironment | None:
-        """Read ``RANK``, ``WORLD_SIZE`` and others; return None if both are unset.
-
-        Raises:
-            ConfigError: only one of the two is set, or they are not numbers with 0 <= rank < size.
-        """
+        """Read ``RANK``, ``WORLD_SIZE`` and others; None if both are unset, ConfigError if they make no sense."""
         rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
         if rank is None and world_size is None:
             return None
@@ -209,14 +195,7 @@ def run_command(command: str, body: Callable[[], int | None], *, debug: bool = F
 
     A rank (``RANK`` and ``WORLD_SIZE`` are set) sends the line to the launcher, which prints one line for all ranks.
     Under ``torchrun`` the first rank of a host to fail prints it. A rank that fails does not return from this function.
-
-    Args:
-        command: prefix of the line, such as ``shardwise train``.
-        body: the command; None as its result means success.
-        debug: whether to show the stack trace too.
-
-    Returns:
-        0, 1 or 2; 128 plus the signal's number after SIGINT or SIGTERM; 141 if the output's reader is gone.
+    The code is 0, 1 or 2; 128 plus the signal's number after SIGINT or SIGTERM; 141 if the output's reader is gone.
     """
     try:
         reporter = _Reporter(command, RankEnvironment.read(), debug)
