@@ -90,30 +90,6 @@ def test_use_before_initialisation(name):
     assert isinstance(info.value, AssertionError)
 
 
-def test_the_order_of_positional_arguments():
-    parameters = inspect.signature(ps.initialize_model_parallel).parameters.values()
-    assert [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD] == [
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "pipeline_model_parallel_comm_backend",
-        "use_sharp",
-        "context_parallel_size",
-        "hierarchical_context_parallel_sizes",
-        "expert_model_parallel_size",
-        "num_distributed_optimizer_instances",
-        "expert_tensor_parallel_size",
-        "nccl_communicator_config_path",
-        "distributed_timeout_minutes",
-        "order",
-        "get_embedding_ranks",
-        "get_position_embedding_ranks",
-        "create_gloo_process_groups",
-        "high_priority_stream_groups",
-        "sharp_enabled_group",
-    ]
-
-
 def test_nothing_is_there_before_initialisation():
     with pytest.warns(DeprecationWarning, match="use not is_initialized"):
         assert ps.is_unitialized()
@@ -190,45 +166,12 @@ def test_parts_that_hold_one_copy_of_the_optimizer_state(group):
 
 
 @pytest.mark.ranks(4)
-def test_getters_of_tensor_and_pipeline_parallelism(group):
-    me = group.rank()
-    tp_rank, stage = me % 2, me // 2
-    ps.initialize_model_parallel(2, 2)
-    assert ps.is_initialized()
-    assert ps.model_parallel_is_initialized()
-    topology = ps.get_topology()
-    assert topology.ranks("tp") == ((0, 1), (2, 3))[stage]
-    assert topology.ranks("pp") == ((0, 2), (1, 3))[tp_rank]
-    assert topology.ranks("dp") == (me,)
-    assert (ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()) == (2, tp_rank)
-    assert (ps.get_pipeline_model_parallel_world_size(), ps.get_pipeline_model_parallel_rank()) == (2, stage)
-    assert (ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()) == (1, 0)
-    assert (ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()) == (1, 0)
-    assert ps.get_context_parallel_global_ranks() == [me]
-    assert ps.get_tensor_model_parallel_src_rank() == 2 * stage
-    assert ps.get_model_parallel_src_rank() == 0
-    assert ps.get_data_parallel_src_rank() == me
-    assert ps.get_pipeline_model_parallel_first_rank() == tp_rank
-    assert ps.get_pipeline_model_parallel_last_rank() == tp_rank + 2
-    assert ps.get_pipeline_model_parallel_next_rank() == (me + 2) % 4
-    assert ps.get_pipeline_model_parallel_prev_rank() == (me + 2) % 4
-    assert ps.is_pipeline_first_stage() == (stage == 0)
-    assert ps.is_pipeline_last_stage() == (stage == 1)
-    assert ps.is_rank_in_embedding_group()
-    assert ps.is_rank_in_position_embedding_group() == (stage == 0)
-    assert (ps.get_position_embedding_group(check_initialized=False) is None) == (stage == 1)
-    if stage == 1:
-        with pytest.raises(TopologyError, match=f"rank {me} is in no group 'pos_embd'"):
-            ps.get_position_embedding_group()
-    assert ps.get_all_ranks() == f"{tp_rank}_0_0_{stage}_0"
-
-
-@pytest.mark.ranks(4)
 def test_pipeline_of_four(group):
     me = group.rank()
     ps.initialize_model_parallel(pipeline_model_parallel_size=4)
     assert ps.get_pipeline_model_parallel_next_rank() == (me + 1) % 4
     assert ps.get_pipeline_model_parallel_prev_rank() == (me - 1) % 4
+    assert ps.get_pipeline_model_parallel_last_rank() == 3
     assert (ps.is_pipeline_first_stage(), ps.is_pipeline_last_stage()) == (me == 0, me == 3)
     assert ps.is_rank_in_embedding_group() == (me in (0, 3))
     assert ps.get_embedding_group(check_initialized=False) is None or me in (0, 3)

@@ -30,7 +30,7 @@ def batch(dtype):
     }
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize(
     "dtype", [torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.complex64], ids=str
 )

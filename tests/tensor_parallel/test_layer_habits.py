@@ -61,19 +61,6 @@ def dense(layer, x, incoming):
     return output.detach(), x.grad, layer.param_layouts["weight"].take(weight.grad, layer.group.rank())
 
 
-@pytest.mark.ranks(2)
-def test_the_whole_output_with_sequence_parallelism(group):
-    layer = column(group, config=config_of(sequence_parallel=True), gather_output=True)
-    whole, incoming = drawn(S, B, I), drawn(S, B, O)
-    expected = dense(layer, whole, incoming)
-    x = split_for_rank(whole, group=group, dim=0).requires_grad_()
-    output, _ = layer(x, sequence_length=S)
-    output.backward(incoming)
-    assert_close_to(output.detach(), expected[0], rtol_of_norm=1e-12)
-    assert_close_to(x.grad, split_for_rank(expected[1], group=group, dim=0), rtol_of_norm=1e-12)
-    assert_close_to(layer.weight.grad, expected[2], rtol_of_norm=1e-12)
-
-
 class TestDeferredInputs:
     def layer(self, group, limit, kind=ColumnParallelLinear):
         config = config_of(defer_embedding_wgrad_compute=True, wgrad_deferral_limit=limit)
@@ -112,15 +99,6 @@ class TestDeferredInputs:
         copied = copy.deepcopy(layer)
         copied(drawn(S, B, I))
         assert (len(copied.embedding_activation_buffer), len(layer.embedding_activation_buffer)) == (1, 1)
-
-    @pytest.mark.ranks(2)
-    def test_a_backward_that_never_comes_is_told(self, group):
-        layer = self.layer(group, 0)
-        layer(drawn(S, B, I))
-        with pytest.raises(AssertionError, match="1 inputs and 0 output gradients were kept"):
-            drain_embedding_wgrad_compute(
-                layer.config, layer.embedding_activation_buffer, layer.grad_output_buffer, layer.weight, group
-            )
 
 
 @pytest.mark.ranks(2)

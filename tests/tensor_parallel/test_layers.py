@@ -23,10 +23,9 @@ from shardwise.tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     named_param_layouts,
-    set_tensor_model_parallel_attributes,
 )
 
-S, B = 12, 2
+S, B = 13, 2
 
 
 def config_of(sequence_parallel=False, dtype=torch.float64, **options):
@@ -104,91 +103,62 @@ def assert_gradients(layer, dense, group, rtol):
         assert_close_to(gradient, dense[name].grad, rtol_of_norm=rtol, name=f"gradient of {name}")
 
 
-def check_column(
-    group, layer, *, sizes=None, dtype=torch.float64, rtol=1e-12, gathered=False, weight=None, s=S, recompute=False
-):
-    sequence_parallel = layer.sequence_parallel
-    layer.zero_grad()
-    x = torch.randn(s, B, layer.input_size, dtype=torch.float64).to(dtype)
-    incoming = torch.randn(s, B, layer.output_size, dtype=torch.float64).to(dtype)
-    dense = whole_parameters(layer, group)
-    dense_x = leaf(x.double())
-    expected = F.linear(dense_x, dense["weight"], None if layer.skip_bias_add else dense.get("bias"))
-    expected.backward(incoming.double())
+def check(group, layer, *, sizes=None, gathered=False, recompute=False, s=S):
+    """Output, input gradient and every gradient shard equal those of the dense layer."""
+    is_column, sequence_parallel, stride = (
+        isinstance(layer, ColumnParallelLinear),
+        layer.sequence_parallel,
+        layer.stride,
+    )
 
-    own_x = leaf(split(x, 0, group) if sequence_parallel else x)
-    # The incoming gradient is each rank's own part, or the same on all when the output is gathered.
-    own_incoming = incoming if gathered else split(incoming, 2, group, sizes, layer.stride)
+    def part_of_input(whole):
+        if is_column:
+            return split(whole, 0, group) if sequence_parallel else whole
+        return split(whole, 2, group, sizes, stride) if layer.input_is_parallel else whole
+
+    def part_of_output(whole):
+        if not is_column:
+            return split(whole, 0, group) if sequence_parallel else whole
+        return whole if gathered else split(whole, 2, group, sizes, stride)
+
+    x = torch.randn(s, B, layer.input_size, dtype=torch.float64)
+    incoming = torch.randn(s, B, layer.output_size, dtype=torch.float64)
+    dense, dense_x = whole_parameters(layer, group), leaf(x)
+    expected = F.linear(dense_x, dense["weight"], None if layer.skip_bias_add else dense.get("bias"))
+    expected.backward(incoming)
+    own_x, own_incoming = leaf(part_of_input(x)), part_of_output(incoming)
+    options = {"sequence_length": s} if is_column else {}
     with assert_unmodified(own_x, own_incoming, *layer.parameters()):
-        call = recomputed if recompute else lambda function, *args, **options: function(*args, **options)
-        output, bias = call(layer, own_x, weight, sequence_length=s)
+        output, bias = recomputed(layer, own_x, **options) if recompute else layer(own_x, **options)
         output.backward(own_incoming)
     assert bias is (layer.bias if layer.skip_bias_add else None)
-    expected = expected.detach()
-    if not gathered:
-        expected = split(expected, 2, group, sizes, layer.stride)
-    assert_close_to(output.detach().double(), expected, rtol_of_norm=rtol, name="output")
-    expected = split(dense_x.grad, 0, group) if sequence_parallel else dense_x.grad
-    assert_close_to(own_x.grad.double(), expected, rtol_of_norm=rtol, name="input gradient")
+    assert_close_to(output.detach(), part_of_output(expected.detach()), rtol_of_norm=1e-12, name="output")
+    assert_close_to(own_x.grad, part_of_input(dense_x.grad), rtol_of_norm=1e-12, name="input gradient")
     if layer.skip_bias_add:
         dense.pop("bias", None)
         layer.bias = None
-    assert_gradients(layer, dense, group, rtol)
+    assert_gradients(layer, dense, group, 1e-12)
 
 
-def check_row(group, layer, *, sizes=None, stride=1, dtype=torch.float64, rtol=1e-12, s=S, recompute=False):
-    sequence_parallel = layer.sequence_parallel
-    layer.zero_grad()
-    x = torch.randn(s, B, layer.input_size, dtype=torch.float64).to(dtype)
-    incoming = torch.randn(s, B, layer.output_size, dtype=torch.float64).to(dtype)
-    dense = whole_parameters(layer, group)
-    dense_x = leaf(x.double())
-    expected = F.linear(dense_x, dense["weight"], None if layer.skip_bias_add else dense.get("bias"))
-    expected.backward(incoming.double())
-
-    own_x = leaf(split(x, 2, group, sizes, stride) if layer.input_is_parallel else x)
-    own_incoming = split(incoming, 0, group) if sequence_parallel else incoming
-    with assert_unmodified(own_x, own_incoming, *layer.parameters()):
-        output, bias = recomputed(layer, own_x) if recompute else layer(own_x)
-        output.backward(own_incoming)
-    assert bias is (layer.bias if layer.skip_bias_add else None)
-    expected = split(expected.detach(), 0, group) if sequence_parallel else expected.detach()
-    assert_close_to(output.detach().double(), expected, rtol_of_norm=rtol, name="output")
-    expected = split(dense_x.grad, 2, group, sizes, stride) if layer.input_is_parallel else dense_x.grad
-    assert_close_to(own_x.grad.double(), expected, rtol_of_norm=rtol, name="input gradient")
-    if layer.skip_bias_add:
-        dense.pop("bias", None)
-        layer.bias = None
-    assert_gradients(layer, dense, group, rtol)
+def sizes_of_ranks(group):
+    return {1: [9], 3: [5, 1, 3]}[group.size()]
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 class TestColumn:
     """``Y = X A + b``, the columns of ``A`` split."""
 
-    @pytest.mark.parametrize(("s", "i", "o"), [(12, 8, 12), (13, 7, 13), (3, 13, 101)])
-    @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
-    def test_equals_dense(self, group, sequence_parallel, s, i, o, bias):
-        layer = column(group, i, o, config=config_of(sequence_parallel), bias=bias)
-        for recompute in (False, True):
-            check_column(group, layer, s=s, recompute=recompute)
-
-    def test_options(self, group, sequence_parallel):
-        config = config_of(sequence_parallel)
-        check_column(group, column(group, 7, 13, config=config, skip_bias_add=True))
-        check_column(group, column(group, 7, 26, config=config, stride=2))
-        sizes = {1: [9], 2: [2, 7], 3: [5, 1, 3], 4: [1, 0, 6, 2]}[group.size()]
+    def test_equals_dense(self, group, sequence_parallel):
+        config, sizes = config_of(sequence_parallel), sizes_of_ranks(group)
+        check(group, column(group, 8, 12, config=config), s=12)
+        check(group, column(group, 7, 13, config=config, bias=False), recompute=True)
+        check(group, column(group, 7, 13, config=config, skip_bias_add=True))
+        check(group, column(group, 7, 26, config=config, stride=2))
         layer = column(group, 7, 9, config=config, sizes=sizes)
         assert layer.output_size_per_partition == sizes[group.rank()]
-        # A rank without features has nothing to compare with.
-        sizes = [1, 4, 2, 2] if group.size() == 4 else sizes
-        check_column(group, column(group, 7, 9, config=config, sizes=sizes), sizes=sizes)
-        check_column(group, column(group, 7, 18, config=config, sizes=sizes, stride=2), sizes=sizes)
-
-    def test_lower_precision(self, group, sequence_parallel):
-        layer = column(group, 7, 13, config=config_of(sequence_parallel, torch.bfloat16))
-        check_column(group, layer, dtype=torch.bfloat16, rtol=3 * 2**-8)
+        check(group, layer, sizes=sizes)
+        check(group, column(group, 7, 18, config=config, sizes=sizes, stride=2), sizes=sizes)
 
     def test_a_weight_that_is_passed_in(self, group, sequence_parallel):
         config = config_of(sequence_parallel)
@@ -197,9 +167,9 @@ class TestColumn:
         assert list(layer.parameters()) == []
         assert layer.param_layouts == {}
         with pytest.raises(ShardingError, match="skip_weight_param_allocation; pass a weight to forward"):
-            layer(torch.randn(S, B, 7, dtype=torch.float64))
+            layer(torch.randn(12, B, 7, dtype=torch.float64))
         owner = column(group, 7, 13, config=config, bias=False)
-        x = torch.randn(S // group.size() if sequence_parallel else S, B, 7, dtype=torch.float64)
+        x = torch.randn(12 // group.size() if sequence_parallel else 12, B, 7, dtype=torch.float64)
         outputs, gradients = [], []
         for output in (layer(x, owner.weight)[0], owner(x)[0]):
             owner.weight.grad = None
@@ -208,94 +178,41 @@ class TestColumn:
             gradients.append(owner.weight.grad)
         assert_bit_equal(*outputs)
         assert_bit_equal(*gradients)
-        local = owner.output_size_per_partition
-        with pytest.raises(ShardingError, match=rf"weight has shape \[{local - 1}, 7\]; rank .* needs \[{local}, 7\]"):
-            layer(x, owner.weight.detach()[1:])
 
-
-@pytest.mark.ranks(1, 2, 3, 4)
-def test_column_gathers_its_output(group):
-    check_column(group, column(group, 7, 13, gather_output=True), gathered=True)
-    check_column(group, column(group, 7, 12, gather_output=True, bias=False), gathered=True)
-    sizes = {1: [9], 2: [2, 7], 3: [5, 1, 3], 4: [1, 4, 2, 2]}[group.size()]
-    check_column(group, column(group, 7, 9, gather_output=True, sizes=sizes), gathered=True)
-    # Sections in their order.
-    check_column(group, column(group, 7, 26, gather_output=True, stride=2), gathered=True)
-    check_column(group, column(group, 7, 27, gather_output=True, stride=3, sizes=sizes), gathered=True)
-    # Asked for or refused at run time; also with sequence parallelism, whose output has the whole sequence.
-    for config in (config_of(), config_of(True)):
+    def test_gathers_its_output(self, group, sequence_parallel):
+        config, sizes = config_of(sequence_parallel), sizes_of_ranks(group)
+        check(group, column(group, 7, 13, config=config, gather_output=True), gathered=True)
+        # Sections in their order.
+        layer = column(group, 7, 27, config=config, gather_output=True, stride=3, sizes=sizes)
+        check(group, layer, gathered=True)
+        x = torch.randn(6, B, 7, dtype=torch.float64)
+        shape = layer(x, runtime_gather_output=False)[0].shape
+        assert shape == (6 * group.size() if layer.sequence_parallel else 6, B, layer.output_size_per_partition)
         layer = column(group, 7, 13, config=config)
-        x = torch.randn(S, B, 7, dtype=torch.float64)
-        own = split(x, 0, group) if layer.sequence_parallel else x
-        dense = whole_parameters(layer, group)
-        expected = F.linear(x, dense["weight"], dense["bias"]).detach()
-        assert_close_to(layer(own, runtime_gather_output=True)[0].detach(), expected, rtol_of_norm=1e-12)
-    layer = column(group, 7, 13, gather_output=True)
-    assert layer(x, runtime_gather_output=False)[0].shape == (S, B, layer.output_size_per_partition)
+        assert layer(x, runtime_gather_output=True)[0].size(2) == 13
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-class TestRow:
-    """``Y = X A + b``, the rows of ``A`` split."""
-
-    @pytest.mark.parametrize(("s", "i", "o"), [(12, 12, 8), (13, 13, 7), (3, 101, 13)])
-    @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
-    def test_equals_dense(self, group, sequence_parallel, s, i, o, bias):
-        layer = row(group, i, o, config=config_of(sequence_parallel), bias=bias)
-        for recompute in (False, True):
-            check_row(group, layer, s=s, recompute=recompute)
-
-    def test_options(self, group, sequence_parallel):
-        config = config_of(sequence_parallel)
-        check_row(group, row(group, 13, 7, config=config, skip_bias_add=True))
-        check_row(group, row(group, 26, 7, config=config, stride=2), stride=2)
-        sizes = {1: [9], 2: [2, 7], 3: [5, 1, 3], 4: [1, 4, 2, 2]}[group.size()]
-        layer = row(group, 9, 7, config=config, sizes=sizes)
-        assert layer.input_size_per_partition == sizes[group.rank()]
-        check_row(group, layer, sizes=sizes)
-        check_row(group, row(group, 18, 7, config=config, sizes=sizes, stride=2), sizes=sizes, stride=2)
-
-    def test_lower_precision(self, group, sequence_parallel):
-        layer = row(group, 13, 7, config=config_of(sequence_parallel, torch.bfloat16))
-        check_row(group, layer, dtype=torch.bfloat16, rtol=4 * 2**-8)
-
-    def test_the_bias_says_whether_its_gradient_is_partial(self, group, sequence_parallel):
-        layer = row(group, 13, 7, config=config_of(sequence_parallel))
-        assert layer.bias.sequence_parallel == (sequence_parallel and group.size() > 1)
+def test_row_equals_dense(group, sequence_parallel):
+    config, sizes = config_of(sequence_parallel), sizes_of_ranks(group)
+    check(group, row(group, 12, 8, config=config), s=12)
+    check(group, row(group, 13, 7, config=config, bias=False), recompute=True)
+    check(group, row(group, 13, 7, config=config, skip_bias_add=True))
+    layer = row(group, 9, 7, config=config, sizes=sizes)
+    assert layer.input_size_per_partition == sizes[group.rank()]
+    check(group, layer, sizes=sizes)
+    check(group, row(group, 18, 7, config=config, sizes=sizes, stride=2), sizes=sizes)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 3)
 def test_row_splits_its_own_input(group):
-    check_row(group, row(group, 13, 7, input_is_parallel=False))
-    check_row(group, row(group, 12, 7, input_is_parallel=False, bias=False))
-    sizes = {1: [9], 2: [2, 7], 3: [5, 1, 3], 4: [1, 4, 2, 2]}[group.size()]
-    check_row(group, row(group, 9, 7, input_is_parallel=False, sizes=sizes))
-    check_row(group, row(group, 26, 7, input_is_parallel=False, stride=2))
-    check_row(group, row(group, 27, 7, input_is_parallel=False, stride=3, sizes=sizes))
+    check(group, row(group, 13, 7, input_is_parallel=False))
+    sizes = sizes_of_ranks(group)
+    check(group, row(group, 27, 7, input_is_parallel=False, stride=3, sizes=sizes), sizes=sizes)
 
 
-@pytest.mark.ranks(1, 2, 4)
-def test_autocast(group):
-    """Output and gradients as of PyTorch's linear under autocast, at any number of ranks."""
-    for layer, width in ((column(group, 7, 13, config=config_of(dtype=torch.float32)), None), (row_in_fp32(group), 13)):
-        x = torch.randn(S, B, layer.input_size)
-        dense = {name: leaf(whole.float()) for name, whole in whole_parameters(layer, group).items()}
-        own = x if width is None else split(x, 2, group)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            output, _ = layer(own)
-            expected = F.linear(x, dense["weight"], dense["bias"])
-        assert output.dtype == expected.dtype == torch.bfloat16
-        expected.sum().backward()
-        output.sum().backward()
-        expected = expected.detach() if width else split(expected.detach(), 2, group)
-        assert_close_to(output.detach(), expected, rtol_of_norm=4 * 2**-8)
-        for name, param, layout in named_param_layouts(layer, group.size()):
-            gradient = gather_shards(param.grad, layout, group)
-            assert_close_to(gradient, dense[name].grad, rtol_of_norm=4 * 2**-8, name=f"gradient of {name}")
-
-
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
 def test_an_output_of_a_dtype_of_its_own(group, sequence_parallel, frozen):
@@ -353,28 +270,11 @@ def test_an_output_of_a_dtype_of_its_own_beside_other_options(group):
         column(exact, 4, 6, output_dtype=torch.float32)
 
 
-def row_in_fp32(group):
-    return row(group, 13, 7, config=config_of(dtype=torch.float32))
-
-
-@pytest.mark.ranks(2)
-def test_frozen_weights(group):
-    for make, width in ((column, 8), (row, 4)):
-        layer = make(group, 8, 6)
-        layer.weight.requires_grad_(False)
-        x = torch.randn(S, B, width, dtype=torch.float64, requires_grad=True)
-        layer(x)[0].sum().backward()
-        assert layer.weight.grad is None
-        # Nothing is wrong with training the bias alone.
-        assert layer.bias.grad.tolist() == [float(S * B)] * layer.bias.numel()
-        assert x.grad is not None
-
-
-@pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize(("vocab", "h"), [(101, 7), (64, 8), (4, 3)])
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("reduce_scatter", [False, True], ids=["", "reduce-scatter"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-def test_embedding_equals_dense(group, vocab, h, reduce_scatter, deterministic):
+def test_embedding_equals_dense(group, reduce_scatter, deterministic):
+    vocab, h = 101, 7
     layer = VocabParallelEmbedding(
         vocab,
         h,
@@ -383,10 +283,9 @@ def test_embedding_equals_dense(group, vocab, h, reduce_scatter, deterministic):
         config=config_of(reduce_scatter, deterministic_mode=deterministic),
         tp_group=group,
     )
-    s = S if vocab == 64 else 13
-    ids = torch.randint(vocab, (B, s))
+    ids = torch.randint(vocab, (B, S))
     ids[0, 0], ids[1, 1], ids[0, 2] = 0, vocab - 1, vocab - 1
-    incoming = torch.randn(B, s, h, dtype=torch.float64)
+    incoming = torch.randn(B, S, h, dtype=torch.float64)
     dense = whole_parameters(layer, group)
     expected = F.embedding(ids, dense["weight"])
     expected.backward(incoming)
@@ -421,8 +320,8 @@ def test_embedding_of_fewer_ids_than_ranks(group):
     assert_bit_equal(gather_shards(layer.weight.grad, layer.param_layouts["weight"], group), counts)
 
 
-@pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("wrong", [101, -1, 10**6])
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrong", [101, -1])
 def test_embedding_names_an_id_outside(group, wrong):
     layer = VocabParallelEmbedding(101, 3, init_method=Normal(1.0), config=config_of(), tp_group=group)
     ids = torch.randint(101, (B, S))
@@ -430,39 +329,6 @@ def test_embedding_names_an_id_outside(group, wrong):
     message = rf"token id {wrong} at position \[1, 4\] is outside the vocabulary of 101 ids"
     with pytest.raises(VocabularyError, match=message):
         layer(ids)
-
-
-@pytest.mark.ranks(1, 2, 3, 4)
-def test_initial_weights_are_the_dense_ones(group):
-    torch.manual_seed(7)
-    config = config_of(dtype=torch.float32)
-    made = [
-        VocabParallelEmbedding(101, 7, init_method=Normal(0.02), config=config, tp_group=group),
-        ColumnParallelLinear(7, 26, config=config, init_method=Normal(0.3), stride=2, tp_group=group),
-        ColumnParallelLinear(7, 13, config=config, init_method=nn.init.xavier_uniform_, tp_group=group),
-        RowParallelLinear(
-            13,
-            7,
-            config=config,
-            init_method=Normal(0.2),
-            bias=True,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            tp_group=group,
-        ),
-    ]
-    state = torch.get_rng_state()
-    torch.manual_seed(7)
-    dense = [
-        nn.init.normal_(torch.empty(101, 7), 0, 0.02),
-        nn.init.normal_(torch.empty(26, 7), 0, 0.3),
-        nn.init.xavier_uniform_(torch.empty(13, 7)),
-        nn.init.normal_(torch.empty(7, 13), 0, 0.2),
-    ]
-    for layer, expected in zip(made, dense, strict=True):
-        assert_bit_equal(gather_shards(layer.weight, layer.param_layouts["weight"], group), expected)
-        assert getattr(layer, "bias", None) is None or not layer.bias.any()
-    assert_bit_equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.ranks(2)
@@ -476,22 +342,6 @@ def test_initialisation_may_be_left_out(group):
     # How a parameter is split does not depend on who gives it its values.
     assert (layer.weight.tensor_model_parallel, layer.weight.partition_dim) == (True, 0)
     assert layer.weight.shape == (7 - group.rank(), 7)
-
-
-@pytest.mark.ranks(1, 2)
-def test_attributes_that_programs_read(group):
-    def attributes(param):
-        return param.tensor_model_parallel, param.partition_dim, param.partition_stride
-
-    layer = column(group, 8, 12, stride=2)
-    assert attributes(layer.weight) == (True, 0, 2)
-    assert attributes(layer.bias) == (True, 0, 2)
-    layer = row(group, 8, 12, stride=2)
-    assert attributes(layer.weight) == (True, 1, 2)
-    assert attributes(layer.bias) == (False, -1, 1)
-    tensor = torch.zeros(3)
-    set_tensor_model_parallel_attributes(tensor, True, 1, 3)
-    assert attributes(tensor) == (True, 1, 3)
 
 
 @pytest.mark.ranks(2)
