@@ -237,6 +237,11 @@ def diagnosed(
         train(build, None, folder / "one", world_size=1, **options)
         train(build, None, folder / "rounding", world_size=1, **options | other)
     train(build, group, folder / "parallel", axes=axes, **options)
+    return diagnosis_of(folder, group)
+
+
+def diagnosis_of(folder: Path, group: ProcessGroup) -> Diagnosis | None:
+    """Diagnose three recordings on the first rank. Collective."""
     dist.barrier(group)
     try:
         if group.rank() == 0:

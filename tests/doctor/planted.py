@@ -84,14 +84,7 @@ class Script:
     fault: str = ""
 
     def run(self, group: ProcessGroup, watcher: Watcher, planted: bool, dtype: torch.dtype | None = None) -> Outcome:
-        """Train two steps.
-
-        Args:
-            group: all ranks of the run, or one rank for the dense program.
-            watcher: called while the program trains.
-            planted: whether the fault is there; on one rank there is none.
-            dtype: dtype of the model; its own if None.
-        """
+        """Train two steps."""
         program = _PROGRAMS[self.family]
         return program(group, watcher, self.fault if planted else "", dtype or self.dtype, self.options)
 

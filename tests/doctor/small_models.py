@@ -39,13 +39,7 @@ def of_mlp(up: dict[str, Any] | None = None, down: dict[str, Any] | None = None)
 
 
 class Embeddings(nn.Module):
-    """Tokens and positions, of which each rank takes its part of the sequence.
-
-    Args:
-        restarts: whether positions count from 0 on each rank.
-        is_joint: whether there is no module of positions.
-        cut: whether each rank gets all ids.
-    """
+    """Tokens and positions, of which each rank takes its part of the sequence."""
 
     def __init__(self, group: Group, *, restarts: bool = False, is_joint: bool = False, cut: bool = True) -> None:
         super().__init__()
@@ -180,11 +174,7 @@ def sum_shared(model: nn.Module, group: Group) -> None:
 
 
 class WithLoss(nn.Module):
-    """A model that returns its loss.
-
-    Args:
-        of: makes each rank's labels and loss of the logits.
-    """
+    """A model that returns its loss."""
 
     def __init__(self, group: Group, of: Callable[[Tensor, Tensor, Group], Tensor]) -> None:
         super().__init__()
@@ -332,11 +322,7 @@ def loss_of_parts(model: nn.Module, ids: Tensor, labels: Tensor, group: Group) -
 
 
 class Turned(nn.Module):
-    """Rotates hidden states by angles that a module makes of this rank's positions.
-
-    Args:
-        restarts: whether positions count from 0 on each rank.
-    """
+    """Rotates hidden states by angles that a module makes of this rank's positions."""
 
     def __init__(self, group: Group, *, restarts: bool) -> None:
         super().__init__()

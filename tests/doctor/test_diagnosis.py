@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from doctor.parts import diagnosis_of
 from doctor.planted import OUR_FAULTS, SCRIPTS, SOUND, OurFault, Script
 from doctor.recorded import record_script
 from harness.faults import Fault, plant
@@ -33,13 +34,7 @@ def of_ranks(scripts: tuple[Script, ...], ranks: int) -> list[object]:
 def diagnosed(script: Script, group: dist.ProcessGroup, folder: Path, *, is_planted: bool) -> Diagnosis | None:
     """Record a program, and diagnose it on the first rank."""
     record_script(script, group, folder, is_planted=is_planted)
-    dist.barrier(group)
-    try:
-        if group.rank() == 0:
-            return diagnose(folder / "one", folder / "parallel", folder / "rounding")
-    finally:
-        dist.barrier(group)
-    return None
+    return diagnosis_of(folder, group)
 
 
 def check_found(script: Script, group: dist.ProcessGroup, folder: Path) -> None:

@@ -333,12 +333,7 @@ def functions(node: ast.AST, within: str = "") -> Iterator[tuple[str, ast.Functi
 
 
 def planted(fault: Fault, source: Path = SOURCE) -> tuple[Path, str]:
-    """Return the file of a fault's function, and the file's text with the fault.
-
-    Raises:
-        ValueError: not exactly one function has the name, its source does not contain ``old`` exactly once, or the
-            result is not valid Python.
-    """
+    """Return the file of a fault's function, and the file's text with the fault."""
     module, _, name = fault.function.partition(":")
     files = list(source.rglob(f"{module.replace('.', '/')}.py"))
     every = [(path, *each) for path in files for each in functions(ast.parse(path.read_text()))]
@@ -378,11 +373,7 @@ def plant(fault: Fault) -> None:
 
 
 def failure(tests: Collection[str], source: Path, scratch: Path) -> str | None:
-    """Return the first test that fails with the package at ``source``, and the reason; None if all pass.
-
-    Raises:
-        RuntimeError: the tests could not be run.
-    """
+    """Return the first test that fails with the package at ``source``, and the reason; None if all pass."""
     paths = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
     # The next run must not start with an example that failed because of a fault. COLUMNS: pytest truncates the reason.
     own = {"PYTHONPATH": paths, "HYPOTHESIS_STORAGE_DIRECTORY": str(scratch / "hypothesis"), "COLUMNS": "250"}

@@ -18,15 +18,6 @@ def run_forked(
     """Call a function once per tuple of arguments, in parallel processes that the pool's fork server starts.
 
     When one process has failed, the others are ended, because they may wait for it.
-
-    Args:
-        function: module-level function. Its result is ignored; ``sys.exit`` sets the exit code.
-        calls: arguments of each call.
-        folder: folder for the output of the processes; it must exist.
-        all_end: True if all processes end by themselves even if one fails.
-
-    Returns:
-        Each process's exit code, as in ``subprocess``, and its standard output and error.
     """
     pool._start_fork_server()
     context = multiprocessing.get_context("forkserver")

@@ -183,9 +183,6 @@ class Launches(StepRecorder):
     """Records the launches inside its ``with`` block, also those of backward passes.
 
     ``with_streams`` must have been called before the model is made, since a model may keep streams.
-
-    Attributes:
-        all: the launches, in the order of the host.
     """
 
     def __init__(self) -> None:

@@ -88,16 +88,7 @@ def assert_moves(
     dim: int | None,
     group: ProcessGroup,
 ) -> None:
-    """Check the forward and backward pass of a move between two layouts, and that it modifies nothing.
-
-    Args:
-        move: function of a tensor with three dimensions and of every rank's size along ``dim``, or None.
-        source: layout of the input.
-        target: layout of the output.
-        drawn: the case.
-        dim: dimension of the move; None for a move of whole tensors, which has no sizes.
-        group: process group of the ranks.
-    """
+    """Check the forward and backward pass of a move between two layouts, and that it modifies nothing."""
     t, me = group.size(), group.rank()
     axis = 0 if dim is None else dim
     shape = [drawn.rows, 2, drawn.columns]

@@ -61,15 +61,7 @@ Command = RunTest | CleanUp | Leave
 
 @dataclass(frozen=True)
 class Reply:
-    """Result of a command on one rank.
-
-    Attributes:
-        outcome: outcome of the command.
-        time: time of its end, in seconds of the monotonic clock that all processes of a machine share.
-        summary: one line with the error or the reason of a skip.
-        traceback: traceback of the error as text; empty without a failure.
-        reusable: True if the rank's default process group is still the one of the pool.
-    """
+    """Result of a command on one rank."""
 
     outcome: Outcome
     time: float

@@ -289,9 +289,6 @@ def nccl_rules(timeout: float = 60.0) -> Iterator[Counter[str]]:
     """Put all groups that are created in the block under the rules; all ranks enter and leave together.
 
     Yields the number of this rank's calls, by name.
-
-    Args:
-        timeout: after so many seconds without a rank's partner, it counts as missing.
     """
     rules = _Rules(timeout)
     by_device_type, batch = context._by_device_type, dist.batch_isend_irecv

@@ -52,13 +52,7 @@ _INDEXING = {"aten.index.Tensor", "aten.index_put.default", "aten.index_put_.def
 
 
 def join(backend: str = "cuda:fake", *, world_size: int = 1, rank: int = 0) -> ProcessGroup:
-    """Become one of ``world_size`` ranks whose collectives do nothing.
-
-    Args:
-        backend: backend per device; ``"cuda:fake"`` replaces NCCL, ``"cpu:gloo,cuda:fake"`` replaces gloo and NCCL.
-        world_size: number of ranks; 1 with gloo, which would wait for the others.
-        rank: this rank.
-    """
+    """Become one of ``world_size`` ranks whose collectives do nothing."""
     store: Any = dist.HashStore() if "gloo" in backend else FakeStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     world = dist.group.WORLD

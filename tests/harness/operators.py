@@ -8,11 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operators(TorchDispatchMode):
-    """Records the operators that run inside its ``with`` block, including backward passes.
-
-    Attributes:
-        names: names of the operators, such as ``"aten::add.Tensor"``, in the order of the calls.
-    """
+    """Records the operators that run inside its ``with`` block, including backward passes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,11 +26,7 @@ class ProductsDone(TorchDispatchMode):
 
 
 class ArrivesAfter:
-    """A collective whose result arrives when the products have been computed.
-
-    Attributes:
-        arrived_early: True if the result had arrived when it was waited for.
-    """
+    """A collective whose result arrives when the products have been computed."""
 
     def __init__(self, pending: Any, products: ProductsDone) -> None:
         self.pending = pending
@@ -57,14 +53,7 @@ class ProductTime(TorchDispatchMode):
 
 
 class ArrivesLater:
-    """A collective whose result arrives a fixed time after its launch, by a clock of products.
-
-    Args:
-        pending: the collective.
-        clock: clock that measures the delay.
-        delay: time from the launch to the result, in multiplications.
-        waited: list to which the length of each wait is appended.
-    """
+    """A collective whose result arrives a fixed time after its launch, by a clock of products."""
 
     def __init__(self, pending: Any, clock: ProductTime, delay: float, waited: list[float]) -> None:
         self.pending, self.clock, self.waited = pending, clock, waited

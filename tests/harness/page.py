@@ -12,15 +12,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def run_example(name: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Run the Python blocks of a page as one program, on the ranks of a test.
-
-    Args:
-        name: name of the page in docs/.
-        monkeypatch: fixture of the test.
-
-    Returns:
-        The first argument of each call of ``print``.
-    """
+    """Run the Python blocks of a page as one program, on the ranks of a test."""
     text = (DOCS / name).read_text(encoding="utf-8")
     script = "\n".join(re.findall(r"^```python\n(.*?)```", text, re.DOTALL | re.MULTILINE))
     assert script

@@ -22,16 +22,6 @@ def assert_close_to(actual: Tensor, expected: Tensor, *, rtol_of_norm: float, na
     The bound is relative to the norm of the whole tensor, because the rounding error of a sum scales with its terms,
     not with its value: the error of an element near zero may exceed the element. Equal infinities agree. If
     ``expected`` is all zeros, ``actual`` must be too.
-
-    Args:
-        actual: tensor to test.
-        expected: expected tensor, of the same shape and dtype.
-        rtol_of_norm: bound of the error relative to the norm of ``expected``.
-        name: name of the tensors, for the message.
-
-    Raises:
-        AssertionError: the shapes or dtypes differ, or the error exceeds the bound or is NaN. The message has the
-            error, and the index and both values of the worst element.
     """
     __tracebackhide__ = True
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
@@ -56,11 +46,7 @@ def assert_close_to(actual: Tensor, expected: Tensor, *, rtol_of_norm: float, na
 
 
 def assert_bit_equal(actual: Tensor, expected: Tensor, *, name: str = "result") -> None:
-    """Assert that two tensors have the same shape, dtype and bits. NaNs with equal bits are equal; 0 and -0 differ.
-
-    Raises:
-        AssertionError: the tensors differ. The message has the number of elements that differ, and the first of them.
-    """
+    """Assert that two tensors have the same shape, dtype and bits. NaNs with equal bits are equal; 0 and -0 differ."""
     __tracebackhide__ = True
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise AssertionError(
@@ -91,13 +77,6 @@ def assert_unmodified(*tensors: Tensor, **named: Tensor) -> Iterator[None]:
     >>> x = torch.ones(2)
     >>> with assert_unmodified(x=x):
     ...     y = x + 1
-
-    Args:
-        tensors: tensors, named ``tensor 0``, ``tensor 1`` and so on in the message.
-        named: tensors with names for the message.
-
-    Raises:
-        AssertionError: a tensor's bits have changed, or its own values were written to it.
     """
     __tracebackhide__ = True
     watched = {f"tensor {i}": tensor for i, tensor in enumerate(tensors)} | named
@@ -118,22 +97,7 @@ def _version(tensor: Tensor) -> int:
 def gather_shards(
     local: Tensor, layout: ParamLayout, group: dist.ProcessGroup, *, check_replicas: bool = True
 ) -> Tensor:
-    """Assemble a whole parameter or gradient from every rank's part, on every rank.
-
-    Args:
-        local: this rank's part, of shape ``layout.local_shape(rank)``.
-        layout: layout of the parts.
-        group: process group of the ranks in ``layout``.
-        check_replicas: assert that elements held by several ranks are bit-equal. If False, the elements of the first
-            rank are taken.
-
-    Returns:
-        A tensor of shape ``layout.global_shape``, without gradient.
-
-    Raises:
-        ShardingError: some rank's part does not have the shape of the layout; on every rank.
-        AssertionError: ranks hold different values of the same elements; on every rank.
-    """
+    """Assemble a whole parameter or gradient from every rank's part, on every rank."""
     __tracebackhide__ = True
     shards = gather_all(local, group)
     whole = layout.assemble(shards)

@@ -18,12 +18,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 class LivePeak(TorchDispatchMode):
-    """Counts the bytes of the storages that operations in the block return, and that ``count`` is told of.
-
-    Attributes:
-        live: bytes of the storages that exist now.
-        peak: the most that existed at one time.
-    """
+    """Counts the bytes of the storages that operations in the block return, and that ``count`` is told of."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -81,15 +81,7 @@ class Pool:
     """``size`` connected ranks. A pool is usable until a command fails; then it is closed and replaced."""
 
     def __init__(self, size: int, *, start_timeout: float = TEST_TIMEOUT) -> None:
-        """Start the ranks.
-
-        Args:
-            size: number of ranks.
-            start_timeout: seconds that the ranks may sleep during the start.
-
-        Raises:
-            RankError: a rank died or did not arrive in time; all processes have been ended.
-        """
+        """Start the ranks."""
         self.size = size
         self.usable = True
         self._folder = Path(tempfile.mkdtemp(prefix="shardwise-ranks-"))
@@ -124,16 +116,6 @@ class Pool:
         """Run a test on every rank, and clean up after it.
 
         The output of the ranks goes to ``sys.stdout``, with the rank at the start of each line.
-
-        Args:
-            command: the test.
-            timeout: seconds that the ranks may sleep.
-
-        Returns:
-            The outcome of the test, the same on every rank: passed, skipped or expected to fail.
-
-        Raises:
-            RankError: the test failed on some rank. The pool is then closed, as after any other exception.
         """
         try:
             try:
@@ -179,11 +161,7 @@ class Pool:
                 ours.send_bytes(message)
 
     def _wait(self, timeout: float, doing: str) -> list[Reply]:
-        """Collect every rank's reply to the last command.
-
-        Raises:
-            RankError: some rank failed, died, or did not reply in time.
-        """
+        """Collect every rank's reply to the last command."""
         states = [RankState()] * self.size
         waiting = dict(zip(self._connections, range(self.size), strict=True))
         end, slept, limit = time.monotonic() + WATCHDOG_SECONDS, 0.0, timeout

@@ -42,12 +42,7 @@ serve()
 
 
 class PretendedGpu:
-    """Runs functions on the pretended GPU.
-
-    Args:
-        server: program that runs ``harness.on_pretended_gpu.serve``.
-        folder: folder for messages to and from the server.
-    """
+    """Runs functions on the pretended GPU."""
 
     def __init__(self, server: Program, folder: Path) -> None:
         self._server = server
@@ -55,15 +50,7 @@ class PretendedGpu:
         self._count = 0
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``function(*args)`` there and return its result.
-
-        Args:
-            function: module-level function of a test module.
-            *args: picklable arguments.
-
-        Raises:
-            AssertionError: the call failed; the message has its traceback.
-        """
+        """Call ``function(*args)`` there and return its result."""
         __tracebackhide__ = True
         self._count += 1
         request, reply = self._folder / f"request{self._count}", self._folder / f"reply{self._count}"

@@ -37,18 +37,6 @@ class Program:
     Every wait ends with its event, or with an AssertionError as soon as the program has ended without it. The watchdog
     (``TEST_WATCHDOG_SECONDS``) is only for hangs; its message has the output, and the stacks of all Python processes
     that the program started. At the end of the block all of these processes are ended.
-
-    Args:
-        command: the program and its arguments. If the first one begins with ``-``, Python is started with them.
-        folder: working directory of the program.
-        stdin: standard input, as for ``subprocess.Popen``; empty by default.
-        stdout: standard output, as for ``subprocess.Popen``, if the test reads it itself.
-        stderr: the same for the standard error.
-        variables: environment variables in addition to those of this process, from which the variables of a launcher
-            are removed; None removes a variable.
-
-    Attributes:
-        pid: process id of the program, and id of its process group.
     """
 
     def __init__(
@@ -152,14 +140,7 @@ class Program:
         wait_until(happened_or_ended, what, report=self.report)
 
     def finish(self, *, exit_code: int | None = 0) -> Program:
-        """Wait until the program and all processes with its output pipes have ended.
-
-        Args:
-            exit_code: expected exit code; None for any.
-
-        Returns:
-            The program itself, for its ``stdout``, ``stderr`` and ``returncode``.
-        """
+        """Wait until the program and all processes with its output pipes have ended."""
         __tracebackhide__ = True
         wait_until(
             lambda: self.returncode is not None and not any(reader.is_alive() for reader in self._readers),

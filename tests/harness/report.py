@@ -16,11 +16,6 @@ class RankState:
 
     A rank with a reply has ended the command. A rank with only an exit code died before that. A rank with neither was
     still running, at the position in ``stack``.
-
-    Attributes:
-        reply: reply of the rank.
-        exit_code: exit code of the process, or the negative number of the signal that ended it.
-        stack: Python stack of the rank, innermost frame first, as written by faulthandler.
     """
 
     reply: Reply | None = None
@@ -45,11 +40,6 @@ def describe_failure(states: Sequence[RankState], timeout: float, doing: str) ->
 
     A rank that died is the cause of all other failures, because its peers fail in their next collective. Otherwise the
     rank that failed first is the cause. A waiting rank is the cause only if no other rank has failed.
-
-    Args:
-        states: state of each rank.
-        timeout: time limit in seconds.
-        doing: activity of the ranks, such as "the test".
     """
     size = len(states)
     died = [rank for rank, state in enumerate(states) if state.died]

@@ -17,15 +17,7 @@ _BUSY_SECONDS = 1.0
 
 
 def stacks(files: Mapping[int, Path]) -> dict[int, str]:
-    """Ask processes for their stacks.
-
-    Args:
-        files: stack file of each process, by process id. A process whose file does not exist has no handler yet, and is
-            not asked, because the signal would kill it.
-
-    Returns:
-        The stacks by process id; empty for a process that has ended, is stopped or does not answer.
-    """
+    """Ask processes for their stacks."""
     begins, texts, waiting = {}, dict.fromkeys(files, ""), set()
     for pid, path in files.items():
         if path.exists() and is_alive(pid):

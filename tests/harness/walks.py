@@ -20,12 +20,7 @@ _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 class Walk:
-    """A profile function that traces the calls between files.
-
-    Attributes:
-        files: entered files.
-        returns: pairs of caller and callee, where the callee's file was entered and left before.
-    """
+    """A profile function that traces the calls between files."""
 
     def __init__(self, root: Path) -> None:
         self.files: set[str] = set()

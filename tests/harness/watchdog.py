@@ -13,16 +13,7 @@ WATCHDOG_SECONDS = float(os.environ.get("TEST_WATCHDOG_SECONDS", "600"))
 
 
 def wait_until(happened: Callable[[], bool], what: str, *, report: Callable[[], str] = str) -> None:
-    """Wait until a condition holds.
-
-    Args:
-        happened: the condition; it must be cheap, because it is called a hundred times per second.
-        what: description of the condition, for the message.
-        report: returns more text for the message; called at the limit, before any process is ended.
-
-    Raises:
-        AssertionError: the watchdog ended the wait.
-    """
+    """Wait until a condition holds."""
     __tracebackhide__ = True
     end = time.monotonic() + WATCHDOG_SECONDS
     while not happened():

@@ -158,14 +158,7 @@ class _Rank:
 
 
 def _ended(body: Callable[[], None], path: str, traceback_style: str, *, reusable: bool = True) -> Reply:
-    """Run ``body`` and return its result.
-
-    Args:
-        body: function to run.
-        path: file whose first frame is the start of tracebacks.
-        traceback_style: style of the traceback.
-        reusable: value for the reply.
-    """
+    """Run ``body`` and return its result."""
     try:
         body()
     except pytest.skip.Exception as error:

@@ -33,13 +33,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Folders:
-    """A run's checkpoint, the same model as a Hugging Face folder in files, and its adapter; all within ``open_ranks``.
-
-    Attributes:
-        step: of the checkpoint.
-        model: the Hugging Face folder.
-        adapter: the adapter's.
-    """
+    """A checkpoint of a run, its model as a Hugging Face folder, and its adapter; all within ``open_ranks``."""
 
     def __init__(self, root: Path) -> None:
         self.step = root / "run" / "checkpoints" / "step-00000003"

@@ -18,16 +18,7 @@ _WIDTHS = {"b8": 1, "b16": 2, "b32": 4, "b64": 8}
 
 
 def compile_for(kernel, capability, kinds, constants, *, num_warps, divisible=None):
-    """A kernel's code.
-
-    Args:
-        kernel: as ``triton.jit`` made it.
-        capability: such as 90.
-        kinds: Triton's type of each argument that is not a constant.
-        constants: the value of each other.
-        num_warps: of a program.
-        divisible: names of those arguments that Triton finds to be multiples of 16 when it is called; all if None.
-    """
+    """A kernel's code."""
     names = kernel.arg_names
     assert set(names) == set(kinds) | set(constants), set(names) ^ (set(kinds) | set(constants))
     divisible = set(kinds) if divisible is None else divisible

@@ -51,16 +51,7 @@ def _registers_from(statements, parameter):
 
 
 def unordered_accesses(ptx, parameter=0):
-    """The statements that write through a pointer while others' reads through it may not have happened yet.
-
-    Args:
-        ptx: of one kernel.
-        parameter: which of the kernel's parameters the pointer is.
-
-    Returns:
-        Of each such write the address that it writes and those that were read, since the last barrier on some way
-        through the kernel, and that the same thread does not write.
-    """
+    """The statements that write through a pointer while others' reads through it may not have happened yet."""
     statements, labels = statements_of(ptx)
     pointers = _registers_from(statements, parameter)
     reads, writes = {}, {}

@@ -39,13 +39,7 @@ BASE = {
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Another value of a field.
-
-    Attributes:
-        value: the other one.
-        seen: which of the observations differs.
-        given: what both models are made with besides.
-    """
+    """Another value of a field."""
 
     value: Any
     seen: str

@@ -126,13 +126,7 @@ def lora(quantization: Quantization | None = None) -> dict[str, Any]:
 
 
 class Run:
-    """A real run of a case on this rank.
-
-    Args:
-        case: the run.
-        small: run the smaller one of the same kind.
-        counter: counts live bytes, if any.
-    """
+    """A real run of a case on this rank."""
 
     def __init__(self, case: Case, groups: Groups, *, small: bool = False) -> None:
         mesh = case.mesh

@@ -56,11 +56,7 @@ class SumOfPowers(SelfAttention):
 
 @dataclasses.dataclass(frozen=True)
 class Unseen(Workload):
-    """A model of such layers.
-
-    Attributes:
-        alternates: its attention is a ``SumOfPowers``.
-    """
+    """A model of such layers."""
 
     alternates: bool = False
 

@@ -88,14 +88,7 @@ def run_two_steps(
     optimizer="adamw",
     adapters=False,
 ):
-    """Train one step, and a second one: in the first, ranks compare their calls. Return the banner.
-
-    Args:
-        folder: folder of the run.
-        around: called with the number of each step and a function that makes it.
-        world_size, rank: this rank of so many.
-        parallel, training, model, recompute, optimizer, adapters: settings of the run.
-    """
+    """Train one step, and a second one: in the first, ranks compare their calls. Return the banner."""
     # Initial values are numbers, which nobody asks for here.
     initialization.fill_normal_ = lambda *_, **__: None
     settings = Settings(

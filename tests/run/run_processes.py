@@ -36,17 +36,7 @@ def run_in_processes(
     *,
     killed_at: int | None = None,
 ) -> str:
-    """Run in so many processes, which end with the run.
-
-    Args:
-        settings: of the run.
-        world_size: number of processes.
-        folder: new, for what they print and where they meet.
-        killed_at: the step in which the last of them ends by SIGKILL.
-
-    Returns:
-        What the first of them printed.
-    """
+    """Run in so many processes, which end with the run."""
     folder.mkdir()
     calls = [(settings, rank, world_size, folder / "store", killed_at) for rank in range(world_size)]
     done = run_forked(_run_rank, calls, folder)
@@ -58,17 +48,7 @@ def run_in_processes(
 
 
 def run_command(folder: Path, world_size: int, *argv: object, **options: Any) -> tuple[str, str]:
-    """Run ``shardwise ARGUMENTS`` in so many processes, as its launcher starts them, until they end with exit code 0.
-
-    Args:
-        folder: for the cache, and for a folder with what they print and where they meet.
-        world_size: number of processes.
-        argv: the arguments.
-        options: of ``run_commands``.
-
-    Returns:
-        What the processes printed, one after the other: standard output and standard error.
-    """
+    """Run ``shardwise ARGUMENTS`` in so many processes, as its launcher starts them; return what they printed."""
     ended = run_commands(folder, [argv] * world_size, **options)
     assert [code for code, _, _ in ended] == [0] * world_size, ended
     return "".join(out for _, out, _ in ended), "".join(error for _, _, error in ended)
@@ -82,18 +62,7 @@ def run_commands(
     pictures: bool = False,
     **variables: object,
 ) -> list[tuple[int, str, str]]:
-    """Run ``shardwise ARGUMENTS`` with each rank's own arguments until all ranks have ended.
-
-    Args:
-        folder: for the cache, and for a folder with what they print and where they meet.
-        argvs: each rank's arguments.
-        changed: a module-level function that each process calls first.
-        pictures: whether to draw the picture of a run, which takes as long as a tiny run.
-        variables: environment variables.
-
-    Returns:
-        Each rank's exit code, standard output and standard error.
-    """
+    """Run ``shardwise ARGUMENTS`` with each rank's own arguments until all ranks have ended."""
     own = folder / f"ranks-{len(list(folder.glob('ranks-*')))}"
     own.mkdir()
     given = {"SHARDWISE_CACHE": str(folder / "cache")} | {name: str(value) for name, value in variables.items()}

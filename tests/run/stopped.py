@@ -16,14 +16,7 @@ LIMIT = 10
 
 
 def check_stopped_rank_is_named(folder: Path, *settings: str, place: str, **variables: str) -> None:
-    """Stop rank 1 after three steps: rank 0 says so, at the limit too, and no process is left.
-
-    Args:
-        folder: for the run.
-        settings: of ``shardwise train``, for two ranks.
-        place: a regular expression of what rank 0 then waits in.
-        variables: of the environment.
-    """
+    """Stop rank 1 after three steps: rank 0 says so, at the limit too, and no process is left."""
     tiny_settings(folder)  # writes the text
     metrics = folder / "run" / "metrics.jsonl"
     told = ["--data", str(folder / "text.txt"), "--out", str(folder / "run"), *_TINY, *settings]

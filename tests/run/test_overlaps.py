@@ -63,16 +63,7 @@ def simulated(folder, case):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table of the page.
-
-    Attributes:
-        cases: the cases to look at.
-        collectives: the launches that the first column names.
-        kernels: the kernels that the second column names.
-        least: for each number of hardware queues, the least share of the collectives' time in which such kernels run.
-        most: the largest share.
-        each: True if with one queue none of the collectives runs alone.
-    """
+    """A row of a table of the page."""
 
     cases: tuple[str, ...]
     collectives: Callable[[Launch], bool]

@@ -70,12 +70,6 @@ class Place:
         """A model of 5 layers, and all that a run stores of it.
 
         The same values of one seed in every layout.
-
-        Args:
-            seed: of the values.
-            tied: the output layer has the embedding's weight.
-            kind: "llama" (6 query heads on 2 key-value heads, SwiGLU), "alibi" (7 heads, as BLOOM has them) or "bert".
-            chunks: of the model on each stage.
         """
         settings, options = KINDS[kind]
         config = TransformerConfig(

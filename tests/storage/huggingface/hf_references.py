@@ -235,12 +235,7 @@ GPT_LIKE = tuple(name for name in MODELS if not name.startswith("bert"))
 
 @dataclass(frozen=True)
 class Reference:
-    """A model that transformers saved, and what it computes.
-
-    Attributes:
-        name: in ``MODELS``.
-        folder: as ``save_pretrained`` wrote it.
-    """
+    """A model that transformers saved, and what it computes."""
 
     name: str
     folder: Path
