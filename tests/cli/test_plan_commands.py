@@ -183,20 +183,16 @@ def test_a_picture_that_cannot_be_written(capsys, tmp_path):
     ("argv", "command", "message"),
     [
         (["finetune"], "plan finetune", "no model to start from; name its Hugging Face folder"),
-        (["finetune", "nowhere"], "plan finetune", "nowhere"),
         (["dpo", "F", "--packing"], "plan dpo", "dpo has no --packing"),
         (["finetune", "F", "--tp", "16"], "plan finetune", "tp 16 is more than the 8 attention heads"),
         (["finetune", "F", "--rank", "2", "--tp", "2"], "plan finetune", "rank 2 is not one of the 2 ranks, 0 to 1"),
-        (["--rank", "-1"], "plan", "--rank is -1; it must be from 0 to 2,147,483,647"),
         (["--rank", "0", "--fit", "1GiB"], "plan", "--rank 0 is of one layout, and --fit lists layouts"),
-        (["--fit", "80Gib"], "plan", "'80Gib' is not a number of bytes; write it as 80GiB"),
         (["--host-bandwidth", "fast"], "plan", "'fast' is not a number of bytes"),
         (["--picture", "memory.pdf"], "plan", "--picture memory.pdf is no picture; its name must end in .png or .svg"),
         (["--tp", "2", "finetune"], "plan", "name it first: shardwise plan finetune ..."),
         (["generate"], "plan generate", "MODEL_DIR is missing; see --help"),
         (["generate", "nowhere"], "plan generate", "nowhere"),
         (["generate", "F", "--ranks", "2", "--tp", "4"], "plan generate", "--tp 4 is not the number of ranks, 2"),
-        (["generate", "F", "--ranks", "2", "4"], "plan generate", "--ranks (--nproc) has 2 numbers; several go with"),
         (["generate", "F", "--fit", "1GB", "--batch-size", "4"], "plan generate", "--batch-size 4 with --fit"),
         (["generate", "F", "--rank", "1"], "plan generate", "rank 1 is not one of the 1 ranks, 0 to 0"),
         (
@@ -204,7 +200,6 @@ def test_a_picture_that_cannot_be_written(capsys, tmp_path):
             "plan generate",
             "a prompt of 128 tokens and 1 new ones are more",
         ),
-        (["finetune", "F", "--learning-rat", "1"], "plan finetune", "unknown flag --learning-rat; did you mean"),
     ],
 )
 def test_a_mistake_is_one_line(capsys, folder, argv, command, message):

@@ -82,32 +82,6 @@ def test_streams_nested_in_any_way_go_on_where_they_were(program):
         assert_bit_equal(state, truth[name].get_state(), name=name)
 
 
-def test_no_number_is_drawn_twice():
-    tracker = three_streams()
-    torch.manual_seed(10)
-    drawn = []
-    for _ in range(2):
-        with tracker.fork("a"):
-            drawn += torch.rand(50, dtype=torch.float64).tolist()
-            with tracker.fork("b"):
-                drawn += torch.rand(50, dtype=torch.float64).tolist()
-                with tracker.fork("a"):
-                    drawn += torch.rand(50, dtype=torch.float64).tolist()
-            with tracker.fork("a"):
-                drawn += torch.rand(50, dtype=torch.float64).tolist()
-            drawn += torch.rand(50, dtype=torch.float64).tolist()
-        drawn += torch.rand(50, dtype=torch.float64).tolist()
-    assert len(set(drawn)) == len(drawn) == 600
-
-
-def test_making_streams_leaves_the_default_generator_alone():
-    torch.manual_seed(42)
-    before = torch.get_rng_state()
-    three_streams()
-    seed_streams(41, 0)
-    assert_bit_equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.ranks(2)
 def test_on_a_cpu_the_default_generator_starts_alike_on_all_ranks(group):
     parallel_state.initialize_model_parallel(2)

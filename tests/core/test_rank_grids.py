@@ -77,15 +77,6 @@ def test_rank_generator(sizes, order, token, offset):
     assert generator.get_ranks(token) == [[rank + offset for rank in ranks] for ranks in expected]
 
 
-@pytest.mark.parametrize("order", [AXES, ("pp", "tp", "dp", "ep", "cp"), ("dp", "pp", "cp", "tp", "ep")])
-def test_every_token_of_a_thousand_ranks(order):
-    sizes = {"tp": 8, "cp": 2, "ep": 4, "dp": 4, "pp": 4}
-    generator = RankGenerator(**sizes, order="-".join(order))
-    assert generator.world_size == LARGEST_WORLD
-    for token in TOKENS:
-        assert generator.get_ranks(token) == groups_along(token.split("-"), LARGEST_WORLD, sizes, order)
-
-
 def test_rank_generator_details():
     generator = RankGenerator(tp=2, ep=1, dp=3, pp=1, cp=1, order="DP-TP", rank_offset=100)
     assert generator.order == "dp-tp-pp-ep-cp"

@@ -77,12 +77,7 @@ GPU = torch.device("cuda", 0)
 
 
 def made_by(rank, world_size, monkeypatch, sizes):
-    """What one rank of a world that is bound to a GPU does; nobody else is there.
-
-    Returns:
-        The ranks of each group that it makes or calls for, with the device that the group is bound to when it is made;
-        and how often it splits the world's communicator for a group that it is not in.
-    """
+    """What one rank of a world that is bound to a GPU does; nobody else is there."""
     made, splits, make = [], [], dist.new_group
 
     def noted(ranks, **options):
@@ -158,18 +153,6 @@ def test_the_mesh_is_over_the_same_groups(group):
     both = DTensor.from_local(torch.tensor([float(group.rank())]), mesh["dp", "tp"], [Replicate(), Shard(0)])
     assert both.full_tensor().tolist() == [float(rank) for rank in topology.ranks("tp")]
     topology.destroy()
-
-
-@pytest.mark.ranks(4)
-def test_two_topologies_at_once(group):
-    wide, narrow = Topology.create(tp=4), Topology.create(ParallelSizes(tp=2))
-    assert (wide.size("tp"), narrow.size("tp")) == (4, 2)
-    ones = torch.ones(1)
-    dist.all_reduce(ones, group=narrow.group("tp"))
-    narrow.destroy()
-    dist.all_reduce(ones, group=wide.group("tp"))
-    assert ones.item() == 8
-    wide.destroy()
 
 
 @pytest.mark.ranks(2)

@@ -154,17 +154,6 @@ def test_losses_of_a_layer_are_multiplied_by_the_ranks_that_share_its_positions(
     assert model.layer.loss_scale == (1.0 if shares else 0.5)
 
 
-@pytest.mark.ranks(4)
-def test_losses_with_tensor_and_sequence_parallelism(group):
-    parallel_state.initialize_model_parallel(2, context_parallel_size=2)
-    alone = ProcessGroupCollection(tp=parallel_state.get_pipeline_model_parallel_group())
-    expected = loss_of(make_gpt(pg_collection=alone), batch_of(0))
-    model = make_gpt(2, sequence_parallel=True, tensor_model_parallel_size=2)
-    losses = loss_of(model, get_batch_on_this_cp_rank(batch_of(0)))
-    own = get_batch_on_this_cp_rank({"losses": expected.detach()})["losses"]
-    assert_close_to(losses.detach(), own, rtol_of_norm=1e-12)
-
-
 @pytest.mark.ranks(2)
 def test_what_a_program_gets_wrong(group):
     parallel_state.initialize_model_parallel(context_parallel_size=2)

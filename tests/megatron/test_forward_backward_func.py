@@ -241,18 +241,6 @@ def test_a_program_that_makes_one_call_to_seed_has_one_rank_s_losses(group):
     assert losses == (pytest.approx(expected, rel=2e-6) if last else [])
 
 
-@pytest.mark.ranks(2)
-def test_messages_may_be_of_another_dtype_than_the_layers(group):
-    _, expected = whole_model(4)
-    parallel_state.initialize_model_parallel(1, 2)
-    staged = staged_gpt(pp=2, num_layers=4, tied=False, pipeline_dtype=torch.float32)
-    get_forward_backward_func()(**arguments(staged))
-    own = staged.parameters_by_key()
-    norm = torch.stack([expected[key].norm() for key in own]).norm()
-    error = torch.stack([(shard.data.grad - expected[key]).norm() for key, shard in own.items()]).norm()
-    assert 1e-12 < error / norm < 1e-6
-
-
 @pytest.mark.ranks(1)
 def test_without_stages_any_length_will_do(group):
     parallel_state.initialize_model_parallel()

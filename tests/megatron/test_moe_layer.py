@@ -14,8 +14,6 @@ from torch import Tensor
 
 from shardwise import parallel_state
 from shardwise.core.errors import ConfigError
-from shardwise.core.sequence_view import SequenceView
-from shardwise.core.sharding import balanced_range
 from shardwise.core.topology import Groups
 from shardwise.megatron import dist_checkpointing
 from shardwise.megatron.config import TransformerConfig
@@ -36,7 +34,6 @@ from shardwise.models.experts import moe
 from shardwise.models.transformer import mlp
 from shardwise.nn.replicated import named_param_layouts, replicas_of
 from shardwise.training.optimizer.grad_norm import global_grad_norm
-from shardwise.training.optimizer.gradients import finalize_gradients_
 
 V, S, B, H, E = 23, 7, 3, 12, 4
 assert_near = functools.partial(assert_close_to, rtol_of_norm=1e-10)
@@ -102,33 +99,6 @@ def assert_gradients(split: torch.nn.Module, whole: torch.nn.Module, groups: Gro
         group = groups.experts if is_expert else groups.tp
         assert group is not None
         assert_near(param.grad, layout.take(expected[name].grad, group.rank()), name=name)
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-def test_a_layer_on_any_ranks_is_the_engine_s_on_one(group, layout, sequence_parallel):
-    alone = initialize(*layout)
-    groups = own_groups()
-    sequence_parallel = sequence_parallel and layout[0] > 1
-    for kind in KINDS.values():
-        split, dense = (
-            layer_of(config_of(sequence_parallel=sequence_parallel, **kind)),
-            layer_of(config_of(**kind), alone),
-        )
-        whole = [hidden_states(rank).requires_grad_() for rank in range(parallel_state.get_data_parallel_world_size())]
-        outputs = [dense(x) for x in whole]
-        sum(output.square().sum() for output in outputs).backward()
-        mine = slice(*balanced_range(S, groups.tp.size(), groups.tp.rank())) if sequence_parallel else slice(None)
-        rank = parallel_state.get_data_parallel_rank()
-        x = whole[rank].detach()[mine].clone().requires_grad_()
-        output, bias = split(x, sequence=SequenceView(S, groups.tp if sequence_parallel else None))
-        assert bias is None
-        output.square().sum().backward()
-        finalize_gradients_(split, tp_group=groups.tp, dp_group=groups.dp, expert_dp_group=groups.expert_dp)
-        assert_near(output, outputs[rank][mine])
-        assert_near(x.grad, whole[rank].grad[mine])
-        assert_gradients(split, dense, groups)
 
 
 def build(config: TransformerConfig, alone: Groups | None = None, **ends: bool) -> Any:

@@ -1,7 +1,6 @@
 """Megatron's older package: layers without a config, sizes with an underscore, and what its programs call besides."""
 
 import copy
-import inspect
 import random
 
 import numpy as np
@@ -129,17 +128,6 @@ def test_a_result_is_a_pair_and_serves_as_its_output(group):
     assert pair[1] is apart.bias
     with pytest.raises(TypeError):
         torch.mul(pair, other)
-
-
-def test_arguments_have_the_places_of_old():
-    options = "init_method stride keep_master_weight_for_test skip_bias_add moe enable_expert_tensor_parallelism"
-    for layer, expected in (
-        (mpu.ColumnParallelLinear, f"input_size output_size bias gather_output {options}"),
-        (mpu.RowParallelLinear, f"input_size output_size bias input_is_parallel {options}"),
-        (mpu.VocabParallelEmbedding, "num_embeddings embedding_dim init_method"),
-    ):
-        parameters = inspect.signature(layer).parameters.values()
-        assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == expected.split()
 
 
 @pytest.mark.ranks(2)

@@ -13,7 +13,7 @@ from shardwise.core.communication.collectives import all_reduce, all_to_all
 from shardwise.core.communication.transports.channel import SLOT_BYTES
 from shardwise.core.errors import DesyncError, ShardingError, VocabularyError
 from shardwise.megatron.config import ModelParallelConfig
-from shardwise.tensor_parallel import VocabParallelEmbedding, mappings, vocab_parallel_cross_entropy
+from shardwise.tensor_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 
 @contextmanager
@@ -114,24 +114,6 @@ def test_an_exchange_of_several_chunks(group):
                 every[me], group=group, output_sizes=[rows[r][me] for r in range(t)], input_sizes=rows[me]
             )
         assert_bit_equal(result, torch.cat([every[r].split(rows[r])[me] for r in range(t)]))
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "scatter_to_tensor_model_parallel_region",
-        "scatter_to_sequence_parallel_region",
-        "gather_from_tensor_model_parallel_region",
-        "gather_from_sequence_parallel_region",
-        "reduce_scatter_to_sequence_parallel_region",
-        "reduce_scatter_last_dim_to_tensor_parallel_region",
-        "all_gather_last_dim_from_tensor_parallel_region",
-    ],
-)
-def test_a_scalar_cannot_be_split_nor_concatenated(group, name):
-    with pytest.raises(ShardingError, match=r"shape \[\] has no dimension (0|-1)"):
-        getattr(mappings, name)(torch.tensor(1.0), group=group)
 
 
 @pytest.mark.ranks(2)

@@ -30,7 +30,7 @@ def dense_loss(
     rows = logits.reshape(-1, logits.size(-1))[:, :k]
     for row, y in zip(rows, target.flatten().tolist(), strict=True):
         if y == ignore_index:
-            losses.append(torch.zeros((), dtype=row.dtype))
+            losses.append((row * 0.0).nan_to_num().sum())
             continue
         row = transformed(row, softcap, temperature)
         log_normalizer = torch.logsumexp(row, 0)
