@@ -88,23 +88,6 @@ def test_resumed_run_is_bit_equal(group, tmp_path, monkeypatch, sequence_paralle
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-def test_resume_at_another_layout(group, tmp_path, monkeypatch):
-    """Six steps at tp 2, then two as data parallel 2 x tp 1: the curve of eight steps, to rounding."""
-    options = {"dtype": "float64", "steps": 8}
-    reference = tiny_settings(tmp_path, tp=2, **options)
-    train(open_tiny(dataclasses.replace(reference, out=str(tmp_path / "whole")), monkeypatch, tmp_path))
-    saves = {"save_every": 6, "asynchronous_saves": False}
-    first = open_tiny(tiny_settings(tmp_path, tp=2, **options, **saves), monkeypatch, tmp_path)
-    # What was reached after six steps is saved when the seventh has found it good.
-    interrupted_at(7, first)
-    dist.barrier(group=group)
-    train(open_tiny(tiny_settings(tmp_path, tp=1, resume="auto", **options), monkeypatch, tmp_path))
-    dist.barrier(group=group)
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(2)
 def test_what_does_not_belong_is_refused_on_every_rank(group, tmp_path, monkeypatch):
     train(open_tiny(tiny_settings(tmp_path, tp=2, steps=2), monkeypatch, tmp_path))
     before = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())

@@ -10,7 +10,6 @@ from harness.parity import assert_bit_equal, assert_close_to
 from run.tiny import tiny_settings
 
 from shardwise.core.errors import ConfigError, DesyncError
-from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import Batch, DataLoader
 from shardwise.data.sample_rows import SampleRows, TokenSamples
@@ -151,18 +150,6 @@ def test_ranks_that_share_samples_draw_slices_of_one_mask(group, tmp_path):
     topology = Topology.create(cp=2)
     expected = losses(Groups.alone(topology.group("tp")))
     assert_close_to(losses(Groups.of(topology)), expected, rtol_of_norm=1e-12)
-
-
-@pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("architecture", ["llama", "gpt"])
-def test_initial_weights_are_the_dense_ones_at_every_tp(group, tmp_path, architecture):
-    options = {"sequence_parallel": False, "dtype": "float32", "architecture": architecture}
-    alone, split = Topology.create(tp=1), Topology.create(tp=group.size())
-    dense = make_trainer(tmp_path, alone, alone.group("tp"), **options).model
-    model = make_trainer(tmp_path, split, alone.group("tp"), **options).model
-    weights = dict(dense.named_parameters())
-    for name, param, layout in named_param_layouts(model, group.size()):
-        assert_bit_equal(gather_parameter(param, layout, group=split.group("tp")), weights[name].detach(), name=name)
 
 
 @pytest.mark.ranks(2)

@@ -117,20 +117,6 @@ def test_the_steps_that_are_executed_are_the_tables(group, monkeypatch, name):
     assert recorder.in_flight() == IN_FLIGHT[name][group.rank()] == schedule.in_flight(group.rank())
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", IN_FLIGHT)
-@pytest.mark.slow
-def test_the_steps_of_four_stages(group, monkeypatch, name):
-    staged, num_chunks = staged_for(name, 4)
-    recorder = Recorder(staged, monkeypatch)
-    schedule = make_schedule(name, 4, 8, num_chunks)
-    staged.run(schedule, random_batch(8))
-    row = schedule.actions[group.rank()]
-    assert recorder.events == [step for action in row for step in steps_of(str(action))]
-    most = {"gpipe": 8, "1f1b": 4 - group.rank(), "zero-bubble": 4, "interleaved": 2 * (3 - group.rank()) + 5}
-    assert recorder.in_flight() == most[name]
-
-
 @pytest.mark.ranks(2)
 def test_1f1b_holds_less_than_gpipe(group):
     def peak(name, m):
