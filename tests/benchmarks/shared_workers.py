@@ -23,11 +23,7 @@ from workers import Workers, WorkerSpec
 
 @contextlib.contextmanager
 def forked_workers(log: Path) -> Iterator[None]:
-    """In the block, ``Workers`` are forked with PyTorch imported, which takes most of the time of a new process.
-
-    Args:
-        log: file for what they print on the standard error.
-    """
+    """In the block, ``Workers`` are forked with PyTorch imported, which takes most of the time of a new process."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(workers.multiprocessing, "get_context", lambda _: _Forked(log))
         yield
@@ -75,13 +71,7 @@ def _new_workers(log: Path) -> Iterator[None]:
 
 
 class SharedWorkers:
-    """Workers that the runs of a script find in place of their own. A warning is an error in them.
-
-    Args:
-        specs: of all that some run needs.
-        log: file for what they print on the standard error.
-        forked: False for new processes, in which C++ also runs what it runs at the end of a process.
-    """
+    """Workers that the runs of a script find in place of their own. A warning is an error in them."""
 
     def __init__(self, specs: Sequence[WorkerSpec], log: Path, *, forked: bool = True) -> None:
         self.log = log

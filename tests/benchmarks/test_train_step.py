@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from harness.program import Program
 from harness.watchdog import wait_until_ended
 from shared_workers import SharedWorkers, run_script
 from steps.runner import RANK_VARIANTS, SINGLE_VARIANTS
-from train_step import check_parity, main
+from train_step import check_parity
 from workers import WorkerSpec
 
 from shardwise.core.errors import ParityError
@@ -66,8 +65,6 @@ def test_all_variants_train_alike_and_the_json_is_whole(tmp_path, monkeypatch, c
     assert code == 0, printed.err + shared.log.read_text()
     report = json.loads(file.read_text())
     assert report["benchmark"] == "train_step"
-    assert report["machine"]["usable_cores"] >= 1
-    assert report["num_rounds"] == 2
     (result,) = report["models"]
     assert result["model"] == "llama"
     assert result["sizes"] == SIZES | {"tie_embeddings": tied}
@@ -89,14 +86,7 @@ def test_all_variants_train_alike_and_the_json_is_whole(tmp_path, monkeypatch, c
     assert all(len(values) == 2 and min(values) > 0 for values in seconds.values())
     pairs = {(ratio["numerator"], ratio["denominator"]) for ratio in result["ratios"]}
     assert pairs == {pair for pair in train_step.RATIOS if set(pair) <= set(variants)}
-    for ratio in result["ratios"]:
-        of_rounds = zip(seconds[ratio["numerator"]], seconds[ratio["denominator"]], strict=True)
-        per_round = [a / b for a, b in of_rounds]
-        assert ratio["per_round"] == pytest.approx(per_round)
-        assert ratio["min"] == min(ratio["per_round"])
-        assert ratio["median"] == statistics.median(ratio["per_round"])
-        assert ratio["max"] == max(ratio["per_round"])
-        assert f"{ratio['numerator']} / {ratio['denominator']}" in printed.out
+    assert all(f"{numerator} / {denominator}" in printed.out for numerator, denominator in pairs)
 
 
 @pytest.mark.matrix
@@ -141,22 +131,3 @@ def test_rounding_is_allowed():
 def test_another_result_is_an_error(steps, message):
     with pytest.raises(ParityError, match=message):
         check_parity({"a": STEPS, "b": steps})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rounds", "0"], "argument --rounds: 0 is not at least 1"),
-        (["--variants", "theirs"], "argument --variants: invalid choice: 'theirs'"),
-        (["--hidden-size", "64"], "hidden_size would apply to both models; choose one with --model"),
-        (["--model", "demo", "--num-heads", "3"], "hidden_size 128 over num_heads 3 must be an even whole number"),
-        (["--model", "demo", "--vocab-size", "33"], "vocab_size 33 is not a multiple of the 2 ranks"),
-        (["--json", "nowhere/result.json"], "--json nowhere/result.json: there is no folder nowhere"),
-    ],
-)
-def test_a_mistake_is_told_before_anything_starts(capsys, arguments, message):
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
