@@ -98,7 +98,7 @@ def test_equals_dense(group, parallelism):
 @pytest.mark.parametrize("way", ["plain", "overlapped", "fixed parts"])
 def test_the_output_may_be_written_to(group, monkeypatch, parallelism, way):
     if way == "fixed parts":
-        monkeypatch.setattr(context_of(group), "exact_parts", 2)
+        monkeypatch.setattr(context_of(group), "transports", ("trees",))
     for rows, i, o in [((12, 2), 8, 12), ((13,), 7, 13), ((12, 1, 3), 3, 2)]:
         case = Case(parallelism, group, rows, i, o)
         with assert_unmodified(*case.own.values()):

@@ -14,6 +14,7 @@ from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.communication.collectives import all_gather, reduce_scatter
 from shardwise.core.communication.context import GlobalMemoryBuffer, context_of, validated_calls
 from shardwise.core.communication.overlap import PASSES, Way, choose_way, ways_of_layers
+from shardwise.core.communication.trees import sum_in_parts
 from shardwise.core.errors import DesyncError, ShardingError
 from shardwise.core.sharding import balanced_sizes
 from shardwise.nn import ColumnLinear, RowLinear
@@ -151,7 +152,7 @@ def test_the_way_and_why(group, monkeypatch):
     assert choose_way("column forward", **options, has_bias=True).why == "the fused operator adds no bias"
     with validated_calls([own]):
         assert choose_way("row forward", **options).name == "parts"
-    context_of(own).exact_parts = 2
+    sum_in_parts(own, 2)
     assert choose_way("row forward", **options).name == "whole"
 
 

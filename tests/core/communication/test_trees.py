@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness.parity import assert_bit_equal
 
 from shardwise.core.communication.collectives import all_reduce, reduce_scatter
@@ -21,6 +22,10 @@ def terms(*shape, dtype=torch.float32):
 def written_out(parts):
     a, b, c, d, e, f, g, h = parts
     return ((a + b) + (c + d)) + ((e + f) + (g + h))
+
+
+def roots(parts, per_rank):
+    return [tree_sum(parts[first : first + per_rank]) for first in range(0, PARTS, per_rank)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -52,10 +57,12 @@ def test_the_tree_between_ranks(group, shape, dtype):
     plain = all_reduce(tree_sum(parts[group.rank() :: group.size()]), group=exact)
     sum_in_parts(exact, PARTS)
     per_rank = PARTS // group.size()
-    own = tree_sum(parts[group.rank() * per_rank : (group.rank() + 1) * per_rank])
-    expected = written_out(parts)
+    own, expected = roots(parts, per_rank)[group.rank()], written_out(parts)
     assert not torch.equal(plain, expected), "the order of the sum is seen"
     assert_bit_equal(all_reduce(own, group=exact), expected)
+    compiled = torch.compile(lambda part: all_reduce(part, group=exact), backend="eager", fullgraph=True)
+    assert_bit_equal(compiled(own), expected)
+    assert torch.equal(all_reduce(own, group=exact, op=dist.ReduceOp.MAX), torch.stack(roots(parts, per_rank)).amax(0))
     for dim in (0, 1):
         shard = reduce_scatter(own, group=exact, dim=dim)
         assert_bit_equal(shard, torch.tensor_split(expected, group.size(), dim)[group.rank()].contiguous())

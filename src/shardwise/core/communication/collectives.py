@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardwise.core.communication import trees
 from shardwise.core.communication.context import GlobalMemoryBuffer, context_of, sends_by_tag
 from shardwise.core.communication.transports import choose_transport, torch_distributed
 from shardwise.core.communication.transports.torch_distributed import Work
@@ -30,12 +29,8 @@ def all_reduce_async(
     tensor: Tensor, *, group: ProcessGroup, op: Any = dist.ReduceOp.SUM, may_overwrite: bool = False
 ) -> Pending:
     """Start ``all_reduce``; see there."""
-    t = group.size()
-    if t == 1:
+    if group.size() == 1:
         return Pending(None, lambda: tensor)
-    if t > 2 and op == dist.ReduceOp.SUM and context_of(group).exact_parts is not None:
-        total = trees.all_reduce(tensor, group, all_to_all, all_gather)
-        return Pending(None, lambda: total)
     return choose_transport("all_reduce", tensor, group, op).all_reduce(tensor, group, op, may_overwrite)
 
 
@@ -164,9 +159,6 @@ def reduce_scatter_async(
         return Pending(None, lambda: tensor)
     dim = checked_dim(dim, tensor.shape)
     sizes = checked_sizes(sizes, tensor.size(dim), t, f"dimension {dim} of shape {list(tensor.shape)}")
-    if context_of(group).exact_parts is not None:
-        total = trees.reduce_scatter(tensor, group, dim, sizes, all_to_all)
-        return Pending(None, lambda: total)
     transport = choose_transport("reduce_scatter", tensor, group)
     return transport.reduce_scatter(tensor, group, dim, sizes, may_overwrite and dim == 0 and tensor.is_contiguous())
 

@@ -93,6 +93,8 @@ class GroupContext:
         agreed_kernels: devices and dtypes for which the ranks have agreed on the kernels (``kernels.dispatch``).
         tried_operators: fused operators, with their dtypes, that have run on all ranks in symmetric memory.
         num_messages: number of point-to-point messages that this rank has sent and received.
+        transports: names of transports that carry some of this group's calls (``transports.OF_SOME_GROUPS``).
+        why_not_overlapped: why products and collectives of the group never overlap; None if they may.
         exact_parts: number of parts that reductions sum by a fixed tree, the same at every number of ranks
             (``trees``); None if the transport sums.
         arithmetic: the ``nn.arithmetic`` of layers on this group; None means plain arithmetic.
@@ -108,6 +110,8 @@ class GroupContext:
     agreed_kernels: set[tuple[torch.device, torch.dtype]] = field(default_factory=set)
     tried_operators: set[tuple[str, torch.dtype]] = field(default_factory=set)
     num_messages: int = 0
+    transports: tuple[str, ...] = ()
+    why_not_overlapped: str | None = None
     exact_parts: int | None = None
     arithmetic: object | None = None
 

@@ -68,8 +68,8 @@ def choose_way(
     """
     if group.size() == 1:
         return Way("whole", "there is one rank")
-    if context_of(group).exact_parts is not None:
-        return Way("whole", "sums go over fixed parts by a tree, and so do the products that are summed")
+    if (refusal := context_of(group).why_not_overlapped) is not None:
+        return Way("whole", refusal)
     if torch.compiler.is_compiling():
         return Way("parts", "torch.compile traces what it can plan itself")
     if pass_ == "column backward":

@@ -6,8 +6,8 @@ binary tree sums the parts. Each rank holds ``exact_parts / t`` consecutive part
 locally. This file sums the roots of the ``t`` subtrees between the ranks. Every addition is rounded to the tensor's
 dtype, within a rank and between ranks.
 
-``sum_in_parts`` enables this for a group, and ``collectives`` then routes the group's sums through this file. A sum of
-two ranks has only one order, so it uses the transport's own all-reduce.
+``sum_in_parts`` enables this for a group, whose sums then go through ``TreeTransport``. A sum of two ranks has only one
+order, so another transport's all-reduce computes it.
 
 Each rank sums one slice of the elements for all ranks. An all-to-all collects the slice from every rank, and an
 all-gather distributes the sums. Together they have the volume of a ring all-reduce. A reduce-scatter is the first half.
@@ -17,15 +17,19 @@ bits.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.agreement import gather_objects
 from shardwise.core.communication.context import context_of
+from shardwise.core.communication.transports import OF_SOME_GROUPS, choose_transport
+from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import balanced_sizes
 
@@ -69,6 +73,8 @@ def sum_in_parts(group: ProcessGroup, parts: int) -> None:
             "give this model other groups"
         )
     context.exact_parts = parts
+    context.transports = ("trees",)
+    context.why_not_overlapped = "sums go over fixed parts by a tree, and so do the products that are summed"
 
 
 def exact_parts(group: ProcessGroup | None) -> int | None:
@@ -140,44 +146,55 @@ class TreeCounter:
         return total
 
 
-def all_reduce(
-    tensor: Tensor,
-    group: ProcessGroup,
-    all_to_all: Callable[..., Tensor],
-    all_gather: Callable[..., Tensor],
-) -> Tensor:
-    """Sum a tensor over a group of more than two ranks by the tree, with two functions of ``collectives``.
+class TreeTransport:
+    """Carries a group's sums by the tree, in one all-to-all and one all-gather of another transport.
 
-    Neither this result nor that of ``reduce_scatter`` is a view, because ``moves`` returns them from autograd functions
-    and callers may write to them in place.
+    Results are no views, because ``moves`` returns them from autograd functions and callers may write to them in place.
     """
-    t, flat = group.size(), tensor.detach().reshape(-1)
-    if flat.numel() <= _FEW_ELEMENTS:
-        gathered = all_gather(flat.unsqueeze(0), group=group)
-        return tree_sum(gathered.unbind(0)).view(tensor.shape).detach()
-    sizes = balanced_sizes(flat.numel(), t)
-    total = _summed_slices(flat, sizes, group, all_to_all)
-    return all_gather(total, group=group, sizes=sizes).view(tensor.shape).detach()
+
+    @staticmethod
+    def carries(operation: str, group: ProcessGroup, op: Any) -> bool:
+        """Whether a call sums in an order: the sum of two ranks has only one, and a reduce-scatter always sums."""
+        return operation == "reduce_scatter" or (
+            operation == "all_reduce" and op == dist.ReduceOp.SUM and group.size() > 2
+        )
+
+    @staticmethod
+    def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool) -> Pending:
+        t, flat = group.size(), tensor.detach().reshape(-1)
+        if flat.numel() <= _FEW_ELEMENTS:
+            total = tree_sum(_gathered(flat.unsqueeze(0), group, (1,) * t).unbind(0))
+        else:
+            sizes = balanced_sizes(flat.numel(), t)
+            total = _gathered(_summed_slices(flat, sizes, group), group, sizes)
+        total = total.view(tensor.shape).detach()
+        return Pending(None, lambda: total)
+
+    @staticmethod
+    def reduce_scatter(
+        tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], may_overwrite: bool
+    ) -> Pending:
+        shape = list(tensor.shape)
+        shape[dim] = sizes[group.rank()]
+        each = tensor.numel() // tensor.size(dim) if tensor.size(dim) else 0
+        parts = tensor.detach().split(list(sizes), dim)
+        packed = torch.cat([part.reshape(-1) for part in parts]) if dim else tensor.detach().reshape(-1)
+        total = _summed_slices(packed, [size * each for size in sizes], group).view(shape).detach()
+        return Pending(None, lambda: total)
 
 
-def reduce_scatter(
-    tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], all_to_all: Callable[..., Tensor]
-) -> Tensor:
-    """Sum a tensor over the ranks by the tree and return this rank's shard along ``dim``."""
-    shape = list(tensor.shape)
-    shape[dim] = sizes[group.rank()]
-    each = tensor.numel() // tensor.size(dim) if tensor.size(dim) else 0
-    parts = tensor.detach().split(list(sizes), dim)
-    packed = torch.cat([part.reshape(-1) for part in parts]) if dim else tensor.detach().reshape(-1)
-    return _summed_slices(packed, [size * each for size in sizes], group, all_to_all).view(shape).detach()
+OF_SOME_GROUPS["trees"] = TreeTransport
 
 
-def _summed_slices(
-    packed: Tensor, sizes: Sequence[int], group: ProcessGroup, all_to_all: Callable[..., Tensor]
-) -> Tensor:
+def _gathered(own: Tensor, group: ProcessGroup, sizes: Sequence[int]) -> Tensor:
+    return choose_transport("all_gather", own, group).all_gather(own, group, 0, sizes, None).wait()
+
+
+def _summed_slices(packed: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
     """Return this rank's slice of the sum of ``packed`` over the ranks."""
     own = sizes[group.rank()]
-    received = all_to_all(packed, group=group, output_sizes=(own,) * group.size(), input_sizes=sizes)
+    transport = choose_transport("all_to_all", packed, group)
+    received = transport.all_to_all(packed, group, (own,) * group.size(), sizes).wait()
     return tree_sum(received.split(own)) if own else received
 
 
