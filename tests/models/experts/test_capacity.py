@@ -52,6 +52,39 @@ def defined(layer: MoELayer, tokens: Tensor) -> tuple[Tensor, int]:
     return torch.stack(outputs), dropped
 
 
+def compare(
+    split: MoELayer,
+    dense: MoELayer,
+    groups: Groups,
+    whole: Tensor,
+    outputs: Tensor,
+    *,
+    sequence_parallel: bool,
+    batch: RoutedBatch | None,
+) -> None:
+    """Compare output and all gradients of ``split`` with ``outputs``, which were computed of ``whole`` by ``dense``."""
+    place, _ = groups.samples
+    weighting = torch.randn(whole.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    (outputs * weighting).sum().backward()
+    context = None if groups.cp is None or groups.cp.size() == 1 else ContextShard(LENGTH, groups.cp)
+    length = LENGTH if context is None else context.size
+    view = SequenceView(length, groups.tp if sequence_parallel else None, context)
+
+    def own(sequences: Tensor) -> Tensor:
+        mine = sequences if context is None else context.own(sequences, dim=0)
+        return mine[slice(*view.interval)]
+
+    x = own(whole.detach()[place]).clone().requires_grad_()
+    output = split(x, sequence=view, batch=batch)
+    (output * own(weighting[place])).sum().backward()
+    finalize_gradients_(split, tp_group=groups.tp, dp_group=groups.dp, expert_dp_group=groups.expert_dp)
+    close: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
+    torch.testing.assert_close(output, own(outputs[place]), **close)
+    assert whole.grad is not None
+    torch.testing.assert_close(x.grad, own(whole.grad[place]), **close)
+    check_gradients(split, dense, groups, atol=1e-11)
+
+
 def check(
     spec: Experts, topology: Topology, way: Any = "auto", *, sequence_parallel: bool, padding: str | None
 ) -> None:
@@ -71,26 +104,8 @@ def check(
                 outputs[sample, where, row], here = defined(dense, whole[sample, :, row][where])
                 dropped += here
     assert dropped > 0
-    weighting = torch.randn(hidden.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-    (outputs * weighting).sum().backward()
-    context = None if groups.cp is None or groups.cp.size() == 1 else ContextShard(LENGTH, groups.cp)
-    length = LENGTH if context is None else context.size
-    mask = None if padding is None else is_token[place]
-    view = SequenceView(length, groups.tp if sequence_parallel else None, context)
-
-    def own(sequences: Tensor) -> Tensor:
-        mine = sequences if context is None else context.own(sequences, dim=0)
-        return mine[slice(*view.interval)]
-
-    x = own(hidden[place]).clone().requires_grad_()
-    output = split(x, sequence=view, batch=RoutedBatch(mask))
-    (output * own(weighting[place])).sum().backward()
-    finalize_gradients_(split, tp_group=groups.tp, dp_group=groups.dp, expert_dp_group=groups.expert_dp)
-    close: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
-    torch.testing.assert_close(output, own(outputs[place]), **close)
-    assert whole.grad is not None
-    torch.testing.assert_close(x.grad, own(whole.grad[place]), **close)
-    check_gradients(split, dense, groups, atol=1e-11)
+    batch = RoutedBatch(None if padding is None else is_token[place])
+    compare(split, dense, groups, whole, outputs, sequence_parallel=sequence_parallel, batch=batch)
     assert split.statistics is not None
     total = split.statistics
     for group in (groups.tp, groups.dp):

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from models.experts.test_balance_losses import BATCH, LAYOUTS, samples_of
+from models.experts.test_capacity import compare
 from models.experts.test_moe import LENGTH, MIXTRAL, WIDTH, moe_layer
-from models.model_checks import alone, check_gradients
+from models.model_checks import alone
 from torch import Tensor
 
-from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.experts.moe import MoELayer
 from shardwise.models.experts.router import RoutedBatch
-from shardwise.training.optimizer.gradients import finalize_gradients_
 
 
 def in_turn(number: int) -> Tensor:
@@ -62,13 +60,8 @@ def test_replaced_choices_are_those_of_a_definition(kind, group):
         dense = moe_layer(spec, alone(topology), tp=2)
         split = moe_layer(spec, groups, tp=2, sequence_parallel=sequence_parallel)
         hidden, _ = samples_of(number, "some")
-        weighting = torch.randn(hidden.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
         whole = hidden.clone().requires_grad_()
         expected = torch.stack([defined(dense, *each) for each in zip(whole, experts, strict=True)])
-        (expected * weighting).sum().backward()
-        context = None if groups.cp is None or groups.cp.size() == 1 else ContextShard(LENGTH, groups.cp)
-        length = LENGTH if context is None else context.size
-        view = SequenceView(length, groups.tp if sequence_parallel else None, context)
         batch = None
         if kind == "given":
             mine = experts[place]
@@ -78,17 +71,4 @@ def test_replaced_choices_are_those_of_a_definition(kind, group):
                 return mine[samples, positions]
 
             batch = RoutedBatch(reroute=given)
-
-        def own(sequences: Tensor, context: Any = context, view: SequenceView = view) -> Tensor:
-            held = sequences if context is None else context.own(sequences, dim=0)
-            return held[slice(*view.interval)]
-
-        x = own(hidden[place]).clone().requires_grad_()
-        output = split(x, sequence=view, batch=batch)
-        (output * own(weighting[place])).sum().backward()
-        finalize_gradients_(split, tp_group=groups.tp, dp_group=groups.dp, expert_dp_group=groups.expert_dp)
-        close: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
-        torch.testing.assert_close(output, own(expected[place]), **close)
-        assert whole.grad is not None
-        torch.testing.assert_close(x.grad, own(whole.grad[place]), **close)
-        check_gradients(split, dense, groups, atol=1e-11)
+        compare(split, dense, groups, whole, expected, sequence_parallel=sequence_parallel, batch=batch)
