@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from os import PathLike
 from typing import Any
 
@@ -144,6 +143,7 @@ class _Diagnoser:
     def __init__(self, reference: Recording, suspect: Recording, twin: Recording | None) -> None:
         self.reference, self.suspect = reference, suspect
         self.notes: list[str] = []
+        self._steps = range(min(reference.steps, suspect.steps))
         self._eps = eps_of(suspect)
         self.rounding = Rounding(reference, twin, self._eps)
         if twin is None:
@@ -159,9 +159,8 @@ class _Diagnoser:
         self.calls = [call for facts in reference.of_ranks("calls") for call in facts]
 
     def run(self) -> Diagnosis:
-        findings = []
-        if (of_data := self._check_data()) is not None:
-            findings.append(of_data)
+        of_data = self._check_data()
+        findings = [] if of_data is None else [of_data]
         judge = Judge(self.reference, self.suspect, self.rounding, match_micro_batches(self.reference, self.suspect))
         judged = list(judge.all())
         compared = {each.key for each in judged}
@@ -171,18 +170,16 @@ class _Diagnoser:
         if dropped := [name for names in self.suspect.of_ranks("dropped") for name in names]:
             names = first_of(sorted(set(dropped)))
             self.notes.append(f"the recording's budget was used up; not all tensors of these are in it: {names}")
-        counts = Counter(
-            (each["step"], each["micro_batch"]) for each in self.suspect.of_ranks("calls")[0] if not each["name"]
-        )
-        self._case = Case(judge, self.suspect.axes, max(1, len({micro for _, micro in counts})))
+        micro_batches = {each["micro_batch"] for each in self.suspect.of_ranks("calls")[0] if not each["name"]}
+        self._case = Case(judge, self.suspect.axes, max(1, len(micro_batches)))
         verdicts = Verdicts(self._case, judged, self.notes)
         self._judged, self._blame = verdicts.by_key, Blame(verdicts, self.calls)
         verdicts.excuse_inner()
         self._check_initial_weights(judged)
-        for step in range(min(self.reference.steps, self.suspect.steps)):
+        for step in self._steps:
             verdicts.excuse_factor(step)
             verdicts.excuse_losses(step)
-        for step in range(min(self.reference.steps, self.suspect.steps)):
+        for step in self._steps:
             found = [self._first(where, step, judged) for where in _PASSES[1:]]
             wrong = [each for each in found if each is not None]
             if (lost := self._check_updates(step)) is not None and all(each.where != "update" for each in wrong):
@@ -196,11 +193,15 @@ class _Diagnoser:
         for calls in self.suspect.of_ranks("calls"):
             for call in calls:
                 seen.setdefault((call["name"], call["step"], call["micro_batch"], call["call"]), call)
-        steps = min(self.reference.steps, self.suspect.steps)
-        calls = list(seen.values())
-        not_recorded = self._not_recorded(judged)
         return Diagnosis(
-            findings, judged, self.rounding.is_measured, self.notes, self.suspect.axes, calls, steps, not_recorded
+            findings,
+            judged,
+            self.rounding.is_measured,
+            self.notes,
+            self.suspect.axes,
+            list(seen.values()),
+            len(self._steps),
+            self._not_recorded(judged),
         )
 
     def _not_recorded(self, judged: list[Judged]) -> list[str]:
@@ -212,15 +213,11 @@ class _Diagnoser:
         lacking = of - {each.key.name for each in judged if each.key.what in ("gradient", "accumulated")}
         if lacking == of:
             found.append("gradients of parameters (recorder.gradients() records them)")
-        elif lost := [name for name in lacking if self._has_gradient(self.reference, name)]:
+        elif lost := lacking & {key.name for key in self.reference.recorded if key.what in ("gradient", "accumulated")}:
             found.append(f"gradients of {first_of(sorted(lost))}")
         if not any(each.key.what == "updated" for each in judged):
             found.append("parameters after an update (optimizer=... or recorder.updated() records them)")
         return found
-
-    @staticmethod
-    def _has_gradient(recording: Recording, name: str) -> bool:
-        return any(key.what in ("gradient", "accumulated") and key.name == name for key in recording.recorded)
 
     def _check_initial_weights(self, judged: list[Judged]) -> None:
         initial = [each for each in judged if each.key.what == "used" and each.key.step == 0]
@@ -233,7 +230,7 @@ class _Diagnoser:
 
     def _check_data(self) -> Finding | None:
         """Compare the samples of the ranks, and the labels of equal samples."""
-        for step in range(min(self.reference.steps, self.suspect.steps)):
+        for step in self._steps:
             expected = samples_of(self.reference, step)
             found = samples_of(self.suspect, step)
             if not expected or not found:
@@ -268,26 +265,11 @@ class _Diagnoser:
 
     def _first(self, where: str, step: int, judged: list[Judged]) -> Finding | None:
         # The backward computes the gradients of the last modules first.
-        judged = sorted(judged, key=lambda each: self._order(each)) if where == "backward" else judged
-        wrong = next(
-            (
-                each
-                for each in judged
-                if (PASSES[each.key.what] or "backward") == where and each.key.step == step and each.is_wrong
-            ),
-            None,
-        )
-        partial = next(
-            (
-                each
-                for each in judged
-                if each.key.what in ("gradient", "updated")
-                and PASSES[each.key.what] == where
-                and each.key.step == step
-                and each.partial_axes
-            ),
-            None,
-        )
+        judged = sorted(judged, key=self._order) if where == "backward" else judged
+        judged = [each for each in judged if each.key.step == step and (PASSES[each.key.what] or "backward") == where]
+        wrong = next((each for each in judged if each.is_wrong), None)
+        params = (each for each in judged if each.key.what in ("gradient", "updated"))
+        partial = next((each for each in params if each.partial_axes), None)
         if partial is not None and (wrong is None or judged.index(partial) < judged.index(wrong)):
             axes = " and ".join(partial.partial_axes)
             evidence = f"the sum over {axes} is the reference, and each rank has its term"
@@ -348,7 +330,7 @@ class _Diagnoser:
             if not own or not then:
                 continue
             aligned = alike([each[min(each)].sketch for each in (own, then)])
-            new, old = (sketch.views.get("slice") for sketch in aligned)
+            new, old = (sketch.slice for sketch in aligned)
             if new is None or old is None or float((new != old).float().mean()) < _CHANGED:
                 continue
             for rank, entry in self.suspect.entries(key).items():

@@ -125,7 +125,7 @@ class Case:
     def reference(self, key: Key, like: Sketch) -> Tensor | None:
         """Return a tensor of the reference in the form of another, if its elements are recorded."""
         entries = self.judge.reference.entries(key)
-        return alike([entries[0].sketch, like])[0].views.get("slice") if entries else None
+        return alike([entries[0].sketch, like])[0].slice if entries else None
 
     def reference_whole(self, key: Key) -> Tensor | None:
         """Return all elements of a tensor of the reference, if they are recorded."""

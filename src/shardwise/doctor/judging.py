@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.core.sequence_view import runs_of_ranks
 from shardwise.doctor.places import Key
@@ -79,6 +80,13 @@ class Judged:
     whole: Sketch = field(repr=False)
     merged: list[Sketch] = field(repr=False)
     is_excused: bool = False
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the recorded elements of each merged tensor, with those of the reference in the same shape."""
+        there = self.whole.slice
+        for each in self.merged:
+            if each.slice is not None and there is not None and each.slice.shape == there.shape:
+                yield each.slice, there
 
     @property
     def is_wrong(self) -> bool:
@@ -177,8 +185,8 @@ class Judge:
         gradient = Key("gradient", key.name, key.step)
         if self.reference.entries(gradient) and self.suspect.entries(gradient):
             return None
-        last = [_last_sum(recording, key) for recording in (self.reference, self.suspect)]
-        return last[1] if last[0] == key else None
+        one, two = (len(each.accumulated(key.name, key.step)) for each in (self.reference, self.suspect))
+        return dataclasses.replace(key, micro_batch=two - 1) if two and key.micro_batch == one - 1 else None
 
     def judge(
         self, key: Key, number: int = 0, *, other: Key | None = None, order: Mapping[str, Sequence[Any]] | None = None
@@ -301,12 +309,6 @@ class Judge:
             if worst is None or not found.ratio <= worst.ratio:
                 worst = found
         return worst
-
-
-def _last_sum(recording: Recording, key: Key) -> Key | None:
-    """Return the key of a parameter's gradient after the last micro-batch of a step."""
-    keys = (dataclasses.replace(key, micro_batch=micro_batch) for micro_batch in itertools.count())
-    return next(reversed(list(itertools.takewhile(recording.entries, keys))), None)
 
 
 def apart(key: Key, one: Sketch, other: Sketch) -> dict[str, float]:

@@ -47,13 +47,13 @@ _GATES += [lambda one, other, gate=gate: gate(other, one) for gate in tuple(_GAT
 
 def restarted(case: Case, wrong: Judged) -> Explanation | None:
     """Whether each rank has the first rank's part of something that depends on the position alone."""
-    shards, whole = list(wrong.shards.values()), wrong.whole.views.get("slice")
+    shards, whole = list(wrong.shards.values()), wrong.whole.slice
     if wrong.key.what not in ("input", "output") or whole is None or len(shards) < 2:
         return None
     for dim in range(whole.dim()):
         if are_constant(whole, dim) or not _is_of_positions(case, wrong, whole, dim):
             continue
-        heres = [each.views.get("slice") for each in (*shards, *wrong.merged)]
+        heres = [each.slice for each in (*shards, *wrong.merged)]
         lengths = [here.size(dim) for here in heres[: len(shards)] if here is not None and here.dim() == whole.dim()]
         # Each rank has its part, or all have those of all.
         of_each = len(lengths) == len(shards) and all(
@@ -153,7 +153,7 @@ def reordered(case: Case, wrong: Judged, *, by_rank: bool = False) -> tuple[str,
         wrong: the tensor.
         by_rank: whether to look at each rank's part first, and to return only the order along an axis.
     """
-    whole = wrong.whole.views.get("slice")
+    whole = wrong.whole.slice
     if whole is None or not wrong.whole.is_whole:
         return None
     axes = [axis for axis, size in case.axes.items() if size > 1]
@@ -161,7 +161,7 @@ def reordered(case: Case, wrong: Judged, *, by_rank: bool = False) -> tuple[str,
     if wrong.shards and len(next(iter(wrong.shards))) == 1 and (len(axes) == 1 or not by_rank):
         options.append((axes[0] if len(axes) == 1 else "the ranks", list(wrong.shards.values())))
     for axis, sketches in options:
-        parts = [each.views.get("slice") for each in sketches]
+        parts = [each.slice for each in sketches]
         for dim in range(whole.dim()):
             if any(part is None or part.dim() != whole.dim() for part in parts):
                 continue
@@ -175,7 +175,7 @@ def reordered(case: Case, wrong: Judged, *, by_rank: bool = False) -> tuple[str,
 
 def own_terms(case: Case, wrong: Judged) -> Explanation | None:
     """Whether a gradient has the rank's own term of linear layers whose terms are to be summed, or a slice of it."""
-    key, whole = wrong.key, wrong.whole.views.get("slice")
+    key, whole = wrong.key, wrong.whole.slice
     if not key.what.endswith(" gradient") or whole is None or not wrong.whole.is_whole or len(wrong.shards) < 2:
         return None
     of = dataclasses.replace(key, what=key.what.removesuffix(" gradient"))
@@ -243,7 +243,7 @@ def _parts_of_ranks(wrong: Judged, whole: Tensor) -> dict[tuple[int, ...], tuple
 
 def halves_of_joint(case: Case, wrong: Judged) -> Explanation | None:
     """Whether each rank multiplies other halves of a joint layer's output than the reference does."""
-    whole = wrong.whole.views.get("slice")
+    whole = wrong.whole.slice
     if wrong.key.what not in ("input", "output") or whole is None or not whole.dim():
         return None
     for key in itertools.islice(case.before(wrong.key), 2):
@@ -271,8 +271,7 @@ def one_copy(case: Case, wrong: Judged) -> Explanation | None:
     shards = list(wrong.shards.values())
     if len(shards) < 2 or any(each.shape != shards[0].shape for each in shards):
         return None
-    alike_ = all(case.agrees_all(wrong, each, shards[0]) for each in shards[1:])
-    if not alike_:
+    if not all(case.agrees_all(wrong, each, shards[0]) for each in shards[1:]):
         return None
     for axis, kind in wrong.layouts.items():
         size, whole = case.axes.get(axis, 1), wrong.whole
@@ -280,7 +279,7 @@ def one_copy(case: Case, wrong: Judged) -> Explanation | None:
         if dim is None or "slice" not in whole.views or whole.shape[dim] % size:
             continue
         for rank, part in enumerate(whole.views["slice"].chunk(size, dim)):
-            here = shards[0].views.get("slice")
+            here = shards[0].slice
             if here is not None and here.shape == part.shape and case.agrees(wrong, here, part):
                 return Explanation(ONE_COPY, f"every rank of {axis} has the shard of rank {rank}")
     return None
@@ -291,12 +290,8 @@ def one_term(case: Case, wrong: Judged) -> Explanation | None:
     key = wrong.key
     if key.what != "gradient" or not wrong.merged or case.judge.suspect.world_size == 1:
         return None
-    found: dict[int, Sketch] = {}
-    for micro_batch in itertools.count():
-        entries = case.judge.suspect.entries(Key("accumulated", key.name, key.step, micro_batch))
-        if not entries:
-            break
-        found = {rank: entry.sketch for rank, entry in entries.items()}
+    terms = case.judge.suspect.accumulated(key.name, key.step)
+    found = {rank: entry.sketch for rank, entry in terms[-1].items()} if terms else {}
     if len(found) > 1 and all(
         case.agrees_all(wrong, each, other) for other in wrong.merged for each in alike([*found.values(), other])[:-1]
     ):
@@ -313,7 +308,7 @@ def one_term(case: Case, wrong: Judged) -> Explanation | None:
 
 def wrong_group(case: Case, wrong: Judged) -> Explanation | None:
     """Whether terms were summed over one axis instead of another: then other parts of the tensor are added."""
-    axes, whole = case.axes_of(wrong), wrong.whole.views.get("slice")
+    axes, whole = case.axes_of(wrong), wrong.whole.slice
     if whole is None:
         return None
     for micro_batch in range(case.judge.reference.num_micro_batches(wrong.key.step)):
@@ -335,7 +330,7 @@ def wrong_group(case: Case, wrong: Judged) -> Explanation | None:
             groups.setdefault(place[1 - at], []).append(sketch)
         if any(not case.agrees_all(wrong, each, group[0]) for group in groups.values() for each in group):
             continue
-        firsts = [group[0].views.get("slice") for group in groups.values()]
+        firsts = [group[0].slice for group in groups.values()]
         if any(each is None or each.shape != firsts[0].shape for each in firsts if firsts[0] is not None):
             continue
         total = torch.stack([each for each in firsts if each is not None]).sum(0)
@@ -353,8 +348,8 @@ def wrong_group(case: Case, wrong: Judged) -> Explanation | None:
 
 def but_bias(case: Case, wrong: Judged) -> Explanation | None:
     """Whether the rows' differences from their mean are sums or multiples: a bias hides it."""
-    whole = wrong.whole.views.get("slice")
-    shards = [each.views.get("slice") for each in wrong.shards.values()]
+    whole = wrong.whole.slice
+    shards = [each.slice for each in wrong.shards.values()]
     if whole is None or whole.dim() < 2 or any(each is None or each.shape != whole.shape for each in shards):
         return None
     own = [centred(each) for each in shards if each is not None]
@@ -369,12 +364,12 @@ def but_bias(case: Case, wrong: Judged) -> Explanation | None:
 
 def other_rows(case: Case, wrong: Judged) -> Explanation | None:
     """Whether an embedding returns other rows of its table, or none where another rank has them."""
-    key, whole = wrong.key, wrong.whole.views.get("slice")
+    key, whole = wrong.key, wrong.whole.slice
     table = case.judge.reference.entries(Key("used", f"{key.name}.weight", key.step))
     if key.what != "output" or not table or not wrong.merged or whole is None:
         return None
-    rows = table[0].sketch.doubled().views.get("slice")
-    here = wrong.merged[0].views.get("slice")
+    rows = table[0].sketch.doubled().slice
+    here = wrong.merged[0].slice
     if rows is None or rows.dim() != 2 or here is None or here.shape != whole.shape or rows.size(-1) != whole.size(-1):
         return None
     one, other = here.flatten(0, -2)[:512], whole.flatten(0, -2)[:512]
@@ -396,11 +391,8 @@ def positions(case: Case, wrong: Judged) -> Explanation | None:
     if wrong.key.micro_batch < 0:
         return None
     sizes = [size for size in case.axes.values() if size > 1]
-    for merged in wrong.merged:
-        here, there = merged.views.get("slice"), wrong.whole.views.get("slice")
-        if here is None or there is None or here.shape != there.shape:
-            continue
-        limit = case.limit(wrong)
+    limit = case.limit(wrong)
+    for here, there in wrong.pairs():
         for dim, size in itertools.product(range(here.dim()), sizes):
             length = here.size(dim)
             if length < 2 * size:
@@ -427,5 +419,4 @@ def drifted(case: Case, wrong: Judged) -> Explanation | None:
 
 
 def _with(wrong: Judged, values: Tensor) -> Sketch:
-    whole = wrong.whole
-    return Sketch(whole.shape, whole.dtype, whole.strides, {"slice": values})
+    return dataclasses.replace(wrong.whole, views={"slice": values})

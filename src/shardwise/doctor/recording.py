@@ -249,6 +249,11 @@ class Recording:
         found = {number: rank.entry(key) for number, rank in enumerate(self._ranks)}
         return {number: entry for number, entry in found.items() if entry is not None}
 
+    def accumulated(self, name: str, step: int) -> list[dict[int, Entry]]:
+        """Return a parameter's gradient after each micro-batch of a step, on each rank that recorded it."""
+        keys = (Key("accumulated", name, step, micro_batch) for micro_batch in itertools.count())
+        return list(itertools.takewhile(bool, map(self.entries, keys)))
+
     def of_ranks(self, name: str) -> list[Any]:
         """Return one of the facts of each rank."""
         return [rank.facts[name] for rank in self._ranks]

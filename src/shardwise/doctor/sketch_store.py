@@ -61,7 +61,7 @@ class SketchStore:
     def end_step(self) -> None:
         """Move the sketches of the step to the host."""
         for number, sketch in self.pending:
-            for name, view in sketch.to("cpu").views.items():
-                self.views[f"{number}.{name}"] = view.contiguous()
+            for name, view in sketch.views.items():
+                self.views[f"{number}.{name}"] = view.cpu().contiguous()
         self.pending.clear()
         self.step += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -54,6 +54,11 @@ class Sketch:
         return sketch
 
     @property
+    def slice(self) -> Tensor | None:
+        """The view ``"slice"``, if there is one."""
+        return self.views.get(_SLICE)
+
+    @property
     def is_whole(self) -> bool:
         """Whether all elements are kept."""
         return _SLICE in self.views and len(self.views) == 1
@@ -76,20 +81,13 @@ class Sketch:
             views[_SLICE] = whole[tuple(steps)].clone() if steps else whole.clone()
         return Sketch(self.shape, self.dtype, tuple(strides), views)
 
-    def to(self, device: str) -> Sketch:
-        """Return the sketch on another device."""
-        return Sketch(
-            self.shape, self.dtype, self.strides, {name: view.to(device) for name, view in self.views.items()}
-        )
-
     def doubled(self) -> Sketch:
         """Return the sketch with views in fp64, on the CPU."""
-        views = {name: view.to("cpu", torch.float64) for name, view in self.views.items()}
-        return Sketch(self.shape, self.dtype, self.strides, views)
+        return replace(self, views={name: view.to("cpu", torch.float64) for name, view in self.views.items()})
 
     def scaled(self, factor: float) -> Sketch:
         """Return the sketch of the tensor times a factor."""
-        return Sketch(self.shape, self.dtype, self.strides, {name: view * factor for name, view in self.views.items()})
+        return replace(self, views={name: view * factor for name, view in self.views.items()})
 
     def transposed(self) -> Sketch:
         """Return the sketch of the tensor with its first two dimensions swapped."""
@@ -154,12 +152,8 @@ def concatenated(sketches: Sequence[Sketch], dim: int) -> Sketch:
 def added(sketches: Sequence[Sketch]) -> Sketch:
     """Merge partial sums."""
     first = sketches[0]
-    views = {
-        name: torch.stack([sketch.views[name] for sketch in sketches]).sum(0)
-        for name in first.views
-        if all(name in sketch.views for sketch in sketches)
-    }
-    return Sketch(first.shape, first.dtype, first.strides, views)
+    common = [name for name in first.views if all(name in sketch.views for sketch in sketches)]
+    return replace(first, views={name: torch.stack([each.views[name] for each in sketches]).sum(0) for name in common})
 
 
 def placed(

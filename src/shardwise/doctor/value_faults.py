@@ -26,14 +26,9 @@ def with_every_micro_batch(case: Case, wrong: Judged) -> Explanation | None:
     """Whether a gradient counts its micro-batches different numbers of times."""
     if wrong.key.what not in ("gradient", "accumulated") or not wrong.merged:
         return None
-    sums = []
-    for micro_batch in itertools.count():
-        key = Key("accumulated", wrong.key.name, wrong.key.step, micro_batch)
-        entries = case.judge.reference.entries(key)
-        if not entries:
-            break
-        sums.append(alike([entries[0].sketch, wrong.whole])[0].views.get("slice"))
-    target = wrong.merged[0].views.get("slice")
+    accumulated = case.judge.reference.accumulated(wrong.key.name, wrong.key.step)
+    sums = [alike([entries[0].sketch, wrong.whole])[0].slice for entries in accumulated]
+    target = wrong.merged[0].slice
     if len(sums) < 2 or target is None or any(each is None or each.shape != target.shape for each in sums):
         return None
     whole: list[Tensor] = [each for each in sums if each is not None]
@@ -71,7 +66,7 @@ def factor(case: Case, wrong: Judged) -> Explanation | None:
     """Whether a tensor is a multiple of the reference's."""
     factors = []
     for merged in wrong.merged:
-        one, other = merged.views.get("slice"), wrong.whole.views.get("slice")
+        one, other = merged.slice, wrong.whole.slice
         if one is None or other is None or not float(other.square().sum()):
             return None
         factor = float((one * other).sum() / other.square().sum())
@@ -106,8 +101,8 @@ def factor(case: Case, wrong: Judged) -> Explanation | None:
 
 def added_by_each(case: Case, wrong: Judged) -> Explanation | None:
     """Whether the difference is a multiple of one summand, such as a bias that every rank adds before a sum."""
-    key, whole = wrong.key, wrong.whole.views.get("slice")
-    merged = [each.views.get("slice") for each in wrong.merged]
+    key, whole = wrong.key, wrong.whole.slice
+    merged = [each.slice for each in wrong.merged]
     if key.what != "output" or not merged or whole is None or not wrong.whole.is_whole or not whole.dim():
         return None
     if wrong.summed_axes and not case.is_summed_after(wrong):
@@ -151,9 +146,8 @@ def stale(case: Case, wrong: Judged) -> Explanation | None:
     if key.what == "updated" and key.step == 0:
         earlier.append((0, -2))
     for step, micro_batch in earlier:
-        before = Key(
-            "used" if micro_batch == -2 else key.what, key.name, step, max(micro_batch, -1), key.call, key.leaf
-        )
+        what = "used" if micro_batch == -2 else key.what
+        before = dataclasses.replace(key, what=what, step=step, micro_batch=max(micro_batch, -1))
         entries = case.judge.reference.entries(before)
         if not entries:
             continue
@@ -163,13 +157,9 @@ def stale(case: Case, wrong: Judged) -> Explanation | None:
         for each in merged:
             here, then, now = each.views["slice"], old.views["slice"], new.views["slice"]
             limit = case.limit(wrong)
-            is_old = (here - then).abs() <= limit
-            is_new = (here - now).abs() <= limit
-            differs = (then - now).abs() > 2 * limit
-            explained = (is_old | is_new).float().mean()
-            if float(explained) > 0.99 and float((is_old & differs).float().sum()) > 0.5 * float(
-                (~is_new).float().sum()
-            ):
+            is_old, is_new = ((here - each).abs() <= limit for each in (then, now))
+            differs = is_old & ((then - now).abs() > 2 * limit)
+            if float((is_old | is_new).float().mean()) > 0.99 and int(differs.sum()) > 0.5 * int((~is_new).sum()):
                 when = "step" if step != key.step or micro_batch == -2 else "micro-batch"
                 return Explanation(STALE, f"where it is wrong it has the values of the {when} before")
     return None
@@ -179,19 +169,13 @@ def stale_input(case: Case, wrong: Judged) -> Explanation | None:
     """Whether the gradient of a linear layer's weight comes from the inputs of other micro-batches."""
     key = wrong.key
     module, _, parameter = key.name.rpartition(".")
-    target = wrong.merged[0].views.get("slice") if wrong.merged else None
+    target = wrong.merged[0].slice if wrong.merged else None
     if key.what != "gradient" or parameter != "weight" or target is None or target.dim() != 2:
         return None
     inputs, gradients = [], []
     for micro_batch in range(case.num_micro_batches):
-        call = next(
-            (
-                each
-                for each in case.judge.reference.facts["calls"]
-                if (each["name"], each["step"], each["micro_batch"]) == (module, key.step, micro_batch)
-            ),
-            None,
-        )
+        at = Key("", module, key.step, micro_batch)
+        call = next((each for each in case.judge.reference.facts["calls"] if _is_call_of(each, at)), None)
         if call is None or not call["inputs"] or call["inputs"][0] < 0:
             return None
         of_input = case.judge.reference.recorded[call["inputs"][0]]
@@ -228,9 +212,8 @@ def other_labels(case: Case, wrong: Judged) -> Explanation | None:
     """Whether other rows have no gradient: other labels are ignored."""
     if "gradient" not in wrong.key.what:
         return None
-    for merged in wrong.merged:
-        here, there = merged.views.get("slice"), wrong.whole.views.get("slice")
-        if here is None or there is None or here.shape != there.shape or here.dim() < 2:
+    for here, there in wrong.pairs():
+        if here.dim() < 2:
             continue
         labels = [_labels_of(each) for each in (here, there)]
         if labels[0] is not None and labels[1] is not None:
@@ -271,10 +254,7 @@ def labels_of_loss(case: Case, wrong: Judged) -> Explanation | None:
 
 def random_stream(case: Case, wrong: Judged) -> Explanation | None:
     """Whether other elements are zero, as after dropout with other random numbers."""
-    for merged in wrong.merged:
-        here, there = merged.views.get("slice"), wrong.whole.views.get("slice")
-        if here is None or there is None or here.shape != there.shape:
-            continue
+    for here, there in wrong.pairs():
         other = ((here == 0) != (there == 0)).float().mean()
         zeros = (there == 0).float().mean()
         if float(other) > 0.02 and 0.01 < float(zeros) < 0.99:

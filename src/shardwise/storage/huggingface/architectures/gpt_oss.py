@@ -18,7 +18,7 @@ from shardwise.storage.huggingface.architectures.llama import (
     layer_types,
     read_layer_types,
 )
-from shardwise.storage.huggingface.architectures.mixtures import WithExperts
+from shardwise.storage.huggingface.architectures.mixtures import WithExperts, tied_of
 from shardwise.storage.huggingface.fields import Fields, read_rope
 from shardwise.storage.huggingface.mapping import Table, joint_experts, whole
 
@@ -74,6 +74,7 @@ _LAYER, _STORED = "decoder.layers.{layer}.", "model.layers.{layer}."
 _EXPERTS = _STORED + "mlp.experts."
 _DECODER = _Decoder(model_type="gpt_oss", classes=(), settings={}, num_key_value_heads=8, head_dim=64)
 GPT_OSS = _GptOss(
+    **tied_of(_DECODER) | {"fixed": {**LLAMA.fixed, "attention_sinks": True}},
     model_type="gpt_oss",
     classes=("GptOssForCausalLM", "GptOssModel"),
     settings={
@@ -88,10 +89,6 @@ GPT_OSS = _GptOss(
         ),
         "attention_bias": Setting("attention_bias", True),
     },
-    fixed={**LLAMA.fixed, "attention_sinks": True},
-    prefix=_DECODER.prefix,
-    tied=_DECODER.tied,
-    ignored=_DECODER.ignored,
     table={
         **TABLE,
         _LAYER + "self_attention.sinks.logits": whole(_STORED + "self_attn.sinks"),

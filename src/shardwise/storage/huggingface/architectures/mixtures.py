@@ -225,10 +225,8 @@ class AfterDenseLayers(WithExperts):
         dense = fields.get(int, "first_k_dense_replace", default=self.num_dense)
         width = fields.get(int, self.width[0], default=self.width[1])
         shared = fields.get(int, "n_shared_experts", default=self.num_shared, within=(1, 1 << 16))
-        return Experts(
-            num=fields.get(int, *self.names, default=self.num),
-            per_token=fields.get(int, "num_experts_per_tok", default=self.per_token),
-            ffn_hidden_size=width,
+        return replace(
+            super().read_experts(fields, num_layers),
             layers=tuple(at >= dense for at in range(num_layers)) if dense > 0 else None,
             weight_scale=fields.get(float, "routed_scaling_factor", default=self.scale),
             shared_ffn_hidden_size=width * shared,
@@ -248,9 +246,7 @@ class AfterDenseLayers(WithExperts):
     def write_experts(self, experts: Experts, model: ModelDescription) -> dict[str, Any]:
         layers = experts.layers or (True,) * model.num_layers
         return {
-            self.names[0]: experts.num,
-            "num_experts_per_tok": experts.per_token,
-            self.width[0]: experts.ffn_hidden_size,
+            **super().write_experts(experts, model),
             "first_k_dense_replace": layers.index(True) if True in layers else len(layers),
             "norm_topk_prob": experts.normalizes_weights,
             "routed_scaling_factor": experts.weight_scale,
