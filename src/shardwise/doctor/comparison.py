@@ -115,16 +115,7 @@ def results(row: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class _Differences:
-    """Differences of two runs.
-
-    Attributes:
-        steps: steps with metrics of both runs.
-        metrics: differences of metrics, in the order of the steps.
-        alone: metrics that one run lacks: the name, the folder of the other, and the steps; ``_ALL`` for whole rows.
-        checkpoints: numbers of steps of checkpoints that both have, up to the first that differs.
-        facts: lines about differences in the last of ``checkpoints`` other than in tensors.
-        tensors: differences of tensors in the last of ``checkpoints``.
-    """
+    """Differences of two runs: ``checkpoints`` up to the first that differs, and how that one does."""
 
     steps: list[int]
     metrics: list[_Difference]
@@ -275,7 +266,6 @@ def _readable(path: Path) -> MetricsFile:
 
 
 def _facts(step: int, stored: tuple[StoredCheckpoint, StoredCheckpoint]) -> list[str]:
-    """Describe the differences of two checkpoints other than in tensors."""
     # Settings include the layout and the folder of the run.
     metas = [{name: value for name, value in each.manifest.meta.items() if name != "settings"} for each in stored]
     texts = [{name: json.dumps(value, sort_keys=True) for name, value in meta.items()} for meta in metas]
@@ -292,7 +282,6 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints of a run by step; for a checkpoint, only itself."""
     if _is_checkpoint(folder):
         return {Manifest.read(folder).step: folder}
     root = folder / "checkpoints"

@@ -38,13 +38,7 @@ FACTOR = 2e-2
 
 @dataclass(frozen=True)
 class Explanation:
-    """Class of a fault, and the evidence.
-
-    Attributes:
-        kind: one of the constants of this file.
-        evidence: a sentence with the values that show it.
-        module: the module that the values show to be wrong; empty if they do not tell.
-    """
+    """Class of a fault, the evidence in a sentence, and the wrong module if the values show it."""
 
     kind: str
     evidence: str
@@ -53,13 +47,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Case:
-    """The run in which a wrong tensor is to be explained, and comparisons within its rounding.
-
-    Attributes:
-        judge: compares tensors with the reference.
-        axes: sizes of the suspect's axes.
-        num_micro_batches: number of micro-batches of a step on each rank.
-    """
+    """The run in which a wrong tensor is to be explained, and comparisons within its rounding."""
 
     judge: Judge
     axes: dict[str, int]

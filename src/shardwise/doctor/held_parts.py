@@ -11,12 +11,7 @@ from shardwise.doctor.places import Axes, Declared, PartOfExperts, declared_of_p
 
 
 class HeldParts:
-    """The parameters of a model, and this rank's parts of tensors.
-
-    Attributes:
-        axes: for each axis this rank's place and the number of ranks.
-        params: name, parameter, owner and the name in the owner of each parameter.
-    """
+    """The parameters of a model (name, parameter, owner, name in the owner), and this rank's parts of tensors."""
 
     def __init__(self, model: nn.Module, axes: Axes) -> None:
         self.axes, self.params = axes, named_parameters(model)

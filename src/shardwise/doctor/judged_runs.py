@@ -60,24 +60,14 @@ _BACKWARD = "the backward, or a sum of it"
 
 @dataclass(frozen=True)
 class OneRun:
-    """The metrics and checkpoints of a run.
-
-    Attributes:
-        folder: ``--out`` of the run, or one of its checkpoints.
-        rows: metrics by step.
-        checkpoints: checkpoints by the number of completed steps.
-    """
+    """A run, or one checkpoint of it: metrics by step, and checkpoints by the number of completed steps."""
 
     folder: Path
     rows: Mapping[int, Mapping[str, Any]]
     checkpoints: Mapping[int, Path]
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that the run left.
-
-        Raises:
-            ConfigError: there are none.
-        """
+        """Return the settings that the run left, or raise ConfigError."""
         for step in sorted(self.checkpoints, reverse=True):
             values = Manifest.read(self.checkpoints[step]).meta.get("settings")
             if isinstance(values, dict):
@@ -93,14 +83,7 @@ class OneRun:
 
 @dataclass(frozen=True)
 class JudgedResult:
-    """A result of both runs against one rank's.
-
-    Attributes:
-        name: name of the metric or of the tensor.
-        step: step of the metric; number of completed steps of a tensor.
-        away: for each run, the difference from one rank's result over the expected rounding.
-        expected: the expected rounding, relative to the result.
-    """
+    """A result of both runs, and how many times the expected rounding each is ``away`` from one rank's."""
 
     name: str
     step: int
@@ -120,15 +103,7 @@ class JudgedResult:
 
 @dataclass
 class Judgement:
-    """Judgement of two runs.
-
-    Attributes:
-        steps: the repeated steps.
-        dtypes: dtypes of the two repetitions; the same if the second was perturbed.
-        metrics: the metrics that differ, the worst first.
-        tensors: the tensors that differ, the worst first.
-        lines: what it means, as text for the user.
-    """
+    """Judgement of two runs: the metrics and tensors that differ, the worst first, and what it means."""
 
     steps: range
     dtypes: tuple[str, str]
@@ -152,11 +127,7 @@ class Judgement:
 
 
 def check_settings(runs: tuple[OneRun, OneRun]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of two plain runs of one experiment.
-
-    Raises:
-        ConfigError: they have none, one run is exact, or the settings differ in more than the layout.
-    """
+    """Return the settings of two plain runs of one experiment; raise ConfigError if they are not."""
     one, two = runs[0].settings(), runs[1].settings()
     both = _with_routing(one, two), _with_routing(two, one)
     exact = [is_exact(settings) for settings in both]
@@ -249,7 +220,6 @@ def _place(base: int) -> str:
 
 
 def _experiment(settings: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Yield the settings that determine results, by dotted names."""
     constant = _section(settings, "optimizer").get("schedule") == "constant"
     for name, value in settings.items():
         if name in _NO_EXPERIMENT[""]:
@@ -346,7 +316,6 @@ def _meaning(
     tensors: tuple[int, Sequence[str]] | None,
     command: str,
 ) -> list[str]:
-    """Say whether there is a fault, in which run, and where."""
     worst = judgement.worst
     steps = judgement.steps
     last = max((step for run in runs for step in run.rows), default=0)
@@ -376,7 +345,6 @@ def _meaning(
 
 
 def _part(judgement: Judgement) -> str:
-    """Say which part of a step is wrong first, by its metrics."""
     wrong = {(each.step, each.name) for each in judgement.metrics if each.is_wrong}
     for step in judgement.steps:
         here = {name for at, name in wrong if at == step and not name.startswith("held_out")}
@@ -427,5 +395,4 @@ def _suspects(stored: StoredCheckpoint, judgement: Judgement, own: Repetition, *
 
 
 def _parameter(name: str) -> str:
-    """Return the parameter that a tensor of the optimizer belongs to."""
     return name.split(".", 2)[-1]

@@ -55,18 +55,9 @@ PASSES = {
 class Judged:
     """A tensor of the suspect against the reference's.
 
-    Attributes:
-        key: names the tensor.
-        number: position in the reference's recording.
-        layouts: for each axis of several ranks, how they hold the tensor; empty if no layout gives the reference.
-        stated: for each axis the layout that the model states, if any.
-        ratio: difference over expected rounding, for the best layout.
-        relative: root mean square of the difference, relative to the reference's.
-        expected: expected rounding, relative to the reference's.
-        shards: the suspect's sketches by the ranks' places.
-        whole: the reference's sketch.
-        merged: the suspect's tensors in the best layout: several if ranks hold copies.
-        is_excused: whether the difference is explained by something that is no fault.
+    ``layouts`` is empty if none gives the reference, ``stated`` has those that the model states, and ``merged`` several
+    tensors if ranks hold copies. ``shards`` are by the ranks' places. ``ratio`` is difference over expected rounding;
+    ``relative`` and ``expected`` are both relative to the reference. Something that is no fault excuses a difference.
     """
 
     key: Key
@@ -154,14 +145,7 @@ class Rounding:
 
 
 class Judge:
-    """Compares a suspect with a reference, tensor by tensor.
-
-    Args:
-        reference, suspect: the recordings.
-        rounding: the expected rounding.
-        micro_batches: for each step and reference micro-batch, the suspect's ranks and their micro-batches that have
-            the same samples; None if all ranks' micro-batches have the same numbers.
-    """
+    """Compares a suspect with a reference, tensor by tensor."""
 
     def __init__(
         self,
@@ -191,13 +175,9 @@ class Judge:
     def judge(
         self, key: Key, number: int = 0, *, other: Key | None = None, order: Mapping[str, Sequence[Any]] | None = None
     ) -> Judged | None:
-        """Judge one tensor; None if one of the recordings lacks it.
+        """Judge one tensor, which the suspect may have under another key; None if one of the recordings lacks it.
 
-        Args:
-            key: names the tensor.
-            number: its position in the reference's recording.
-            other: names it in the suspect's; as in the reference's if None.
-            order: for an axis the kind that is known from other tensors.
+        ``order`` is for an axis the kind that is known from other tensors.
         """
         entries = self._suspects(other or key)
         if not entries:
@@ -325,7 +305,6 @@ def kind_of(stated: Sequence[Any] | None) -> Kind | None:
 
 
 def _candidates(axes: Mapping[str, int], stated: Mapping[str, Sequence[Any]], ndim: int) -> Iterator[dict[str, Kind]]:
-    """Yield the layouts that agree with those that the model states."""
     own = {axis: kind_of(stated.get(axis)) for axis in axes}
     own = {
         axis: (kind[0], kind[1] % max(ndim, 1), *kind[2:]) if kind is not None and len(kind) > 1 else kind

@@ -33,15 +33,9 @@ from shardwise.models.experts.routing import row_hashes
 
 
 class ModuleCalls:
-    """Records the calls of a model's modules until ``close``; see ``record`` for the arguments.
+    """Records the calls of a model's modules (``facts``) and its micro-batches (``inputs``) until ``close``.
 
-    ``before_forward`` is called before each forward of the model in training mode; it may close the recording.
-
-    Attributes:
-        modules: the recorded modules by name.
-        facts: a ``CallFacts`` for each call.
-        inputs: an ``InputFacts`` for each micro-batch.
-        is_done: whether the recording has ended.
+    ``before_forward`` is called before each forward of the model in training mode; it may end the recording.
     """
 
     def __init__(
@@ -192,7 +186,6 @@ class ModuleCalls:
                 self._store.keep(Key("used", full_name, self._store.step), values, declared)
 
     def _pass(self, key: Key, tensor: Tensor, declared: Declared) -> int:
-        """Record a tensor of a forward unless it is known already, and return its number."""
         known = self._seen.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             return known[2]

@@ -58,8 +58,7 @@ class Key:
 def named_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield all modules by the names that they have in the model on one rank without wrappers.
 
-    Layers of a pipeline stage are numbered by their ``layer_number``, which counts from 1. The chunks of a list of
-    chunks have no names. A wrapper has the name of what it wraps, and comes before it.
+    A wrapper has the name of what it wraps, and comes before it. The chunks of a list of chunks have no names.
     """
     seen: set[int] = set()
 
@@ -134,13 +133,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 @dataclasses.dataclass(frozen=True)
 class PartOfExperts:
-    """This rank's part of a parameter that ranks of several axes split, such as the experts of data-parallel ranks.
-
-    Attributes:
-        layout: the layout over the ranks that split it.
-        rank: this rank among them.
-        copies: number of ranks that hold this part.
-    """
+    """This rank's part of a parameter that ranks of several axes split; ``copies`` ranks hold it."""
 
     layout: ParamLayout
     rank: int
@@ -160,12 +153,7 @@ class PartOfExperts:
         return cls(layout, group.rank(), ranks // layout.world_size)
 
     def as_term(self, own: Tensor, *, is_term: bool) -> tuple[Tensor, Declared]:
-        """Return a tensor of the whole shape, whose sum over all axes is the whole parameter.
-
-        Args:
-            own: this rank's part.
-            is_term: whether the part is the sum over the ranks that hold it, instead of a copy on each.
-        """
+        """Return a tensor of the whole shape whose sum over all axes is the parameter; ``own`` is a term, or a copy."""
         whole = own.new_zeros(self.layout.global_shape)
         self.layout.place_(whole, self.rank, own if is_term else own / self.copies)
         return whole, {axis: ["P"] for axis in _AXES_OF_EXPERTS}

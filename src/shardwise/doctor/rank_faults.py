@@ -146,13 +146,7 @@ def misplaced(case: Case, wrong: Judged) -> Explanation | None:
 
 
 def reordered(case: Case, wrong: Judged, *, by_rank: bool = False) -> tuple[str, int, list[list[int]]] | None:
-    """Return axis, dimension and each rank's rows if the ranks hold all rows of the reference in another order.
-
-    Args:
-        case: the run.
-        wrong: the tensor.
-        by_rank: whether to look at each rank's part first, and to return only the order along an axis.
-    """
+    """Return axis, dimension and each rank's rows if the ranks hold the reference's rows in another order."""
     whole = wrong.whole.slice
     if whole is None or not wrong.whole.is_whole:
         return None

@@ -115,20 +115,13 @@ class Recorder:
         return self._calls.is_done
 
     def inputs(self, **tensors: Tensor | None) -> None:
-        """State the ids, labels and other integers of the next micro-batch; each row is a sample.
-
-        Without a call, the integer tensors that the model gets are taken.
-        """
+        """State the integers of the next micro-batch, whose rows are samples; by default those that the model gets."""
         if not self.is_done:
             self._calls.state_inputs({name: tensor for name, tensor in tensors.items() if tensor is not None})
 
     @torch.no_grad()
     def gradients(self, given: Given | None = None) -> None:
-        """Record the gradients of all parameters; call it after the backward and all sums over ranks, before clipping.
-
-        Args:
-            given: gradients that are not in ``main_grad`` or ``grad``, and how each axis holds them.
-        """
+        """Record all gradients, after sums over ranks and before clipping; ``given`` has those not in ``grad``."""
         if self.is_done or self._has_gradients:
             return
         self._has_gradients = True
@@ -162,11 +155,7 @@ class Recorder:
                 self._keep_gradient(name, self._parts.local(found, {})[0], values, declared)
 
     def clipped(self, given: Given | None = None) -> None:
-        """Note the factor that has scaled the gradients since ``gradients``; the optimizer's hook calls it.
-
-        Args:
-            given: as for ``gradients``.
-        """
+        """Note the factor that has scaled the gradients since ``gradients``; the optimizer's hook calls it."""
         if self.is_done:
             return
         if not self._has_gradients:
@@ -185,11 +174,7 @@ class Recorder:
 
     @torch.no_grad()
     def updated(self, given: Given | None = None) -> None:
-        """Record the parameters after the update, which ends the step; the optimizer's hook calls it.
-
-        Args:
-            given: for parameters that no rank has whole yet, the values of this rank and how each axis holds them.
-        """
+        """Record the parameters after the update, which ends the step; ``given`` has those that no rank has whole."""
         if self.is_done:
             return
         self._find_gradients()

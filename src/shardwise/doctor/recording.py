@@ -32,13 +32,7 @@ _TOGETHER = "record all ranks together"
 
 
 class Entry(NamedTuple):
-    """A recorded tensor of one rank.
-
-    Attributes:
-        number: position in the order of the rank's recording.
-        sketch: the tensor.
-        layouts: for each axis, how the ranks hold it, as far as the model states it.
-    """
+    """A recorded tensor of one rank: its position in the recording, and the stated layouts by axis."""
 
     number: int
     sketch: Sketch
@@ -46,8 +40,6 @@ class Entry(NamedTuple):
 
 
 class _OfRank:
-    """The recording of one rank."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         try:

@@ -44,13 +44,7 @@ ONE_RANK: Axes = {"tp": (0, 1), "dp": (0, 1)}
 
 @dataclass
 class Repetition:
-    """Results of repeated steps.
-
-    Attributes:
-        dtype: dtype of the run, for messages.
-        rows: metrics by step.
-        states: weights and the optimizer's state by name, on the CPU, by the number of completed steps.
-    """
+    """Metrics of repeated steps, and states on the CPU by the number of completed steps."""
 
     dtype: str
     rows: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -58,11 +52,7 @@ class Repetition:
 
 
 def settings_on_one_rank(values: Mapping[str, Any]) -> RunSettings:
-    """Return the settings of a run, from the JSON that it left, for the same run on one rank.
-
-    Raises:
-        ConfigError: the values are no settings.
-    """
+    """Return the settings of a run, from the JSON that it left, for the same run on one rank; raise ConfigError."""
     settings = _kind(values)[1].from_json(dict(values))
     return dataclasses.replace(
         settings, parallel=ParallelSettings(), profile=ProfileSettings(), resume="never", record_routing=None

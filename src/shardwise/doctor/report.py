@@ -63,15 +63,7 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
 def write_page(
     diagnosis: Diagnosis, path: str | Path, *, title: str, flag: str = "file", explains: bool = False
 ) -> None:
-    """Write one HTML page: the modules as a column, with layouts, moves and errors.
-
-    Args:
-        diagnosis: the diagnosis.
-        path: file to write.
-        title: heading of the page.
-        flag: the user's flag for the file, for messages.
-        explains: whether the page is for a reader who wants to see tensor parallelism, not errors.
-    """
+    """Write one HTML page: the modules as a column, with layouts, moves and errors."""
     from jinja2 import Environment
 
     rows = _rows(diagnosis)
@@ -104,8 +96,6 @@ class _Bar:
 
 @dataclass(frozen=True)
 class _Row:
-    """A module on the page."""
-
     name: str
     anchor: str
     depth: int

@@ -40,22 +40,13 @@ def diagnose_run(
     """Train a few steps at the settings' layout and on one rank, and compare them; every rank calls.
 
     The first rank trains the model on one rank twice: in the run's dtype, and with another rounding, in float64 for
-    float32, and otherwise with each operation changed by one rounding error.
-
-    Args:
-        settings: settings of the run.
-        steps: number of steps.
-        folder: folder for the recordings ``one``, ``rounding`` and ``parallel``, which replace earlier ones; the
-            settings' ``out`` and ``doctor`` if None.
-        budget: most bytes of a recording of a rank.
-        report: callback for the diagnosis, on the first rank.
-        make_task: factory of the task.
+    float32, and otherwise with each operation changed by one rounding error. ``folder`` gets the recordings ``one``,
+    ``rounding`` and ``parallel``.
 
     Raises:
         ParityError: a module is wrong; on every rank, after the report.
         ConfigError: the layout has one rank, layouts drop other elements, the settings do not fit the ranks, another
             process uses ``out``, or the folder of a recording has something else.
-        ShardwiseError: any other failure, on every rank.
     """
     overlaps = settings.parallel.tp > 1 and not settings.parallel.fsdp
     folder = Path(settings.out) / "doctor" if folder is None else folder
@@ -100,7 +91,6 @@ def diagnose_run(
 
 
 def _record_alone(session: Session, folder: Path, steps: int, budget: int) -> None:
-    """Record the model on the first rank alone, in the run's dtype and with another rounding."""
     if not session.ranks.is_first:
         return
     dtype, perturb = other_rounding(session)

@@ -16,16 +16,7 @@ _PARTS = 512
 
 
 class SketchStore:
-    """Sketches and facts of recorded tensors.
-
-    Attributes:
-        step: number of the step that is recorded.
-        numbers: positions of the tensors in ``facts``.
-        facts: a ``TensorFacts`` for each tensor.
-        views: stored views of the sketches of completed steps.
-        pending: sketches of this step, with their numbers.
-        dropped: names of modules and parameters for whose tensors there was no room.
-    """
+    """Sketches of tensors (``pending`` in this step, ``views`` of earlier ones), and their ``TensorFacts``."""
 
     def __init__(self, budget: int, full: Sequence[str]) -> None:
         self._budget, self._full, self._num_bytes = budget, tuple(full), 0

@@ -27,13 +27,9 @@ _MANY = 16
 class Sketch:
     """A part of a tensor, and its sums.
 
-    Attributes:
-        shape: shape of the tensor.
-        dtype: dtype of the tensor.
-        strides: for each dimension, the distance of the indices in the view ``"slice"``; powers of two.
-        views: ``"slice"``, and ``"0"``, ``"1"``... with the sums over all dimensions but one, which have size 1. A
-            whole tensor has ``"slice"`` alone, with strides of 1. A tensor whose shards do not begin at multiples of
-            the strides has no ``"slice"``.
+    The view ``"slice"`` has the indices that are multiples of ``strides``, powers of two; there is none if shards begin
+    elsewhere. The views ``"0"``, ``"1"``... have the sums over all dimensions but one, which have size 1. A whole
+    tensor has ``"slice"`` alone.
     """
 
     shape: tuple[int, ...]
@@ -159,13 +155,9 @@ def added(sketches: Sequence[Sketch]) -> Sketch:
 def placed(
     sketches: Sequence[Sketch], dim: int, intervals: Sequence[Sequence[Sequence[int]]], *, sums: bool = False
 ) -> list[Sketch]:
-    """Merge shards that consist of intervals, by the intervals of each rank; overlapping copies give several results.
+    """Merge shards that consist of intervals ``[start, stop]`` of a dimension, by the intervals of each rank.
 
-    Args:
-        sketches: each rank's shard.
-        dim: dimension that is split.
-        intervals: for each rank, the intervals ``[start, stop]`` of the whole dimension, in its local order.
-        sums: whether to add overlapping parts, which are partial sums, instead.
+    Overlapping copies give several results; with ``sums`` they are partial sums, which are added.
     """
     cuts = sorted({edge for own in intervals for interval in own for edge in interval})
     pieces: dict[int, list[Sketch]] = {}

@@ -12,13 +12,7 @@ from shardwise.doctor.rank_faults import reordered
 
 
 class Verdicts:
-    """Judged tensors, in the order of the reference.
-
-    Attributes:
-        case: the run.
-        judged: the tensors; also by their keys (``by_key``) and by their positions in the reference (``by_number``).
-        notes: what was excused.
-    """
+    """Judged tensors in the order of the reference, by key and by position; ``notes`` say what was excused."""
 
     def __init__(self, case: Case, judged: list[Judged], notes: list[str]) -> None:
         self.case, self.judged, self.notes = case, judged, notes

@@ -47,12 +47,7 @@ class RoutingFacts(TypedDict):
 
 
 class _Routing:
-    """Common part of a recorder and of a replay, which have its arguments.
-
-    Args:
-        model: the model, whose groups come from a Topology; with pipeline stages this rank's stage or its chunks.
-        folder: folder of the routing.
-    """
+    """Common part of a recorder and of a replay, which have its arguments."""
 
     def __init__(self, model: TransformerModel | ModelChunks, folder: str | PathLike[str]) -> None:
         self._folder = Path(folder)

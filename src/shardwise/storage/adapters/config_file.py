@@ -69,12 +69,7 @@ _NONE_IF_EMPTY = ("rank_pattern", "alpha_pattern", "modules_to_save", "target_pa
 
 
 def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
-    """Read the settings of the adapters in a folder.
-
-    Raises:
-        CheckpointError: the folder or the file is missing, or the file is damaged.
-        ConfigError: the variant of LoRA is not supported; the message names the field.
-    """
+    """Read the settings of a folder's adapters; CheckpointError if damaged, ConfigError for another variant of LoRA."""
     path = Path(folder) / CONFIG_NAME
     if not os.path.isdir(folder):
         raise CheckpointError(no_folder(Path(folder)))
@@ -193,18 +188,10 @@ class Paths:
 
 
 def with_parameters(config: LoraConfig, paths: Paths, module_targets: Mapping[str, str]) -> LoraConfig:
-    """Return the configuration that ``peft`` makes of one for a model with experts.
+    """Return the configuration that ``peft`` makes of one for a model with experts; raise ConfigError if it cannot be.
 
     Targets by the names of linear layers that routers and experts had in ``transformers`` 4 become targets by the names
     of parameters; "all-linear" means these too. A parameter of two such layers gets the ranks of both.
-
-    Args:
-        config: configuration.
-        paths: what can have an adapter.
-        module_targets: see ``Architecture.module_targets``.
-
-    Raises:
-        ConfigError: a name stands for a part of a parameter, or a path for the experts of all layers.
     """
     if not paths.parameters or isinstance(config.target_modules, str):
         return config
@@ -250,13 +237,7 @@ def trained_tensors(config: LoraConfig, tensors: Iterable[str], chosen: Collecti
 
 
 def check_targets(paths: Paths, tensors: Iterable[str], config: LoraConfig) -> None:
-    """Raise ConfigError, with the nearest names, if a target, pattern or entry of ``modules_to_save`` matches nothing.
-
-    Args:
-        paths: paths of everything that can have adapters.
-        tensors: names of all weights and biases.
-        config: settings with the targets.
-    """
+    """Raise ConfigError, with the nearest names, if a target, pattern or module to save matches nothing."""
     modules = _adapted_modules(tensors)
     adaptable = {*paths.in_layers, *paths.outer}
     names = sorted({path.rpartition(".")[2] for path in adaptable})

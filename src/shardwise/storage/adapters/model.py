@@ -32,10 +32,7 @@ from shardwise.storage.huggingface.mapping import Composition, compose
 
 
 def all_tensors(model: TransformerModel, architecture: Architecture) -> set[str]:
-    """Return Hugging Face's names of all weights and biases, including tied ones, of a model without adapters.
-
-    Collective over the stages.
-    """
+    """Return Hugging Face's names of all weights and biases, also tied ones. Collective over the stages."""
     own = {name for base in base_parameters(model, architecture) for name in base.composition.stored_shapes}
     own |= {f"{path}.weight" for path in outer_paths(model, architecture)}
     return {name for names in gather_from_stages(own, "the names of tensors", model.groups) for name in names}
@@ -263,10 +260,7 @@ def base_parameters(model: TransformerModel, architecture: Architecture) -> list
 def check_trainable(
     parameters: list[BaseParameter], tensors: Set[str], modules: Collection[str], architecture: Architecture
 ) -> None:
-    """Raise ConfigError if only a part of a parameter is trained, unless it is a bias of an adapted module.
-
-    Also if experts or routers are trained whose tensors have another name in ``peft``'s files.
-    """
+    """Raise ConfigError if only a part of a parameter is trained, or one that ``peft``'s files cannot hold."""
     for base in parameters:
         within = list(base.composition.stored_shapes)
         if isinstance(base.param, QuantizedTensor) and not tensors.isdisjoint(within):

@@ -26,17 +26,11 @@ from shardwise.storage.huggingface.mapping import Composition, compose
 
 @dataclass(frozen=True)
 class AdapterTarget:
-    """A linear layer or embedding of Hugging Face's model, or a parameter, and the layer of ours that contains it.
+    """A linear layer or embedding of Hugging Face's model, or a ``parameter``, and the layer of ours that contains it.
 
-    Attributes:
-        path: path of the module in Hugging Face's model, such as ``model.layers.0.self_attn.q_proj``, or name of the
-            parameter.
-        layer: layer of our model that contains it.
-        section: for each output row, its row in the output of ``layer`` or of one of its experts; None if all rows are
-            the same.
-        transposed: whether Hugging Face stores the weight as ``[in, out]``.
-        in_layers: whether it is in a transformer layer; otherwise it is the embedding or the output layer.
-        parameter: of a parameter of a router or of experts, its name in ``layer``; else None.
+    ``section`` has for each output row its row in the output of ``layer`` or of one of its experts; None if all rows
+    are the same. ``transposed`` weights are stored as ``[in, out]``. The embedding and the output layer are not
+    ``in_layers``.
     """
 
     path: str
@@ -77,14 +71,7 @@ class AdapterTarget:
 
 
 def adapter_targets(model: TransformerModel, architecture: Architecture) -> list[AdapterTarget]:
-    """Return everything on this pipeline stage that can have an adapter, in order.
-
-    These are the linear layers, routers and experts in transformer layers and, in a GPT, the embedding and the output
-    layer.
-
-    Raises:
-        ConfigError: the architecture has no such layers.
-    """
+    """Return everything on this pipeline stage that can have an adapter, in order; raise ConfigError if unsupported."""
     layers: Iterable[Any] = model.block.layers
     targets = [
         target for layer in layers for target in _targets_of_layer(model, layer, layer.layer_number - 1, architecture)

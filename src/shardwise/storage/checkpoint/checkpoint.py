@@ -31,10 +31,9 @@ def describe(error: BaseException) -> str:
 
 @contextmanager
 def checkpoint_errors() -> Iterator[None]:
-    """Convert errors into CheckpointErrors.
+    """Convert errors into CheckpointErrors; KeyboardInterrupt and the like are raised unchanged.
 
-    An error of torch.distributed.checkpoint has the errors of all ranks, the same on every rank; the lowest rank's is
-    used. An error that is not an ``Exception`` (such as KeyboardInterrupt) is raised unchanged.
+    Of an error of torch.distributed.checkpoint, which has those of all ranks, the lowest rank's is used.
     """
     try:
         yield

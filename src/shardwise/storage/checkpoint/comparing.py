@@ -22,14 +22,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class TensorDifference:
     """Difference between two checkpoints in one tensor.
 
-    Attributes:
-        name: name of the tensor.
-        facts: difference in dtype, shape or presence; None if only values differ.
-        num_different: number of elements whose bits differ.
-        num_elements: number of elements of the tensor.
-        first: index of the first different element.
-        values: values of that element in both checkpoints.
-        distance: norm of the difference divided by the norm of the first checkpoint's tensor; NaN if either has NaN.
+    ``facts`` describes another dtype, shape or presence. ``first`` is the index of the first element with other bits,
+    ``values`` its two values. ``distance`` is the norm of the difference over that of the first checkpoint's tensor,
+    NaN if either has NaN.
     """
 
     name: str
@@ -42,15 +37,7 @@ class TensorDifference:
 
 
 class StoredCheckpoint:
-    """Reads boxes of global tensors from a checkpoint, whatever layout it was saved at.
-
-    Attributes:
-        folder: folder of the checkpoint.
-        manifest: manifest of the checkpoint.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or its manifest is damaged.
-    """
+    """Reads boxes of global tensors from a checkpoint of any layout, or raises CheckpointError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,11 +45,7 @@ class StoredCheckpoint:
         self._headers: dict[str, dict[str, StoredTensor]] = {}
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Read a box of a tensor to the CPU, given by first index and number of indices in each dimension.
-
-        Raises:
-            CheckpointError: a file is damaged.
-        """
+        """Read a box of a tensor to the CPU, given by first index and number of indices in each dimension."""
         record = self.manifest.tensors[name]
         result = torch.empty(tuple(sizes), dtype=record.dtype)
         for chunk in record.chunks:
@@ -85,11 +68,7 @@ class StoredCheckpoint:
 
 
 def tensor_differences(one: StoredCheckpoint, other: StoredCheckpoint) -> Iterator[TensorDifference]:
-    """Yield the tensors whose bits differ, the optimizer's last. Only some MiB of a tensor are in memory at a time.
-
-    Raises:
-        CheckpointError: a checkpoint is damaged.
-    """
+    """Yield the tensors whose bits differ, the optimizer's last. Only some MiB of a tensor are in memory at a time."""
     names = dict.fromkeys([*one.manifest.tensors, *other.manifest.tensors])
     for name in sorted(names, key=lambda name: name.startswith("optimizer.")):
         records = [checkpoint.manifest.tensors.get(name) for checkpoint in (one, other)]

@@ -103,13 +103,10 @@ def publish(partial: Path, target: Path) -> None:
 
 
 def remove(folder: Path, *, waits: bool = True) -> None:
-    """Delete a complete checkpoint. It is renamed before its files are deleted, so that no reader sees a part of it.
+    """Delete a complete checkpoint, in a thread unless it ``waits``.
 
-    The next save deletes files that cannot be deleted now, for example those in use on a network file system.
-
-    Args:
-        folder: the checkpoint.
-        waits: False to delete the files in a thread, since the deletion of large files takes long.
+    It is renamed before, so that no reader sees a part of it. The next save deletes files that cannot be deleted now,
+    for example those in use on a network file system.
     """
     partial = _partial_path(folder)
     os.rename(folder, partial)

@@ -148,15 +148,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """A box of a global tensor and its place of storage.
-
-    Attributes:
-        offsets: first index of the box in each dimension.
-        sizes: number of indices of the box in each dimension.
-        file: name of a safetensors file of the checkpoint.
-        key: name of the box in that file.
-        checksum: the box's checksum (see ``storage.slice_checksum``).
-    """
+    """A box of a global tensor: a safetensors file, the box's name there, and its ``storage.slice_checksum``."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -176,10 +168,7 @@ class ChunkRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A global tensor: its shape and dtype, the chunks that fill it, and the layout at which it was saved.
-
-    Loading does not use the layout, which is stored for readers of the file.
-    """
+    """A global tensor, the chunks that fill it, and the layout at which it was saved, for readers of the file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -205,13 +194,8 @@ class TensorRecord:
 class Manifest:
     """Content of ``meta.json``.
 
-    Attributes:
-        step: training step of the checkpoint.
-        serial: number of the checkpoint in the folder's order of publication. The order of steps may differ: a run may
-            resume from an earlier step, or start again, in a folder with later steps.
-        meta: the user's JSON values.
-        tensors: global tensors by name.
-        files: all other files of the checkpoint, by path relative to its folder.
+    ``serial`` is the number of the checkpoint in the folder's order of publication. The order of steps may differ: a
+    run may resume from an earlier step, or start again. ``meta`` has the user's values, and ``files`` all other files.
     """
 
     step: int
@@ -396,6 +380,5 @@ def _json_lines(value: Any, depth: int, indent: str = "") -> str:
 
 
 def _checksum(body: dict[str, Any]) -> str:
-    """Return the CRC-32 of the canonical JSON text of ``body``."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return f"{zlib.crc32(canonical.encode()):08x}"

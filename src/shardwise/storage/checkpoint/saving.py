@@ -258,10 +258,7 @@ class PendingSave:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Stop this rank's thread before its next part; the checkpoint is never published. Not collective.
-
-        For a rank that ends because of an error, its own or another rank's.
-        """
+        """Stop this rank's thread before its next part, after any error; nothing is published. Not collective."""
         self._abandoned = True
         self.wait()
 
@@ -370,7 +367,6 @@ class PendingSave:
 def _add_extra_files(
     folder: Path, write: Callable[[Path], None] | None, *, known: Mapping[str, FileRecord]
 ) -> dict[str, FileRecord]:
-    """Call ``write`` to add files to ``folder``, and return their records."""
     if write is None:
         return {}
     write(folder)

@@ -46,12 +46,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def slice_checksum(part: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> int:
-    """Return the contribution of a slice to the checksum of its tensor.
-
-    Args:
-        part: the slice, on any device; its dtype has at most 8 bytes.
-        offsets, shape: first index of the slice in each dimension of the tensor, and the tensor's shape.
-    """
+    """Return the contribution of a slice, on any device, of at most 8 bytes an element, to its tensor's checksum."""
     if part.dim() == 0:
         return slice_checksum(part.view(1), [0], [1])
     if part.numel() == 0:
@@ -79,7 +74,6 @@ def slice_checksum(part: Tensor, offsets: Sequence[int], shape: Sequence[int]) -
 
 
 def _row_numbers(part: Sequence[int], offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Return the row number in the tensor of each row of a part."""
     numbers = torch.zeros((), dtype=torch.int64)
     for dim in range(len(shape) - 1):
         along = torch.arange(offsets[dim], offsets[dim] + part[dim]) * math.prod(shape[dim + 1 : -1])
@@ -105,14 +99,7 @@ class FolderStorage:
 
 @dataclass(frozen=True)
 class BoxData:
-    """A box of a tensor that this rank writes.
-
-    Attributes:
-        key: stored name: the tensor's name, with the slice unless it is the whole tensor, as in ``weight[0:51, 0:64]``.
-        name: name of the tensor.
-        offsets: first index of the box in each dimension.
-        data: values of the box.
-    """
+    """A box of a tensor that this rank writes; its ``key`` has the slice unless it is whole: ``weight[0:51, 0:64]``."""
 
     key: str
     name: str
@@ -167,9 +154,6 @@ def write_parts(
     """Write a rank's parts to ``rank-NNNNN.safetensors`` on disk, and read the file back for its checksum.
 
     ``go_on`` is called before each part, and may raise an error to stop the writing.
-
-    Raises:
-        CheckpointError: the file cannot be written; the message states the reason.
     """
     if not parts:
         return Written()
@@ -201,11 +185,8 @@ def tensors_of(
 ) -> dict[str, TensorPieces]:
     """Return this rank's pieces of each tensor by key. Entries with the same key and memory (tied weights) count once.
 
-    ``stored_shapes`` has the shapes in the checkpoint to load, for entries that allow another shape.
-
-    Raises:
-        CheckpointError: two entries are the same part of one tensor.
-        ShardingError: the rank holds an index of a tensor twice.
+    ``stored_shapes`` has the shapes in the checkpoint to load, for entries that allow another shape. Raises
+    CheckpointError if two entries are the same part of one tensor.
     """
     pieces: dict[str, dict[tuple[int, ...], Tensor]] = {}
     written: dict[str, dict[tuple[int, ...], Tensor]] = {}
@@ -243,12 +224,7 @@ class Slice(NamedTuple):
 
 
 class SafetensorsReader(FolderStorage, StorageReader):
-    """Reads the slices that this rank needs from the checkpoint at ``folder``.
-
-    Attributes:
-        sums: this rank's contribution to the checksum of each chunk, after reading.
-        bytes_read: number of bytes of tensors that were read.
-    """
+    """Reads the slices that this rank needs; ``sums`` are its contributions to the chunks' checksums."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
@@ -342,13 +318,7 @@ def read_slice(
     offsets: Sequence[int],
     sizes: Sequence[int],
 ) -> Tensor:
-    """Read a box of a stored chunk, given by first index in the chunk and number of indices in each dimension.
-
-    ``header`` is the header of the chunk's file, ``dtype`` the dtype of its tensor.
-
-    Raises:
-        CheckpointError: the file cannot be read, or its tensor is not the saved one.
-    """
+    """Read a box of a stored chunk; raise CheckpointError if the file's tensor is not the saved one."""
     stored = header.get(chunk.key)
     if stored is not None and stored.shape == chunk.sizes:
         part = read_box(stored, offsets, sizes)
@@ -359,16 +329,11 @@ def read_slice(
 
 
 def share_out_slices(wanted: list[list[Slice]], chunks: Mapping[MetadataIndex, ChunkRecord]) -> list[set[Slice]]:
-    """Choose the slices that each rank adds to the checksums of their chunks.
+    """Choose the slices that each rank adds to the checksums of their chunks; each wanted slice is in one of the sets.
 
-    Args:
-        wanted: slices that each rank reads.
-        chunks: stored chunks.
-
-    Returns:
-        A set of slices for each rank; each wanted slice is in one of them. If a chunk is not wanted as a whole (its
-        vocabulary has other padding), or if slices of it overlap (stages cut copies of a weight at different places),
-        the first rank that reads from it gets the whole chunk, and reads the rest only for the checksum.
+    If a chunk is not wanted as a whole (its vocabulary has other padding), or if slices of it overlap (stages cut
+    copies of a weight at different places), the first rank that reads from it gets the whole chunk, and reads the rest
+    only for the checksum.
     """
     first: dict[Slice, int] = {}
     for rank, slices in enumerate(wanted):

@@ -111,8 +111,6 @@ def save_pretrained(
 
 @dataclass(frozen=True)
 class _StoredParameter:
-    """A parameter, and the tensors in which it is stored."""
-
     shard: ParamShard
     composition: Composition
     dtype: torch.dtype
@@ -128,8 +126,6 @@ class _StoredParameter:
 
 @dataclass(frozen=True)
 class _Export:
-    """Contents of a folder: ``config.json``, sources of other files, this stage's parameters, and ``README.md``."""
-
     config: Mapping[str, Any]
     source: Path | None
     adapters: Path | None

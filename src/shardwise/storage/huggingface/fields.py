@@ -47,16 +47,10 @@ class Fields:
         default: _T | None = None,
         within: tuple[float, float] = (-math.inf, math.inf),
     ) -> _T:
-        """Return the value of the first field of the synonyms ``names`` that is present and not null.
+        """Return the value of the first of the synonyms ``names`` that is present and not null, or else ``default``.
 
-        Args:
-            kind: type of the value; an integer is accepted as a float.
-            *names: synonymous names of the field.
-            default: value if none is present.
-            within: minimum and maximum of a number.
-
-        Raises:
-            ConfigError: the value has another type or is out of range, or none is present and there is no default.
+        An integer is accepted as a float. Raises ConfigError if the value has another type or is not ``within`` the
+        range, or none is present and there is no default.
         """
         name = next((name for name in names if self.values.get(name) is not None), None)
         if name is None:
@@ -119,14 +113,9 @@ def read_rope(
 ) -> dict[str, Any]:
     """Return the fields of a ``ModelDescription`` about rotary positions.
 
-    Args:
-        fields: fields of the ``config.json``.
-        longest: maximum sequence length, from ``max_position_embeddings``.
-        theta: default base.
-        theta_name: name of the base outside of ``rope_parameters`` and ``rope_scaling``, whose own one is preferred.
-        share: default fraction of a head that is rotated; None if the architecture rotates whole heads.
-        share_name: name of the fraction, as ``theta_name``.
-        old_kinds: kinds of scaling by their old names.
+    ``longest`` is the maximum sequence length; ``theta`` and ``share`` are the defaults of the base and of the rotated
+    fraction of a head (None: whole heads), with the names that they have outside of ``rope_parameters`` and
+    ``rope_scaling``, whose own are preferred; ``old_kinds`` are kinds of scaling by their old names.
 
     Raises:
         ConfigError: the kind of scaling is not supported, or a value is missing or wrong.

@@ -51,14 +51,7 @@ _NEUTRAL = dict.fromkeys(
 
 @dataclass(frozen=True)
 class GenerationChoice:
-    """Settings of the continuation of a text.
-
-    Attributes:
-        sampling: settings for the choice of a token.
-        max_new_tokens: maximum number of tokens to add.
-        eos_ids: tokens that end the text, the tokenizer's own first.
-        notes: settings of the model that have no effect, one line each.
-    """
+    """Settings of a continuation: end tokens (the tokenizer's first), and notes on settings without effect."""
 
     sampling: Sampling
     max_new_tokens: int
@@ -67,15 +60,7 @@ class GenerationChoice:
 
 
 class GenerationDefaults:
-    """A model's own settings of generation, from ``generation_config.json``, and ``config.json`` for end tokens.
-
-    Args:
-        folder: folder of the model, with or without a ``generation_config.json``; or None.
-        config: fields of ``config.json``.
-
-    Raises:
-        CheckpointError: the file cannot be read or is not a JSON object.
-    """
+    """A model's own settings of generation, from ``generation_config.json``, and ``config.json`` for end tokens."""
 
     def __init__(self, folder: Path | None = None, config: Mapping[str, Any] | None = None) -> None:
         path = None if folder is None else folder / GENERATION_CONFIG_NAME
@@ -94,20 +79,11 @@ class GenerationDefaults:
         vocab_size: int,
         eos_id: int,
     ) -> GenerationChoice:
-        """Choose settings: the values given here, or else the model's, or else the defaults.
+        """Choose settings: the values given here, or else the model's, or else the defaults; raise ConfigError.
 
         With ``do_sample: true``, fields that the file omits have the defaults of ``transformers``: temperature 1, top-k
-        50. With ``do_sample: false``, the most likely token is taken unless a temperature is given.
-
-        Args:
-            temperature, top_k, top_p: as for ``Sampling``; None for the model's value.
-            max_new_tokens: maximum number of tokens to add; None for the model's value.
-            num_prompt_tokens: length of the prompt, which counts towards ``max_length``.
-            vocab_size: size of the model's vocabulary.
-            eos_id: the tokenizer's end-of-text token, which always ends a text.
-
-        Raises:
-            ConfigError: a value is out of range; the message names file, field and value.
+        50. With ``do_sample: false``, the most likely token is taken unless a temperature is given. The prompt counts
+        towards ``max_length``, and ``eos_id`` always ends a text.
         """
         notes = self._unsupported()
         samples = self._fields.optional(bool, "do_sample")
@@ -182,12 +158,7 @@ def eos_ids_of(folder: Path) -> list[int]:
 
 
 def write_eos_ids(folder: Path, eos_ids: Sequence[int]) -> None:
-    """Write the tokens that end a text into ``generation_config.json``, which is made if it is missing.
-
-    Raises:
-        OSError: the file cannot be written.
-        CheckpointError: the file is damaged.
-    """
+    """Write the tokens that end a text into ``generation_config.json``, which is made if it is missing."""
     path = folder / GENERATION_CONFIG_NAME
     values = read_json(path) if path.exists() else {}
     values |= {"eos_token_id": list(eos_ids) if len(eos_ids) > 1 else eos_ids[0]}

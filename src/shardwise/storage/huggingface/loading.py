@@ -119,7 +119,6 @@ def _opened(folder: str | Path | PretrainedFolder, vocab_size: int | None) -> Pr
 
 
 def _check_sizes(source: PretrainedFolder) -> None:
-    """Check the sizes that determine the memory of a model."""
     description, stored = source.description, source.tensors.tensors.values()
     if description.num_layers > len(stored):
         raise CheckpointError(
@@ -302,13 +301,7 @@ def _compare_files(folder: TensorFolder, groups: Groups) -> list[str]:
 
 @dataclass(frozen=True)
 class BaseQuantization:
-    """Quantisation of a model's linear layers, including an untied output layer.
-
-    Attributes:
-        kind: "int8", with a scale for each row, or "nf4", with a scale for each 64 columns.
-        keeps: function that returns True for the Hugging Face path of a module that is not quantised, and may be
-            trained.
-    """
+    """Quantisation of a model's linear layers, but for modules whose Hugging Face paths ``keeps`` accepts."""
 
     kind: Quantization
     keeps: Callable[[str], bool] = lambda path: False

@@ -23,15 +23,10 @@ Shape = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """Consecutive rows of a parameter, and their place of storage.
+    """Consecutive rows of a parameter, and their place of storage: ``rows`` rows from ``start`` on, in its orientation.
 
-    Attributes:
-        tensor: name of the tensor.
-        start: first row in the tensor, in the parameter's orientation.
-        rows: number of rows.
-        step: distance of one row from the next in the tensor.
-        block: index of the expert in the first dimension of a tensor of all experts; rows are those of the expert. None
-            for a tensor without such a dimension.
+    ``step`` is the distance of one row from the next in the tensor, and ``block`` the index of the expert in the first
+    dimension of a tensor of all experts.
     """
 
     tensor: str
@@ -183,17 +178,7 @@ _LEAF = re.compile(r"(weight|bias)$")
 
 
 def compose(table: Table, key: str, shape: Shape, heads: Heads, num_experts: int = 0) -> Composition:
-    """Return the composition of the parameter ``key``, of global shape ``shape``.
-
-    Args:
-        table: table of the architecture.
-        key, shape: name and global shape of the parameter.
-        heads: heads of the model.
-        num_experts: number of experts in a layer; 0 for none.
-
-    Raises:
-        ConfigError: the table has no row for it, because the architecture has no such parameter.
-    """
+    """Return the composition of a parameter by its name and global shape; raise ConfigError without a row for it."""
     layer, leaf = _LAYER.search(key), _LEAF.search(key)
     pattern = _LAYER.sub("{layer}", key)
     values = {"layer": layer[0] if layer else "", "*": leaf[0] if leaf else "", "experts": str(num_experts)}

@@ -26,11 +26,7 @@ _VALUES = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)], dtype=t
 
 
 class Mxfp4Folder(TensorFolder):
-    """A ``TensorFolder`` in which ``NAME_blocks`` and ``NAME_scales`` are one tensor ``NAME``, ``[experts, in, out]``.
-
-    Raises:
-        CheckpointError: as for ``TensorFolder``, or blocks and scales have other dtypes or shapes.
-    """
+    """A ``TensorFolder`` whose ``NAME_blocks`` and ``NAME_scales`` are one tensor ``NAME``, ``[experts, in, out]``."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -37,14 +37,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class PretrainedConfig:
-    """Content of a ``config.json``.
-
-    Attributes:
-        architecture: architecture of the model.
-        description: description of the model.
-        dtype: dtype of the weights; None if the file does not state it.
-        values: all fields of the file.
-    """
+    """Content of a ``config.json``; ``dtype`` is None if the file does not state it, ``values`` are all fields."""
 
     architecture: Architecture
     description: ModelDescription
@@ -73,10 +66,6 @@ def own_config(folder: Path) -> dict[str, Any] | None:
 
 def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> PretrainedConfig:
     """Interpret the fields of a ``config.json``; fields that do not affect results are ignored.
-
-    Args:
-        values: the fields.
-        where: name of the file, for messages.
 
     Raises:
         ConfigError: the architecture or a value is not supported; the message names field and value.
@@ -180,13 +169,8 @@ def _written_as(
 class PretrainedFolder:
     """A Hugging Face folder, open for reading.
 
-    Args:
-        folder: a folder with ``config.json`` and safetensors files.
-
     Attributes:
-        config: content of ``config.json``.
         description: the model to load, with the requested changes.
-        tensors: stored tensors.
         notes: contradictions of the folder that the user should see, one line each.
 
     Raises:
@@ -234,11 +218,7 @@ class PretrainedFolder:
         return (self._stored_vocab_size, *shape[1:]) if is_of_vocabulary else tuple(shape)
 
     def stored_names(self, expected: Set[str]) -> dict[str, str]:
-        """Return the stored name of each ``expected`` tensor.
-
-        Raises:
-            CheckpointError: a tensor is missing or unexpected.
-        """
+        """Return the stored name of each ``expected`` tensor; raise CheckpointError if one is missing or unexpected."""
         found: dict[str, str] = {}
         extra = []
         copies = self.copies()

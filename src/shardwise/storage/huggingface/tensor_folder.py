@@ -48,13 +48,7 @@ _COMPARED_BYTES = 16 << 20
 def same_values(one: StoredTensor, other: StoredTensor, dtype: torch.dtype | None = None) -> bool:
     """Compare all values of two stored tensors, a few rows at a time.
 
-    Args:
-        one, other: the tensors.
-        dtype: dtype in which weights are compared. None means their own; then a weight that is the other one rounded to
-            its dtype is the same.
-
-    Raises:
-        CheckpointError: a file cannot be read.
+    Weights are compared in ``dtype``, or in their own; then a weight that is the other one rounded is the same.
     """
     if one.shape != other.shape:
         return False
@@ -74,15 +68,11 @@ def same_values(one: StoredTensor, other: StoredTensor, dtype: torch.dtype | Non
 
 
 class TensorFolder:
-    """Tensors of a folder with one ``model.safetensors``, or several files and their index.
-
-    The constructor reads the headers of the files but no tensors.
+    """Tensors of a folder with one ``model.safetensors``, or several files and their index; only headers are read.
 
     Attributes:
-        tensors: stored tensors by name.
         copies: tensors of the same names in other files, which are not read.
         indexed: names of tensors of which the folder says which file is read.
-        bytes_read: number of bytes of tensors read so far.
 
     Raises:
         CheckpointError: a file is missing, truncated, or of another format; or the only weights are a pickle.
@@ -128,11 +118,7 @@ class TensorFolder:
         return [at for at in every if not same_values(self.tensors[self.copies[at].name], self.copies[at])]
 
     def judge_copies(self, differing: Sequence[int]) -> list[str]:
-        """Return a line for each two files that hold different copies, given by their indices in ``copies``.
-
-        Raises:
-            CheckpointError: no index says which one is the model's.
-        """
+        """Return a line for each two files with different copies; CheckpointError if no index says which is used."""
         names: dict[tuple[Path, Path], list[str]] = {}
         for copy in (self.copies[at] for at in differing):
             used = self.tensors[copy.name].file
@@ -243,10 +229,8 @@ def companion_files(
 ) -> Iterator[tuple[Path, str]]:
     """Yield the files to copy from a model's folder (see ``own_file``), and the name of each copy.
 
-    Args:
-        folder: the model's folder.
-        beside_card: whether the target has its own card; the readme is then copied to ``BASE_README.md``.
-        adapters: folder whose tokenizer, chat template and generation settings replace those of ``folder``.
+    The readme becomes ``BASE_README.md`` ``beside_card``; files of ``adapters`` replace tokenizer, chat template and
+    generation settings.
     """
     for names, replaced in _replaced_by(adapters).items():
         source = adapters if adapters is not None and replaced else folder

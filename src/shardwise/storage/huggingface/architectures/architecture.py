@@ -15,13 +15,7 @@ ExpertNames = Literal["separate", "fused"]
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of ``config.json`` that corresponds to one field of the description.
-
-    Attributes:
-        name: name of the field.
-        default: value if the field is missing; its type is the field's type.
-        synonym: another name, which is read but not written, and takes precedence.
-    """
+    """A field of ``config.json``, its default and type, and a ``synonym`` that is read first but not written."""
 
     name: str
     default: int | float | bool | str
@@ -124,11 +118,7 @@ class Architecture:
         return {}
 
     def table_with(self, expert_names: ExpertNames | None) -> Table:
-        """Return ``table`` with the names of experts that are wanted.
-
-        Raises:
-            ConfigError: names are given, and the architecture has no choice of them.
-        """
+        """Return ``table`` with the names of experts that are wanted; raise ConfigError if there is no choice."""
         if expert_names is not None and not self.fused:
             raise ConfigError(
                 f"expert_names is {expert_names!r}, and {self.model_type} folders have no choice of names of experts; "

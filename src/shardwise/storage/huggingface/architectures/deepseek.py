@@ -50,11 +50,7 @@ _WIDTHS = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Latent(Decoder):
-    """A decoder with latent attention.
-
-    Attributes:
-        chooses_pairs: whether ``rope_interleave`` says which elements are pairs; otherwise adjacent ones are.
-    """
+    """A decoder with latent attention; ``rope_interleave`` says which elements are pairs if it ``chooses_pairs``."""
 
     chooses_pairs: bool = False
 

@@ -206,14 +206,7 @@ class _Glm(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class AfterDenseLayers(WithExperts):
-    """Experts after dense layers, chosen in groups by sigmoids with a bias (GLM 4.5, DeepSeek V3).
-
-    Attributes:
-        num_dense: default of ``first_k_dense_replace``.
-        num_shared: default of ``n_shared_experts``.
-        scale: default of ``routed_scaling_factor``.
-        groups: defaults of ``n_group`` and ``topk_group``.
-    """
+    """Experts after dense layers, chosen in groups by sigmoids with a bias (GLM 4.5, DeepSeek V3), and the defaults."""
 
     aux_loss: float | None = None
     num_dense: int = 1
