@@ -24,10 +24,7 @@ class Case:
         report: project and number of the public report, or the project and "class of bug".
         needs: names that a target must offer, such as ``"uneven"``, or with a function's argument
             ``"row_linear.skip_bias_add"``; otherwise the case does not apply to it.
-        tp, pp, dp, cp: sizes of the axes; their product is the number of ranks.
-        ep, etp: sizes of expert parallelism, and of tensor parallelism in experts (``tp`` if None), on these ranks.
-        function: the body.
-        seconds: time limit.
+        tp, pp, dp, cp, ep, etp: sizes of the axes; tp, pp, dp and cp multiply to the number of ranks.
     """
 
     name: str
@@ -89,11 +86,7 @@ def all_cases() -> list[Case]:
 
 
 def cases_like(pattern: str | Sequence[str] | None) -> list[Case]:
-    """Return the cases whose name matches a pattern of the shell or contains it; all if None.
-
-    Raises:
-        ConfigError: no case matches one of the patterns.
-    """
+    """Return the cases whose name matches a pattern of the shell or contains it; all if None."""
     every = all_cases()
     if pattern is None:
         return every

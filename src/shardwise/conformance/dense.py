@@ -145,12 +145,7 @@ class DenseBlock(nn.Module):
 
 
 class DenseModel(nn.Module):
-    """The language model; its ``state_dict`` has the protocol's names.
-
-    Args:
-        sizes: sizes of the model.
-        block: makes the layer of a number.
-    """
+    """The language model; its ``state_dict`` has the protocol's names, and ``block`` makes the layer of a number."""
 
     def __init__(self, sizes: Sizes, block: Callable[[Sizes, int], DenseBlock] = DenseBlock) -> None:
         super().__init__()
@@ -226,10 +221,7 @@ def num_labels(batches: Sequence[Batch], groups: Groups) -> Tensor:
 def backward_of_mean(model: nn.Module, batches: Sequence[Batch], count: Tensor | None = None) -> Tensor:
     """Run forward and backward of the mean loss over the labels of all batches together; return that mean.
 
-    Args:
-        model: a ``language_model`` or ``context_model``.
-        batches: micro-batches.
-        count: number to divide by, if other ranks have labels too; then this rank's term of the mean is returned.
+    If other ranks have labels too, ``count`` is the number to divide by, and this rank's term of the mean is returned.
     """
     if count is None:
         count = torch.tensor(sum(int((labels != IGNORED).sum()) for _, labels in batches))

@@ -1,16 +1,39 @@
 """Comparisons with the dense computation, and parts of tensors, for cases and targets."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.core.sharding import balanced_sizes
 
 _ROUNDINGS = 4096
 """Number of roundings that a difference may have, relative to the largest number: sums here have under 1,000 terms."""
+
+
+class Called(nn.Module):
+    """A module that is called through a function of it and the input, such as with a gather after the layer."""
+
+    def __init__(self, inner: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner = inner
+        self._call = call
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self._call(*inputs)
+
+
+class Synchronised:
+    """A ``protocol.DataParallel`` of functions."""
+
+    def __init__(self, call: Callable[..., Any], no_sync: Callable[[], Any], finish: Callable[[], Any]) -> None:
+        self._call, self.no_sync, self.finish = call, no_sync, finish
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        return self._call(*inputs)
 
 
 def numbers(*shape: int, scale: float = 1.0) -> Tensor:
@@ -42,11 +65,7 @@ def summed(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def grad_of(tensor: Tensor) -> Tensor:
-    """Return the gradient of a tensor.
-
-    Raises:
-        AssertionError: it has none.
-    """
+    """Return the gradient of a tensor, which must have one."""
     assert tensor.grad is not None, f"a tensor of shape {list(tensor.shape)} got no gradient"
     return tensor.grad
 

@@ -82,11 +82,9 @@ class Rotation:
 class Latent:
     """Widths of latent attention.
 
-    Attributes:
-        rank: width of the latent of keys and values.
-        rotated: width of the rotated part of a head's query, and of the part that all keys of a token share.
-        value: width of a head's value.
-        query_rank: width of the latent of queries; None if they are a projection of the hidden states.
+    ``rank`` is that of the latent of keys and values, ``rotated`` that of the rotated part of a query and of the part
+    that all keys of a token share, ``value`` that of a head's value, and ``query_rank`` that of the latent of queries,
+    None if they are a projection of the hidden states.
     """
 
     rank: int
@@ -98,10 +96,7 @@ class Latent:
 class LatentProjections(nn.Module):
     """Queries, keys and values of latent attention. The norms of latents have an epsilon of 1e-6.
 
-    Args:
-        latent: widths.
-        hidden, heads, plain: width of the hidden states, number of heads, and width of the part of a head's query and
-            key that is not rotated.
+    ``plain`` is the width of the part of a head's query and key that is not rotated.
     """
 
     def __init__(self, latent: Latent, hidden: int, heads: int, plain: int) -> None:

@@ -16,14 +16,7 @@ _MARKS: dict[Outcome, str] = {"passed": "passed", "failed": "**failed**", "not o
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of one case.
-
-    Attributes:
-        case: the case.
-        outcome: what became of it.
-        message: the first line of the difference or of the error; the missing names if the case is not offered.
-        seconds: time that it took.
-    """
+    """Outcome of one case, with the first line of the difference or error, or the names that are not offered."""
 
     case: Case
     outcome: Outcome
@@ -86,12 +79,7 @@ def line_of(result: Result) -> str:
 
 
 def as_markdown(reports: Sequence[Report], *, date: datetime.date | None = None) -> str:
-    """Return a table of targets and cases.
-
-    Args:
-        reports: one or more reports of the same cases.
-        date: date of the heading; today if None.
-    """
+    """Return a table of targets and cases; ``date`` of the heading is today if None."""
     versions = {name: version for report in reports for name, version in report.versions.items()}
     named = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     lines = [f"{date or datetime.date.today()}, on CPU ranks with gloo: {named}.", ""]

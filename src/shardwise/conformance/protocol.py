@@ -9,7 +9,7 @@ this rank's process groups ``groups``: ``groups.tp`` splits each layer, ``groups
 the first and the last stage, and those of experts are as in ``core.topology.Groups``. ``groups.dp`` sees different
 samples, except that the ranks of ``groups.cp`` see different positions of the same samples. ``s b i o h v`` are
 sequence, batch, input features, output features, hidden size and vocabulary, and ``t`` is the size of ``groups.tp``.
-Part ``n/t`` is ``comparing.part``: consecutive, of ``sizes(n, t)``.
+Part ``n/t`` is ``dense_comparison.part``: consecutive, of ``sizes(n, t)``.
 """
 
 from collections.abc import Callable, Sequence

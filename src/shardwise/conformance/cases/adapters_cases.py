@@ -1,5 +1,6 @@
 """Low-rank adapters of split layers."""
 
+import functools
 from typing import Any
 
 import torch
@@ -7,24 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.conformance.case import case
-from shardwise.conformance.dense_comparison import (
-    assert_all_close,
-    assert_close,
-    assert_same_on_ranks,
-    grad_of,
-    numbers,
-    part,
-)
+from shardwise.conformance.dense_checks import check_layer, own_part, whole_of
+from shardwise.conformance.dense_comparison import assert_close, assert_same_on_ranks, numbers, part
 from shardwise.core.topology import Groups
 
 S, B, I, O, R, SCALING = 4, 2, 6, 8, 3, 0.5  # noqa: E741 - the letters of the shapes
 
 
-def _layer(target: Any, groups: Groups, kind: str, *, sequence: bool) -> tuple[Any, list[Tensor]]:
+def _layer(target: Any, groups: Groups, kind: str, *, sequence: bool) -> tuple[Any, dict[str, Tensor]]:
     """Return the target's layer, and weight, A and B of the dense one."""
-    weight, a, b = numbers(O, I), numbers(R, I), numbers(O, R)
-    layer = target.lora(weight, a, b, SCALING, groups, kind=kind, sequence_length=S if sequence else None)
-    return layer, [weight, a.clone().requires_grad_(), b.clone().requires_grad_()]
+    params = {"weight": numbers(O, I), "a": numbers(R, I), "b": numbers(O, R)}
+    layer = target.lora(*params.values(), SCALING, groups, kind=kind, sequence_length=S if sequence else None)
+    return layer, params
 
 
 def _apply(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -32,25 +27,15 @@ def _apply(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _check(target: Any, groups: Groups, kind: str, *, sequence: bool = False, passes: int = 1) -> None:
-    layer, leaves = _layer(target, groups, kind, sequence=sequence)
-    for _ in range(passes):
-        x, grad = numbers(S, B, I), numbers(S, B, O)
-        whole = x.clone().requires_grad_()
-        expected = _apply(whole, *leaves)
-        expected.backward(grad)
-        positions = (lambda each: part(each, 0, groups.tp, target)) if sequence else (lambda each: each)
-        features = lambda each: part(each, -1, groups.tp, target)  # noqa: E731
-        into, out_of = (positions, features) if kind == "column" else (features, positions)
-        given = into(x).clone().requires_grad_()
-        output = layer(given)
-        assert_close(output, out_of(expected), "the output", target)
-        output.backward(out_of(grad).clone())
-        assert_close(grad_of(given), into(grad_of(whole)), "the gradient of the input", target)
-    target.finalize_gradients(layer, groups)
-    actual = target.whole_gradients(layer, groups)
-    assert_all_close(actual, {"a": grad_of(leaves[1]), "b": grad_of(leaves[2])}, "the gradient", target)
-    for name in ("a", "b"):
-        assert_same_on_ranks(actual[name], f"the gradient of {name}", groups.tp)
+    layer, params = _layer(target, groups, kind, sequence=sequence)
+    positions = own_part(target, groups, 0) if sequence else whole_of
+    features = own_part(target, groups, -1)
+    into, out_of = (positions, features) if kind == "column" else (features, positions)
+    batches = [(numbers(S, B, I), numbers(S, B, O)) for _ in range(passes)]
+    dense = functools.partial(_apply, weight=params.pop("weight"))
+    gradients = check_layer(target, groups, layer, dense, params, batches, into=into, out_of=out_of)
+    for name in params:
+        assert_same_on_ranks(gradients[name], f"the gradient of {name}", groups.tp)
 
 
 @case("ISEEKYAN/Megatron-LM#131", "lora", tp=2)
@@ -87,11 +72,11 @@ def factors_under_accumulation(target: Any, groups: Groups) -> None:
 def merged_equals_unmerged(target: Any, groups: Groups) -> None:
     """The merged weight gives the output that weight and adapter gave."""
     for kind in ("column", "row"):
-        layer, leaves = _layer(target, groups, kind, sequence=False)
+        layer, params = _layer(target, groups, kind, sequence=False)
         x = numbers(S, B, I)
         with torch.no_grad():
             target.merge(layer)
-            expected = _apply(x, *leaves)
+            expected = _apply(x, **params)
             if kind == "column":
                 assert_close(layer(x), part(expected, -1, groups.tp, target), "the output after merging", target)
             else:
@@ -101,9 +86,8 @@ def merged_equals_unmerged(target: Any, groups: Groups) -> None:
 @case("huggingface/peft, class of bug", "lora", tp=2)
 def base_has_no_gradient(target: Any, groups: Groups) -> None:
     """The frozen weight gets no gradient, and is unchanged by a backward."""
-    layer, leaves = _layer(target, groups, "column", sequence=False)
+    layer, _ = _layer(target, groups, "column", sequence=False)
     layer(numbers(S, B, I).requires_grad_()).sum().backward()
     names = {name for name, param in layer.named_parameters() if param.grad is not None}
     shapes = {tuple(param.shape) for name, param in layer.named_parameters() if name in names}
     assert (O // groups.tp.size(), I) not in shapes, f"the frozen weight has a gradient; those with one are {names}"
-    assert leaves[0].grad is None

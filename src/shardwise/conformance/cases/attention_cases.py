@@ -2,28 +2,11 @@
 
 from typing import Any
 
-import torch
-
 from shardwise.conformance.case import case
 from shardwise.conformance.dense import Sizes, backward_of_mean, batch, dense_model, gradients_of, weights_of
+from shardwise.conformance.dense_checks import Reference, check_model
 from shardwise.conformance.dense_comparison import assert_all_close, assert_close
 from shardwise.core.topology import Groups
-
-
-def check_model(target: Any, groups: Groups, sizes: Sizes, *, micro_batches: int = 1, **options: bool) -> None:
-    """Compare the loss and all gradients with the dense model."""
-    dense = dense_model(sizes)
-    batches = [batch(sizes) for _ in range(micro_batches)]
-    model = target.language_model(sizes, weights_of(dense), groups, **options)
-    expected = backward_of_mean(dense, batches)
-    total = torch.zeros((), dtype=torch.float64)
-    for ids, labels in batches:
-        loss = model(ids, labels).mean() / micro_batches
-        loss.backward()
-        total = total + loss.detach()
-    assert_close(total, expected, "the loss", target)
-    target.finalize_gradients(model, groups)
-    assert_all_close(target.whole_gradients(model, groups), gradients_of(dense), "the gradient", target)
 
 
 @case("NVIDIA/Megatron-LM, class of bug", "language_model", tp=2)
@@ -65,7 +48,8 @@ def query_and_key_norms(target: Any, groups: Groups) -> None:
 @case("huggingface/transformers, class of bug", "language_model", tp=2)
 def query_and_key_norms_under_accumulation(target: Any, groups: Groups) -> None:
     """Their gradients are summed over the ranks once, also after two micro-batches."""
-    check_model(target, groups, Sizes(qk_norm=True), micro_batches=2)
+    sizes = Sizes(qk_norm=True)
+    check_model(target, groups, sizes, batches=[batch(sizes) for _ in range(2)])
 
 
 @case("huggingface/transformers, class of bug", "other_models", tp=2)
@@ -88,7 +72,8 @@ def query_and_key_norms_of_other_models(target: Any, groups: Groups) -> None:
 @case("NVIDIA/Megatron-LM#816", "language_model.sequence_parallel", tp=2)
 def query_and_key_norms_with_sequence_parallelism(target: Any, groups: Groups) -> None:
     """The same holds with sequence parallelism, whose norms are summed too."""
-    check_model(target, groups, Sizes(qk_norm=True), micro_batches=2, sequence_parallel=True)
+    sizes = Sizes(qk_norm=True)
+    check_model(target, groups, sizes, batches=[batch(sizes) for _ in range(2)], sequence_parallel=True)
 
 
 @case("NVIDIA-NeMo/Speech#6178", "language_model.sequence_parallel", tp=2)
@@ -118,13 +103,12 @@ def copies_stay_equal(target: Any, groups: Groups) -> None:
     sizes = Sizes(kv_heads=2, qk_norm=True)
     dense = dense_model(sizes)
     model = target.language_model(sizes, weights_of(dense), groups)
-    reference = torch.optim.AdamW(dense.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    reference = Reference(dense)
     optimizer = target.optimizer(model, groups)
     for _ in range(2):
         given = batch(sizes)
         backward_of_mean(dense, [given])
         reference.step()
-        reference.zero_grad()
         model(*given).mean().backward()
         target.finalize_gradients(model, groups)
         optimizer.step()

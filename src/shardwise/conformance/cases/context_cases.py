@@ -16,14 +16,13 @@ from shardwise.conformance.dense import (
     gradients_of,
     weights_of,
 )
+from shardwise.conformance.dense_checks import check_clipping, check_experts, check_state_is_split, check_steps
 from shardwise.conformance.dense_comparison import (
     assert_all_close,
     assert_close,
     assert_same_on_ranks,
-    grad_of,
     joined,
     numbers,
-    summed,
 )
 from shardwise.conformance.dense_experts import DenseExperts, ExpertSizes
 from shardwise.conformance.dense_latent import Latent
@@ -51,14 +50,7 @@ def _check(
 ) -> tuple[Any, DenseModel]:
     """Compare the loss of each position, and all gradients, with the dense model; return both models.
 
-    Each data-parallel rank has two samples.
-
-    Args:
-        target, groups, sizes: as of the case.
-        s: length.
-        documents: document of each token.
-        tokens: whether each place has a token, and no padding.
-        options: arguments of the model.
+    Each data-parallel rank has two samples of ``s`` tokens. ``tokens`` is False for padding.
     """
     assert groups.cp is not None
     dense = dense_model(sizes)
@@ -242,61 +234,22 @@ def keys_and_values_of_two_widths(target: Any, groups: Groups) -> None:
 @case("verl-project/verl#6609", *_NEEDS, "clip", tp=2, cp=2)
 def norm_counts_each_gradient_once(target: Any, groups: Groups) -> None:
     """The norm is that of one rank, and all ranks clip by the same factor."""
-    model, dense = _check(target, groups, Sizes())
-    gradients = gradients_of(dense)
-    norm = torch.cat([each.flatten() for each in gradients.values()]).norm()
-    actual = torch.tensor(target.clip(model, float(norm) / 3, groups), dtype=torch.float64)
-    assert_close(actual, norm, "the norm before clipping", target)
-    factor = (norm / 3) / (norm + 1e-6)
-    expected = {name: grad * factor for name, grad in gradients.items()}
-    assert_all_close(target.whole_gradients(model, groups), expected, "the clipped gradient", target)
+    check_clipping(target, groups, *_check(target, groups, Sizes()))
 
 
 @case("NVIDIA-NeMo/Automodel#2768", *_NEEDS, "accumulate", "optimizer.split_state", dp=2, cp=2)
 def optimizer_state_is_split_over_all_copies(target: Any, groups: Groups) -> None:
     """Optimizer state is split over the ranks of all samples and parts, and weights after two steps are one rank's."""
-    assert groups.dp is not None
-    sizes = Sizes()
-    dense = dense_model(sizes)
-    model = target.context_model(sizes, weights_of(dense), groups)
-    reference = torch.optim.AdamW(dense.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    optimizer = target.optimizer(model, groups, split_state=True)
-    rank, num_ranks = groups.samples
-    for _ in range(2):
-        ids, labels = batch(sizes, 2 * num_ranks, 12)
-        dense(ids, labels).mean().backward()
-        reference.step()
-        reference.zero_grad()
-        own = slice(2 * rank, 2 * rank + 2)
-        target.accumulate(model, [(ids[own], labels[own])], groups)
-        optimizer.step()
-    assert_all_close(target.whole_parameters(model, groups), weights_of(dense), "the updated value", target)
-    kept, all_elements = optimizer.num_state_elements(), 2 * sum(each.numel() for each in dense.parameters())
-    total = int(summed(torch.tensor(kept), groups.dp))
-    assert total == all_elements, f"the ranks keep {total} elements of state, and there are {all_elements}"
-    assert kept < all_elements / 3, f"this rank keeps {kept} of {all_elements} elements of state"
+    check_state_is_split(groups, *check_steps(target, groups, target.context_model, Sizes(), s=12))
 
 
 def _check_experts(target: Any, groups: Groups, sizes: ExpertSizes) -> None:
     """Compare a layer of experts with the dense layer; the ranks have positions of the same four sequences."""
     assert groups.cp is not None
-    dense = DenseExperts(sizes)
-    x, grad = numbers(8, 4, sizes.hidden), numbers(8, 4, sizes.hidden)
-    leaf = x.clone().requires_grad_()
-    expected = dense(leaf)
-    ((expected * grad).sum() + dense.losses(leaf)).backward()
-    layer = target.expert_layer(sizes, weights_of(dense), groups, context_length=8)
     # As many positions for each rank, and not consecutive ones.
-    own = slice(groups.cp.rank(), None, groups.cp.size())
-    given = x[own].clone().requires_grad_()
-    output = layer(given)
-    assert_close(output, expected[own], "the output", target)
-    output.backward(grad[own])
-    assert_close(grad_of(given), grad_of(leaf)[own], "the gradient of the input", target)
-    target.finalize_gradients(layer, groups)
-    gradients = target.whole_gradients(layer, groups)
-    assert_all_close(gradients, gradients_of(dense), "the gradient", target)
-    assert_same_on_ranks(gradients["router"], "the router's gradient", groups.cp)
+    own, x = slice(groups.cp.rank(), None, groups.cp.size()), numbers(8, 4, sizes.hidden)
+    layer, _ = check_experts(target, groups, DenseExperts(sizes), x, lambda whole: whole[own], context_length=8)
+    assert_same_on_ranks(target.whole_gradients(layer, groups)["router"], "the router's gradient", groups.cp)
 
 
 @case("NVIDIA/Megatron-LM#1652", "expert_layer", "expert_layer.context_length", tp=2, cp=2)

@@ -16,6 +16,7 @@ from shardwise.conformance.dense import (
     gradients_of,
     weights_of,
 )
+from shardwise.conformance.dense_checks import check_state_is_split, check_steps
 from shardwise.conformance.dense_comparison import assert_all_close, assert_close, assert_same_on_ranks, numbers
 from shardwise.core.topology import Groups
 
@@ -119,53 +120,22 @@ def parameter_unused_everywhere(target: Any, groups: Groups) -> None:
     _check_branches(target, groups, [[[0]], [[0]]])
 
 
-def _check_steps(target: Any, groups: Groups, sizes: Sizes, *, steps: int = 3) -> None:
-    """Compare parameters after steps of AdamW with split state."""
-    dense = dense_model(sizes)
-    model = target.language_model(sizes, weights_of(dense), groups)
-    reference = torch.optim.AdamW(dense.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    optimizer = target.optimizer(model, groups, split_state=True)
-    assert groups.dp is not None
-    for _ in range(steps):
-        batches = [batch(sizes) for _ in range(groups.dp.size())]
-        backward_of_mean(dense, batches)
-        reference.step()
-        reference.zero_grad()
-        target.accumulate(model, [batches[groups.dp.rank()]], groups)
-        optimizer.step()
-    whole = target.whole_parameters(model, groups)
-    assert_all_close(whole, weights_of(dense), "the updated value", target)
-    for name, value in whole.items():
-        assert_same_on_ranks(value, name, groups.dp)
-
-
 @case("deepspeedai/DeepSpeed#4298", "language_model", "accumulate", "optimizer.split_state", dp=2)
 def split_state_trains_alike(target: Any, groups: Groups) -> None:
     """With optimizer state split over the ranks, the weights after three steps are those of the whole state."""
-    _check_steps(target, groups, Sizes())
+    check_steps(target, groups, target.language_model, Sizes())
 
 
 @case("NVIDIA/Megatron-LM#844", "language_model", "accumulate", "optimizer.split_state", tp=2, dp=2)
 def split_state_with_tensor_parallelism(target: Any, groups: Groups) -> None:
     """The same holds with tensor parallelism, norms of heads and a tied weight, whose gradients are partial sums."""
-    _check_steps(target, groups, Sizes(qk_norm=True, tied=True))
+    check_steps(target, groups, target.language_model, Sizes(qk_norm=True, tied=True))
 
 
 @case("DeepSpeed, class of bug", "language_model", "accumulate", "optimizer.split_state", dp=2)
 def each_rank_keeps_its_share(target: Any, groups: Groups) -> None:
     """The ranks' running means together are as many as the parameters' elements, and each keeps about half."""
-    sizes = Sizes()
-    dense = dense_model(sizes)
-    model = target.language_model(sizes, weights_of(dense), groups)
-    optimizer = target.optimizer(model, groups, split_state=True)
-    target.accumulate(model, [batch(sizes)], groups)
-    optimizer.step()
-    number, both = optimizer.num_state_elements(), 2 * sum(param.numel() for param in dense.parameters())
-    assert groups.dp is not None
-    total = torch.tensor(number)
-    torch.distributed.all_reduce(total, group=groups.dp)
-    assert int(total) == both, f"the ranks keep {int(total)} elements of state together and must keep {both}"
-    assert number <= 0.75 * both, f"this rank keeps {number} of {both} elements of state"
+    check_state_is_split(groups, *check_steps(target, groups, target.language_model, Sizes()))
 
 
 @case("allenai/OLMo-core#319", "language_model", "accumulate", "optimizer", "ignored_labels", dp=2)

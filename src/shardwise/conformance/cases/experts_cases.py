@@ -1,18 +1,18 @@
 """Mixtures of experts: the router, tokens that are sent to the ranks of their experts, and gradients of both."""
 
-import tempfile
-from pathlib import Path
+import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.conformance.case import case
 from shardwise.conformance.dense import gradients_of, weights_of
+from shardwise.conformance.dense_checks import Reference, check_clipping, check_experts, check_resuming
 from shardwise.conformance.dense_comparison import assert_all_close, assert_close, grad_of, numbers, part
 from shardwise.conformance.dense_experts import DenseExperts, ExpertSizes
-from shardwise.core.topology import Groups, Topology
+from shardwise.core.rank_grid import ParallelSizes
+from shardwise.core.topology import Groups
 
 _NEEDS = ("expert_layer", "whole_gradients")
 _SEQUENCE = (*_NEEDS, "expert_layer.sequence_length")
@@ -36,16 +36,7 @@ def _check(
     largest: float = 1.0,
     recomputes: bool = False,
 ) -> tuple[Any, DenseExperts]:
-    """Compare output, input gradient and all gradients with the dense layer; return both layers.
-
-    Args:
-        target, groups, sizes: as of the case.
-        s: length.
-        sequence_parallel: whether ranks have parts of the sequence.
-        negative: whether every logit is negative.
-        largest: factor of the inputs.
-        recomputes: whether the backward calls the layer again.
-    """
+    """Compare a layer with the dense one, with inputs times ``largest``; every logit may be negative."""
     assert groups.dp is not None
     dense = DenseExperts(sizes)
     x = numbers(s, 2 * groups.dp.size(), sizes.hidden, scale=largest)
@@ -53,21 +44,9 @@ def _check(
         x = x.abs()
         with torch.no_grad():
             dense.router.copy_(-dense.router.abs())
-    grad = numbers(*x.shape)
-    leaf = x.clone().requires_grad_()
-    expected = dense(leaf)
-    ((expected * grad).sum() + dense.losses(leaf)).backward()
     options = {"sequence_length": s} if sequence_parallel else {}
-    layer = target.expert_layer(sizes, weights_of(dense), groups, **options)
-    given = _own(x, target, groups, splits=sequence_parallel).requires_grad_()
-    output = target.recompute(layer, given) if recomputes else layer(given)
-    assert_close(output, _own(expected, target, groups, splits=sequence_parallel), "the output", target)
-    output.backward(_own(grad, target, groups, splits=sequence_parallel))
-    must = _own(grad_of(leaf), target, groups, splits=sequence_parallel)
-    assert_close(grad_of(given), must, "the gradient of the input", target)
-    target.finalize_gradients(layer, groups)
-    assert_all_close(target.whole_gradients(layer, groups), gradients_of(dense), "the gradient", target)
-    return layer, dense
+    own = functools.partial(_own, target=target, groups=groups, splits=sequence_parallel)
+    return check_experts(target, groups, dense, x, own, recomputes=recomputes, **options)
 
 
 @case("NVIDIA/Megatron-LM#5956", *_NEEDS, dp=4, ep=2)
@@ -122,13 +101,12 @@ def idle_experts_move_by_their_momentum(target: Any, groups: Groups) -> None:
         dense.router[:, 0] = torch.tensor([9.0, 9.0, -9.0, -9.0])
     layer = target.expert_layer(sizes, weights_of(dense), groups)
     optimizer = target.optimizer(layer, groups)
-    reference = torch.optim.AdamW(dense.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    reference = Reference(dense)
     for first in (torch.tensor([2.0, -2.0, 2.0, -2.0]), torch.tensor(2.0)):
         x, grad = numbers(6, 4, sizes.hidden), numbers(6, 4, sizes.hidden)
         x[..., 0] = first
         dense(x).backward(grad)
         reference.step()
-        reference.zero_grad()
         layer(_own(x, target, groups)).backward(_own(grad, target, groups))
         target.finalize_gradients(layer, groups)
         optimizer.step()
@@ -139,34 +117,15 @@ def idle_experts_move_by_their_momentum(target: Any, groups: Groups) -> None:
 def uneven_numbers_of_tokens(target: Any, groups: Groups) -> None:
     """One data-parallel rank has one token for two ranks, and another has seven; all are used once."""
     assert groups.dp is not None
-    sizes = ExpertSizes()
-    dense = DenseExperts(sizes)
-    xs, grads = ([numbers(n, 1, sizes.hidden) for n in (1, 7)] for _ in range(2))
-    leaf = torch.cat(xs).requires_grad_()
-    expected = dense(leaf)
-    expected.backward(torch.cat(grads))
-    layer = target.expert_layer(sizes, weights_of(dense), groups)
-    rank = groups.dp.rank()
-    given = xs[rank].clone().requires_grad_()
-    output = layer(given)
-    assert_close(output, expected.split([1, 7])[rank], "the output", target)
-    output.backward(grads[rank])
-    assert_close(grad_of(given), grad_of(leaf).split([1, 7])[rank], "the gradient of the input", target)
-    target.finalize_gradients(layer, groups)
-    assert_all_close(target.whole_gradients(layer, groups), gradients_of(dense), "the gradient", target)
+    sizes, rank = ExpertSizes(), groups.dp.rank()
+    x = numbers(8, 1, sizes.hidden)
+    check_experts(target, groups, DenseExperts(sizes), x, lambda whole: whole.split([1, 7])[rank])
 
 
 @case("deepspeedai/DeepSpeed#8475", *_NEEDS, "clip", tp=2, dp=2, ep=2, etp=1)
 def norm_counts_each_expert_once(target: Any, groups: Groups) -> None:
     """The norm has every expert once, whichever ranks hold it, and all ranks clip by the same factor."""
-    layer, dense = _check(target, groups, ExpertSizes())
-    gradients = gradients_of(dense)
-    norm = torch.cat([each.flatten() for each in gradients.values()]).norm()
-    actual = torch.tensor(target.clip(layer, float(norm) / 3, groups), dtype=torch.float64)
-    assert_close(actual, norm, "the norm before clipping", target)
-    factor = (norm / 3) / (norm + 1e-6)
-    expected = {name: grad * factor for name, grad in gradients.items()}
-    assert_all_close(target.whole_gradients(layer, groups), expected, "the clipped gradient", target)
+    check_clipping(target, groups, *_check(target, groups, ExpertSizes()))
 
 
 @case("NVIDIA/Megatron-LM#5047", *_SEQUENCE, tp=2, dp=2)
@@ -333,36 +292,18 @@ def checkpoint_has_the_experts_of_all_ranks(target: Any, groups: Groups) -> None
     sizes = ExpertSizes()
     dense = DenseExperts(sizes)
     start = weights_of(dense)
-    reference = torch.optim.AdamW(dense.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    reference = Reference(dense)
     xs, grads = ([numbers(6, 4, sizes.hidden) for _ in range(3)] for _ in range(2))
     for x, grad in zip(xs, grads, strict=True):
         dense(x).backward(grad)
         reference.step()
-        reference.zero_grad()
+
+    def make(weights: dict[str, Tensor], at: Groups) -> Any:
+        return target.expert_layer(sizes, weights, at)
 
     def step(layer: Any, optimizer: Any, number: int, at: Groups) -> None:
         layer(_own(xs[number], target, at)).backward(_own(grads[number], target, at))
         target.finalize_gradients(layer, at)
         optimizer.step()
 
-    paths: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(paths)
-    folder = Path(paths[0])
-    layer = target.expert_layer(sizes, start, groups)
-    optimizer = target.optimizer(layer, groups)
-    for number in range(2):
-        step(layer, optimizer, number, groups)
-    target.save(layer, optimizer, folder, groups)
-    for splits in (1, 2):
-        topology = Topology.create(etp=splits)
-        try:
-            other = Groups.of(topology)
-            # Other weights, so that loading nothing shows.
-            loaded = target.expert_layer(sizes, {name: value + 1 for name, value in start.items()}, other)
-            its_optimizer = target.optimizer(loaded, other)
-            target.load(loaded, its_optimizer, folder, other)
-            step(loaded, its_optimizer, 2, other)
-            what = f"the value after loading at etp {splits}"
-            assert_all_close(target.whole_parameters(loaded, other), weights_of(dense), what, target)
-        finally:
-            topology.destroy()
+    check_resuming(target, groups, make, step, start, weights_of(dense), [ParallelSizes(etp=1), ParallelSizes(etp=2)])

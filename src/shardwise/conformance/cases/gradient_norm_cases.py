@@ -6,30 +6,17 @@ from typing import Any
 import torch
 
 from shardwise.conformance.case import case
-from shardwise.conformance.dense import Sizes, backward_of_mean, batch, dense_model, gradients_of, weights_of
-from shardwise.conformance.dense_comparison import assert_all_close, assert_close
+from shardwise.conformance.dense import Sizes, batch, dense_model, gradients_of, weights_of
+from shardwise.conformance.dense_checks import assert_norm, check_clipping, check_model, norm_of
+from shardwise.conformance.dense_comparison import assert_all_close
 from shardwise.core.topology import Groups
-
-
-def _models(target: Any, groups: Groups, sizes: Sizes) -> tuple[Any, Any, float]:
-    """Return the target's model and the dense one, with complete gradients, and the dense norm."""
-    dense, given = dense_model(sizes), batch(sizes)
-    model = target.language_model(sizes, weights_of(dense), groups)
-    backward_of_mean(dense, [given])
-    model(*given).mean().backward()
-    target.finalize_gradients(model, groups)
-    return model, dense, math.sqrt(sum(float(grad.square().sum()) for grad in gradients_of(dense).values()))
-
-
-def _assert_norm(actual: float, expected: float, what: str, target: Any) -> None:
-    assert_close(torch.tensor(actual, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), what, target)
 
 
 @case("NVIDIA-NeMo/RL#3788", "language_model", "grad_norm", tp=2)
 def replicated_parameters_count_once(target: Any, groups: Groups) -> None:
     """Parameters that every rank holds whole count once in the norm, and split ones on every rank."""
-    model, _, norm = _models(target, groups, Sizes())
-    _assert_norm(target.grad_norm(model, groups), norm, "the norm", target)
+    model, dense = check_model(target, groups, Sizes())
+    assert_norm(target.grad_norm(model, groups), norm_of(dense), "the norm", target)
 
 
 @case("facebookresearch/fairscale#167", "column_linear", "row_linear", "grad_norm", tp=4)
@@ -38,31 +25,27 @@ def split_parameters_are_summed(target: Any, groups: Groups) -> None:
     layer = target.column_linear(torch.ones(8, 3, dtype=torch.float64), None, groups)
     layer(torch.ones(1, 1, 3, dtype=torch.float64)).sum().backward()
     target.finalize_gradients(layer, groups)
-    _assert_norm(target.grad_norm(layer, groups), math.sqrt(24), "the norm", target)
+    assert_norm(target.grad_norm(layer, groups), math.sqrt(24), "the norm", target)
 
 
 @case("NVIDIA/Megatron-LM, class of bug", "language_model", "grad_norm", "few_kv_heads", tp=4)
 def copies_of_heads_count_once(target: Any, groups: Groups) -> None:
     """Key-value heads that several ranks hold count once in the norm."""
-    model, _, norm = _models(target, groups, Sizes(kv_heads=2))
-    _assert_norm(target.grad_norm(model, groups), norm, "the norm", target)
+    model, dense = check_model(target, groups, Sizes(kv_heads=2))
+    assert_norm(target.grad_norm(model, groups), norm_of(dense), "the norm", target)
 
 
 @case("meta-pytorch/torchtune#2420", "language_model", "clip", tp=2)
 def clipped_gradients_equal_dense(target: Any, groups: Groups) -> None:
     """Clipping scales every rank's gradients by the same factor, to the maximum norm."""
-    model, dense, norm = _models(target, groups, Sizes(qk_norm=True))
-    _assert_norm(target.clip(model, norm / 3, groups), norm, "the norm before clipping", target)
-    factor = (norm / 3) / (norm + 1e-6)
-    expected = {name: grad * factor for name, grad in gradients_of(dense).items()}
-    assert_all_close(target.whole_gradients(model, groups), expected, "the clipped gradient", target)
+    check_clipping(target, groups, *check_model(target, groups, Sizes(qk_norm=True)))
 
 
 @case("huggingface/transformers#36132", "language_model", "clip", tp=2)
 def smaller_gradients_are_not_scaled(target: Any, groups: Groups) -> None:
     """Gradients within the maximum norm are not scaled."""
-    model, dense, norm = _models(target, groups, Sizes())
-    target.clip(model, norm * 3, groups)
+    model, dense = check_model(target, groups, Sizes())
+    target.clip(model, norm_of(dense) * 3, groups)
     assert_all_close(target.whole_gradients(model, groups), gradients_of(dense), "the gradient", target)
 
 
@@ -107,5 +90,4 @@ def _check_stages(target: Any, groups: Groups, sizes: Sizes) -> None:
     for ids, labels in batches:
         dense(ids, labels).sum().backward()
     _, _, actual = target.train_pipeline(sizes, weights_of(dense), batches, groups, with_norm=True)
-    expected = math.sqrt(sum(float(grad.square().sum()) for grad in gradients_of(dense).values()))
-    _assert_norm(actual, expected, "the norm", target)
+    assert_norm(actual, norm_of(dense), "the norm", target)

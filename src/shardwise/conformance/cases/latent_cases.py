@@ -3,8 +3,8 @@
 from typing import Any
 
 from shardwise.conformance.case import case
-from shardwise.conformance.cases.attention_cases import check_model
-from shardwise.conformance.dense import Sizes
+from shardwise.conformance.dense import Sizes, batch
+from shardwise.conformance.dense_checks import check_model
 from shardwise.conformance.dense_latent import Latent, Yarn
 from shardwise.core.topology import Groups
 
@@ -21,15 +21,16 @@ def shared_key_has_the_gradient_of_all_heads(target: Any, groups: Groups) -> Non
 @case("inclusionAI/AReno#496", *_NEEDS, tp=2)
 def latents_have_their_gradients_once(target: Any, groups: Groups) -> None:
     """Projections to latents and their norms, which every rank holds whole, get each gradient once."""
-    check_model(target, groups, _SIZES.but(latent=Latent(rank=5, rotated=4, value=3, query_rank=7)), micro_batches=2)
+    sizes = _SIZES.but(latent=Latent(rank=5, rotated=4, value=3, query_rank=7))
+    check_model(target, groups, sizes, batches=[batch(sizes) for _ in range(2)])
 
 
 @case("NVIDIA/Megatron-LM#6839", *_NEEDS, "language_model.sequence_parallel", tp=2)
 def latents_of_parts_of_the_sequence(target: Any, groups: Groups) -> None:
     """The same holds with sequence parallelism, where each rank computes the latents of its part."""
     for query_rank in (None, 7):
-        latent = Latent(rank=5, rotated=4, value=3, query_rank=query_rank)
-        check_model(target, groups, _SIZES.but(latent=latent), micro_batches=2, sequence_parallel=True)
+        sizes = _SIZES.but(latent=Latent(rank=5, rotated=4, value=3, query_rank=query_rank))
+        check_model(target, groups, sizes, batches=[batch(sizes) for _ in range(2)], sequence_parallel=True)
 
 
 @case("NVIDIA/TransformerEngine#2629", *_NEEDS, tp=2)

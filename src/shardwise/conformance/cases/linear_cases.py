@@ -7,51 +7,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.conformance.case import case
-from shardwise.conformance.dense_comparison import assert_all_close, assert_close, grad_of, numbers, part
+from shardwise.conformance.dense_checks import check_layer, own_part, whole_of
+from shardwise.conformance.dense_comparison import assert_close, grad_of, numbers, part
 from shardwise.core.topology import Groups
 
 S, B = 5, 2
 
 
-def _dense(x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return output, input gradient and parameter gradients of a dense layer, for the output gradient ``grad``."""
-    given = x.clone().requires_grad_()
-    params = {"weight": weight.clone().requires_grad_()}
-    if bias is not None:
-        params["bias"] = bias.clone().requires_grad_()
-    output = F.linear(given, **params)
-    output.backward(grad)
-    return output.detach(), grad_of(given), {name: grad_of(param) for name, param in params.items()}
+def _params(i: int, o: int) -> dict[str, Tensor]:
+    return {"weight": numbers(o, i), "bias": numbers(o)}
 
 
-def _check_column(target: Any, groups: Groups, i: int, o: int, *, gather: bool = False) -> None:
-    x, weight, bias, grad = numbers(S, B, i), numbers(o, i), numbers(o), numbers(S, B, o)
-    expected, x_grad, grads = _dense(x, weight, bias, grad)
-    options = {"gather_output": True} if gather else {}
-    layer = target.column_linear(weight, bias, groups, **options)
-    given = x.clone().requires_grad_()
-    output = layer(given)
-    own = (lambda whole: whole) if gather else (lambda whole: part(whole, -1, groups.tp, target))
-    assert_close(output, own(expected), "the output", target)
-    output.backward(own(grad))
-    assert_close(grad_of(given), x_grad, "the gradient of the input", target)
-    target.finalize_gradients(layer, groups)
-    assert_all_close(target.whole_gradients(layer, groups), grads, "the gradient", target)
+def _check_column(target: Any, groups: Groups, i: int, o: int, **options: bool) -> None:
+    x, params, grad = numbers(S, B, i), _params(i, o), numbers(S, B, o)
+    layer = target.column_linear(*params.values(), groups, **options)
+    own = whole_of if options else own_part(target, groups, -1)
+    check_layer(target, groups, layer, F.linear, params, [(x, grad)], out_of=own)
 
 
-def _check_row(target: Any, groups: Groups, i: int, o: int, *, whole_input: bool = False) -> None:
-    x, weight, bias, grad = numbers(S, B, i), numbers(o, i), numbers(o), numbers(S, B, o)
-    expected, x_grad, grads = _dense(x, weight, bias, grad)
-    options = {"input_is_parallel": False} if whole_input else {}
-    layer = target.row_linear(weight, bias, groups, **options)
-    own = (lambda whole: whole) if whole_input else (lambda whole: part(whole, -1, groups.tp, target))
-    given = own(x).clone().requires_grad_()
-    output = layer(given)
-    assert_close(output, expected, "the output", target)
-    output.backward(grad.clone())
-    assert_close(grad_of(given), own(x_grad), "the gradient of the input", target)
-    target.finalize_gradients(layer, groups)
-    assert_all_close(target.whole_gradients(layer, groups), grads, "the gradient", target)
+def _check_row(target: Any, groups: Groups, i: int, o: int, **options: bool) -> None:
+    x, params, grad = numbers(S, B, i), _params(i, o), numbers(S, B, o)
+    layer = target.row_linear(*params.values(), groups, **options)
+    own = whole_of if options else own_part(target, groups, -1)
+    check_layer(target, groups, layer, F.linear, params, [(x, grad)], into=own)
 
 
 @case("Dao-AILab/flash-attention#201", "column_linear", tp=2)
@@ -104,13 +82,13 @@ def output_is_this_ranks_part(target: Any, groups: Groups) -> None:
 @case("hpcaitech/ColossalAI#579", "column_linear.gather_output", tp=2)
 def gathered_output_equals_dense(target: Any, groups: Groups) -> None:
     """With gather_output a layer returns all features, and the gradient is split, not summed."""
-    _check_column(target, groups, 6, 8, gather=True)
+    _check_column(target, groups, 6, 8, gather_output=True)
 
 
 @case("hpcaitech/ColossalAI#579", "row_linear.input_is_parallel", tp=2)
 def whole_input_is_split(target: Any, groups: Groups) -> None:
     """A row-parallel layer splits an input that is not parallel, and gathers the gradient."""
-    _check_row(target, groups, 6, 8, whole_input=True)
+    _check_row(target, groups, 6, 8, input_is_parallel=False)
 
 
 @case("pytorch/pytorch#150336", "column_linear", "uneven", tp=3)
@@ -128,7 +106,7 @@ def uneven_input_features(target: Any, groups: Groups) -> None:
 @case("pytorch/pytorch#150336", "column_linear.gather_output", "uneven", tp=3)
 def uneven_gathered_output(target: Any, groups: Groups) -> None:
     """Parts of different sizes are gathered in full."""
-    _check_column(target, groups, 5, 7, gather=True)
+    _check_column(target, groups, 5, 7, gather_output=True)
 
 
 @case("pytorch/pytorch#108869", "column_linear", "uneven", tp=4)
@@ -141,23 +119,16 @@ def rank_without_features(target: Any, groups: Groups) -> None:
 def frozen_column_keeps_input_gradient(target: Any, groups: Groups) -> None:
     """A frozen column-parallel layer still sums the gradient of its input."""
     weight, x, grad = numbers(8, 3), numbers(S, B, 3), numbers(S, B, 8)
-    layer = target.column_linear(weight, None, groups)
-    layer.requires_grad_(False)
-    given = x.clone().requires_grad_()
-    layer(given).backward(part(grad, -1, groups.tp, target))
-    assert_close(grad_of(given), _dense(x, weight, None, grad)[1], "the gradient of the input", target)
+    layer, own = target.column_linear(weight, None, groups), own_part(target, groups, -1)
+    check_layer(target, groups, layer, F.linear, {"weight": weight}, [(x, grad)], out_of=own, frozen=True)
 
 
 @case("NVIDIA/Megatron-LM#670", "row_linear", tp=2)
 def frozen_row_keeps_input_gradient(target: Any, groups: Groups) -> None:
     """A frozen row-parallel layer still gives the gradient of its input."""
-    weight, x, grad = numbers(4, 6), numbers(S, B, 6), numbers(S, B, 4)
-    layer = target.row_linear(weight, numbers(4), groups)
-    layer.requires_grad_(False)
-    given = part(x, -1, groups.tp, target).requires_grad_()
-    layer(given).backward(grad)
-    expected = part(_dense(x, weight, None, grad)[1], -1, groups.tp, target)
-    assert_close(grad_of(given), expected, "the gradient of the input", target)
+    params, x, grad = _params(6, 4), numbers(S, B, 6), numbers(S, B, 4)
+    layer, own = target.row_linear(*params.values(), groups), own_part(target, groups, -1)
+    check_layer(target, groups, layer, F.linear, params, [(x, grad)], into=own, frozen=True)
 
 
 @case("NVIDIA/Megatron-LM, class of bug", "row_linear.skip_bias_add", tp=2)
@@ -203,11 +174,12 @@ def gradients_accumulate(target: Any, groups: Groups) -> None:
 def transposed_gradient_is_summed(target: Any, groups: Groups) -> None:
     """A layer sums the input's gradient also if input and output gradient are transposed views."""
     weight, x, grad = numbers(8, 3), numbers(B, S, 3), numbers(B, S, 8)
-    given = x.clone().requires_grad_()
+    given, whole = x.clone().requires_grad_(), x.clone().requires_grad_()
     target.column_linear(weight, None, groups)(given.transpose(0, 1)).backward(
         part(grad, -1, groups.tp, target).transpose(0, 1)
     )
-    assert_close(grad_of(given), _dense(x, weight, None, grad)[1], "the gradient of the input", target)
+    F.linear(whole, weight).backward(grad)
+    assert_close(grad_of(given), grad_of(whole), "the gradient of the input", target)
 
 
 @case("NovaSky-AI/SkyRL#1886", "copy", tp=2)

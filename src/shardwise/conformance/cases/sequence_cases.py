@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.conformance.case import case
-from shardwise.conformance.dense import Sizes, backward_of_mean, batch, dense_model, gradients_of, weights_of
+from shardwise.conformance.dense import Sizes, batch
+from shardwise.conformance.dense_checks import check_layer, check_model, own_part
 from shardwise.conformance.dense_comparison import (
     assert_all_close,
     assert_close,
@@ -35,36 +36,17 @@ def _check_norm(target: Any, groups: Groups, s: int, *, passes: int = 1) -> None
 
 def _check_column(target: Any, groups: Groups, s: int, *, frozen: bool = False) -> None:
     x, weight, grad = numbers(s, B, H), numbers(8, H), numbers(s, B, 8)
-    leaves = [each.clone().requires_grad_() for each in (x, weight)]
-    expected = F.linear(*leaves)
-    expected.backward(grad)
     layer = target.column_linear(weight, None, groups, sequence_length=s)
-    if frozen:
-        layer.requires_grad_(False)
-    given = part(x, 0, groups.tp, target).requires_grad_()
-    output = layer(given)
-    assert_close(output, part(expected, -1, groups.tp, target), "the output", target)
-    output.backward(part(grad, -1, groups.tp, target))
-    assert_close(grad_of(given), part(grad_of(leaves[0]), 0, groups.tp, target), "the gradient of the input", target)
-    if not frozen:
-        target.finalize_gradients(layer, groups)
-        assert_all_close(target.whole_gradients(layer, groups), {"weight": grad_of(leaves[1])}, "the gradient", target)
+    into, out_of = (own_part(target, groups, dim) for dim in (0, -1))
+    params = {"weight": weight}
+    check_layer(target, groups, layer, F.linear, params, [(x, grad)], into=into, out_of=out_of, frozen=frozen)
 
 
 def _check_row(target: Any, groups: Groups, s: int) -> None:
-    x, weight, bias, grad = numbers(s, B, 8), numbers(H, 8), numbers(H), numbers(s, B, H)
-    leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
-    expected = F.linear(*leaves)
-    expected.backward(grad)
-    layer = target.row_linear(weight, bias, groups, sequence_length=s)
-    given = part(x, -1, groups.tp, target).requires_grad_()
-    output = layer(given)
-    assert_close(output, part(expected, 0, groups.tp, target), "the output", target)
-    output.backward(part(grad, 0, groups.tp, target))
-    assert_close(grad_of(given), part(grad_of(leaves[0]), -1, groups.tp, target), "the gradient of the input", target)
-    target.finalize_gradients(layer, groups)
-    grads = {"weight": grad_of(leaves[1]), "bias": grad_of(leaves[2])}
-    assert_all_close(target.whole_gradients(layer, groups), grads, "the gradient", target)
+    x, params, grad = numbers(s, B, 8), {"weight": numbers(H, 8), "bias": numbers(H)}, numbers(s, B, H)
+    layer = target.row_linear(*params.values(), groups, sequence_length=s)
+    into, out_of = (own_part(target, groups, dim) for dim in (-1, 0))
+    check_layer(target, groups, layer, F.linear, params, [(x, grad)], into=into, out_of=out_of)
 
 
 @case("NVIDIA/Megatron-LM#1446", "norm", tp=4)
@@ -150,27 +132,14 @@ def reduce_scatter_gathers_gradients(target: Any, groups: Groups) -> None:
 @case("NVIDIA-NeMo/RL#3716", "language_model.sequence_parallel", tp=2)
 def whole_model(target: Any, groups: Groups) -> None:
     """A model with sequence parallelism has the loss and all gradients of the dense model."""
-    sizes = Sizes()
-    dense, given = dense_model(sizes), batch(sizes)
-    model = target.language_model(sizes, weights_of(dense), groups, sequence_parallel=True)
-    expected = backward_of_mean(dense, [given])
-    loss = model(*given).mean()
-    assert_close(loss, expected, "the loss", target)
-    loss.backward()
-    target.finalize_gradients(model, groups)
-    assert_all_close(target.whole_gradients(model, groups), gradients_of(dense), "the gradient", target)
+    check_model(target, groups, Sizes(), sequence_parallel=True)
 
 
 @case("NVIDIA-NeMo/RL#3716", "language_model.sequence_parallel", "uneven_sequence", tp=3)
 def whole_model_of_uneven_parts(target: Any, groups: Groups) -> None:
     """The same holds for a length that the ranks do not divide."""
     sizes = Sizes(hidden=18, heads=3, kv_heads=3)
-    dense, given = dense_model(sizes), batch(sizes, s=7)
-    model = target.language_model(sizes, weights_of(dense), groups, sequence_parallel=True)
-    backward_of_mean(dense, [given])
-    model(*given).mean().backward()
-    target.finalize_gradients(model, groups)
-    assert_all_close(target.whole_gradients(model, groups), gradients_of(dense), "the gradient", target)
+    check_model(target, groups, sizes, batches=[batch(sizes, s=7)], sequence_parallel=True)
 
 
 @case("NVIDIA/apex#1686", "norm", "optimizer", tp=2)

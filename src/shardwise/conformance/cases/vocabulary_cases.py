@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shardwise.conformance.case import case
 from shardwise.conformance.dense import Sizes, backward_of_mean, batch, dense_model, gradients_of, weights_of
+from shardwise.conformance.dense_checks import check_model
 from shardwise.conformance.dense_comparison import assert_all_close, assert_close, grad_of, numbers, part
 from shardwise.core.topology import Groups
 
@@ -79,12 +80,4 @@ def tied_weight_has_both_gradients(target: Any, groups: Groups) -> None:
 @case("NVIDIA/Megatron-LM#1754", "language_model", "uneven", tp=3)
 def model_of_uneven_vocabulary(target: Any, groups: Groups) -> None:
     """A model whose vocabulary the ranks do not divide has the dense loss and gradients."""
-    sizes = Sizes(hidden=18, heads=3, kv_heads=3, vocab=31)
-    dense, given = dense_model(sizes), batch(sizes)
-    model = target.language_model(sizes, weights_of(dense), groups)
-    expected = backward_of_mean(dense, [given])
-    loss = model(*given).mean()
-    assert_close(loss, expected, "the loss", target)
-    loss.backward()
-    target.finalize_gradients(model, groups)
-    assert_all_close(target.whole_gradients(model, groups), gradients_of(dense), "the gradient", target)
+    check_model(target, groups, Sizes(hidden=18, heads=3, kv_heads=3, vocab=31))

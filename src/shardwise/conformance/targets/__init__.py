@@ -28,21 +28,15 @@ def check_target(name: str) -> None:
 
 
 def load_target(name: str) -> ModuleType:
-    """Import a target: a name of ``TARGETS``, or the path of a file of Python.
-
-    Raises:
-        ConfigError: there is no such target.
-        Exception: an error of the import.
-    """
+    """Import a target: a name of ``TARGETS``, or the path of a file of Python."""
     check_target(name)
     if name in TARGETS:
         module = importlib.import_module(f"{__name__}.{TARGETS[name]}")
-        getattr(module, "prepare", lambda: None)()
-        return module
-    spec = importlib.util.spec_from_file_location("conformance_target", name)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    else:
+        spec = importlib.util.spec_from_file_location("conformance_target", name)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
     getattr(module, "prepare", lambda: None)()
     return module

@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.conformance.dense import IGNORED, Batch, backward_of_mean, num_labels
-from shardwise.conformance.dense_comparison import summed
+from shardwise.conformance.dense_checks import Reference
+from shardwise.conformance.dense_comparison import Synchronised, summed
 from shardwise.conformance.targets.dtensor_models import (
     context_model as context_model,
     language_model as language_model,
@@ -175,36 +176,22 @@ def whole_parameters(module: nn.Module, groups: Groups) -> dict[str, Tensor]:
     return _by_name(module, lambda param: param.detach())
 
 
-def _number(norm: Tensor) -> float:
+def number_of(norm: Tensor) -> float:
+    """Return a norm, which may be a DTensor, as a number."""
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def grad_norm(module: nn.Module, groups: Groups) -> float:
-    return _number(torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]))
+    return number_of(torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]))
 
 
 def clip(module: nn.Module, max_norm: float, groups: Groups) -> float:
-    return _number(torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm))
+    return number_of(torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm))
 
 
-class _DataParallel:
-    def __init__(self, module: nn.Module, groups: Groups) -> None:
-        self._ddp = DistributedDataParallel(
-            module, process_group=groups.dp, find_unused_parameters=True, bucket_cap_mb=0.0001
-        )
-
-    def __call__(self, *inputs: Tensor) -> Any:
-        return self._ddp(*inputs)
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        return self._ddp.no_sync()
-
-    def finish(self) -> None:
-        pass
-
-
-def data_parallel(module: nn.Module, groups: Groups) -> _DataParallel:
-    return _DataParallel(module, groups)
+def data_parallel(module: nn.Module, groups: Groups) -> Synchronised:
+    ddp = DistributedDataParallel(module, process_group=groups.dp, find_unused_parameters=True, bucket_cap_mb=0.0001)
+    return Synchronised(ddp, ddp.no_sync, lambda: None)
 
 
 def accumulate(model: nn.Module, batches: Sequence[Batch], groups: Groups) -> Tensor:
@@ -212,18 +199,9 @@ def accumulate(model: nn.Module, batches: Sequence[Batch], groups: Groups) -> Te
     return summed(backward_of_mean(model, batches, num_labels(batches, groups)), groups.dp)
 
 
-class _Optimizer:
-    def __init__(self, model: nn.Module) -> None:
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, foreach=False
-        )
-
-    def step(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
+class _Optimizer(Reference):
     def num_state_elements(self) -> int:
-        kept = [each[name] for each in self._optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        kept = [each[name] for each in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         return sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in kept)
 
 

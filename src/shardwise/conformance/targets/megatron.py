@@ -6,19 +6,17 @@ in Megatron is not offered: its optimizers and norms, its random streams and its
 
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.conformance.dense import IGNORED, Batch, Sizes
-from shardwise.conformance.dense_comparison import joined
-from shardwise.conformance.targets.megatron_names import from_megatron, to_megatron
+from shardwise.conformance.dense import IGNORED, Batch, Sizes, backward_of_mean, num_labels
+from shardwise.conformance.dense_comparison import Called, Synchronised, joined, summed
+from shardwise.conformance.targets.megatron_names import config_fields, from_megatron, make_layer, to_megatron
 from shardwise.core.topology import Groups
 
 versions: dict[str, str] = {}
@@ -59,18 +57,6 @@ def _config(weight: Tensor, groups: Groups, sequence_length: int | None = None) 
     )
 
 
-class _Called(nn.Module):
-    """A module that is called through a function of the input."""
-
-    def __init__(self, inner: nn.Module, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner = inner
-        self._call = call
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self._call(*inputs)
-
-
 def _own(whole: Tensor, param: Any, groups: Groups) -> Tensor:
     """Return this rank's part of a parameter, by the attributes that Megatron sets."""
     if not getattr(param, "tensor_model_parallel", False):
@@ -90,10 +76,15 @@ def _joined(own: Tensor, param: Any, groups: Groups) -> Tensor:
     return torch.cat([part[section] for section in range(stride) for part in parts], dim)
 
 
-def _set(module: nn.Module, wholes: dict[str, Tensor], groups: Groups) -> None:
+def _set(module: nn.Module, wholes: Mapping[str, Any], groups: Groups) -> None:
     with torch.no_grad():
         for name, param in module.named_parameters():
             param.copy_(_own(wholes[name], param, groups))
+
+
+def _layer(kind: str, shape: Sequence[int], config: Any, groups: Groups, **options: Any) -> Any:
+    options |= {"config": config, "init_method": nn.init.normal_, "tp_group": groups.tp}
+    return make_layer(_module("tensor_parallel.layers"), kind, shape, **options)
 
 
 def column_linear(
@@ -105,17 +96,11 @@ def column_linear(
     skip_bias_add: bool = False,
     sequence_length: int | None = None,
 ) -> nn.Module:
-    layer = _module("tensor_parallel.layers").ColumnParallelLinear(
-        weight.size(1),
-        weight.size(0),
-        config=_config(weight, groups, sequence_length),
-        init_method=nn.init.normal_,
-        bias=bias is not None,
-        gather_output=gather_output,
-        skip_bias_add=skip_bias_add,
-    )
-    _set(layer, {"weight": weight} | ({} if bias is None else {"bias": bias}), groups)
-    return _Called(layer, lambda x: layer(x) if skip_bias_add else layer(x)[0])
+    config = _config(weight, groups, sequence_length)
+    options: dict[str, Any] = {"bias": bias is not None, "skip_bias_add": skip_bias_add}
+    layer = _layer("column", weight.shape, config, groups, gather_output=gather_output, **options)
+    _set(layer, {"weight": weight, "bias": bias}, groups)
+    return Called(layer, lambda x: layer(x) if skip_bias_add else layer(x)[0])
 
 
 def row_linear(
@@ -127,17 +112,11 @@ def row_linear(
     skip_bias_add: bool = False,
     sequence_length: int | None = None,
 ) -> nn.Module:
-    layer = _module("tensor_parallel.layers").RowParallelLinear(
-        weight.size(1),
-        weight.size(0),
-        config=_config(weight, groups, sequence_length),
-        init_method=nn.init.normal_,
-        bias=bias is not None,
-        input_is_parallel=input_is_parallel,
-        skip_bias_add=skip_bias_add,
-    )
-    _set(layer, {"weight": weight} | ({} if bias is None else {"bias": bias}), groups)
-    return _Called(layer, lambda x: layer(x) if skip_bias_add else layer(x)[0])
+    config = _config(weight, groups, sequence_length)
+    options: dict[str, Any] = {"bias": bias is not None, "skip_bias_add": skip_bias_add}
+    layer = _layer("row", weight.shape, config, groups, input_is_parallel=input_is_parallel, **options)
+    _set(layer, {"weight": weight, "bias": bias}, groups)
+    return Called(layer, lambda x: layer(x) if skip_bias_add else layer(x)[0])
 
 
 def norm(weight: Tensor, bias: Tensor, groups: Groups) -> nn.Module:
@@ -150,15 +129,12 @@ def norm(weight: Tensor, bias: Tensor, groups: Groups) -> nn.Module:
 
 
 def embedding(weight: Tensor, groups: Groups, *, sequence_length: int | None = None) -> nn.Module:
-    layer = _module("tensor_parallel.layers").VocabParallelEmbedding(
-        *weight.shape,
-        init_method=nn.init.normal_,
-        reduce_scatter_embeddings=sequence_length is not None,
-        config=_config(weight, groups, sequence_length),
-    )
+    reduces = sequence_length is not None
+    config = _config(weight, groups, sequence_length)
+    layer = _layer("embedding", weight.shape, config, groups, reduce_scatter_embeddings=reduces)
     _set(layer, {"weight": weight}, groups)
     layer.config = _config(weight, groups)
-    return _Called(layer, layer)
+    return Called(layer, layer)
 
 
 def cross_entropy(
@@ -219,50 +195,26 @@ def whole_parameters(module: nn.Module, groups: Groups) -> dict[str, Tensor]:
     return _whole_of(module, groups, lambda param: param.detach())
 
 
-class _DataParallel:
-    def __init__(self, module: nn.Module, groups: Groups) -> None:
-        distributed = _module("distributed")
-        config = _module("transformer.transformer_config").TransformerConfig(
-            num_layers=1, hidden_size=4, num_attention_heads=1, use_cpu_initialization=True
-        )
-        settings = distributed.DistributedDataParallelConfig(overlap_grad_reduce=False)
-        self._module = module
-        self._ddp = distributed.DistributedDataParallel(config, settings, module)
+def data_parallel(module: nn.Module, groups: Groups) -> Synchronised:
+    distributed = _module("distributed")
+    config = _module("transformer.transformer_config").TransformerConfig(
+        num_layers=1, hidden_size=4, num_attention_heads=1, use_cpu_initialization=True
+    )
+    settings = distributed.DistributedDataParallelConfig(overlap_grad_reduce=False)
+    ddp = distributed.DistributedDataParallel(config, settings, module)
 
-    def __call__(self, *inputs: Tensor) -> Any:
-        return self._ddp(*inputs)
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        return self._ddp.no_sync()  # type: ignore[no-any-return]
-
-    def finish(self) -> None:
-        self._ddp.finish_grad_sync()
-        for param in self._module.parameters():
+    def finish() -> None:
+        ddp.finish_grad_sync()
+        for param in module.parameters():
             wrapped: Any = param
             param.grad = wrapped.main_grad.clone()
 
-
-def data_parallel(module: nn.Module, groups: Groups) -> _DataParallel:
-    return _DataParallel(module, groups)
+    return Synchronised(ddp, ddp.no_sync, finish)
 
 
 def language_model(sizes: Sizes, weights: dict[str, Tensor], groups: Groups) -> nn.Module:
     config = _module("transformer.transformer_config").TransformerConfig(
-        num_layers=sizes.layers,
-        hidden_size=sizes.hidden,
-        num_attention_heads=sizes.heads,
-        num_query_groups=sizes.kv_heads,
-        kv_channels=sizes.head_dim,
-        ffn_hidden_size=sizes.ffn,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        layernorm_epsilon=sizes.epsilon,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        qk_layernorm=sizes.qk_norm,
-        params_dtype=torch.float64,
+        **config_fields(sizes),
         tensor_model_parallel_size=groups.tp.size(),
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
@@ -296,24 +248,17 @@ def language_model(sizes: Sizes, weights: dict[str, Tensor], groups: Groups) -> 
         # A program of Megatron's masks the losses.
         return losses * (labels != IGNORED)
 
-    return _Called(model, call)
+    return Called(model, call)
 
 
 def accumulate(model: nn.Module, batches: Sequence[Batch], groups: Groups) -> Tensor:
     assert groups.dp is not None
-    count = torch.tensor(float(sum(int((labels != IGNORED).sum()) for _, labels in batches)), dtype=torch.float64)
-    dist.all_reduce(count, group=groups.dp)
-    total = torch.zeros((), dtype=torch.float64)
-    for ids, labels in batches:
-        loss = model(ids, labels).sum() / count
-        loss.backward()
-        total += loss.detach()
+    total = backward_of_mean(model, batches, num_labels(batches, groups))
     for param in model.parameters():
         if groups.dp.size() > 1 and param.grad is not None:
             dist.all_reduce(param.grad, group=groups.dp)
     finalize_gradients(model, groups)
-    dist.all_reduce(total, group=groups.dp)
-    return total
+    return summed(total, groups.dp)
 
 
 def seed(seed: int, groups: Groups) -> None:
@@ -321,14 +266,5 @@ def seed(seed: int, groups: Groups) -> None:
 
 
 def initial(kind: str, rows: int, columns: int, groups: Groups) -> Tensor:
-    weight = torch.empty(0)
-    options: dict[str, Any] = {"config": _config(weight, groups), "init_method": nn.init.normal_}
-    options |= {"tp_group": groups.tp}
-    if kind == "embedding":
-        layer = _module("tensor_parallel.layers").VocabParallelEmbedding(rows, columns, **options)
-    elif kind == "column":
-        layer = _module("tensor_parallel.layers").ColumnParallelLinear(columns, rows, bias=False, **options)
-    else:
-        options |= {"bias": False, "input_is_parallel": True, "skip_bias_add": False}
-        layer = _module("tensor_parallel.layers").RowParallelLinear(columns, rows, **options)
+    layer = _layer(kind, (rows, columns), _config(torch.empty(0), groups), groups)
     return whole_parameters(layer, groups)["weight"]

@@ -1,6 +1,10 @@
-"""The language model's weights under Megatron's names, whole: how the protocol's are put together, and back."""
+"""The language model under Megatron's names: its config, and its whole weights, made of the protocol's and back."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.conformance.dense import Sizes
@@ -30,6 +34,38 @@ _MODEL = {
     "norm.weight": "decoder.final_layernorm.weight",
     "head.weight": "output_layer.weight",
 }
+
+
+def config_fields(sizes: Sizes) -> dict[str, Any]:
+    """Return the fields of the model's config that Megatron's has too."""
+    return {
+        "num_layers": sizes.layers,
+        "hidden_size": sizes.hidden,
+        "num_attention_heads": sizes.heads,
+        "num_query_groups": sizes.kv_heads,
+        "kv_channels": sizes.head_dim,
+        "ffn_hidden_size": sizes.ffn,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "layernorm_epsilon": sizes.epsilon,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "qk_layernorm": sizes.qk_norm,
+        "params_dtype": torch.float64,
+    }
+
+
+def make_layer(layers: Any, kind: str, shape: Sequence[int], **options: Any) -> Any:
+    """Return a layer with a weight of this shape; a linear one has no bias unless ``options`` say so."""
+    o, i = shape
+    if kind == "embedding":
+        return layers.VocabParallelEmbedding(o, i, **options)
+    options = {"bias": False, "skip_bias_add": False} | options
+    if kind == "column":
+        return layers.ColumnParallelLinear(i, o, **options)
+    return layers.RowParallelLinear(i, o, **({"input_is_parallel": True} | options))
 
 
 def _layer_names(sizes: Sizes) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Target ``shardwise``: the layers, models and training of the library itself."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,10 +10,11 @@ from torch.nn import Parameter
 
 import shardwise
 from shardwise.conformance.dense import Batch, Sizes, backward_of_mean, num_labels
+from shardwise.conformance.dense_comparison import Called, Synchronised
 from shardwise.conformance.targets.expert_names import from_engine
 from shardwise.conformance.targets.megatron_names import from_megatron
 from shardwise.conformance.targets.shardwise_models import (
-    Called,
+    add_lora_,
     config_of,
     context_model as context_model,
     expert_layer as expert_layer,
@@ -33,7 +33,6 @@ from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.sharding import Replicas
 from shardwise.core.topology import Groups
 from shardwise.models import GPT
-from shardwise.models.adapters import LoraConfig, LoraLinear
 from shardwise.models.description import ModelChunks
 from shardwise.models.experts.moe import MoELayer
 from shardwise.nn import ColumnLinear, RowLinear, VocabEmbedding
@@ -56,6 +55,13 @@ uneven = uneven_sequence = few_kv_heads = ignored_labels = padded_vocabulary = o
 windows = sinks = latent_attention = length_scaling = True
 
 
+def _linear(kind: type[ColumnLinear | RowLinear], weight: Tensor, bias: Any, groups: Groups, *, splits: bool) -> Any:
+    options: dict[str, Any] = {"sequence_parallel": splits, "dtype": weight.dtype}
+    layer = kind(weight.size(1), weight.size(0), bias is not None, group=groups.tp, **options)
+    set_whole_(layer, {"weight": weight, "bias": bias}, groups)
+    return layer
+
+
 def column_linear(
     weight: Tensor,
     bias: Tensor | None,
@@ -65,15 +71,7 @@ def column_linear(
     skip_bias_add: bool = False,
     sequence_length: int | None = None,
 ) -> nn.Module:
-    layer = ColumnLinear(
-        weight.size(1),
-        weight.size(0),
-        bias is not None,
-        group=groups.tp,
-        sequence_parallel=sequence_length is not None,
-        dtype=weight.dtype,
-    )
-    set_whole_(layer, {"weight": weight} | ({} if bias is None else {"bias": bias}), groups)
+    layer = _linear(ColumnLinear, weight, bias, groups, splits=sequence_length is not None)
     layer.skip_bias_add = skip_bias_add
     view = None if sequence_length is None else SequenceView(sequence_length, groups.tp)
 
@@ -95,15 +93,7 @@ def row_linear(
     skip_bias_add: bool = False,
     sequence_length: int | None = None,
 ) -> nn.Module:
-    layer = RowLinear(
-        weight.size(1),
-        weight.size(0),
-        bias is not None,
-        group=groups.tp,
-        sequence_parallel=sequence_length is not None,
-        dtype=weight.dtype,
-    )
-    set_whole_(layer, {"weight": weight} | ({} if bias is None else {"bias": bias}), groups)
+    layer = _linear(RowLinear, weight, bias, groups, splits=sequence_length is not None)
 
     def call(x: Tensor) -> Any:
         given = x if input_is_parallel else layer.scatter(x)
@@ -216,24 +206,10 @@ def clip(module: nn.Module, max_norm: float, groups: Groups) -> float:
     return float(clip_grad_norm_(module, max_norm, tp_group=groups.tp, groups=groups))
 
 
-class _DataParallel:
-    def __init__(self, module: nn.Module, groups: Groups) -> None:
-        assert groups.dp is not None
-        self._module = module
-        self._gradients = GradientBuffers(module, group=groups.dp, average=True, bucket_size=8)
-
-    def __call__(self, *inputs: Tensor) -> Any:
-        return self._module(*inputs)
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        return self._gradients.no_sync()
-
-    def finish(self) -> None:
-        self._gradients.finish()
-
-
-def data_parallel(module: nn.Module, groups: Groups) -> _DataParallel:
-    return _DataParallel(module, groups)
+def data_parallel(module: nn.Module, groups: Groups) -> Synchronised:
+    assert groups.dp is not None
+    gradients = GradientBuffers(module, group=groups.dp, average=True, bucket_size=8)
+    return Synchronised(module, gradients.no_sync, gradients.finish)
 
 
 class _Optimizer:
@@ -337,12 +313,7 @@ def lora(
 ) -> nn.Module:
     make = column_linear if kind == "column" else row_linear
     outer = make(weight, None, groups, sequence_length=sequence_length)
-    layer: Any = outer.inner
-    adapted = LoraLinear.add(layer, LoraConfig(r=a.size(0), lora_alpha=scaling * a.size(0)), {"only": None})
-    for name, param in adapted.named_parameters():
-        param.requires_grad_("lora" in name)
-    wholes = {"weight": weight, "lora.only.lora_A": a, "lora.only.lora_B": b}
-    set_whole_(adapted, wholes, groups)
+    add_lora_(outer.inner, weight, a, b, scaling, groups)
     return outer
 
 

@@ -1,7 +1,7 @@
 """Target ``shardwise.megatron``: Megatron's names on the library, used as a program written for Megatron uses them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from shardwise.conformance.dense import Batch, Sizes, num_labels
+from shardwise.conformance.dense_comparison import Synchronised
 from shardwise.conformance.targets import shardwise_engine as engine, shardwise_models as models
-from shardwise.conformance.targets.megatron_names import to_megatron
+from shardwise.conformance.targets.megatron_names import config_fields, make_layer
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.initialization import init_method_normal
 from shardwise.core.topology import Groups
@@ -29,7 +30,6 @@ from shardwise.megatron.core.tensor_parallel import mappings
 from shardwise.megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig, TransformerConfig
 from shardwise.megatron.core.transformer.transformer_layer import get_gpt_layer_local_spec
-from shardwise.models.adapters import LoraConfig, LoraLinear
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.grad_norm import global_grad_norm
 from shardwise.training.optimizer.optimizer import optimizer_state
@@ -82,6 +82,11 @@ def _inner(module: Any) -> Any:
     return module.ddp.module
 
 
+def _layer(kind: str, shape: Sequence[int], config: ModelParallelConfig, groups: Groups, **options: Any) -> Any:
+    options |= {"config": config, "init_method": init_method_normal(1.0), "tp_group": groups.tp}
+    return make_layer(tensor_parallel, kind, shape, **options)
+
+
 def column_linear(
     weight: Tensor,
     bias: Tensor | None,
@@ -92,17 +97,9 @@ def column_linear(
     sequence_length: int | None = None,
 ) -> nn.Module:
     config = _layer_config(weight, groups, sequence_length)
-    layer = tensor_parallel.ColumnParallelLinear(
-        weight.size(1),
-        weight.size(0),
-        config=config,
-        init_method=init_method_normal(1.0),
-        bias=bias is not None,
-        gather_output=gather_output,
-        skip_bias_add=skip_bias_add,
-        tp_group=groups.tp,
-    )
-    models.set_whole_(layer, {"weight": weight} | ({} if bias is None else {"bias": bias}), groups)
+    options: dict[str, Any] = {"bias": bias is not None, "skip_bias_add": skip_bias_add}
+    layer = _layer("column", weight.shape, config, groups, gather_output=gather_output, **options)
+    models.set_whole_(layer, {"weight": weight, "bias": bias}, groups)
 
     def call(x: Tensor) -> Any:
         output, returned = layer(x, sequence_length=sequence_length)
@@ -121,23 +118,10 @@ def row_linear(
     sequence_length: int | None = None,
 ) -> nn.Module:
     config = _layer_config(weight, groups, sequence_length)
-    layer = tensor_parallel.RowParallelLinear(
-        weight.size(1),
-        weight.size(0),
-        config=config,
-        init_method=init_method_normal(1.0),
-        bias=bias is not None,
-        input_is_parallel=input_is_parallel,
-        skip_bias_add=skip_bias_add,
-        tp_group=groups.tp,
-    )
-    models.set_whole_(layer, {"weight": weight} | ({} if bias is None else {"bias": bias}), groups)
-
-    def call(x: Tensor) -> Any:
-        output, returned = layer(x)
-        return (output, returned) if skip_bias_add else output
-
-    return _Wrapped(layer, config, groups, call)
+    options: dict[str, Any] = {"bias": bias is not None, "skip_bias_add": skip_bias_add}
+    layer = _layer("row", weight.shape, config, groups, input_is_parallel=input_is_parallel, **options)
+    models.set_whole_(layer, {"weight": weight, "bias": bias}, groups)
+    return _Wrapped(layer, config, groups, lambda x: layer(x) if skip_bias_add else layer(x)[0])
 
 
 def norm(weight: Tensor, bias: Tensor, groups: Groups) -> nn.Module:
@@ -150,13 +134,8 @@ def norm(weight: Tensor, bias: Tensor, groups: Groups) -> nn.Module:
 
 def embedding(weight: Tensor, groups: Groups, *, sequence_length: int | None = None) -> nn.Module:
     config = _layer_config(weight, groups, sequence_length)
-    layer = tensor_parallel.VocabParallelEmbedding(
-        *weight.shape,
-        init_method=init_method_normal(1.0),
-        reduce_scatter_embeddings=sequence_length is not None,
-        config=config,
-        tp_group=groups.tp,
-    )
+    reduces = sequence_length is not None
+    layer = _layer("embedding", weight.shape, config, groups, reduce_scatter_embeddings=reduces)
     models.set_whole_(layer, {"weight": weight}, groups)
     return _Wrapped(layer, config, groups)
 
@@ -213,28 +192,11 @@ def whole_parameters(module: nn.Module, groups: Groups) -> dict[str, Tensor]:
     return _whole_of(module, groups, lambda param: param.detach())
 
 
-class _DataParallel:
-    def __init__(self, module: nn.Module, groups: Groups) -> None:
-        settings = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=8)
-        self._ddp = DistributedDataParallel(
-            TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1),
-            settings,
-            module,
-            pg_collection=_collection(groups),
-        )
-
-    def __call__(self, *inputs: Tensor) -> Any:
-        return self._ddp(*inputs)
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        return self._ddp.no_sync()
-
-    def finish(self) -> None:
-        self._ddp.finish_grad_sync()
-
-
-def data_parallel(module: nn.Module, groups: Groups) -> _DataParallel:
-    return _DataParallel(module, groups)
+def data_parallel(module: nn.Module, groups: Groups) -> Synchronised:
+    settings = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=8)
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+    ddp = DistributedDataParallel(config, settings, module, pg_collection=_collection(groups))
+    return Synchronised(ddp, ddp.no_sync, ddp.finish_grad_sync)
 
 
 class _Optimizer:
@@ -245,10 +207,6 @@ class _Optimizer:
     def step(self) -> None:
         self.optimizer.step()
         self._model.ddp.zero_grad_buffer()
-
-    def num_state_elements(self) -> int:
-        states = self.optimizer.state.values()
-        return sum(state[name].numel() for state in states for name in ("exp_avg", "exp_avg_sq"))
 
 
 def optimizer(model: nn.Module, groups: Groups) -> _Optimizer:
@@ -267,17 +225,12 @@ def _gpt(sizes: Sizes, weights: dict[str, Tensor], groups: Groups, config: Any, 
         pg_collection=_collection(groups),
         **options,
     )
-    wholes = to_megatron(weights, sizes)
-    if sizes.tied:
-        wholes["output_layer.weight"] = wholes["embedding.word_embeddings.weight"]
-    models.set_whole_(model, wholes, groups)
-    state: Any = model
-    state.case_sizes = sizes
+    models.set_model_(model, sizes, weights, groups)
     return model
 
 
 def _config(sizes: Sizes, groups: Groups, **changes: Any) -> TransformerConfig:
-    return TransformerConfig(**models.config_fields(sizes), tensor_model_parallel_size=groups.tp.size(), **changes)
+    return TransformerConfig(**config_fields(sizes), tensor_model_parallel_size=groups.tp.size(), **changes)
 
 
 def language_model(
@@ -377,17 +330,8 @@ def lora(
     weight: Tensor, a: Tensor, b: Tensor, scaling: float, groups: Groups, *, kind: str, sequence_length: int | None
 ) -> nn.Module:
     config = _layer_config(weight, groups, sequence_length)
-    arguments: dict[str, Any] = {"config": config, "init_method": init_method_normal(1.0), "tp_group": groups.tp}
-    arguments |= {"bias": False, "skip_bias_add": False}
-    layer: Any
-    if kind == "column":
-        layer = tensor_parallel.ColumnParallelLinear(weight.size(1), weight.size(0), **arguments)
-    else:
-        layer = tensor_parallel.RowParallelLinear(weight.size(1), weight.size(0), input_is_parallel=True, **arguments)
-    adapted = LoraLinear.add(layer, LoraConfig(r=a.size(0), lora_alpha=scaling * a.size(0)), {"only": None})
-    for name, param in adapted.named_parameters():
-        param.requires_grad_("lora" in name)
-    models.set_whole_(adapted, {"weight": weight, "lora.only.lora_A": a, "lora.only.lora_B": b}, groups)
+    layer = _layer(kind, weight.shape, config, groups)
+    adapted = models.add_lora_(layer, weight, a, b, scaling, groups)
     return _Wrapped(adapted, config, groups, lambda x: adapted(x)[0])
 
 
@@ -412,15 +356,7 @@ def recompute(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
 
 def initial(kind: str, rows: int, columns: int, groups: Groups) -> Tensor:
     config = ModelParallelConfig(tensor_model_parallel_size=groups.tp.size())
-    arguments: dict[str, Any] = {"config": config, "init_method": init_method_normal(1.0), "tp_group": groups.tp}
-    layer: nn.Module
-    if kind == "embedding":
-        layer = tensor_parallel.VocabParallelEmbedding(rows, columns, **arguments)
-    elif kind == "column":
-        layer = tensor_parallel.ColumnParallelLinear(columns, rows, bias=False, **arguments)
-    else:
-        arguments |= {"bias": False, "input_is_parallel": True, "skip_bias_add": False}
-        layer = tensor_parallel.RowParallelLinear(columns, rows, **arguments)
+    layer = _layer(kind, (rows, columns), config, groups)
     return engine.whole_of(layer, groups, lambda param: param.detach())["weight"]
 
 

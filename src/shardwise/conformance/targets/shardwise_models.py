@@ -1,24 +1,24 @@
 """Layers and models of the target ``shardwise``, made from the whole weights of the cases."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from shardwise.conformance.dense import Sizes
+from shardwise.conformance.dense_comparison import Called
 from shardwise.conformance.dense_experts import ExpertSizes
 from shardwise.conformance.targets.expert_names import to_engine
-from shardwise.conformance.targets.megatron_names import to_megatron
+from shardwise.conformance.targets.megatron_names import config_fields, to_megatron
 from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.sharding import ParamShard
 from shardwise.core.topology import Groups
 from shardwise.models import GPT, ModelConfig
-from shardwise.models.adapters import LoraConfig
+from shardwise.models.adapters import LoraConfig, LoraLinear
 from shardwise.models.adapters.lora_experts import LoraExperts, LoraRouter
 from shardwise.models.experts import ClampedGate, Experts
 from shardwise.models.experts.moe import MoELayer
@@ -26,23 +26,29 @@ from shardwise.models.transformer.heads import LatentAttention
 from shardwise.models.transformer.rotary import RotaryScaling
 
 
-class Called(nn.Module):
-    """A module that is called through a function of it and the input, such as with a gather after the layer."""
-
-    def __init__(self, inner: nn.Module, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner = inner
-        self._call = call
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self._call(*inputs)
-
-
-def set_whole_(module: nn.Module, wholes: dict[str, Tensor], groups: Groups) -> None:
+def set_whole_(module: nn.Module, wholes: Mapping[str, Any], groups: Groups) -> None:
     """Set this rank's parts of the parameters of a layer or a model from whole tensors, by name."""
     with torch.no_grad():
         for name, shard in state_of(module, groups).items():
             shard.data.copy_(shard.layout.take(wholes[name], shard.rank))
+
+
+def set_model_(model: Any, sizes: Sizes, weights: dict[str, Tensor], groups: Groups) -> None:
+    """Set this rank's parts of the parameters of a language model or of a stage of it."""
+    wholes = to_megatron(weights, sizes)
+    if sizes.tied:
+        wholes["output_layer.weight"] = wholes["embedding.word_embeddings.weight"]
+    set_whole_(model, wholes, groups)
+    model.case_sizes = sizes
+
+
+def add_lora_(layer: Any, weight: Tensor, a: Tensor, b: Tensor, scaling: float, groups: Groups) -> Any:
+    """Add an adapter with these whole factors to a layer with this whole weight; only the factors are trained."""
+    adapted = LoraLinear.add(layer, LoraConfig(r=a.size(0), lora_alpha=scaling * a.size(0)), {"only": None})
+    for name, param in adapted.named_parameters():
+        param.requires_grad_("lora" in name)
+    set_whole_(adapted, {"weight": weight, "lora.only.lora_A": a, "lora.only.lora_B": b}, groups)
+    return adapted
 
 
 def state_of(module: nn.Module, groups: Groups) -> dict[str, ParamShard]:
@@ -77,27 +83,6 @@ def _scaling(sizes: Sizes) -> RotaryScaling | None:
     return None if sizes.trained_length is None else RotaryScaling("dynamic", 2.0, sizes.trained_length)
 
 
-def config_fields(sizes: Sizes) -> dict[str, Any]:
-    """Return the fields of a config of the cases' model, which Megatron's has too."""
-    return {
-        "num_layers": sizes.layers,
-        "hidden_size": sizes.hidden,
-        "num_attention_heads": sizes.heads,
-        "num_query_groups": sizes.kv_heads,
-        "kv_channels": sizes.head_dim,
-        "ffn_hidden_size": sizes.ffn,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "layernorm_epsilon": sizes.epsilon,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "qk_layernorm": sizes.qk_norm,
-        "params_dtype": torch.float64,
-    }
-
-
 def gpt(sizes: Sizes, weights: dict[str, Tensor], groups: Groups, config: ModelConfig, **options: Any) -> GPT:
     model = GPT(
         config,
@@ -110,11 +95,7 @@ def gpt(sizes: Sizes, weights: dict[str, Tensor], groups: Groups, config: ModelC
         share_embeddings_and_output_weights=sizes.tied,
         **options,
     )
-    wholes = to_megatron(weights, sizes)
-    if sizes.tied:
-        wholes["output_layer.weight"] = wholes["embedding.word_embeddings.weight"]
-    set_whole_(model, wholes, groups)
-    model.case_sizes = sizes  # type: ignore[assignment]
+    set_model_(model, sizes, weights, groups)
     return model
 
 

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise.conformance.dense import IGNORED, Sizes
-from shardwise.conformance.targets.dtensor import accumulate as accumulate, optimizer as optimizer
+from shardwise.conformance.targets.dtensor import accumulate as accumulate, number_of, optimizer as optimizer, whole_of
 from shardwise.core.topology import Groups
 
 versions: dict[str, str] = {}
@@ -143,15 +142,6 @@ def finalize_gradients(module: nn.Module, groups: Groups) -> None:
     """Do nothing: hooks of the plan complete the gradients."""
 
 
-def whole_of(tensor: Tensor) -> Tensor:
-    """Return a whole tensor; of a replicated one this rank's values, so that a difference between ranks shows."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().clone()
-    if all(isinstance(each, Replicate) for each in tensor.placements):
-        return tensor.to_local().detach().clone()
-    return tensor.full_tensor().detach().clone()
-
-
 def _by_name(module: Any, tensor_of: Any) -> dict[str, Tensor]:
     params = dict(module.inner.named_parameters())
     return {name: whole_of(tensor_of(params[own])) for name, own in module.names.items()}
@@ -166,16 +156,12 @@ def whole_parameters(module: nn.Module, groups: Groups) -> dict[str, Tensor]:
 
 
 def grad_norm(module: nn.Module, groups: Groups) -> float:
-    return _norm(_trainer()._mixed_mesh_grad_norm(None, module, float("inf")))
+    return number_of(_trainer()._mixed_mesh_grad_norm(None, module, float("inf")))
 
 
 def clip(module: nn.Module, max_norm: float, groups: Groups) -> float:
-    return _norm(_trainer()._mixed_mesh_grad_norm(None, module, max_norm))
+    return number_of(_trainer()._mixed_mesh_grad_norm(None, module, max_norm))
 
 
 def _trainer() -> Any:
     return importlib.import_module("transformers.trainer").Trainer
-
-
-def _norm(norm: Tensor) -> float:
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
