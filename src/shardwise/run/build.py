@@ -97,15 +97,6 @@ def build_model(settings: RunSettings, vocab_size: int, *, groups: Groups, devic
     """Build the model of ``settings``, or this rank's stage of it, on ``device`` with initial weights.
 
     The weights are drawn from the CPU's default generator and are therefore the same on every device. Seed it first.
-
-    Args:
-        settings: settings of a run that trains a new model.
-        vocab_size: vocabulary size of the tokenizer.
-        groups: the model's process groups. Their sizes set how the model is split.
-        device: device of the parameters.
-
-    Returns:
-        The model, or its chunks if the pipeline schedule is interleaved.
     """
     assert isinstance(settings, Settings)
     description = describe(settings.model, vocab_size)

@@ -35,13 +35,6 @@ class CheckpointWriter:
 
     The collective part of a save runs in the training thread. Each rank adds the ``progress`` of its write to the
     all-reduce of every step and calls ``on_progress`` with the maximum over ranks.
-
-    Args:
-        session: the run.
-        newest: the run's newest checkpoint; None if it has none.
-
-    Attributes:
-        newest: the last published checkpoint; None if there is none.
     """
 
     def __init__(self, session: Session, newest: Path | None) -> None:
@@ -57,12 +50,7 @@ class CheckpointWriter:
         return SaveProgress.WRITTEN if self._pending is None else self._pending.progress
 
     def on_progress(self, progress: SaveProgress) -> None:
-        """Publish the checkpoint once every rank has written its part; every rank calls.
-
-        Raises:
-            CheckpointError: the disk is full, or the write failed on some rank for another reason.
-            DivergenceError: the state has a NaN or an infinity.
-        """
+        """Publish the checkpoint once every rank has written its part; every rank calls."""
         if self._pending is None or progress == SaveProgress.WRITING:
             return
         if progress == SaveProgress.FAILED and self._pending.progress != SaveProgress.FAILED:
@@ -71,26 +59,14 @@ class CheckpointWriter:
         self.complete()
 
     def save(self, step: int, *, at_once: bool) -> None:
-        """Save the run after ``step`` steps, after the previous save has completed; every rank calls.
-
-        Args:
-            step: number of completed steps.
-            at_once: publish the checkpoint before returning. Otherwise ``on_progress`` or ``complete`` publishes it.
-
-        Raises:
-            CheckpointError, DivergenceError: see ``on_progress``.
-        """
+        """Save the run after ``step`` steps, after the previous save has completed; every rank calls."""
         self.complete()
         self._pending = begin_save(self._session, step, None if at_once else self._snapshot)
         if at_once:
             self.complete()
 
     def complete(self) -> None:
-        """Wait for the write in progress and publish the checkpoint; every rank calls.
-
-        Raises:
-            CheckpointError, DivergenceError: see ``on_progress``.
-        """
+        """Wait for the write in progress and publish the checkpoint; every rank calls."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -127,9 +103,6 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
 
     Each failure becomes a note of the outcome. The sample comes last because all ranks generate it together: a rank
     that fails alone exits, and the other ranks detect this as they detect any rank that exits.
-
-    Returns:
-        ``outcome`` with references and notes added.
     """
     notes = list(outcome.notes)
     references: dict[str, float] = {}
@@ -197,9 +170,6 @@ def lock_folder(out: Path, ranks: Ranks) -> Iterator[None]:
 
     Partial files of a killed run are removed. A folder that was created here is removed again if the block writes
     nothing.
-
-    Raises:
-        ConfigError: another run, named in the message, holds the lock, or the folder is not writable; on every rank.
     """
     with ExitStack() as stack:
         agree(lambda: stack.enter_context(_cleared(out)) if ranks.is_first else None, group=ranks.world)

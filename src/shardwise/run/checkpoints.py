@@ -120,16 +120,7 @@ def first_not_finite(tensors: Mapping[str, ParamShard] | Mapping[str, Tensor]) -
 
 
 def start_or_resume(session: Session) -> tuple[int, Path | None]:
-    """Start or resume the run according to ``settings.resume``; every rank calls.
-
-    Returns:
-        The number of completed steps, and the checkpoint that the run resumes from, if any.
-
-    Raises:
-        ConfigError: the folder has checkpoints and ``resume`` is "never".
-        CheckpointError: the newest checkpoint is damaged, has values that are not finite, or belongs to another model,
-            text or order of samples.
-    """
+    """Start or resume the run according to ``settings.resume``; every rank calls."""
     control = session.ranks.control
     newest = agree(lambda: find_newest(session.settings), group=control)
     if session.settings.resume == "restart":
@@ -208,12 +199,7 @@ def _note_on_precision(trainer: Trainer, path: Path, meta: Mapping[str, Any]) ->
 
 
 def find_newest(settings: RunSettings) -> Path | None:
-    """Return the checkpoint to resume from, if any. Also called before the data is read, which takes a while.
-
-    Raises:
-        ConfigError: the folder has checkpoints and ``resume`` is "never".
-        CheckpointError: the newest checkpoint is damaged.
-    """
+    """Return the checkpoint to resume from, if any. Also called before the data is read, which takes a while."""
     if settings.resume == "restart":
         return None
     newest = checkpoint.latest(Path(settings.out) / "checkpoints")
@@ -244,12 +230,7 @@ def draws_dropout(session: Session) -> bool:
 
 
 def check_belongs(session: Session, folder: Path) -> int:
-    """Check that this run may resume from a checkpoint, and return the checkpoint's step.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or of another run.
-        ConfigError: it has done more steps than the run has.
-    """
+    """Check that this run may resume from a checkpoint, and return the checkpoint's step."""
     meta = checkpoint.read_meta(folder)
     if "settings" not in meta:
         raise CheckpointError(f"{folder} was not written by a training run: it has no settings")

@@ -119,19 +119,11 @@ class ShardwiseLM:
         return [*self._tokenizer.beginning, *ids] if add_special_tokens else ids
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the template's source, which identifies it for the harness; None if ``chat_template`` is false.
-
-        Raises:
-            DataError: the model has no chat template.
-        """
+        """Return the template's source, which identifies it for the harness; None if ``chat_template`` is false."""
         return self._asked_template().source if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Format messages with the chat template; without a generation prompt, the last message is left open.
-
-        Raises:
-            DataError: the model has no chat template, or the template rejects the messages.
-        """
+        """Format messages with the chat template; without a generation prompt, the last message is left open."""
         text = self._asked_template().render(chat_history, add_generation_prompt=add_generation_prompt).text
         if add_generation_prompt:
             return text
@@ -147,11 +139,7 @@ class ShardwiseLM:
         return self._template
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return the log-probability of each request's continuation after its context, and whether it is greedy.
-
-        Raises:
-            DesyncError: the ranks have different requests.
-        """
+        """Return the log-probability of each request's continuation after its context, and whether it is greedy."""
         self._check_same(requests)
         encoded = [((first, second), *self._encode_pair(first, second)) for first, second in _arguments(requests)]
         return self._loglikelihood_tokens(encoded, disable_tqdm)
@@ -168,11 +156,7 @@ class ShardwiseLM:
         return first, self.tok_encode(context + continuation)[len(first) :]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each whole text, computed in windows of the model's maximum length.
-
-        Raises:
-            DesyncError: the ranks have different requests.
-        """
+        """Return the log-probability of each whole text, computed in windows of the model's maximum length."""
         self._check_same(requests)
         utils = import_module("lm_eval.utils")
         windows: list[Request] = []
@@ -260,12 +244,7 @@ class ShardwiseLM:
         ]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the continuation of each prompt, up to the first stop sequence.
-
-        Raises:
-            ConfigError: a generation option is not supported, or more tokens than the model's maximum are asked for.
-            DesyncError: the ranks have different requests.
-        """
+        """Return the continuation of each prompt, up to the first stop sequence."""
         self._check_same(requests)
         texts = [""] * len(requests)
         prefix = PrefixCache(self.model)
@@ -333,11 +312,7 @@ def _arguments(requests: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def harness() -> Any:
-    """Return the base class of the harness's models.
-
-    Raises:
-        ConfigError: the harness is not installed.
-    """
+    """Return the base class of the harness's models."""
     try:
         return import_module("lm_eval.api.model").LM
     except ImportError as error:

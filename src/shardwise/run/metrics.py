@@ -69,14 +69,6 @@ class MetricsWriter:
     """Appends one JSON object per measurement.
 
     Lines of steps that a resumed run repeats are removed.
-
-    Args:
-        folder: folder of the run; ``metrics.jsonl`` is written there.
-        first_step: the step that the run starts or resumes at.
-        tensorboard: also write ``folder/tensorboard``.
-
-    Raises:
-        ConfigError: ``tensorboard`` is True and TensorBoard is not installed, or the file cannot be read or written.
     """
 
     def __init__(self, folder: Path, first_step: int, *, tensorboard: bool = False) -> None:
@@ -131,11 +123,7 @@ def _open_tensorboard(folder: Path, first_step: int) -> Any:
 
 
 def import_pyplot() -> Any:
-    """Return matplotlib's pyplot, for pictures in files.
-
-    Raises:
-        ConfigError: matplotlib cannot be imported.
-    """
+    """Return matplotlib's pyplot, for pictures in files."""
     # matplotlib logs a warning about each folder that it cannot write to.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
@@ -215,13 +203,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """Progress display on standard error: a bar on a terminal, else a line every few seconds. Only on the first rank.
-
-    Args:
-        total: number of steps of the whole run.
-        done: number of completed steps.
-        visible: True if this rank shows the display.
-    """
+    """Progress display on standard error: a bar on a terminal, else a line now and then; on the first rank."""
 
     def __init__(self, total: int, done: int, *, visible: bool) -> None:
         self._total, self._first, self._done = total, done, done

@@ -34,15 +34,7 @@ _KEY_BIAS_FACTOR = 100
 
 @dataclass(frozen=True)
 class Parity:
-    """Result of a parity check: the differences of the two runs.
-
-    Attributes:
-        steps: number of compared optimizer steps.
-        tp, pp: tensor-parallel size and number of pipeline stages, compared with 1.
-        loss_error: largest relative difference of a step's loss.
-        grad_norm_error: largest relative difference of a step's gradient norm.
-        weight_error: norm of the difference of all updated weights, over the norm of the weights.
-    """
+    """Result of a parity check: the differences of the two runs."""
 
     steps: int
     tp: int
@@ -80,9 +72,6 @@ def check_parity(session: Session, *, steps: int = 3) -> Parity:
     """Train a new copy of the run's model for a few steps at both layouts, and compare; every rank calls.
 
     The session's own model is not modified.
-
-    Raises:
-        ParityError: initial weights differ, or a difference exceeds the tolerance.
     """
     return compare_layouts(session, session.settings, session.topology, steps, Parity)
 

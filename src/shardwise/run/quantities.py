@@ -27,9 +27,6 @@ def read_bytes(text: str) -> int:
 
     >>> read_bytes("80GiB"), read_bytes("1.5 GB"), read_bytes("4096")
     (85899345920, 1500000000, 4096)
-
-    Raises:
-        ConfigError: it is none.
     """
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)", text.strip(), re.ASCII)
     if match is None or match[2] not in _UNITS or float(match[1]) * _UNITS[match[2]] < 1:

@@ -35,15 +35,7 @@ from shardwise.training.hooks import StepHooks
 
 
 def run(settings: RunSettings, make_task: Callable[[Any], Task] = task_of) -> Outcome:
-    """Execute a whole run; every rank calls. If one rank fails, every rank raises the same error.
-
-    Args:
-        settings: settings of the run.
-        make_task: factory of the task.
-
-    Returns:
-        The result of the run.
-    """
+    """Execute a whole run; every rank calls. If one rank fails, every rank raises the same error."""
     overlaps = settings.parallel.tp > 1 and not settings.parallel.fsdp
     with (
         open_ranks(settings.device, timeout=settings.timeout, overlaps=overlaps) as ranks,
@@ -64,15 +56,7 @@ def run(settings: RunSettings, make_task: Callable[[Any], Task] = task_of) -> Ou
 
 
 def train(session: Session) -> Outcome:
-    """Train to the last step and save; every rank calls.
-
-    Raises:
-        DivergenceError: the loss, the gradient or the weights are not finite; the message names the last checkpoint
-            with finite weights.
-        OutOfMemoryError: memory is exhausted; only on the rank concerned.
-        Interrupted: one of the ranks received a signal; the step was completed and saved.
-        ShardwiseError: any other failure, on every rank.
-    """
+    """Train to the last step and save; every rank calls."""
     if session.ranks.device.type == "cpu":
         keep_freed_memory()
     first_step, checkpoint = start_or_resume(session)
@@ -95,14 +79,7 @@ def train(session: Session) -> Outcome:
 
 @dataclass
 class _Training(StepHooks):
-    """The training loop of a run, with its evaluations, saves and end.
-
-    Attributes:
-        session: session of the run.
-        first_step: the first step that is not done yet.
-        saves: writer of the checkpoints.
-        signals: signals received during a step.
-    """
+    """The training loop of a run, with its evaluations, saves and end."""
 
     session: Session
     first_step: int

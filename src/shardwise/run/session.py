@@ -34,17 +34,7 @@ from shardwise.training.trainer import StepResult, Trainer
 
 
 def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any], Task] = task_of) -> Session:
-    """Set up a run; every rank calls.
-
-    Args:
-        settings: settings of the run.
-        ranks: this process's place among the ranks.
-        make_task: factory of the task.
-
-    Raises:
-        ConfigError: the settings do not fit the number of ranks or the initial model.
-        DataError: the text is too short for the settings.
-    """
+    """Set up a run; every rank calls."""
     task = agree(lambda: make_task(settings), group=ranks.control)
     data = task.read(ranks)
     settings = task.settings = task.settings.on_device(ranks.device.type)

@@ -41,13 +41,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Shortage:
-    """The message of a rank that runs out of memory.
-
-    Attributes:
-        settings, model: settings and model of the run.
-        ranks: this process's place among the ranks.
-        available: bytes that the run may use on this rank, measured before the model was built; 0 if unknown.
-    """
+    """The message of a rank that runs out of memory."""
 
     settings: RunSettings
     model: ModelDescription

@@ -46,12 +46,7 @@ _WIDTH, _MOST_PRODUCTS, _LONGEST_SECONDS = 512, 5, 0.1
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak FLOP/s of a device.
-
-    Attributes:
-        flops: FLOP/s; None if unknown.
-        source: source of the number, as text for the user.
-    """
+    """Peak FLOP/s of a device."""
 
     flops: float | None
     source: str
@@ -95,25 +90,14 @@ def _measured(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """The reference for the utilisation of a run's steps.
-
-    Attributes:
-        flops_per_token: function from the length of a text to the model's FLOPs per token of it.
-        peak: peak FLOP/s of all ranks' devices; None if unknown.
-        source: source of the peak.
-    """
+    """The reference for the utilisation of a run's steps."""
 
     flops_per_token: Callable[[int], int]
     peak: float | None
     source: str
 
     def metrics(self, computed: NDArray[np.int64], seconds: float) -> dict[str, float]:
-        """Return the model FLOPs utilisation of a step; empty if the peak is unknown.
-
-        Args:
-            computed: lengths of the texts that all ranks compute in the step; see ``Rows.computed``.
-            seconds: duration of the step.
-        """
+        """Return the model FLOPs utilisation of a step; empty if the peak is unknown."""
         if not self.peak or seconds <= 0:
             return {}
         lengths, counts = (each.tolist() for each in np.unique(computed, return_counts=True))
@@ -192,14 +176,6 @@ def profiled(settings: ProfileSettings, folder: Path, ranks: Ranks) -> Iterator[
     """Trace the steps given by ``settings`` into ``folder/profile/rank-N.json``.
 
     If a trace cannot be written, a message is printed and the run continues.
-
-    Args:
-        settings: settings of the trace.
-        folder: folder of the run.
-        ranks: this process's place among the ranks.
-
-    Yields:
-        A callback for the end of each step.
     """
     if not settings.enabled:
         yield lambda: None

@@ -143,12 +143,7 @@ REMOVED = {
 
 @dataclass(frozen=True)
 class Folder:
-    """A path. A leading ``~``, which shells do not expand in ``--out=~/run`` and in files, is the user's home folder.
-
-    Attributes:
-        prefix: text before the setting's name in messages.
-        lacking: message about an empty path.
-    """
+    """A path. A leading ``~``, which shells leave in ``--out=~/run`` and in files, is the user's home folder."""
 
     prefix: str = "--"
     lacking: str | None = None
@@ -183,17 +178,7 @@ class Checked:
 
 
 def check_values(settings: Any, prefix: str = "") -> None:
-    """Check each field of a dataclass against its type, each number against its ``Range``, and resolve each ``Folder``.
-
-    Args:
-        settings: an instance, in its ``__post_init__``; its folders are modified. Fields that are dataclasses have
-            already checked their own values.
-        prefix: as for ``Checked``.
-
-    Raises:
-        ConfigError: a value has the wrong type or is out of range, or a path is empty; the message names the setting,
-            the value and the range.
-    """
+    """Check each field of a dataclass by its type, each number by its ``Range``, and resolve each ``Folder``."""
     cls: Any = type(settings)
     for name, (annotation, marks) in annotations_of(cls).items():
         value, shown = getattr(settings, name), name.replace("_", "-")
@@ -223,11 +208,7 @@ def refuse(message: str, *cases: tuple[object, str]) -> None:
 
 
 def check_value(name: str, value: Any, annotation: Any, limits: Range | None = None) -> None:
-    """Check a value against the type of its setting and against an optional range.
-
-    Raises:
-        ConfigError: the value has the wrong type or is out of range; the message starts with ``name``.
-    """
+    """Check a value against the type of its setting and against an optional range."""
     problem = _problem(value, annotation, limits)
     if problem is not None:
         raise ConfigError(f"{name} is {_shown(value)}; it must be {problem}")
@@ -308,11 +289,7 @@ def _shown(value: Any) -> str:
 
 
 def launcher_number(variable: str, *, least: int = 0) -> int | None:
-    """Read a number from an environment variable of the launcher; None if the variable is not set.
-
-    Raises:
-        ConfigError: the value is not a number, or is less than ``least``.
-    """
+    """Read a number from an environment variable of the launcher; None if the variable is not set."""
     text = os.environ.get(variable)
     if text is not None and (not re.fullmatch(r"\d{1,9}", text) or int(text) < least):
         raise ConfigError(f"the environment has {variable}={text}, which only a launcher sets, to a number; unset it")
@@ -323,16 +300,7 @@ _T = TypeVar("_T")
 
 
 def with_values(cls: type[_T], values: Mapping[str, Any], defaults: _T | None = None) -> _T:
-    """Build a settings dataclass whose defaults, including those of nested dataclasses, are overridden by ``values``.
-
-    Args:
-        cls: the dataclass.
-        values: values by field name; a mapping for a nested dataclass, a tuple or list for a tuple.
-        defaults: an instance with the defaults; those of the class if None.
-
-    Raises:
-        ConfigError: a dataclass rejects a value.
-    """
+    """Build a settings dataclass, in which ``values`` override defaults, also those of nested dataclasses."""
     arguments = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     any_class: Any = cls
     for field in dataclasses.fields(any_class):
@@ -350,30 +318,12 @@ def checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Check the types of a file's values, and return the values by field name.
 
     Ranges and contradictions are checked by the dataclass, because a flag may still override a value.
-
-    Args:
-        cls: the settings' dataclass; its fields may be dataclasses too.
-        values: from TOML or JSON; hyphens in names are taken for underscores.
-        where: text before names in messages, such as ``run.toml: ``.
-
-    Raises:
-        ConfigError: a name is unknown, or a value has the wrong type.
     """
     return _checked(values, where, "", _types_of(cls))
 
 
 def from_keywords(cls: type[_T], values: Mapping[str, Any]) -> _T:
-    """Build the settings of a run from keyword arguments, which override the defaults.
-
-    Args:
-        cls: the settings' dataclass, with a field ``data`` of paths.
-        values: values by field name; a mapping for a table, or single values if the table's flags have no prefix.
-            Paths may be path objects, and ``data`` may be a single path.
-
-    Raises:
-        ConfigError: a name is unknown, a value has the wrong type or is out of range, or settings contradict each
-            other.
-    """
+    """Build the settings of a run from keyword arguments, which override the defaults."""
     given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
     data = given.get("data")
     if isinstance(data, str):

@@ -77,11 +77,7 @@ class Objective:
 
 @dataclass
 class CrossEntropy(Objective):
-    """The cross entropy of each token that is not ignored.
-
-    Attributes:
-        sum_of_losses: function that sums the losses of a micro-batch in a given dtype (``Gradients.sum_of_losses``).
-    """
+    """The cross entropy of each token that is not ignored."""
 
     shares_samples = True
     sum_of_losses: Callable[[Tensor, torch.dtype | None], Tensor] = Gradients().sum_of_losses

@@ -113,17 +113,7 @@ class ParallelSettings(Checked, prefix="parallel."):
         require(parts & (parts - 1) == 0, f"parallel.exact-parts is {parts}; it must be a power of two, such as 8")
 
     def check_exact(self, dp: int, sequence_length: int | None, training: TrainingSettings) -> None:
-        """If a run is exact, check that all its settings have an exact form.
-
-        Args:
-            dp: number of data-parallel ranks.
-            sequence_length: number of tokens in a sample; None if a fine-tuning run takes it from the model's folder,
-                which has not been read yet.
-            training: training settings of the run.
-
-        Raises:
-            ConfigError: a setting has no exact form; the message names the setting and a remedy.
-        """
+        """If a run is exact, check that all its settings have an exact form."""
         if (parts := self.parts) is None:
             return
         sizes = {"parallel.tp": self.tp, "parallel.pp": self.pp, "data-parallel ranks": dp}
@@ -159,12 +149,7 @@ class ParallelSettings(Checked, prefix="parallel."):
         )
 
     def check_experts(self, world_size: int, num_experts: int | None) -> None:
-        """Raise ConfigError unless the experts can be divided among the ranks.
-
-        Args:
-            world_size: number of ranks.
-            num_experts: number of experts of the model; None if it has none.
-        """
+        """Raise ConfigError unless the experts can be divided among the ranks."""
         if num_experts is None:
             for name, value in self.changed("ep", "etp", "ep_comm_type"):
                 # With exact, etp is 1.

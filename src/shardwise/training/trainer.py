@@ -374,15 +374,7 @@ class Trainer:
     def _read(
         self, numbers: Numbers, checks: DeferredChecks | None
     ) -> tuple[list[float], float, list[float], dict[str, float]]:
-        """Read the numbers of a step. This is the only place where the host waits for the device, once per step.
-
-        Returns:
-            The sums, the norm, the maxima of the rank reports, and the metrics of experts; all are the same on every
-            rank.
-
-        Raises:
-            VocabularyError: a check failed on any rank; raised on every rank.
-        """
+        """Read the numbers of a step. This is the only place where the host waits for the device, once per step."""
         routing = numbers.norm.new_zeros(0)
         if numbers.routing is not None:
             assert self._model_config.experts is not None

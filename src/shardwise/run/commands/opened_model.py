@@ -66,11 +66,7 @@ class OpenCheckpoint:
     adapter: Path | None = None
 
     def sequence_length(self, given: int | None) -> int:
-        """Return the sequence length: ``given``, or by default 512 or the model's maximum, whichever is less.
-
-        Raises:
-            ConfigError: ``given`` is above the model's maximum.
-        """
+        """Return the sequence length: ``given``, or by default 512 or the model's maximum, whichever is less."""
         longest = self.description.max_sequence_length
         length = given or min(DEFAULT_SEQUENCE, longest)
         if length > longest:
@@ -78,11 +74,7 @@ class OpenCheckpoint:
         return length
 
     def generation_defaults(self) -> GenerationDefaults:
-        """Read the generation defaults from the model's files; a training run has none.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
+        """Read the generation defaults from the model's files; a training run has none."""
         if self.config is None:
             return GenerationDefaults()
         # The adapters may use another token to end a text.
@@ -90,21 +82,12 @@ class OpenCheckpoint:
         return GenerationDefaults(self.adapter if beside else self.folder, self.config.values)
 
     def chat_template(self) -> ChatTemplate | None:
-        """Read the chat template of the adapters, or else of the model; None if neither has one.
-
-        Raises:
-            DataError: the template cannot be read or is not valid.
-        """
+        """Read the chat template of the adapters, or else of the model; None if neither has one."""
         beside = None if self.adapter is None else ChatTemplate.load(self.adapter)
         return beside or ChatTemplate.load(self.folder)
 
     def load_model(self, ranks: Ranks) -> Model:
-        """Load the model and its adapters, if any, split over all ranks; every rank calls.
-
-        Raises:
-            CheckpointError: the tensors are damaged or belong to another model.
-            ConfigError: this kind of adapter is not supported.
-        """
+        """Load the model and its adapters, if any, split over all ranks; every rank calls."""
         model = self._load_weights(ranks)
         if self.adapter is not None:
             if self.config is not None:
@@ -189,15 +172,7 @@ def check_fits(description: ModelDescription, world_size: int) -> None:
 
 
 def find_checkpoint(path: Path, *, otherwise: str = "") -> Path:
-    """Return the checkpoint at ``path``, or the newest one if ``path`` is a run or its folder of checkpoints.
-
-    Args:
-        path: folder to search.
-        otherwise: alternatives to name in the error message.
-
-    Raises:
-        CheckpointError: the folder has no checkpoint.
-    """
+    """Return the checkpoint at ``path``, or the newest one if ``path`` is a run or its folder of checkpoints."""
     if not os.path.isdir(path):
         raise CheckpointError(no_folder(path, "give the --out of a training run or one of its checkpoints"))
     if PUBLISHED.fullmatch(path.name) or (path / MANIFEST_NAME).is_file():
@@ -244,18 +219,7 @@ def same_checkpoint(path: str | PathLike[str], ranks: Ranks) -> Iterator[str | P
 
 
 def open_model(path: str | PathLike[str], adapter: str | PathLike[str] | None = None) -> OpenCheckpoint:
-    """Find the model at a path and read it without its tensors.
-
-    Args:
-        path: folder of a run, an import or a checkpoint (see ``find_checkpoint``), Hugging Face folder, or folder of
-            adapters whose ``adapter_config.json`` names the folder of the base model.
-        adapter: folder of adapters to apply to the model.
-
-    Raises:
-        CheckpointError: the model or adapter is missing, damaged or of an unsupported kind.
-        ConfigError: the choice of model or adapter is ambiguous, or the architecture is unknown.
-        DataError: the tokenizer cannot be read.
-    """
+    """Find the model at a path and read it without its tensors."""
     path, adapter = Path(path), None if adapter is None else Path(adapter)
     if adapter is not None:
         # Raise errors of the adapter before the model is read.
@@ -310,12 +274,7 @@ def _open_pretrained(path: Path, adapter: Path | None) -> OpenCheckpoint:
 
 
 def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:
-    """Find a checkpoint (see ``find_checkpoint``) and read it without its tensors.
-
-    Raises:
-        CheckpointError: the checkpoint is missing or damaged, or neither a training run nor an import wrote it.
-        DataError: the tokenizer cannot be read.
-    """
+    """Find a checkpoint (see ``find_checkpoint``) and read it without its tensors."""
     with held_checkpoint(path, otherwise=otherwise) as folder:
         return _open_checkpoint(folder)
 

@@ -22,19 +22,7 @@ _LEARNED, _READ, _PLAIN = "\033[32m", "\033[2m", "\033[0m"
 
 
 def shown_samples(settings: FinetuneSettings, count: int, *, colours: bool) -> Iterator[str]:
-    """Yield the first ``count`` samples as a run would train on them, and the reasons for omitting other samples.
-
-    Args:
-        settings: settings of the run.
-        count: number of samples or pairs.
-        colours: mark the trained tokens with terminal colours instead of brackets.
-
-    Yields:
-        A heading, then a paragraph for each sample.
-
-    Raises:
-        ShardwiseError: the errors of a run, or no sample can be trained on.
-    """
+    """Yield the first ``count`` samples as a run would train on them, and the reasons for omitting other samples."""
     method = task_of(settings).method
     assert isinstance(method, Examples | Preferences)
     settings, examples = method.settings, method.to_show()

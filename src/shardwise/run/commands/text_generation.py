@@ -54,13 +54,7 @@ class SamplingRequest:
 
 @dataclass(frozen=True)
 class OpenPrompt:
-    """A text to continue.
-
-    Attributes:
-        opened, tokenizer: the model and its tokenizer.
-        prompt_ids: token ids of the prompt, including the tokens that the tokenizer prepends.
-        choice: sampling parameters.
-    """
+    """A text to continue."""
 
     opened: OpenCheckpoint
     tokenizer: Tokenizer
@@ -195,11 +189,7 @@ def write(
     show: Callable[[str], object],
     prefix: PrefixCache | None = None,
 ) -> tuple[list[int], str]:
-    """Generate text and write each piece as soon as it is final, then a newline; every rank calls.
-
-    Returns:
-        The new tokens and the text.
-    """
+    """Generate text and write each piece as soon as it is final, then a newline; every rank calls."""
     stream, pieces = TextStream(tokenizer, prompt_ids), list[str]()
 
     def add(piece: str, end: str = "") -> None:
@@ -227,14 +217,7 @@ def write(
 
 @dataclass(frozen=True)
 class OpenChat:
-    """A model to chat with.
-
-    Attributes:
-        opened: the opened model.
-        encoder: encoder from messages to tokens.
-        turn_ends: tokens that end a turn, in addition to those that end a text.
-        request: sampling parameters given by the user.
-    """
+    """A model to chat with."""
 
     opened: OpenCheckpoint
     encoder: ExampleEncoder

@@ -232,14 +232,7 @@ def choose_device(
 
 
 def refuse_shared_gpus(store: Any, own_gpu: str, *, rank: int, on_host: Sequence[int]) -> None:
-    """Raise ConfigError on every rank of this host if two of them have the same GPU: NCCL would fail or hang.
-
-    Args:
-        store: store shared by the ranks.
-        own_gpu: identifier of this rank's GPU, such as its UUID.
-        rank: global rank.
-        on_host: global ranks of this host.
-    """
+    """Raise ConfigError on every rank of this host if two of them have the same GPU: NCCL would fail or hang."""
     store.set(f"shardwise/gpu/{rank}", own_gpu)
     store.wait([f"shardwise/gpu/{peer}" for peer in on_host], datetime.timedelta(minutes=10))
     seen: dict[str, int] = {}
@@ -288,10 +281,6 @@ def meet(rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
     """Return the store of the launcher's ranks: our launcher's file, or else PyTorch's at MASTER_ADDR.
 
     The first rank has PyTorch's store, or torchrun does; wait at most ``timeout`` for it.
-
-    Raises:
-        ConfigError: MASTER_ADDR or MASTER_PORT is missing.
-        LaunchError: the store cannot be reached.
     """
     if path := os.environ.get(STORE_VARIABLE):
         store: Any = dist.FileStore(path)  # type: ignore[attr-defined]  # not in its stubs
@@ -363,18 +352,6 @@ def join(
     By default gloo listens on the address of this host's name, on Debian the loopback address 127.0.1.1, which no other
     host can reach. Therefore, if there are several hosts, ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set to
     the interface if it is found and the user has not set them.
-
-    Args:
-        store: store shared by the ranks.
-        device: device of this rank.
-        rank, world_size: global rank, and number of ranks.
-        on_host: global ranks of this host.
-        timeout: maximum wait for the other ranks.
-
-    Raises:
-        ConfigError: two ranks have the same GPU.
-        LaunchError: the other ranks cannot be reached or do not arrive.
-        TopologyError: another user of this machine is connected to this rank.
     """
     with _joining(rank, world_size):
         if len(on_host) < world_size:

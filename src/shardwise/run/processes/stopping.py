@@ -47,14 +47,7 @@ _STEPS = 3
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised when a signal ends this process. A KeyboardInterrupt, so that cleanup code for Ctrl-C also runs.
-
-    Attributes:
-        signal: the signal.
-        exit_code: 128 plus the number of the signal, as shells report it.
-        agreed: True if every rank ends after the same step.
-        note: hint for the message.
-    """
+    """Raised when a signal ends this process. A KeyboardInterrupt, so that cleanup code for Ctrl-C also runs."""
 
     def __init__(self, signum: int, *, agreed: bool = False) -> None:
         self.signal = signal.Signals(signum)
@@ -263,14 +256,6 @@ def start_guard(
 
     If signals are postponed to the end of a training step, the thread also waits, up to the step's time limit. Call the
     function once, in the main thread, after ``signals_raise``.
-
-    Args:
-        launcher_pid: parent process to watch; None watches only signals.
-        reports: folder where the launcher may place a request to stop.
-        last_words: called before the thread ends the process.
-
-    Returns:
-        A function that ends the guard; call it in the main thread.
     """
     receive, send = os.pipe()
     os.set_blocking(send, False)

@@ -42,11 +42,7 @@ logger = logging.getLogger("shardwise")
 
 
 class BeatFiles:
-    """Heartbeats in files, one for each rank: a ``FileStore`` would keep every one of them.
-
-    Args:
-        folder: folder of all ranks for them; made if it does not exist.
-    """
+    """Heartbeats in files, one for each rank: a ``FileStore`` would keep every one of them."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)

@@ -118,11 +118,7 @@ class LoraSettings(Checked, prefix="--"):
         return self.lora_rank is not None or self.lora_from is not None
 
     def config(self) -> LoraConfig:
-        """Return the configuration of new adapters.
-
-        Raises:
-            ConfigError: a value is out of range, or a pattern is not valid.
-        """
+        """Return the configuration of new adapters."""
         # Not at the top, because it imports PyTorch.
         from shardwise.models.adapters.config import LoraConfig
 

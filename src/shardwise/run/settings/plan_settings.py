@@ -62,11 +62,7 @@ class PlanSettings(RunSettings):
     lora: Annotated[LoraSettings, tyro.conf.arg(name="")] = field(default_factory=LoraSettings)
 
     def resolved(self, longest: int | None) -> PlanSettings:
-        """Return the settings with the defaults filled in.
-
-        Args:
-            longest: maximum sequence length of the model that a fine-tuning run starts from; None for a new model.
-        """
+        """Return the settings with the defaults filled in."""
         length, batch = self.model.sequence_length, self.training.global_batch_size
         if length is None:
             length = ModelSettings.sequence_length if longest is None else min(DEFAULT_SEQUENCE, longest)

@@ -250,11 +250,7 @@ class RunSettings(StepSettings):
         return str(self.model.architecture)
 
     def on_device(self, device_type: str) -> Self:
-        """Return the settings with the dtype that "auto" means on a device type such as ``"cuda"``.
-
-        Raises:
-            ConfigError: the device does not support the dtype.
-        """
+        """Return the settings with the dtype that "auto" means on a device type such as ``"cuda"``."""
         dtype = self.training.dtype
         require(
             dtype != "tf32" or device_type == "cuda",
@@ -267,14 +263,7 @@ class RunSettings(StepSettings):
         return dataclasses.replace(self, training=dataclasses.replace(self.training, dtype=usual))
 
     def check_effect(self, num_layers: int | None = None) -> None:
-        """Check that no setting is without effect because another is missing.
-
-        Args:
-            num_layers: number of the model's layers; None if not known yet.
-
-        Raises:
-            ConfigError: a setting is without effect; the message names the setting to change.
-        """
+        """Check that no setting is without effect because another is missing."""
         for name, value in self.parallel.changed("exact_parts"):
             require(
                 self.parallel.exact,
@@ -288,12 +277,7 @@ class RunSettings(StepSettings):
         )
 
     def check_world(self, world_size: int) -> None:
-        """Check the settings against the number of ranks.
-
-        Raises:
-            ConfigError: ``tp`` times ``pp`` does not divide the number of ranks, the batch cannot be divided among the
-                ranks, or a setting is without effect.
-        """
+        """Check the settings against the number of ranks."""
         self.check_effect()
         sizes = {"tp": self.parallel.tp, "pp": self.parallel.pp, "cp": self.parallel.cp}
         several = {name: size for name, size in sizes.items() if name == "tp" or size > 1}
@@ -333,11 +317,7 @@ class RunSettings(StepSettings):
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Create settings from the values of ``to_json``, also of an earlier version (see ``without_removed``).
-
-        Raises:
-            ConfigError: a field is unknown or has an invalid value; the message names it.
-        """
+        """Create settings from the values of ``to_json``, also of an earlier version (see ``without_removed``)."""
         if not isinstance(value, dict):
             raise ConfigError(f"settings is {shown(value)}; it must be an object")
         kept = without_removed(value)
@@ -345,11 +325,7 @@ class RunSettings(StepSettings):
 
 
 def without_removed(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of an earlier version's run without the tables of removed features.
-
-    Raises:
-        ConfigError: the run used such a feature.
-    """
+    """Return the settings of an earlier version's run without the tables of removed features."""
     for table, unused in _REMOVED_TABLES.items():
         given = values.get(table)
         for name, value in given.items() if isinstance(given, dict) else ():
@@ -383,11 +359,7 @@ class Settings(RunSettings):
         )
 
     def check_world(self, world_size: int) -> None:
-        """Check the settings against the number of ranks, and the model against this machine's memory.
-
-        Raises:
-            ConfigError: see ``RunSettings.check_world``; also if one rank's weights exceed the memory of this machine.
-        """
+        """Check the settings against the number of ranks, and the model against this machine's memory."""
         self.check_effect(self.model.num_layers)
         super().check_world(world_size)
         self.parallel.check_experts(world_size, self.model.num_experts)

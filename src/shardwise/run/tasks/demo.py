@@ -21,15 +21,7 @@ _EXACT_STEPS = 10
 
 
 class Demo(NewTexts):
-    """Task of the demo: check parity, then train a new model on the standard library.
-
-    Args:
-        settings: settings of the run.
-
-    Attributes:
-        parity: result of the parity check, once it is done.
-        exact: result of the parity check in exact mode, or the reason why this layout or device does not support it.
-    """
+    """Task of the demo: check parity, then train a new model on the standard library."""
 
     parity: Parity
     exact: str

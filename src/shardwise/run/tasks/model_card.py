@@ -37,18 +37,7 @@ def model_card(
     is_adapter: bool = False,
     steps: int | None = None,
 ) -> str:
-    """Return the text of ``README.md``.
-
-    Args:
-        settings: settings of the run, a dataclass whose fields have defaults.
-        out: folder of the run; its ``metrics.jsonl`` has the losses.
-        model_name: display name of the model.
-        layout: number of ranks of each kind of parallelism.
-        data: display name of the training data.
-        base: folder of the base model, if any.
-        is_adapter: True if adapters were trained and are not merged.
-        steps: number of steps of the model's checkpoint; None for all steps of the run.
-    """
+    """Return the text of ``README.md``."""
     name = None if base is None else base_name(base)
     fields: dict[str, Any] = {} if name is None else {"base_model": name}
     fields["library_name"] = "peft" if is_adapter else "transformers"

@@ -58,15 +58,6 @@ def set_reference_(session: Session, model: Mapping[str, str]) -> None:
     """Set the reference of all pairs of a run: stored by an earlier start of the run, or computed by the current model.
 
     Every rank calls, before the first step and before a checkpoint is loaded.
-
-    Args:
-        session: session of the run; its pairs are modified.
-        model: identity of the initial model.
-
-    Raises:
-        CheckpointError: the run's folder has log-probabilities of another model or of other pairs, or they are damaged.
-        DivergenceError: the log-probability of an answer is not finite.
-        UnwritableError: the log-probabilities cannot be stored.
     """
     train, held_out = session.loader.rows, session.data.held_out.rows
     assert isinstance(train, PairRows)
@@ -102,11 +93,7 @@ def set_reference_(session: Session, model: Mapping[str, str]) -> None:
 
 
 def log_probs(trainer: Trainer, dataset: PairRows) -> NDArray[np.float64]:
-    """Compute the log-probability of both answers of each pair under the trainer's current model; every rank calls.
-
-    Returns:
-        ``[pairs, 2]``, the same on every rank.
-    """
+    """Compute the log-probability of both answers of each pair under the trainer's current model; every rank calls."""
     micro = trainer.settings.micro_batch_size(trainer.num_sample_ranks)
     together = trainer.num_sample_ranks * micro
     values = np.empty((len(dataset), 2))
@@ -211,12 +198,7 @@ def _notes_on_prompts(encoder: PreferenceEncoder, examples: Sequence[Preference]
 
 @dataclass(frozen=True)
 class PreferenceObjective(Objective):
-    """Mean loss of pairs, and rewards: ``beta`` times the log-probability ratio of an answer to the reference.
-
-    Attributes:
-        settings: settings of the loss.
-        group: the ranks that share samples; None if no ranks do.
-    """
+    """Mean loss of pairs, and rewards: ``beta`` times the log-probability ratio of an answer to the reference."""
 
     settings: PreferenceSettings
     group: ProcessGroup | None = None
@@ -271,9 +253,6 @@ class Preferences(Method):
 
     The reference is the initial model: its log-probabilities of all answers are computed before the first step and
     stored in the run's folder.
-
-    Args:
-        source: source of the model, which is not built yet.
     """
 
     def __init__(self, source: PretrainedModel) -> None:

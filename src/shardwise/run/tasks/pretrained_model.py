@@ -32,32 +32,19 @@ S = TypeVar("S", bound=FinetuneSettings)
 
 
 class FolderTokenizer(PaddedTokenizer):
-    """The tokenizer of a Hugging Face folder; saving copies its files.
-
-    Attributes:
-        source: the folder.
-        learned_ends: tokens that end what the run learns, such as a turn.
-    """
+    """The tokenizer of a Hugging Face folder; saving copies its files."""
 
     source: Path
     learned_ends: tuple[int, ...] = ()
 
     def new_eos_ids(self) -> list[int]:
-        """Return the ``eos_token_id`` of the result, learned tokens first; empty if the folder's own stays.
-
-        Raises:
-            CheckpointError, ConfigError: a file of the folder is damaged.
-        """
+        """Return the ``eos_token_id`` of the result, learned tokens first; empty if the folder's own stays."""
         own = eos_ids_of(self.source)
         ids = list(dict.fromkeys((*self.learned_ends, *own)))
         return ids if self.learned_ends and ids != own else []
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Copy the tokenizer's files, and write the ends of what is learned into ``generation_config.json``.
-
-        Raises:
-            ConfigError: the folder cannot be written to.
-        """
+        """Copy the tokenizer's files, and write the ends of what is learned into ``generation_config.json``."""
         target = Path(folder)
         try:
             target.mkdir(parents=True, exist_ok=True)
@@ -154,11 +141,7 @@ def check_continues_texts(config: PretrainedConfig, path: Path) -> None:
 
 
 def resolved(settings: S, model: ModelDescription, path: Path) -> S:
-    """Return the settings of a run that starts from the model in a folder, with the sequence length filled in.
-
-    Raises:
-        ConfigError: the sequence length is above the model's maximum, or a setting has no effect.
-    """
+    """Return the settings of a run that starts from the model in a folder, with the sequence length filled in."""
     settings.check_effect(model.num_layers)
     longest = model.max_sequence_length
     length = settings.model.sequence_length or min(DEFAULT_SEQUENCE, longest)

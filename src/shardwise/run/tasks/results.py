@@ -24,9 +24,6 @@ def leave_adapters(session: Session) -> None:
     """Write the run's adapters into its folder; every rank calls.
 
     ``adapter_config.json`` is written last: if it exists, the adapters are complete.
-
-    Raises:
-        CheckpointError, ConfigError: a file cannot be written (no permission, disk full).
     """
     model, out, source, control = session.trainer.model, session.out, _source_of(session), session.ranks.control
     assert isinstance(model, TransformerModel)
@@ -49,9 +46,6 @@ def leave_model(session: Session) -> None:
     """Write the fine-tuned model, or the one with its adapters merged, into the run's folder; every rank calls.
 
     ``config.json`` is written last: if it exists, the model is complete.
-
-    Raises:
-        CheckpointError, ConfigError: a file cannot be written (no permission, disk full).
     """
     model, out, source, control = session.trainer.model, session.out, _source_of(session), session.ranks.control
     if source.settings.lora.is_on:

@@ -61,11 +61,7 @@ class _Documents(NamedTuple):
 
 
 class Examples(Method):
-    """Train a pretrained model on chats, prompts with completions, or texts.
-
-    Args:
-        source: source of the model, which is not built yet.
-    """
+    """Train a pretrained model on chats, prompts with completions, or texts."""
 
     def __init__(self, source: PretrainedModel) -> None:
         self.source, self.settings = source, source.settings
@@ -212,15 +208,7 @@ def prepare_rows(
     identity: Mapping[str, Any],
     notes: Sequence[str] = (),
 ) -> TaskData:
-    """Split, encode and fit examples to the sequence length; see ``prepare_samples``.
-
-    Args:
-        name, examples, held_out, encoder, held_out_fraction: as for ``prepare_samples``.
-        rows_of: callback that fits samples to the sequence length.
-        noun: noun for an example in messages.
-        identity: settings that determine how examples become rows, without the chat template.
-        notes: notes on the examples.
-    """
+    """Split, encode and fit examples to the sequence length; see ``prepare_samples``."""
     found = [*check_template(encoder, examples), *_note_ends(encoder, examples)]
     parts, fitted = divided(examples, held_out, held_out_fraction), [*notes]
     rows: list[SampleRows | PairRows] = []
@@ -256,12 +244,7 @@ def _bits_per_nat(rows: SampleRows | PairRows) -> float:
 
 
 def check_template(encoder: ExampleEncoder, examples: Sequence[Example]) -> list[str]:
-    """Return a note if no special token ends the assistant's turns; a model needs such a token to learn to stop.
-
-    Raises:
-        DataError: the template does not show the messages; or the turns end with a name that looks like a special token
-            but is not one, because the template or the tokenizer belongs to another model.
-    """
+    """Return a note if no special token ends the assistant's turns; a model needs such a token to learn to stop."""
     tokenizer, template = encoder.tokenizer, encoder.template
     chats = [replace(example, flags=()) for example in examples if example.is_chat][:LOOKED_AT]
     if template is None or not chats:
@@ -366,11 +349,7 @@ def _read_cached(path: Path, key: str, name: str, eos_id: int) -> tuple[TokenSam
 
 
 def encode_examples(examples: Sequence[Example], encoder: ExampleEncoder, name: str) -> tuple[TokenSamples, _Left]:
-    """Encode examples as samples; also return the reasons for omitted examples.
-
-    Raises:
-        DataError: all examples were omitted.
-    """
+    """Encode examples as samples; also return the reasons for omitted examples."""
     encoded: list[Encoded] = []
     left_out = _Left()
     for index, example in enumerate(examples):

@@ -70,13 +70,7 @@ class Method:
         raise NotImplementedError
 
     def objective(self, data: TaskData, groups: Groups, device: torch.device) -> Objective | None:
-        """Return the objective of a step, or None for the cross entropy of each token. Every rank calls.
-
-        Args:
-            data: data of the run.
-            groups: the model's process groups.
-            device: device of the model.
-        """
+        """Return the objective of a step, or None for the cross entropy of each token. Every rank calls."""
         return None
 
     def before(self, session: Session) -> None:

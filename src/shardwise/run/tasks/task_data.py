@@ -49,12 +49,7 @@ class TaskData:
 
 
 def share(prepare: Callable[[], TaskData], ranks: Ranks) -> TaskData:
-    """Call ``prepare`` on every rank: first on one rank of each machine, which fills the cache for the others.
-
-    Raises:
-        ShardwiseError: the error of any rank, on every rank.
-        DesyncError: the ranks read different data.
-    """
+    """Call ``prepare`` on every rank: first on one rank of each machine, which fills the cache for the others."""
     with ranks.phase("reading the text"):
         data = agree(lambda: prepare() if ranks.local_rank == 0 else None, group=ranks.control)
         data = agree(lambda: data or prepare(), group=ranks.control)
@@ -71,9 +66,6 @@ def cache_folder() -> Path:
     """Return the folder that caches tokenizers and token streams between runs.
 
     It is ``$SHARDWISE_CACHE``, else ``shardwise`` in ``$XDG_CACHE_HOME``, else ``shardwise`` in ``~/.cache``.
-
-    Raises:
-        UnwritableError: the user has no home folder.
     """
     own = os.environ.get("SHARDWISE_CACHE")
     if own:

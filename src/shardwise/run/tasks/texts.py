@@ -21,14 +21,7 @@ STDLIB = "stdlib"
 
 
 class NewModel:
-    """Source that initializes a new model.
-
-    Args:
-        settings: settings of the run.
-
-    Attributes:
-        identity, trains_weights: see ``Source``.
-    """
+    """Source that initializes a new model."""
 
     identity: Mapping[str, Any] = {}
     trains_weights = True
@@ -48,11 +41,7 @@ class NewModel:
 
 
 class NewTexts(Method):
-    """Train a new model on text, with a tokenizer trained on the same text.
-
-    Args:
-        settings: settings of the run.
-    """
+    """Train a new model on text, with a tokenizer trained on the same text."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -63,12 +52,7 @@ class NewTexts(Method):
 
 
 def prepare_texts(settings: Settings) -> TaskData:
-    """Read and split the text, train the tokenizer and encode; results of an earlier run come from the cache.
-
-    Raises:
-        DataError: the data cannot be read.
-        ConfigError: the text is too small for a vocabulary of this size.
-    """
+    """Read and split the text, train the tokenizer and encode; results of an earlier run come from the cache."""
     corpus = read_data(settings.data, settings.corpus)
     train, _ = corpus.split(held_out_fraction=settings.corpus.held_out_fraction)
     vocab_size = settings.model.vocab_size
@@ -91,12 +75,7 @@ def prepare_texts(settings: Settings) -> TaskData:
 
 
 def read_data(data: Sequence[str], settings: CorpusSettings | None = None) -> Corpus:
-    """Read the documents of ``--data``.
-
-    Raises:
-        DataError: the data cannot be read.
-        ConfigError: "stdlib" is combined with other data.
-    """
+    """Read the documents of ``--data``."""
     if STDLIB not in data:
         return read_corpus(data, text_key=(settings or CorpusSettings()).text_key)
     if len(data) > 1:
@@ -113,19 +92,7 @@ def encode_texts(
     parse_special: bool = False,
     held_out: Corpus | None = None,
 ) -> TaskData:
-    """Split and encode a corpus, or load the tokens from the cache of an earlier run.
-
-    Args:
-        corpus: the text.
-        tokenizer: tokenizer that encodes the text.
-        settings: settings of the split.
-        sequence_length: tokens per row.
-        parse_special: parse the names of special tokens in the text as special tokens.
-        held_out: text for evaluation; if None, a part of ``corpus``.
-
-    Raises:
-        DataError: the text is too short for the split or for one row.
-    """
+    """Split and encode a corpus, or load the tokens from the cache of an earlier run."""
     train = corpus
     if held_out is None:
         train, held_out = corpus.split(held_out_fraction=settings.held_out_fraction)

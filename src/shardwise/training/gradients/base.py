@@ -27,11 +27,7 @@ from shardwise.kernels.planning import device_type_of
 
 
 class Total:
-    """Sums over a rank's micro-batches, in fp64.
-
-    Args:
-        zeros: ``[n]``, one for each sum; overwritten.
-    """
+    """Sums over a rank's micro-batches, in fp64."""
 
     def __init__(self, zeros: Tensor) -> None:
         self.tensor = zeros

@@ -36,11 +36,7 @@ def fused_adamw(optimizer: ShardedOptimizer) -> AdamW | None:
 
 
 def groups_of_experts(model: nn.Module, groups: Groups) -> dict[Parameter, ProcessGroup]:
-    """Return, for the parameters of experts, the ranks that hold the same parts.
-
-    Raises:
-        ConfigError: the model has experts, and ``groups`` has no ``expert_dp``.
-    """
+    """Return, for the parameters of experts, the ranks that hold the same parts."""
     params = [param for param, replicas in replicas_of(model).items() if replicas.is_of_expert]
     if params and groups.expert_dp is None:
         raise ConfigError("the model has experts, and Groups.expert_dp is None; take the groups from a Topology")

@@ -19,11 +19,6 @@ class ExactAdamW(AdamW):
     """AdamW whose update of an element has the same bits however parameters are split.
 
     PyTorch's operations compute every step: fused ones only the parameters whose parts are whole vectors.
-
-    Args:
-        model: the model whose parameters are trained.
-        parts: maximum number of parts of a parameter.
-        options: the other arguments of ``AdamW``.
     """
 
     scales_gradients = False

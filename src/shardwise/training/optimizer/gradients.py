@@ -74,13 +74,6 @@ def sum_tied_embedding_gradients_(model: nn.Module, *, embd_group: ProcessGroup)
 
     The gradients are then bitwise equal, so that equal copies stay equal. Does nothing if weights are not tied, or on a
     single stage.
-
-    Args:
-        model: this rank's stage; its copy is the parameter whose ``Replicas.summed_over`` includes ``"embd"``.
-        embd_group: the ranks that hold a copy.
-
-    Raises:
-        ConfigError: only some of the copies have a gradient; raised on every stage that holds a copy.
     """
     tied = _summed_over(model, "embd")
     if not tied or embd_group.size() == 1:
@@ -129,12 +122,7 @@ def part_of(rows: Tensor, dim: int, start: int, length: int, first: int) -> tupl
 
 
 class _Copies:
-    """Gradients of the parts of split parameters that several ranks hold, in buffers to be summed over the ranks.
-
-    Attributes:
-        buffers: for each such parameter, the gradients of all intervals that several ranks hold; zeros in intervals
-            that this rank does not hold.
-    """
+    """Gradients of the parts of split parameters that several ranks hold, in buffers to be summed over the ranks."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
         self.buffers: list[Tensor] = []

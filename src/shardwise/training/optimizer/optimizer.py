@@ -249,14 +249,7 @@ class LocalShards(_OfOtherTensors):
 
 
 def optimizer_state(weights: Mapping[str, ParamShard], optimizer: ShardedOptimizer) -> dict[str, ParamShard]:
-    """Return the optimizer's tensors for a checkpoint.
-
-    Args:
-        weights: weights of the optimizer's model, from ``sharded_state_dict``.
-
-    Returns:
-        Entries ``KIND.KEY``, such as ``exp_avg.KEY``, for each trained parameter.
-    """
+    """Return the optimizer's tensors for a checkpoint."""
     result: dict[str, ParamShard] = {}
     for key, weight in weights.items():
         if isinstance(weight.data, Parameter) and weight.data.requires_grad:

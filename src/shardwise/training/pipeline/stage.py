@@ -144,11 +144,7 @@ class Pipeline(Generic[T]):
         return None
 
     def _check_agreed(self, facts: tuple[object, ...], misplaced: ConfigError | None, device: torch.device) -> bool:
-        """Check that all stages have the same facts, and raise an error of any stage on all stages.
-
-        Returns:
-            True on every stage if a layer of any stage delays its weight gradient.
-        """
+        """Check that all stages have the same facts, and raise an error of any stage on all stages."""
         delays = any(True for chunk in self.chunks for _ in _delayed(chunk))
         if self.group.size() == 1 or is_rehearsal(self.group):
             _raise(misplaced)
@@ -379,15 +375,7 @@ def hidden_shape(
     tp_group: ProcessGroup | None,
     cp_group: ProcessGroup | None = None,
 ) -> tuple[int, int, int]:
-    """Return the shape ``[s, b, h]`` of this rank's hidden states between stages.
-
-    Args:
-        config: a config with ``hidden_size`` and ``sequence_parallel``.
-        seq_length: length of the whole sequence.
-        micro_batch_size: ``b``.
-        tp_group: the ranks that split the sequence with sequence parallelism, by the balanced rule.
-        cp_group: the ranks that split the sequence first, evenly (ShardingError if their number does not divide it).
-    """
+    """Return the shape ``[s, b, h]`` of this rank's hidden states between stages."""
     sequence = SequenceView(local_length(seq_length, cp_group), tp_group if config.sequence_parallel else None)
     return sequence.size, micro_batch_size, config.hidden_size
 
