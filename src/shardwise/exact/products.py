@@ -28,7 +28,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import Interval, LocalParts
 from shardwise.exact.context_terms import gathered, own_columns
 from shardwise.kernels import products
-from shardwise.kernels.products import Products
+from shardwise.kernels.products import OwnProducts, Products
 
 # MKL multiplies matrices of up to about 10 columns differently from wider ones.
 _NARROW = 16
@@ -36,7 +36,7 @@ _BY_ROWS = torch.contiguous_format
 
 
 @dataclass(frozen=True)
-class ExactProducts(Products):
+class ExactProducts(OwnProducts):
     """The products of a layer whose weight has one dimension split into parts.
 
     Attributes:
@@ -55,9 +55,6 @@ class ExactProducts(Products):
     num_parts: int
     is_narrow: bool = False
     context: ProcessGroup | None = None
-
-    is_usual = False
-    adds_bias = False
 
     def _runs(self, factor: Tensor) -> list[slice] | None:
         """Return the parts of a split dimension that is not summed; None if one product with ``factor`` covers all."""

@@ -21,7 +21,7 @@ from shardwise.core.communication import moves, trees
 from shardwise.core.communication.collectives import all_gather, all_reduce
 from shardwise.core.communication.context import context_of
 from shardwise.core.errors import ConfigError, ShardingError
-from shardwise.core.sharding import Interval, ParamLayout, balanced_sizes, intervals_of_sizes, local_parts
+from shardwise.core.sharding import Interval, ParamLayout, Replicas, balanced_sizes, intervals_of_sizes, local_parts
 from shardwise.exact.context_terms import gathered, with_whole_gradients
 from shardwise.exact.products import ExactProducts
 from shardwise.kernels import compiled, dispatch
@@ -234,7 +234,9 @@ def _own_parts(input_: Tensor, group: ProcessGroup, sequence_parallel: bool) -> 
 class ExactNorm(Norm):
     """``Norm`` by parts of the sequence or the heads; gradients are complete as soon as they are computed."""
 
-    partial_gradients = False
+    @staticmethod
+    def replicas(*, applied_apart: bool) -> Replicas:
+        return Replicas()
 
     def __call__(self, norm: nn.Module, input_: Tensor) -> Tensor:
         return self._of_module(norm_by_parts, norm, input_)
@@ -251,6 +253,10 @@ class ExactNorm(Norm):
 
     def add_bias(self, output: Tensor, bias: Tensor) -> Tensor:
         return _by_parts(add_bias_by_parts, output, [bias], self.group, self.sequence_parallel)
+
+    def row_output(self, multiply: Callable[[Tensor | None], Tensor], bias: Tensor | None) -> Tensor:
+        output = multiply(None)
+        return output if bias is None else self.add_bias(output, bias)
 
     def _of_module(self, function: Callable[..., Tensor], norm: nn.Module, input_: Tensor) -> Tensor:
         names, params = zip(*norm.named_parameters(), strict=True)
@@ -305,11 +311,6 @@ class ExactArithmetic(Arithmetic):
 
     norm = ExactNorm
     activation = ExactActivation()
-    # The gradient of a row is summed in the order of the ids, the same with and without sequence parallelism.
-    sequence_first = True
-    fuses_loss = False
-    # Sums are over all tokens, including those that do not count.
-    leaves_out_tokens = False
 
     def __init__(self, context: ProcessGroup | None = None) -> None:
         self.context = context
@@ -328,6 +329,17 @@ class ExactArithmetic(Arithmetic):
             group=context,
             dim=dim,
         )
+
+    def embed(
+        self,
+        function: Callable[[Tensor, Tensor], Tensor],
+        ids: Tensor,
+        weight: Tensor,
+        *,
+        reduce: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """See ``Arithmetic``. A row's gradient is summed in the order of ``[s, b]``, as with sequence parallelism."""
+        return reduce(self.look_up(function, ids.transpose(0, 1), weight, dim=0)).transpose(0, 1)
 
     def products(self, layout: ParamLayout, split: Literal["output", "input"], *, group: ProcessGroup) -> ExactProducts:
         """See ``Arithmetic``; raise ConfigError if the ranks cannot share the parts."""
@@ -354,6 +366,14 @@ class ExactArithmetic(Arithmetic):
         # The tokens of all context-parallel ranks decide, too.
         columns = vocab_size * (1 if self.context is None else self.context.size())
         return [(start - first, stop - first) for start, stop in own], parts, columns
+
+    def may_fuse_loss(self) -> bool:
+        """False: sums are over parts of the logits."""
+        return False
+
+    def tokens_of_loss(self, choose: Callable[[], Tensor | None]) -> Tensor | None:
+        """None: sums are over all tokens, including those that do not count."""
+        return None
 
     def sums_in_order(self, ids: Tensor) -> bool:
         """True on CUDA, where the zeros that replace other ranks' ids would shift the runs that are added."""

@@ -14,6 +14,7 @@ sums few terms, such as the logits of a narrow model, this saves more time than 
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -115,14 +116,7 @@ def linear_in_aligned_rows(input_: Tensor, weight: Tensor, bias: Tensor | None =
 
 
 class Products:
-    """The products of a linear layer; this class uses the functions of this file.
-
-    ``is_usual``: autograd's own linear computes the same, and products may overlap with communication. ``adds_bias``:
-    ``linear`` may add the bias on one rank in a layer with split input features.
-    """
-
-    is_usual = True
-    adds_bias = True
+    """The products of a linear layer; this class uses the functions of this file."""
 
     def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``input_ @ weight.T + bias``: ``[..., i]`` and ``[o, i]`` to ``[..., o]``."""
@@ -148,29 +142,47 @@ class Products:
         """Return the same products, with an output of this dtype."""
         return ProductsIn(dtype)
 
+    def recorded(
+        self, input_: Tensor, weight: Tensor, bias: Tensor | None, by_function: Callable[[], Tensor]
+    ) -> Tensor:
+        """Compute ``linear`` for a gradient. Autograd's own linear records these products, ``by_function`` others."""
+        return self.linear(input_, weight, bias)
+
+    def overlaps(self, *, wanted: bool) -> bool:
+        """Return whether a layer that is made overlaps these products with communication."""
+        return wanted
+
     def cast(self, output: Tensor) -> Tensor:
         """Cast a product that another function computed to the output's dtype."""
         return output
 
 
-class AlignedProducts(Products):
-    """Products whose output comes from ``linear_in_aligned_rows``; autograd does not record them."""
+class OwnProducts(Products):
+    """Products that neither autograd nor the functions that overlap products and communication compute."""
 
-    is_usual = False
+    def recorded(
+        self, input_: Tensor, weight: Tensor, bias: Tensor | None, by_function: Callable[[], Tensor]
+    ) -> Tensor:
+        return by_function()
+
+    def overlaps(self, *, wanted: bool) -> bool:
+        return False
+
+
+class AlignedProducts(OwnProducts):
+    """Products whose output comes from ``linear_in_aligned_rows``."""
 
     def linear(self, input_: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = input_.reshape(input_.shape[:-1].numel(), input_.size(-1))
         return linear_in_aligned_rows(rows, weight, bias).view(*input_.shape[:-1], weight.size(0))
 
 
-class ProductsIn(Products):
-    """Products whose output has another dtype than the factors; autograd does not record them.
+class ProductsIn(OwnProducts):
+    """Products whose output has another dtype than the factors.
 
     Sums are never rounded to a dtype narrower than the output's: fp32 logits of bf16 factors are the fp32 sums.
     Gradients have the factors' dtype.
     """
-
-    is_usual = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

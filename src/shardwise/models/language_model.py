@@ -65,6 +65,7 @@ class LanguageModel(GroupModule):
                     )
             sum_in_parts(groups.tp, config.exact_parts, context=groups.cp)
         self._arithmetic = arithmetic_of(groups.tp)
+        self._may_fuse_loss = self._arithmetic.may_fuse_loss()
 
     @property
     def tp_group(self) -> ProcessGroup:
@@ -170,7 +171,7 @@ class LanguageModel(GroupModule):
     def fuses_output_layer_and_loss(self) -> bool:
         """True if the output layer and the loss are fused."""
         # A deferred weight gradient needs a call of the output layer, and a layer with adapters adds further products.
-        separate = self.config.defer_embedding_wgrad_compute or not self._arithmetic.fuses_loss
+        separate = self.config.defer_embedding_wgrad_compute or not self._may_fuse_loss
         output_layer: Any = getattr(self, "output_layer", None)
         separate |= not getattr(output_layer, "is_one_product", True)
         return self.config.fuse_output_layer_and_loss and not separate

@@ -197,9 +197,10 @@ class TransformerModel(FixedTensors, LanguageModel):
         weight = self._output_weight()
         shape, places = labels.shape, None
         # With sequence parallelism a rank has only its own tokens.
-        if not self.sequence_parallel and self._arithmetic.leaves_out_tokens:
-            assert self.vocab_size is not None
-            places = places_learned(labels, self.vocab_size)
+        if not self.sequence_parallel:
+            vocab_size = self.vocab_size
+            assert vocab_size is not None
+            places = self._arithmetic.tokens_of_loss(lambda: places_learned(labels, vocab_size))
         if places is not None:
             hidden, labels = tokens_at(places, hidden, labels)
             sequence = SequenceView(len(places))

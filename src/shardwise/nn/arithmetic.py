@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import moves
 from shardwise.core.communication.context import context_of
-from shardwise.core.sharding import Interval, ParamLayout
+from shardwise.core.sharding import Interval, ParamLayout, Replicas
 from shardwise.kernels.products import Products
 from shardwise.nn.norm import HeadsRMSNorm, add_and_norm
 
@@ -24,15 +24,15 @@ class Norm:
     Args:
         group: the ranks that share the sequence or the heads.
         sequence_parallel: whether each rank holds its shard of the sequence, ``[s/t, b, h]`` instead of ``[s, b, h]``.
-
-    Attributes:
-        partial_gradients: whether parameters that ranks apply to different tokens or heads have partial gradients.
     """
-
-    partial_gradients = True
 
     def __init__(self, group: ProcessGroup, *, sequence_parallel: bool = False) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
+
+    @staticmethod
+    def replicas(*, applied_apart: bool) -> Replicas:
+        """Return the replicas of a parameter that every rank has, and applies to its own tokens or heads if apart."""
+        return Replicas(summed_over=("tp",) if applied_apart else ())
 
     def __call__(self, norm: nn.Module, input_: Tensor) -> Tensor:
         """Return ``norm(input_)``."""
@@ -56,6 +56,13 @@ class Norm:
         """Return ``output + bias``."""
         # Under autocast the dtypes differ. A dense linear layer would add the bias in the output's dtype.
         return output + bias.to(output.dtype)
+
+    def row_output(self, multiply: Callable[[Tensor | None], Tensor], bias: Tensor | None) -> Tensor:
+        """Return a row layer's output; ``multiply`` returns the sum of all ranks' products, plus a bias if given."""
+        # The product of one rank adds the bias. With several it must be added once, after the sum.
+        if bias is None or self.group.size() == 1:
+            return multiply(bias)
+        return self.add_bias(multiply(None), bias)
 
 
 class Activation:
@@ -96,22 +103,27 @@ class Arithmetic:
     Attributes:
         norm: class of a layer's norms and biases.
         activation: see ``Activation``.
-        sequence_first: whether embeddings look up ids in the order ``[s, b]``.
-        fuses_loss: whether the output layer and the loss may be fused.
-        leaves_out_tokens: whether the output layer may skip tokens that the loss ignores.
         context: context-parallel ranks, if gradients must not depend on their number; otherwise None.
     """
 
     norm: type[Norm] = Norm
     activation = Activation()
-    sequence_first = False
-    fuses_loss = True
-    leaves_out_tokens = True
     context: ProcessGroup | None = None
 
     def look_up(self, function: Callable[[Tensor, Tensor], Tensor], ids: Tensor, weight: Tensor, *, dim: int) -> Tensor:
         """Return ``function(ids, weight)``; the ids have positions of the sequence along ``dim``."""
         return function(ids, weight)
+
+    def embed(
+        self,
+        function: Callable[[Tensor, Tensor], Tensor],
+        ids: Tensor,
+        weight: Tensor,
+        *,
+        reduce: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return ``reduce(function(ids, weight))`` ``[b, s, h]`` of ids ``[b, s]``; elements are reduced one by one."""
+        return reduce(function(ids, weight))
 
     def products(self, layout: ParamLayout, split: Literal["output", "input"], *, group: ProcessGroup) -> Products:
         """Return the products of a linear layer.
@@ -144,6 +156,14 @@ class Arithmetic:
         """
         first, last = ranges[group.rank()]
         return [(0, last - first)], ranges, last - first
+
+    def may_fuse_loss(self) -> bool:
+        """Return whether a model that is made may fuse its output layer and loss."""
+        return True
+
+    def tokens_of_loss(self, choose: Callable[[], Tensor | None]) -> Tensor | None:
+        """Return the places that ``choose`` finds, which the loss is computed for; None for all tokens."""
+        return choose()
 
     def sums_in_order(self, ids: Tensor) -> bool:
         """Return whether the gradient of an embedding of these ids must be summed in a fixed order."""

@@ -86,13 +86,14 @@ class ColumnLinear(ParallelLinear):
         self.local_features = self.weight_shape[0]
         self._output_sizes = [layout.local_size(rank) for rank in range(t)]
         self._weight_layout, self._init = layout, init
-        self._products = self._arithmetic.products(layout, "output", group=group)
+        products = self._arithmetic.products(layout, "output", group=group)
         if output_dtype is not None:
             if not output_dtype.is_floating_point:
                 raise ConfigError(
                     f"output_dtype is {output_dtype}; it must be a floating-point dtype, or None for the input's"
                 )
-            self._products, self.output_dtype = self._products.in_dtype(output_dtype), output_dtype
+            products, self.output_dtype = products.in_dtype(output_dtype), output_dtype
+        self.plan = self.plan.with_products(products)
         self._make_parameters(layout if own_weight else None, layout_of(out_features) if bias else None, init)
 
     @property

@@ -1,5 +1,6 @@
 """Vocabulary-parallel embedding: the rows of the weight are split over the ranks."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -88,21 +89,15 @@ class VocabEmbedding(ShardedModule):
             VocabularyError: an id is outside the vocabulary.
         """
         check_ids_alike(input_, self.num_embeddings, what="token id", group=self.group)
-        sequence_first = self._arithmetic.sequence_first
-        if sequence_first or (self.sequence_parallel and self.group.size() > 1):
-            input_ = input_.transpose(0, 1)
-        along = {"dim": 0 if sequence_first else input_.dim() - 1}
         if self.group.size() == 1:
             ids = safe_to_look_up(input_, self.num_embeddings)
-            output = self._arithmetic.look_up(self._look_up, ids, self.weight, **along)
-            if sequence_first:
-                return output if self.sequence_parallel else output.transpose(0, 1)
+            output = self._arithmetic.embed(self._look_up, ids, self.weight, reduce=lambda output: output)
             return output.transpose(0, 1).contiguous() if self.sequence_parallel else output
-        output = self._arithmetic.look_up(self._look_up_own, input_, self.weight, **along)
         if self.sequence_parallel:
+            output = self._arithmetic.look_up(self._look_up_own, input_.transpose(0, 1), self.weight, dim=0)
             return moves.reduce_scatter(output, dim=0, group=self.group)
-        output = moves.reduce(output, group=self.group)
-        return output.transpose(0, 1) if sequence_first else output
+        reduce = functools.partial(moves.reduce, group=self.group)
+        return self._arithmetic.embed(self._look_up_own, input_, self.weight, reduce=reduce)
 
     def _look_up_own(self, ids: Tensor, weight: Tensor) -> Tensor:
         def look_up_or_none(ids: Tensor) -> Tensor:

@@ -4,7 +4,11 @@ Fusing the move with the product saves an autograd node and, because the product
 overlaps the backward's communication with the computation of the weight gradient.
 """
 
+from __future__ import annotations
+
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, cast
 
@@ -33,7 +37,7 @@ from shardwise.kernels.products import Products, add_product_, autocast, main_gr
 from shardwise.nn.overlapped import gather_matmul, matmul_scatter
 from shardwise.nn.quantization import QuantizedTensor, quantized_linear
 from shardwise.nn.recompute import is_kept_briefly
-from shardwise.nn.weight_gradient import WeightGradient
+from shardwise.nn.weight_gradient import WeightGradient, WeightGradientQueue
 
 
 class LinearParallelism(Enum):
@@ -68,8 +72,53 @@ _USUAL = Products()
 _OVERLAPPED = (LinearParallelism.COLUMN_SEQUENCE, LinearParallelism.ROW_SEQUENCE)
 
 
+@dataclass(frozen=True)
+class LinearPlan:
+    """How a linear layer multiplies and communicates; the layer's constructor makes it.
+
+    Attributes:
+        parallelism: the communication; LOCAL on one rank.
+        group: the ranks that share the layer; None only with LOCAL.
+        products: implementation of the products.
+        overlap: whether products may overlap with communication; COLUMN_SEQUENCE and ROW_SEQUENCE then do.
+        fuse, queues: destination of the weight's gradient, as in ``WeightGradient``.
+    """
+
+    parallelism: LinearParallelism
+    group: ProcessGroup | None
+    products: Products = _USUAL
+    overlap: bool = False
+    fuse: bool = False
+    queues: tuple[WeightGradientQueue, ...] = ()
+
+    @property
+    def overlaps(self) -> bool:
+        """True if products and communication overlap."""
+        return self.overlap and self.parallelism in _OVERLAPPED
+
+    def with_products(self, products: Products) -> LinearPlan:
+        """Return the plan with other products, without overlap if these have none."""
+        return replace(self, products=products, overlap=products.overlaps(wanted=self.overlap))
+
+    def aligned(self, input_: Tensor, weight: Tensor) -> LinearPlan:
+        """Return the plan with aligned output rows, if autograd records and alignment matters."""
+        products = self.products.aligned(input_, weight)
+        return self if products is self.products else self.with_products(products)
+
+
+# Shapes of shards: s rows of the sequence, i input and o output features of the whole layer, and t ranks, each with its
+# shard s/t, i/t or o/t of a split dimension.
+#
+#                    input         weight      output        input gradient of the backward
+#   LOCAL            [s, b, i]     [o, i]      [s, b, o]     [s, b, i]
+#   COLUMN           [s, b, i]     [o/t, i]    [s, b, o/t]   [s, b, i], all-reduced
+#   COLUMN_SEQUENCE  [s/t, b, i]   [o/t, i]    [s, b, o/t]   [s/t, b, i], reduce-scattered
+#   ROW              [s, b, i/t]   [o, i/t]    [s, b, o]     [s, b, i/t]
+#   ROW_SEQUENCE     [s, b, i/t]   [o, i/t]    [s/t, b, o]   [s, b, i/t], of the gathered output gradient
+#
+# ``sizes`` has every rank's s/t where the balanced rule does not say it.
 class TensorParallelLinear(Function):
-    """``input @ weight.T + bias`` with the communication of ``parallelism``.
+    """``input @ weight.T + bias`` with the communication of a plan.
 
     With COLUMN_SEQUENCE the forward saves only this rank's shard of the input, and the backward gathers it again
     (Korthikanti et al. 2022, section 4.2.2). If saved tensors are recomputed just before the backward, the forward
@@ -83,10 +132,9 @@ class TensorParallelLinear(Function):
         input_: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        parallelism: LinearParallelism,
-        group: ProcessGroup | None,
+        plan: LinearPlan,
     ) -> None:
-        outside = parallelism.outside
+        parallelism, group, outside = plan.parallelism, plan.group, plan.parallelism.outside
         is_column = parallelism in (LinearParallelism.COLUMN, LinearParallelism.COLUMN_SEQUENCE)
         if outside is None:
             check_move(outputs, None, I, (input_, I), (weight, I), (bias, I))
@@ -101,22 +149,18 @@ class TensorParallelLinear(Function):
         input_: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        parallelism: LinearParallelism,
-        group: ProcessGroup | None,
+        plan: LinearPlan,
         sizes: Sequence[int] | None,
         weight_gradient: WeightGradient | None,
-        products: Products,
-        overlaps: bool,
     ) -> Tensor:
-        ctx.parallelism, ctx.group, ctx.weight_gradient = parallelism, group, weight_gradient
-        ctx.products, ctx.overlaps = products, overlaps
+        ctx.plan, ctx.weight_gradient = plan, weight_gradient
+        parallelism, group = plan.parallelism, plan.group
         kept = input_ if ctx.needs_input_grad[1] else None
         gathers = parallelism is LinearParallelism.COLUMN_SEQUENCE
         # The computation of a deferred gradient gathers the input.
         defers = weight_gradient is not None and weight_gradient.may_wait
         keeps_gathered = gathers and kept is not None and is_kept_briefly() and not defers
-        arguments = (parallelism, group, sizes, products, overlaps)
-        output, whole = _multiply(input_, weight, bias, *arguments, keeps_gathered=keeps_gathered)
+        output, whole = _multiply(input_, weight, bias, plan, sizes, keeps_gathered=keeps_gathered)
         if keeps_gathered:
             kept = whole
         if kept is not None and weight_gradient is not None:
@@ -134,14 +178,15 @@ class TensorParallelLinear(Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         input_, weight = ctx.saved_tensors
         needs_input_grad, needs_weight_grad, needs_bias_grad = ctx.needs_input_grad[:3]
-        parallelism, group, sizes, products = ctx.parallelism, ctx.group, ctx.sizes, ctx.products
+        plan, sizes = ctx.plan, ctx.sizes
+        parallelism, group, products = plan.parallelism, plan.group, plan.products
         weight_gradient: WeightGradient | None = ctx.weight_gradient
         grad_input = grad_weight = grad_bias = None
         # The output may have another dtype (``ProductsIn``).
         grad_output = grad_output.to(weight.dtype)
 
         if parallelism is LinearParallelism.ROW_SEQUENCE:
-            if ctx.overlaps and needs_input_grad:
+            if plan.overlaps and needs_input_grad:
                 grad_input, gathered = gather_matmul("row backward", grad_output, weight.t(), group=group, sizes=sizes)
                 grad_output = cast(Tensor, gathered)
             else:
@@ -156,7 +201,7 @@ class TensorParallelLinear(Function):
             gathered_input = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=buffer)
 
         pending: Pending | None = None
-        if ctx.overlaps and needs_input_grad:
+        if plan.overlaps and needs_input_grad:
             if parallelism is LinearParallelism.COLUMN_SEQUENCE:
                 pending = matmul_scatter("column backward", grad_output, weight.t(), group=group)
         elif needs_input_grad:
@@ -180,7 +225,7 @@ class TensorParallelLinear(Function):
             grad_bias = products.bias_gradient(_flat(grad_output))
         if pending is not None:
             grad_input = pending.wait()
-        return grad_input, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -224,30 +269,50 @@ def tensor_parallel_linear(
     """
     if group is None or group.size() == 1:
         parallelism = LinearParallelism.LOCAL
+    plan = LinearPlan(parallelism, group, products, products.overlaps(wanted=overlaps))
+    return planned_linear(input_, weight, bias, plan, sequence, weight_gradient)
+
+
+def planned_linear(
+    input_: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: LinearPlan,
+    sequence: SequenceView | None = None,
+    weight_gradient: WeightGradient | None = None,
+) -> Tensor:
+    """Compute ``tensor_parallel_linear`` by a plan."""
     sizes: Sequence[int] | None = None
-    if sequence is not None and parallelism is LinearParallelism.COLUMN_SEQUENCE:
+    if sequence is not None and plan.parallelism is LinearParallelism.COLUMN_SEQUENCE:
         sizes = sequence.sizes_to_gather(input_)
     if isinstance(weight, QuantizedTensor):
-        product = _quantized(input_, weight, bias, parallelism, group, sizes)
-        return products.cast(product)
-    overlaps = overlaps and products.is_usual and parallelism in _OVERLAPPED
-    local = parallelism is LinearParallelism.LOCAL
-    if (local and weight_gradient is None and products.is_usual) or not torch.is_grad_enabled():
-        # Autograd's own linear has the right backward here, and is faster.
-        if overlaps and torch.is_autocast_enabled(input_.device.type):
+        return plan.products.cast(_quantized(input_, weight, bias, plan.parallelism, plan.group, sizes))
+    if not torch.is_grad_enabled():
+        if plan.overlaps and torch.is_autocast_enabled(input_.device.type):
             input_, weight, bias = autocast(input_, weight, bias)
-        return _multiply(input_, weight, bias, parallelism, group, sizes, products, overlaps)[0]
+        return _multiply(input_, weight, bias, plan, sizes)[0]
+    if plan.parallelism is LinearParallelism.LOCAL and weight_gradient is None:
+        # Autograd's own linear has the right backward here, and is faster.
+        return plan.products.recorded(input_, weight, bias, functools.partial(_recorded, input_, weight, bias, plan))
+    factors = (input_, weight, bias)
     if torch.is_autocast_enabled(input_.device.type):
-        input_, weight, bias = autocast(input_, weight, bias)
-    is_row = parallelism in (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE)
-    fused = LinearParallelism.LOCAL if is_row and is_kept_briefly() else parallelism
-    arguments = (fused, group, sizes, weight_gradient, products, overlaps and fused is parallelism)
-    output: Tensor = TensorParallelLinear.apply(input_, weight, bias, *arguments)
-    if fused is parallelism:
+        factors = autocast(*factors)
+    if not (plan.parallelism in (LinearParallelism.ROW, LinearParallelism.ROW_SEQUENCE) and is_kept_briefly()):
+        output: Tensor = TensorParallelLinear.apply(*factors, plan, sizes, weight_gradient)
         return output
     # Recomputation stops after the last saved tensor. The product saves tensors and the move saves none, so as two
     # nodes they let the recomputation of a function that ends with a row layer skip the move.
-    return reduce_product(output, parallelism, group)
+    local = replace(plan, parallelism=LinearParallelism.LOCAL)
+    output = TensorParallelLinear.apply(*factors, local, sizes, weight_gradient)
+    return reduce_product(output, plan.parallelism, plan.group)
+
+
+def _recorded(input_: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+    factors = (input_, weight, bias)
+    if torch.is_autocast_enabled(input_.device.type):
+        factors = autocast(*factors)
+    output: Tensor = TensorParallelLinear.apply(*factors, plan, None, None)
+    return output
 
 
 def _quantized(
@@ -278,21 +343,19 @@ def _multiply(
     input_: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    parallelism: LinearParallelism,
-    group: ProcessGroup | None,
+    plan: LinearPlan,
     sizes: Sequence[int] | None,
-    products: Products,
-    overlaps: bool,
     *,
     keeps_gathered: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the forward without autograd; if ``keeps_gathered``, also return the gathered rows of all ranks."""
+    parallelism, group, products = plan.parallelism, plan.group, plan.products
     if group is None or parallelism is LinearParallelism.LOCAL:
         return products.linear(input_, weight, bias), input_
     if parallelism is LinearParallelism.COLUMN_SEQUENCE:
         # If the gathered rows are dropped after the product, they go into a buffer that all layers share.
         buffer = None if keeps_gathered else context_of(group).buffers
-        if overlaps:
+        if plan.overlap:
             return gather_matmul(
                 "column forward",
                 input_,
@@ -304,7 +367,7 @@ def _multiply(
                 needs_whole=keeps_gathered,
             )
         input_ = all_gather_async(input_, group=group, dim=0, sizes=sizes, buffer=buffer).wait()
-    elif overlaps:
+    elif plan.overlap and parallelism is LinearParallelism.ROW_SEQUENCE:
         return matmul_scatter("row forward", input_, weight, group=group).wait(), input_
     output = products.linear(input_, weight, bias)
     if parallelism is LinearParallelism.ROW:

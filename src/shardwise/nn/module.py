@@ -122,7 +122,13 @@ class ShardedModule(GroupModule):
         return parameter_device(self.group, on_cpu=self.init_on_cpu) if device is None else torch.device(device)
 
     def _make_parameter(
-        self, name: str, layout: ParamLayout | None, init_method: InitMethod, *, partial_gradient: bool = False
+        self,
+        name: str,
+        layout: ParamLayout | None,
+        init_method: InitMethod,
+        replicas: Replicas | None = None,
+        *,
+        partial_gradient: bool = False,
     ) -> None:
         """Create parameter ``name``, or none if ``layout`` is None; the ranks sum its gradient if it is partial."""
         if layout is None:
@@ -130,7 +136,7 @@ class ShardedModule(GroupModule):
             return
         self.param_layouts[name] = layout
         self._init_methods[name] = init_method
-        self.param_replicas[name] = Replicas(summed_over=("tp",) if partial_gradient else ())
+        self.param_replicas[name] = replicas or Replicas(summed_over=("tp",) if partial_gradient else ())
         shape = layout.local_shape(self.group.rank())
         self.register_parameter(name, Parameter(torch.empty(shape, dtype=self._made_as[1], device=self._device())))
         self._made(name)

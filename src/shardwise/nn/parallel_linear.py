@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from torch.nn import Parameter, init
 from shardwise.core.errors import ShardingError
 from shardwise.core.initialization import InitMethod
 from shardwise.core.sequence_view import SequenceView
-from shardwise.core.sharding import ParamLayout
+from shardwise.core.sharding import ParamLayout, Replicas
 from shardwise.kernels.products import Products
 from shardwise.nn.arithmetic import arithmetic_of
-from shardwise.nn.linear import LinearParallelism, tensor_parallel_linear
+from shardwise.nn.linear import LinearParallelism, LinearPlan, planned_linear
 from shardwise.nn.module import ShardedModule
 from shardwise.nn.quantization import QuantizedTensor
 from shardwise.nn.weight_gradient import DelayedGradients, WeightGradient, WeightGradientQueue
@@ -45,7 +46,7 @@ class ParallelLinear(DelayedGradients, ShardedModule):
     Attributes:
         in_features, out_features: features of the whole layer.
         local_features: this rank's number of features along the split dimension.
-        parallelism: communication of the layer.
+        plan: how the layer multiplies and communicates.
     """
 
     weight: Parameter | None
@@ -53,7 +54,7 @@ class ParallelLinear(DelayedGradients, ShardedModule):
     local_features: int
     # None means the dtype of the input and the weight.
     output_dtype: torch.dtype | None = None
-    _products: Products
+    plan: LinearPlan
     # The defaults on several ranks, without and with sequence parallelism.
     _usual_parallelism: tuple[LinearParallelism, LinearParallelism]
 
@@ -80,26 +81,50 @@ class ParallelLinear(DelayedGradients, ShardedModule):
         self.sequence_parallel = sequence_parallel and group.size() > 1
         self.sections = sections
         usual = self._usual_parallelism[self.sequence_parallel]
-        self.parallelism = LinearParallelism.LOCAL if group.size() == 1 else parallelism or usual
-        self.overlap = overlap
         self.align_rows = align_rows
-        self.fuse_weight_gradient = fuse_weight_gradient
         if delay_weight_gradient:
             self._delayed = WeightGradientQueue(inputs=[])
-        self._queues = tuple(queue for queue in (weight_gradient_queue, self._delayed) if queue is not None)
+        self.plan = LinearPlan(
+            LinearParallelism.LOCAL if group.size() == 1 else parallelism or usual,
+            group,
+            overlap=overlap,
+            fuse=fuse_weight_gradient,
+            queues=tuple(queue for queue in (weight_gradient_queue, self._delayed) if queue is not None),
+        )
+
+    @property
+    def parallelism(self) -> LinearParallelism:
+        """Communication of the layer; writable."""
+        return self.plan.parallelism
+
+    @parallelism.setter
+    def parallelism(self, value: LinearParallelism) -> None:
+        self.plan = replace(self.plan, parallelism=value)
+
+    @property
+    def fuse_weight_gradient(self) -> bool:
+        """Whether the weight's gradient is added to ``weight.main_grad``; writable."""
+        return self.plan.fuse
+
+    @fuse_weight_gradient.setter
+    def fuse_weight_gradient(self, value: bool) -> None:
+        self.plan = replace(self.plan, fuse=value)
+
+    @property
+    def _products(self) -> Products:
+        return self.plan.products
 
     def _make_parameters(
         self,
         weight: ParamLayout | None,
         bias: ParamLayout | None,
         init_method: InitMethod | None,
-        *,
-        partial_bias_gradient: bool = False,
+        bias_replicas: Replicas | None = None,
     ) -> None:
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         self._make_parameter("weight", weight, init_method or as_linear)
         zeros_or_uniform = init.zeros_ if init_method else functools.partial(init.uniform_, a=-bound, b=bound)
-        self._make_parameter("bias", bias, zeros_or_uniform, partial_gradient=partial_bias_gradient)
+        self._make_parameter("bias", bias, zeros_or_uniform, bias_replicas)
 
     @property
     def is_one_product(self) -> bool:
@@ -121,20 +146,13 @@ class ParallelLinear(DelayedGradients, ShardedModule):
         parallelism: LinearParallelism | None = None,
     ) -> Tensor:
         """Compute ``input_ @ weight.T + bias`` with the given communication, or the layer's if None."""
+        plan = self.plan if parallelism is None else replace(self.plan, parallelism=parallelism)
+        if self.align_rows:
+            plan = plan.aligned(input_, weight)
         weight_gradient: WeightGradient | None = None
-        if (self.fuse_weight_gradient or self._queues) and weight.requires_grad:
-            weight_gradient = WeightGradient(weight, fuse=self.fuse_weight_gradient, queues=self._queues)
-        return tensor_parallel_linear(
-            input_,
-            weight,
-            bias,
-            parallelism=parallelism or self.parallelism,
-            group=self.group,
-            sequence=sequence,
-            weight_gradient=weight_gradient,
-            products=self._products.aligned(input_, weight) if self.align_rows else self._products,
-            overlaps=self.overlap,
-        )
+        if (plan.fuse or plan.queues) and weight.requires_grad:
+            weight_gradient = WeightGradient(weight, fuse=plan.fuse, queues=plan.queues)
+        return planned_linear(input_, weight, bias, plan, sequence, weight_gradient)
 
     def _compute_delayed(self) -> Callable[[], None]:
         gather_group = self.group if self.parallelism is LinearParallelism.COLUMN_SEQUENCE else None

@@ -63,11 +63,11 @@ class RowLinear(ParallelLinear):
         layout = ParamLayout.split((out_features, in_features), 1, t, stride=sections, sizes=sizes)
         self._input_sizes = [layout.local_size(rank) for rank in range(t)]
         self.local_features = self._input_sizes[group.rank()]
-        self._products = self._arithmetic.products(layout, "input", group=group)
+        self.plan = self.plan.with_products(self._arithmetic.products(layout, "input", group=group))
         self._norm = self._arithmetic.norm(group, sequence_parallel=self.sequence_parallel)
-        is_partial = self.sequence_parallel and self._norm.partial_gradients
         bias_layout = ParamLayout.replicated((out_features,), t) if bias else None
-        self._make_parameters(layout, bias_layout, init, partial_bias_gradient=is_partial)
+        replicas = self._norm.replicas(applied_apart=self.sequence_parallel)
+        self._make_parameters(layout, bias_layout, init, replicas)
 
     @property
     def input_layout(self) -> Layout:
@@ -92,10 +92,7 @@ class RowLinear(ParallelLinear):
         Raises:
             ShardingError: the input does not have this rank's number of features.
         """
-        # On one rank the product adds the bias. On several it must be added once, after the sum.
-        adds_later = self.bias is not None and (self.group.size() > 1 or not self._products.adds_bias)
-        output = self._apply_linear(input_, None if adds_later else self.bias, sequence)
-        return self._norm.add_bias(output, self.bias) if adds_later and self.bias is not None else output
+        return self._norm.row_output(lambda bias: self._apply_linear(input_, bias, sequence), self.bias)
 
     def _apply_linear(self, input_: Tensor, bias: Tensor | None, sequence: SequenceView | None = None) -> Tensor:
         if input_.shape[-1:] != (self.local_features,):

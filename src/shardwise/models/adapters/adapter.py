@@ -128,7 +128,6 @@ class LoraAdapter(Adapter):
         weight_layout = layer.param_layouts["weight"]
         super().__init__(layer, layer.weight, config)
         t, rank = self.group.size(), self.group.rank()
-        is_partial = arithmetic_of(self.group).norm.partial_gradients
         output_size, input_size = weight_layout.global_shape
         places: Tensor | None = None
         if isinstance(layer, ColumnLinear):
@@ -136,14 +135,16 @@ class LoraAdapter(Adapter):
                 section = on_host(torch.arange)(output_size)
             layout_a = ParamLayout.replicated((config.r, input_size), t)
             layout_b = section_layout(section, weight_layout, config.r)
-            partial_a, partial_b = layer.sequence_parallel and is_partial, False
+            partial_a, partial_b = layer.sequence_parallel, False
             places = local_places(section, weight_layout, rank)
         else:
             layout_a = ParamLayout((config.r, input_size), 1, weight_layout.intervals, t, weight_layout.stride)
             layout_b = ParamLayout.replicated((output_size, config.r), t)
-            partial_a, partial_b = False, t > 1 and is_partial
-        self._make_parameter("lora_A", layout_a, INIT_A, partial_gradient=partial_a)
-        self._make_parameter("lora_B", layout_b, init.zeros_, partial_gradient=partial_b)
+            partial_a, partial_b = False, t > 1
+        replicas_of = arithmetic_of(self.group).norm.replicas
+        replicas_a, replicas_b = replicas_of(applied_apart=partial_a), replicas_of(applied_apart=partial_b)
+        self._make_parameter("lora_A", layout_a, INIT_A, replicas_a)
+        self._make_parameter("lora_B", layout_b, init.zeros_, replicas_b)
         self.lora_A: nn.Parameter
         self.lora_B: nn.Parameter
         if config.use_dora:
@@ -152,7 +153,7 @@ class LoraAdapter(Adapter):
             )
             lengths = row_lengths(layer, layer.weight.detach())
             own = lengths if places is None else lengths[places.to(lengths.device)]
-            self._make_parameter("lora_magnitude_vector", layout_m, init.zeros_, partial_gradient=partial_b)
+            self._make_parameter("lora_magnitude_vector", layout_m, init.zeros_, replicas_b)
             self.lora_magnitude_vector: nn.Parameter
             with torch.no_grad():
                 self.lora_magnitude_vector.copy_(own)

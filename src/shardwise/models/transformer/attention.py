@@ -9,7 +9,6 @@ from torch.distributed import ProcessGroup
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
 from shardwise.core.sequence_view import SequenceView
-from shardwise.core.sharding import Replicas
 from shardwise.kernels.elementwise import rotate, split, split_and_rotate
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.core_attention import CoreAttention
@@ -85,9 +84,7 @@ class SelfAttention(CoreAttention):
             with parameter_device(group, on_cpu=config.use_cpu_initialization):
                 self.q_layernorm, self.k_layernorm = self._make_norms(config, split)
             for norm in (self.q_layernorm, self.k_layernorm):
-                # With exact arithmetic the backward already computes the whole gradient.
-                is_partial = group.size() > 1 and self._norm.partial_gradients
-                set_replicas_(norm, Replicas(summed_over=("tp",) if is_partial else ()))
+                set_replicas_(norm, self._norm.replicas(applied_apart=group.size() > 1))
         self.linear_proj = RowLinear(
             num_heads * head_dim,
             config.hidden_size,

@@ -175,7 +175,7 @@ class LanguageModule(LanguageModel, MegatronModule):
         """True if the config requests a fused output layer and loss, and the group's arithmetic allows it."""
         config = self.config
         fuses = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "linear"
-        return fuses and self._arithmetic.fuses_loss and not config.defer_embedding_wgrad_compute
+        return fuses and self._may_fuse_loss and not config.defer_embedding_wgrad_compute
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Mark the weights of embedding and output layer, and make tied weights equal on the stages that hold them.

@@ -16,7 +16,7 @@ from shardwise.megatron.core.parallel_state import resolve_tensor_model_parallel
 from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig
 from shardwise.megatron.errors import AssertedConfigError, AssertedShardingError, asserting
 from shardwise.megatron.surface import offer
-from shardwise.nn.linear import LinearParallelism, TensorParallelLinear, tensor_parallel_linear
+from shardwise.nn.linear import LinearParallelism, LinearPlan, TensorParallelLinear, tensor_parallel_linear
 from shardwise.nn.weight_gradient import WeightGradient, WeightGradientQueue, compute_weight_gradients_
 
 
@@ -175,7 +175,7 @@ def _forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, froze
     if torch.is_autocast_enabled(input.device.type):
         input, weight, bias = products.autocast(input, weight, bias)
     parallelism, group, gradient = how
-    return TensorParallelLinear.forward(ctx, input, weight, bias, parallelism, group, None, gradient, Products(), False)
+    return TensorParallelLinear.forward(ctx, input, weight, bias, LinearPlan(parallelism, group), None, gradient)
 
 
 def _weight_gradient(
