@@ -14,7 +14,7 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.data import Batch
 from shardwise.kernels.host_memory import keep_freed_memory
 from shardwise.run.build import build_model
-from shardwise.run.exact_trials import check_device
+from shardwise.run.exact.trials import check_device
 from shardwise.run.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
 from shardwise.training.trainer import Trainer
 from steps.problem import LlamaSizes

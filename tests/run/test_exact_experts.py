@@ -10,7 +10,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Topology
 from shardwise.exact import expert_products
 from shardwise.run.build import build_model
-from shardwise.run.exact_trials import check_device
+from shardwise.run.exact.trials import check_device
 
 # A width that is no multiple of 16 elements, a bias that steps change, and losses of both kinds.
 EXPERTS = {

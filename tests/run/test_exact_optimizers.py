@@ -10,9 +10,9 @@ from run.tiny_layouts import state_of as run_state_of
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups, Topology
-from shardwise.run import exact_trials
 from shardwise.run.build import build_model
-from shardwise.run.exact_trials import check_updates
+from shardwise.run.exact import trials
+from shardwise.run.exact.trials import check_updates
 from shardwise.storage import checkpoint
 from shardwise.training import trainer as trainer_module
 from shardwise.training.optimizer.mixed_precision import DynamicLossScale
@@ -78,7 +78,7 @@ def test_updates_are_tried_first(group, monkeypatch):
             ),
         ):
             with monkeypatch.context() as patch:
-                patch.setattr(exact_trials, name, wrong)
+                patch.setattr(trials, name, wrong)
                 with pytest.raises(ConfigError, match=message):
                     check_updates(model, settings)
     finally:

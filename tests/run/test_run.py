@@ -24,7 +24,7 @@ from shardwise.core.errors import (
 from shardwise.nn import linear
 from shardwise.run.checkpoint_writer import compressed_bits_per_byte
 from shardwise.run.checkpoints import begin_save, start_or_resume
-from shardwise.run.exact_parity import check_exact_parity
+from shardwise.run.exact.parity import check_exact_parity
 from shardwise.run.metrics import MetricsWriter, read_metrics
 from shardwise.run.parity import check_parity
 from shardwise.run.processes.ranks import Ranks

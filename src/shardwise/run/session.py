@@ -20,8 +20,8 @@ from shardwise.models.description import ModelChunks, ModelDescription
 from shardwise.models.experts.routing import RoutingRecorder, RoutingReplay
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import named_param_layouts, replicas_of
-from shardwise.run.exact_surroundings import check_arithmetic, use_deterministic_algorithms
-from shardwise.run.exact_trials import check_device, check_updates
+from shardwise.run.exact.surroundings import check_arithmetic, use_deterministic_algorithms
+from shardwise.run.exact.trials import check_device, check_updates
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import RunSettings
 from shardwise.run.shortage import Shortage

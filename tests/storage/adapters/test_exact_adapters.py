@@ -9,9 +9,9 @@ from shardwise.core.topology import Topology
 from shardwise.exact.products import ExactProducts
 from shardwise.models.adapters import LoraConfig
 from shardwise.models.adapters.lora_layers import LoraLinear
-from shardwise.run import exact_layer_trials
 from shardwise.run.build import build_model
-from shardwise.run.exact_trials import check_device
+from shardwise.run.exact import layer_trials
+from shardwise.run.exact.trials import check_device
 from shardwise.storage.adapters import add_lora_
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 
@@ -74,10 +74,10 @@ def test_products_of_adapters_are_tried_first(group, monkeypatch):
         # As a library does that takes another way for narrow matrices.
         return product(self, *given) * (len(self.parts) if self.is_narrow else 1)
 
-    by_rows = exact_layer_trials.linear_by_parts
+    by_rows = layer_trials.linear_by_parts
     with monkeypatch.context() as patch:
         # As a library does whose threads share a sum.
-        patch.setattr(exact_layer_trials, "linear_by_parts", lambda *given: by_rows(*given) * torch.get_num_threads())
+        patch.setattr(layer_trials, "linear_by_parts", lambda *given: by_rows(*given) * torch.get_num_threads())
         message = r"the product with an adapter's factor \[64, 4\], \[16, 1, 4\], on one thread, has other bits"
         with pytest.raises(ConfigError, match=message):
             check_device(model, micro_batch_size=1, sequence_length=LENGTH)

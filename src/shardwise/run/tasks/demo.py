@@ -7,8 +7,8 @@ from pathlib import Path
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.files import write_atomically
-from shardwise.run.exact_parity import check_exact_parity
-from shardwise.run.exact_surroundings import fix_order_of_mkl
+from shardwise.run.exact.parity import check_exact_parity
+from shardwise.run.exact.surroundings import fix_order_of_mkl
 from shardwise.run.parity import Parity, check_parity
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import Settings

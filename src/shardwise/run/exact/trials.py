@@ -38,8 +38,8 @@ from shardwise.nn import VocabEmbedding
 from shardwise.nn.embedding import look_up, look_up_own
 from shardwise.nn.loss.options import LossOptions
 from shardwise.nn.loss.vocabulary import columns_between, combine
-from shardwise.run.exact_expert_trials import expert_kinds, router_softmaxes, try_experts, try_router_softmax
-from shardwise.run.exact_layer_trials import (
+from shardwise.run.exact.expert_trials import expert_kinds, router_softmaxes, try_experts, try_router_softmax
+from shardwise.run.exact.layer_trials import (
     MOST_ELEMENTS,
     NOT_DETERMINISTIC,
     Sides,

@@ -1,6 +1,6 @@
 """Trials of the layers that exact runs rely on: linear layers, attention, norms, biases and factors of adapters.
 
-A trial computes the same values in two ways, for a number of parts, and yields both as ``Sides``. ``exact_trials`` has
+A trial computes the same values in two ways, for a number of parts, and yields both as ``Sides``. ``trials`` has
 the table of all trials and compares the bits.
 
 Linear layers: an output dimension that is not summed is compared column by column: the whole layer on several threads

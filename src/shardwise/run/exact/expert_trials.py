@@ -1,4 +1,4 @@
-"""Trials of the products of experts and routers that exact runs rely on; see ``exact_layer_trials``.
+"""Trials of the products of experts and routers that exact runs rely on; see ``layer_trials``.
 
 Two experts on several threads are compared with each of them alone on one thread, as on ranks that hold one expert.
 The numbers of tokens are one, a quarter of a micro-batch, and all. A router's softmax is compared on one thread and on
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.exact.expert_products import linear_by_source
 from shardwise.models.experts.exact_moe import ExactExperts, ExactRouter
-from shardwise.run.exact_layer_trials import MOST_MULTIPLICATIONS, Sides, TrialRun, on_several_threads, on_threads
+from shardwise.run.exact.layer_trials import MOST_MULTIPLICATIONS, Sides, TrialRun, on_several_threads, on_threads
 
 
 class ExpertKind(NamedTuple):

@@ -21,10 +21,11 @@ from shardwise.exact.products import ExactProducts
 from shardwise.exact.strategies import ExactActivation
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.nn.arithmetic import Activation
-from shardwise.run import exact_layer_trials, exact_trials, session
+from shardwise.run import session
 from shardwise.run.build import build_model, config_fields, describe
-from shardwise.run.exact_surroundings import deterministic_algorithms
-from shardwise.run.exact_trials import check_device
+from shardwise.run.exact import layer_trials, trials
+from shardwise.run.exact.surroundings import deterministic_algorithms
+from shardwise.run.exact.trials import check_device
 from shardwise.run.shortage import Shortage
 from shardwise.storage.huggingface import build_model as build_described, model_config
 
@@ -73,7 +74,7 @@ def test_what_differs_is_named(group, kind, monkeypatch):
     assert streams().snapshot().states.keys() == state.keys()
     assert torch.equal(torch.get_rng_state(), random)
     narrow = "swiglu" if kind == "llama" else "blockwise"
-    activate = getattr(exact_trials, narrow)
+    activate = getattr(trials, narrow)
     norm = "RMSNorm" if kind == "llama" else "LayerNorm"
 
     # As a library does that takes another way for narrow tensors.
@@ -81,29 +82,29 @@ def test_what_differs_is_named(group, kind, monkeypatch):
         return activate(*given, **options) * (1 + given[-1].size(1))
 
     planted = [
-        (exact_trials, narrow, by_width, r"the activation of a piece of \[16, .* on each of 2 ranks, has other bits"),
+        (trials, narrow, by_width, r"the activation of a piece of \[16, .* on each of 2 ranks, has other bits"),
         (
-            exact_trials,
+            trials,
             "sums_of_squares",
-            by_threads(exact_trials.sums_of_squares),
+            by_threads(trials.sums_of_squares),
             r"the sum of squares of a gradient \[257, 401\], on one thread, has other bits: 26 of 26 elements",
         ),
         (
-            exact_layer_trials,
+            layer_trials,
             "norm_by_parts",
-            by_threads(exact_layer_trials.norm_by_parts),
+            by_threads(layer_trials.norm_by_parts),
             rf"a {norm} of 64 features, \[16, 1, 64\], on one thread, has",
         ),
         (
-            exact_trials,
+            trials,
             "look_up",
             lambda ids, weight, **_: F.embedding(ids, weight) * weight.size(0),
             r"an embedding \[264, 64\], on each of 2 ranks, has",
         ),
         (
-            exact_trials,
+            trials,
             "combine",
-            lambda own, *given, right=exact_trials.combine: right(own * torch.get_num_threads(), *given),
+            lambda own, *given, right=trials.combine: right(own * torch.get_num_threads(), *given),
             "the loss of 16 tokens over parts of 264 ids, on one thread, has",
         ),
     ]
@@ -250,9 +251,9 @@ def test_trials_of_large_layers_are_bounded(monkeypatch):
     numbers = functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
     run = SimpleNamespace(rows=rows, numbers=numbers, tokens=tuple)
     for split in ("output", "input"):
-        kind = exact_layer_trials.LinearKind(split, 128_256, 8_192, 1)
+        kind = layer_trials.LinearKind(split, 128_256, 8_192, 1)
         with Counted():
-            for _ in *exact_layer_trials.try_split(run, kind, parts), *exact_layer_trials.try_summed(run, kind, parts):
+            for _ in *layer_trials.try_split(run, kind, parts), *layer_trials.try_summed(run, kind, parts):
                 pass
     # Of what is summed, two parts; of the rest a few hundred columns around each cut.
     assert max(largest) == rows * 2 * 128_256 // parts
@@ -265,14 +266,14 @@ def test_trials_of_large_layers_are_bounded(monkeypatch):
     ("width", "most", "cut"), [(100, 200, 100), (4008, 1000, 1000), (300, 10, 300), (5000, 10, 264)]
 )
 def test_a_width_is_cut_to_one_of_the_same_remainder(width, most, cut):
-    assert exact_layer_trials._cut(width, most) == cut
+    assert layer_trials._cut(width, most) == cut
     assert cut == width or cut % 64 == width % 64
 
 
 @pytest.mark.ranks(1)
 def test_few_heads_of_many_are_tried(group, monkeypatch):
     model = model_of("llama", attention_dropout=0.0)
-    monkeypatch.setattr(exact_layer_trials, "_MOST_SCORES", 4 * LENGTH**2)
+    monkeypatch.setattr(layer_trials, "_MOST_SCORES", 4 * LENGTH**2)
     seen, right = set(), F.scaled_dot_product_attention
 
     def attend(query, *given, **options):
