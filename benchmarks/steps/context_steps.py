@@ -15,7 +15,8 @@ from torch.nn.utils import get_total_norm
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import Batch
 from shardwise.kernels.host_memory import keep_freed_memory
-from shardwise.models.description import ModelDescription, build_model, model_config
+from shardwise.models.config import ModelConfig
+from shardwise.models.description import build_model, model_config
 from shardwise.models.transformer.masks import AttentionMask
 from shardwise.run.settings import ModelSettings, Settings, TrainingSettings
 from shardwise.training.trainer import Trainer
@@ -61,7 +62,7 @@ class ContextRunner:
 
     def prepare(self, sizes: ContextSizes) -> None:
         """Make the models."""
-        description = ModelDescription(
+        description = ModelConfig(
             vocab_size=sizes.vocab_size,
             hidden_size=sizes.hidden_size,
             num_layers=sizes.num_layers,
@@ -71,8 +72,8 @@ class ContextRunner:
             ffn_hidden_size=3 * sizes.hidden_size,
             normalization="RMSNorm",
             gated_linear_unit=True,
-            activation="silu",
-            mlp_bias=False,
+            activation_func=F.silu,
+            add_bias_linear=False,
             position_embedding_type="rope",
             max_sequence_length=sizes.sequence_length,
         )
@@ -84,7 +85,7 @@ class ContextRunner:
             torch.manual_seed(1)
             comm = {} if way == "single" else {"cp_comm_type": way}
             config = model_config(description, hidden_dropout=0.0, attention_dropout=0.0, **comm)
-            model = build_model(description, config, groups=self._groups)
+            model = build_model(config, groups=self._groups)
             self._steps[way] = self._step(model, sizes, batch)
         if "single" in self._steps:
             self._prepare_packed(sizes, model.decoder.layers[0].self_attention)

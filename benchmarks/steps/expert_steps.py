@@ -91,7 +91,7 @@ class ExpertRunner:
         dense = dataclasses.replace(description, experts=None, ffn_hidden_size=width)
         torch.manual_seed(1)
         config = model_config(dense, hidden_dropout=0.0, attention_dropout=0.0)
-        models = {"experts": experts, "dense": build_model(dense, config, groups=groups)}
+        models = {"experts": experts, "dense": build_model(config, groups=groups)}
         self._steps = {name: self._ours(model, groups, sizes, ids) for name, model in models.items()}
         routers = [layer for layer in experts.modules() if isinstance(layer, Router)]
 

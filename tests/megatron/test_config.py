@@ -82,6 +82,7 @@ def test_heads_that_divide_nothing_need_their_width():
     ("name", "value", "message"),
     [
         ("num_layers", 0, "num_layers is 0; it must be at least 1"),
+        ("rotary_base", 5e5, "rotary_base is 500000.0, which no TransformerConfig has; give it to the model"),
         ("hidden_size", -24, "hidden_size is -24"),
         ("num_attention_heads", 0, "num_attention_heads is 0"),
         ("hidden_dropout", 1.0, "hidden_dropout is 1.0; it must be at least 0 and under 1"),

@@ -21,10 +21,11 @@ from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.config import LayerConfig, ModelConfig
+from shardwise.models.description import Model, build_model, chunks_of
 from shardwise.models.experts import Experts
-from shardwise.models.gpt import GPT
 from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer.heads import LatentAttention
+from shardwise.models.transformer.rotary import RotaryScaling
 
 VOCAB, LENGTH = 31, 6
 BASE = {
@@ -32,6 +33,9 @@ BASE = {
     "hidden_size": 12,
     "num_attention_heads": 2,
     "ffn_hidden_size": 14,
+    "vocab_size": VOCAB,
+    "max_sequence_length": LENGTH,
+    "position_embedding_type": "rope",
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
@@ -49,6 +53,8 @@ class Change:
 FULL = {"recompute": Recomputation("full", "block", 1)}
 SELECTIVE = {"recompute": Recomputation("selective")}
 STAGES = {"pipeline_model_parallel_size": 2}
+BERT = {**STAGES, "kind": "bert"}
+LEARNED = {"position_embedding_type": "learned_absolute"}
 CHANGES = {
     "params_dtype": Change(torch.float64, "loss"),
     "sequence_parallel": Change(True, "collectives"),
@@ -84,6 +90,7 @@ CHANGES = {
     "layernorm_epsilon": Change(0.5, "loss"),
     "layernorm_zero_centered_gamma": Change(True, "initial values"),
     "add_bias_linear": Change(False, "parameters"),
+    "attention_bias": Change(False, "parameters"),
     "add_qkv_bias": Change(True, "parameters", {"add_bias_linear": False}),
     "gated_linear_unit": Change(True, "parameters"),
     "experts": Change(Experts(4, 2, 8), "parameters", {"add_bias_linear": False}),
@@ -110,6 +117,19 @@ CHANGES = {
     "qk_layernorm_over_heads": Change(True, "collectives", {"qk_layernorm": True, "normalization": "RMSNorm"}),
     "windowed_layers": Change((True, False, True, False), "loss", {"window_size": (1, 0)}),
     "rotary_layers": Change((True, False, True, False), "loss"),
+    "kind": Change("bert", "parameters", STAGES),
+    "vocab_size": Change(29, "parameters"),
+    "max_sequence_length": Change(9, "parameters", LEARNED),
+    "position_embedding_type": Change("learned_absolute", "parameters"),
+    "position_offset": Change(2, "parameters", LEARNED),
+    "positions_skip_padding": Change(True, "loss", {**LEARNED, "position_offset": 2, "positions_skip_padding": False}),
+    "share_embeddings_and_output_weights": Change(True, "parameters"),
+    "rotary_percent": Change(0.5, "loss"),
+    "rotary_base": Change(100.0, "loss"),
+    "rope_scaling": Change(RotaryScaling("linear", 2.0), "loss"),
+    "window_rotary_base": Change(100.0, "loss", {"window_size": (2, 0)}),
+    "num_tokentypes": Change(2, "parameters", BERT),
+    "add_binary_head": Change(False, "parameters", BERT),
     "recompute": Change(Recomputation("selective"), "kept bytes"),
     "recompute.method": Change(Recomputation("full", "uniform", 1), "kept bytes", FULL),
     "recompute.num_layers": Change(Recomputation("full", "block", 2), "kept bytes", FULL),
@@ -119,7 +139,7 @@ CHANGES = {
 ON_GPU = {"use_cpu_initialization"}
 
 
-def model_of(config: ModelConfig, group: dist.ProcessGroup) -> GPT:
+def model_of(config: ModelConfig, group: dist.ProcessGroup) -> Model:
     """A model split over the ranks of the group; with several stages the first chunk of this rank's."""
     num_stages = config.pipeline_model_parallel_size
     groups = Groups(tp=group)
@@ -130,17 +150,7 @@ def model_of(config: ModelConfig, group: dist.ProcessGroup) -> GPT:
         groups = Groups.of(Topology.create(cp=group.size()))
     if num_stages > 1:
         groups = Groups.of(Topology.create(pp=num_stages))
-    chunked = config.virtual_pipeline_model_parallel_size is not None
-    return GPT(
-        config,
-        VOCAB,
-        LENGTH,
-        groups=groups,
-        pre_process=groups.stage == 0,
-        post_process=groups.stage == num_stages - 1 and not chunked,
-        position_embedding_type="rope",
-        vp_stage=0 if chunked else None,
-    )
+    return build_model(config, groups=groups, vp_stage=chunks_of(config)[0])
 
 
 def observe(group: dist.ProcessGroup, options: dict[str, Any]) -> dict[str, Any]:
@@ -162,6 +172,8 @@ def observe(group: dist.ProcessGroup, options: dict[str, Any]) -> dict[str, Any]
         param.main_grad = torch.zeros_like(param)
     seed_streams(7, group.rank())
     ids = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(8))
+    # The first token of each row is padding where that matters.
+    mask = torch.arange(LENGTH).expand(2, -1) > 0 if "positions_skip_padding" in options else None
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -171,7 +183,7 @@ def observe(group: dist.ProcessGroup, options: dict[str, Any]) -> dict[str, Any]
     with CollectiveCounter() as collectives, Operators() as operators:
         for _ in range(2):
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss = model(ids, labels=ids)
+                loss = model(ids, attention_mask=mask, labels=ids)
             loss.mean().backward()
     seen["loss"] = loss
     seen["gradients"] = {name: param.grad for name, param in model.named_parameters()}

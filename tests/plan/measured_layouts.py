@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups, Topology
-from shardwise.models.description import ModelDescription
+from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
 from shardwise.nn.quantization import Quantization, QuantizedTensor
 from shardwise.nn.replicated import named_param_layouts
@@ -30,19 +31,22 @@ from shardwise.run.settings import (
 )
 from shardwise.training.trainer import Trainer
 
-LLAMA: dict[str, Any] = {
-    "activation": "silu",
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+LLAMA: dict[str, Any] = NO_DROPOUT | {
+    "activation_func": F.silu,
+    "add_bias_linear": False,
     "gated_linear_unit": True,
     "normalization": "RMSNorm",
     "position_embedding_type": "rope",
 }
-GPT: dict[str, Any] = {"activation": "gelu", "attention_bias": True, "qkv_bias": True, "mlp_bias": True}
+GPT: dict[str, Any] = NO_DROPOUT
 BERT: dict[str, Any] = GPT | {
     "kind": "bert",
     "norm_position": "post",
     "embedding_layernorm": True,
     "final_layernorm": False,
     "num_tokentypes": 2,
+    "add_binary_head": False,
 }
 # A plan assumes even loads.
 EXPERTS: dict[str, Any] = LLAMA | {
@@ -83,7 +87,7 @@ class Case:
     def workload(self, *, small: bool = False) -> Workload:
         """The workload, or a smaller one of the same kind."""
         sizes = SMALL if small else LARGE | self.sizes
-        model = ModelDescription(
+        model = ModelConfig(
             num_layers=self.layers,
             num_query_groups=4,
             max_sequence_length=LENGTH,

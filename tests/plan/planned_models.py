@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from harness.live_bytes import LiveBytes
 
 from shardwise.core.sharding.balanced import local_rows
 from shardwise.core.topology import Groups
 from shardwise.data import Batch
+from shardwise.models.config import ModelConfig
 from shardwise.models.description import ModelChunks, chunks_of
 from shardwise.models.transformer.heads import LatentAttention
 from shardwise.models.transformer_model import TransformerModel
@@ -26,19 +28,19 @@ from shardwise.run.settings import (
     Settings,
     TrainingSettings,
 )
-from shardwise.storage.huggingface import ModelDescription, build_model, model_config
+from shardwise.storage.huggingface import build_model, model_config
 from shardwise.training.gradients.fully_sharded import FullyShardedModel
 from shardwise.training.optimizer.optimizer import LocalShards, ZeroOptimizer
 from shardwise.training.trainer import Trainer
 
 LLAMA: dict[str, Any] = {
-    "activation": "silu",
+    "activation_func": F.silu,
     "gated_linear_unit": True,
     "normalization": "RMSNorm",
     "position_embedding_type": "rope",
     "num_query_groups": 2,
 }
-BIASES = {"attention_bias": True, "qkv_bias": True, "mlp_bias": True}
+BIASES = {"add_bias_linear": True}
 KINDS: dict[str, dict[str, Any]] = {
     "gpt2": BIASES | {"share_embeddings_and_output_weights": True},
     "llama": LLAMA,
@@ -79,11 +81,12 @@ SMALL = {
 }
 
 
-def described(kind: str, *, sizes: dict[str, Any] | None = None, **changes: Any) -> ModelDescription:
+def described(kind: str, *, sizes: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
     """A model of ``kind``, in sizes of nobody."""
-    fields = {"num_layers": 3, "max_sequence_length": 16, "activation": "gelu"} | (EVEN if sizes is None else sizes)
+    fields = {"num_layers": 3, "max_sequence_length": 16, "add_bias_linear": False}
+    fields |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, **(EVEN if sizes is None else sizes)}
     fields = fields | {"num_query_groups": fields["num_attention_heads"]} | KINDS[kind] | changes
-    return ModelDescription(**fields)
+    return ModelConfig(**fields)
 
 
 RECOMPUTATIONS = {
@@ -119,7 +122,7 @@ def settings_of(
 
 
 def workload_of(
-    model: ModelDescription,
+    model: ModelConfig,
     *,
     sequence_length: int = S,
     training: dict[str, Any] | None = None,
@@ -147,8 +150,7 @@ def built(workload: Workload, groups: Groups, device: str = "cpu") -> Transforme
     torch.default_generator.manual_seed(1)
     config = model_config(workload.model, **config_fields(workload.settings, groups))
     chunks = [
-        build_model(workload.model, config, groups=groups, device=torch.device(device), vp_stage=chunk)
-        for chunk in chunks_of(config)
+        build_model(config, groups=groups, device=torch.device(device), vp_stage=chunk) for chunk in chunks_of(config)
     ]
     return ModelChunks(chunks) if len(chunks) > 1 else chunks[0]
 

@@ -65,9 +65,7 @@ class Failing(Workload):
 
     def build(self, groups):
         config = model_config(self.model, perform_initialization=False, **config_fields(self.settings, groups))
-        arguments = model_arguments(self.model, config, groups=groups) | {
-            "layer_spec": TransformerLayerSpec(mlp=FailsLate)
-        }
+        arguments = model_arguments(config, groups=groups) | {"layer_spec": TransformerLayerSpec(mlp=FailsLate)}
         return GPT(config, **arguments)
 
 

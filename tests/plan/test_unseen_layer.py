@@ -66,7 +66,7 @@ class Unseen(Workload):
         config = model_config(self.model, **fields)
         chunks = []
         for chunk in chunks_of(config):
-            arguments = model_arguments(self.model, config, groups=groups, vp_stage=chunk)
+            arguments = model_arguments(config, groups=groups, vp_stage=chunk)
             arguments["layer_spec"] = TransformerLayerSpec(attention=attention, mlp=GatedByAll)
             chunks.append(GPT(config, **arguments))
         return ModelChunks(chunks) if len(chunks) > 1 else chunks[0]

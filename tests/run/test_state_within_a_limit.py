@@ -67,7 +67,7 @@ def made(settings, groups):
     """A trainer, its weights and buffers there, its optimizer's state not yet."""
     description = describe(settings.model, settings.model.vocab_size)
     fields = config_fields(settings, groups) | {"perform_initialization": False}
-    model = build_model(description, model_config(description, **fields), groups=groups, device=torch.device("cpu"))
+    model = build_model(model_config(description, **fields), groups=groups, device=torch.device("cpu"))
     with torch.no_grad():
         for param in model.parameters():
             # Values do not matter here, and drawing them takes seconds.

@@ -28,7 +28,7 @@ def test_model_flops_are_those_of_the_products(group, kind):
     s, b = 16, 3
     model = described(kind)
     with torch.device("meta"):
-        built = build_model(model, model_config(model, attention_backend="local"), groups=Groups(tp=group))
+        built = build_model(model_config(model, attention_backend="local"), groups=Groups(tp=group))
         hidden = torch.zeros(s, b, model.hidden_size, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         rotary = None if built.rotary is None else built.rotary(torch.arange(s, device="meta"), torch.float32)

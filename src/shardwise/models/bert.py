@@ -77,7 +77,7 @@ class Bert(TransformerModel):
     ``final_layernorm=False``. Megatron's is pre-norm.
 
     Args:
-        config: sizes of the model.
+        config: the model. Arguments that are not None replace its fields of the same names.
         vocab_size: number of token ids; need not be divisible by the number of ranks.
         max_sequence_length: longest sequence; the size of a learned position embedding.
         groups: process groups, one for each kind of parallelism.
@@ -107,13 +107,13 @@ class Bert(TransformerModel):
     def __init__(
         self,
         config: ModelConfig,
-        vocab_size: int,
-        max_sequence_length: int,
+        vocab_size: int | None = None,
+        max_sequence_length: int | None = None,
         *,
         groups: Groups,
-        num_tokentypes: int = 0,
+        num_tokentypes: int | None = None,
         layer_spec: TransformerLayerSpec | None = None,
-        add_binary_head: bool = True,
+        add_binary_head: bool | None = None,
         **options: Any,
     ) -> None:
         if config.exact_parts is not None:
@@ -125,8 +125,8 @@ class Bert(TransformerModel):
             attention = partial(attention_of(config), attn_mask_type=AttnMaskType.padding)
             spec = dataclasses.replace(spec, attention=attention)
         # The base class creates all parts, and reads these attributes.
-        self.num_tokentypes = num_tokentypes
-        self.add_binary_head = add_binary_head
+        self.num_tokentypes = config.num_tokentypes if num_tokentypes is None else num_tokentypes
+        self.add_binary_head = config.add_binary_head if add_binary_head is None else add_binary_head
         self.pooler: Pooler | None = None
         self.binary_head: ReplicatedLinear | None = None
         super().__init__(config, vocab_size, max_sequence_length, groups=groups, layer_spec=spec, **options)

@@ -17,6 +17,7 @@ from shardwise.core.sharding import stage_layers
 from shardwise.models.experts import Experts
 from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer.heads import Heads, LatentAttention
+from shardwise.models.transformer.rotary import RotaryScaling
 from shardwise.nn.norm import Normalization
 
 NormPosition = Literal["pre", "post", "sandwich", "branch"]
@@ -28,9 +29,38 @@ ExpertWay = Literal["auto", "all_gather", "a2a"]
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 
 
+PositionEmbedding = Literal["learned_absolute", "rope", "none", "alibi"]
+
+
+@dataclass(kw_only=True)
+class ModelFields:
+    """The parts of a model outside of its layers.
+
+    Attributes:
+        kind: class of the model, ``"gpt"`` or ``"bert"``.
+        num_tokentypes, add_binary_head: see ``Bert``.
+
+    Other fields are those of ``GPT``, whose arguments replace them.
+    """
+
+    kind: Literal["gpt", "bert"] = "gpt"
+    vocab_size: int = 0
+    max_sequence_length: int = 0
+    position_embedding_type: PositionEmbedding = "learned_absolute"
+    position_offset: int = 0
+    positions_skip_padding: bool = False
+    share_embeddings_and_output_weights: bool = False
+    rotary_percent: float = 1.0
+    rotary_base: float = 10000.0
+    rope_scaling: RotaryScaling | None = None
+    window_rotary_base: float | None = None
+    num_tokentypes: int = 0
+    add_binary_head: bool = True
+
+
 @dataclass
-class TransformerFields:
-    """Sizes and variant of a transformer: the fields that ``ModelConfig`` and ``ModelDescription`` share.
+class TransformerFields(ModelFields):
+    """The model as a function of weights and inputs, and its initial values; training options apart.
 
     Attributes:
         num_layers: number of transformer layers.
@@ -73,6 +103,13 @@ class TransformerFields:
         experts: experts instead of the MLP of some layers; None for none.
         latent: multi-head latent attention (DeepSeek), whose heads are ``latent.head_width`` wide; None for ordinary
             attention.
+        activation_func: elementwise function of the MLP.
+        add_bias_linear: whether the linear layers of the MLP have biases.
+        attention_bias: whether attention's output projection has a bias; ``add_bias_linear`` if None.
+        add_qkv_bias: whether the query-key-value projection has a bias even if the output projection has none; set to
+            True if that has one.
+
+    The fields of ``ModelFields`` are included.
     """
 
     num_layers: int = 0
@@ -108,6 +145,10 @@ class TransformerFields:
     init_method_std: float = 0.02
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    activation_func: Callable[[Tensor], Tensor] = F.gelu
+    add_bias_linear: bool = True
+    attention_bias: bool | None = None
+    add_qkv_bias: bool = False
 
     @property
     def heads(self) -> Heads:
@@ -126,6 +167,23 @@ class TransformerFields:
         """Width of the part of a head that is rotated, if ``rotary_percent`` of a model is 1."""
         return self.heads.width if self.latent is None else self.latent.rotary_width
 
+    def differences(self, other: TransformerFields) -> dict[str, tuple[Any, Any]]:
+        """Return the fields in which two models differ outside of training, with this one's value and the other's.
+
+        Dropout and initial values are not compared, and ``max_sequence_length`` only if one of them has learned
+        positions.
+        """
+        skipped = {"hidden_dropout", "attention_dropout", "init_method_std"}
+        if "learned_absolute" not in (self.position_embedding_type, other.position_embedding_type):
+            skipped.add("max_sequence_length")
+        if self.kind == other.kind == "gpt":
+            skipped |= {"num_tokentypes", "add_binary_head"}
+        return {
+            spec.name: (mine, theirs)
+            for spec in fields(TransformerFields)
+            if spec.name not in skipped and (mine := getattr(self, spec.name)) != (theirs := getattr(other, spec.name))
+        }
+
     @property
     def num_experts(self) -> int:
         """Number of experts of a layer that has some; 0 for none."""
@@ -140,11 +198,6 @@ class TransformerFields:
     def rotates(self, layer_number: int) -> bool:
         """Return whether the layer ``layer_number``, from 1, rotates queries and keys, in a model with RoPE."""
         return self.rotary_layers is None or self.rotary_layers[layer_number - 1]
-
-    def _check_dropout(self) -> None:
-        for name in ("hidden_dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and under 1")
 
 
 @dataclass
@@ -215,7 +268,7 @@ class LayerConfig:
 
 @dataclass
 class ModelConfig(LayerConfig, TransformerFields):
-    """A transformer, the construction of its layers, and its initial values.
+    """A model, the construction of its layers, and its initial values.
 
     Attributes:
         num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage: number of layers of that stage, over all
@@ -231,10 +284,6 @@ class ModelConfig(LayerConfig, TransformerFields):
         ep_comm_type: how tokens reach the ranks of their experts: ``"a2a"`` sends each choice of a token to the ranks
             that hold the expert, ``"all_gather"`` all tokens to all ranks; ``"auto"`` chooses by the bytes to send
             (``models.experts.token_dispatch``).
-        add_bias_linear: whether linear layers have biases.
-        add_qkv_bias: whether the query-key-value projection has a bias even if other linear layers have none; set to
-            True if ``add_bias_linear`` is True.
-        activation_func: elementwise function of the MLP.
         init_method: initial values of weights; ``CounterNormal`` with ``init_method_std`` if None.
         output_layer_init_method: initial values of the weights that write to the residual stream; ``CounterNormal``
             with ``init_method_std / sqrt(2 * num_layers)`` if None.
@@ -254,9 +303,6 @@ class ModelConfig(LayerConfig, TransformerFields):
     attention_backend: Any = "auto"
     cp_comm_type: ContextWay = "auto"
     ep_comm_type: ExpertWay = "auto"
-    add_bias_linear: bool = True
-    add_qkv_bias: bool = False
-    activation_func: Callable[[Tensor], Tensor] = F.gelu
     init_method: InitMethod | None = None
     output_layer_init_method: InitMethod | None = None
     fuse_output_layer_and_loss: bool = False
@@ -267,7 +313,9 @@ class ModelConfig(LayerConfig, TransformerFields):
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        self._check_dropout()
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and under 1")
         if self.normalization not in ("LayerNorm", "RMSNorm"):
             raise ConfigError(f"normalization is {self.normalization!r}; it must be 'LayerNorm' or 'RMSNorm'")
         if not callable(self.activation_func):
@@ -286,7 +334,9 @@ class ModelConfig(LayerConfig, TransformerFields):
         self._check_factors()
         self.stage_layers()
         self._derive_sizes()
-        self.add_qkv_bias = self.add_qkv_bias or self.add_bias_linear
+        if self.attention_bias is None:
+            self.attention_bias = self.add_bias_linear
+        self.add_qkv_bias = self.add_qkv_bias or self.attention_bias
         if self.init_method is None:
             self.init_method = CounterNormal(self.init_method_std)
         if self.output_layer_init_method is None:

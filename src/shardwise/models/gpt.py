@@ -17,7 +17,7 @@ class GPT(TransformerModel):
     """Embedding, transformer block and output layer, or one pipeline stage of them.
 
     Args:
-        config: sizes of the model.
+        config: the model. Arguments that are not None replace its fields of the same names.
         vocab_size: number of token ids; need not be divisible by the number of ranks.
         max_sequence_length: longest sequence; the size of a learned position embedding.
         groups: process groups, one for each kind of parallelism.

@@ -1,7 +1,5 @@
 """The first layer of a language model, from ids to hidden states, and the tokens of which it learns."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -11,13 +9,11 @@ from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.layout import I, Layout, hidden_layout
 from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.core.validation import on_host
-from shardwise.models.config import ModelConfig
+from shardwise.models.config import ModelConfig, PositionEmbedding
 from shardwise.models.transformer.layer import ResidualDropout
 from shardwise.models.transformer.mlp import layer_arguments, make_norm
 from shardwise.nn import GroupModule, ReplicatedEmbedding, VocabEmbedding, arithmetic_of, parameter_device, viewless
 from shardwise.nn.loss.vocabulary import IGNORE_INDEX
-
-PositionEmbedding = Literal["learned_absolute", "rope", "none", "alibi"]
 
 
 class TokenEmbedding(GroupModule):

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,11 @@ from shardwise.core.initialization import draw_seed, part_seeded
 from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.core.topology import Groups
 from shardwise.core.typed import computed_locally
-from shardwise.models.config import ModelConfig
+from shardwise.models.config import ModelConfig, ModelFields, PositionEmbedding
 from shardwise.models.experts.router import Reroute, RoutedBatch
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.model_input import ModelInput
-from shardwise.models.token_embedding import PositionEmbedding, TokenEmbedding, losses_at, places_learned, tokens_at
+from shardwise.models.token_embedding import TokenEmbedding, losses_at, places_learned, tokens_at
 from shardwise.models.transformer.block import TransformerBlock, layers_of_this_stage
 from shardwise.models.transformer.context_attention import check_way
 from shardwise.models.transformer.distance_bias import local_alibi_slopes
@@ -29,7 +29,7 @@ from shardwise.models.transformer.rotary import FixedTensors, RotaryEmbedding, R
 from shardwise.nn import ColumnLinear, parameter_device, viewless
 from shardwise.nn.weight_gradient import WeightGradientQueue
 
-_POSITIONS = ("learned_absolute", "rope", "none", "alibi")
+_POSITIONS = get_args(PositionEmbedding)
 
 
 class _TakenApart(Function):
@@ -70,6 +70,15 @@ class TransformerModel(FixedTensors, LanguageModel):
     # Name of the attribute that holds the transformer block.
     block_name: str
     _fixed = ("alibi_slopes",)
+    vocab_size: int
+    max_sequence_length: int
+    position_embedding_type: PositionEmbedding
+    rotary_percent: float
+    rotary_base: float
+    rope_scaling: RotaryScaling | None
+    window_rotary_base: float | None
+    position_offset: int
+    positions_skip_padding: bool
     # A model for which another value holds sets it before it calls the base constructor.
     num_tokentypes = 0
     _output_bias = False
@@ -79,45 +88,40 @@ class TransformerModel(FixedTensors, LanguageModel):
     def __init__(
         self,
         config: ModelConfig,
-        vocab_size: int,
-        max_sequence_length: int,
+        vocab_size: int | None = None,
+        max_sequence_length: int | None = None,
         *,
         groups: Groups,
         layer_spec: TransformerLayerSpec | None = None,
         pre_process: bool = True,
         post_process: bool = True,
         parallel_output: bool = True,
-        share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: PositionEmbedding = "learned_absolute",
-        rotary_percent: float = 1.0,
-        rotary_base: float = 10000.0,
+        share_embeddings_and_output_weights: bool | None = None,
+        position_embedding_type: PositionEmbedding | None = None,
+        rotary_percent: float | None = None,
+        rotary_base: float | None = None,
         rope_scaling: RotaryScaling | None = None,
         window_rotary_base: float | None = None,
-        position_offset: int = 0,
-        positions_skip_padding: bool = False,
+        position_offset: int | None = None,
+        positions_skip_padding: bool | None = None,
         vp_stage: int | None = None,
     ) -> None:
+        arguments = locals()
         super().__init__(config, groups)
+        # Arguments that are not None replace the config's fields.
+        for name in arguments.keys() & {spec.name for spec in dataclasses.fields(ModelFields)}:
+            setattr(self, name, getattr(config, name) if arguments[name] is None else arguments[name])
         # Megatron passes False for none.
-        self.rope_scaling = rope_scaling or None
-        self.window_rotary_base = window_rotary_base
-        self.position_offset = position_offset
-        self.positions_skip_padding = positions_skip_padding
+        self.rope_scaling = self.rope_scaling or None
         if groups.cp is not None:
             check_way(config, groups.tp.size(), groups.cp.size())
-        self._check(vocab_size, max_sequence_length, position_embedding_type)
+        self._check()
         if config.sequence_parallel and groups.tp.size() == 1:
             # A sequence is not split over one rank.
             self.config = config = dataclasses.replace(config, sequence_parallel=False)
-        self.vocab_size = vocab_size
-        self.max_sequence_length = max_sequence_length
         self.pre_process = pre_process
         self.post_process = post_process
         self.parallel_output = parallel_output
-        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
-        self.position_embedding_type = position_embedding_type
-        self.rotary_percent = rotary_percent
-        self.rotary_base = rotary_base
         self.sequence_parallel = config.sequence_parallel
         self.vp_stage = vp_stage
         self._check_stages()
@@ -131,23 +135,24 @@ class TransformerModel(FixedTensors, LanguageModel):
             with self._seeded("embedding"):
                 self.embedding = TokenEmbedding(
                     config,
-                    vocab_size,
-                    max_sequence_length,
-                    position_embedding_type,
+                    self.vocab_size,
+                    self.max_sequence_length,
+                    self.position_embedding_type,
                     self.num_tokentypes,
                     self._scatters_embedding,
                     tp_group=self.tp_group,
-                    position_offset=position_offset,
+                    position_offset=self.position_offset,
                 )
         self.rotary: RotaryEmbedding | None = None
         self.window_rotary: RotaryEmbedding | None = None
-        if position_embedding_type == "rope":
+        if self.position_embedding_type == "rope":
+            width, percent = config.rotary_width, self.rotary_percent
             with device:
-                self.rotary = RotaryEmbedding(config.rotary_width, rotary_percent, rotary_base, self.rope_scaling)
-                if window_rotary_base is not None:
-                    self.window_rotary = RotaryEmbedding(config.rotary_width, rotary_percent, window_rotary_base)
+                self.rotary = RotaryEmbedding(width, percent, self.rotary_base, self.rope_scaling)
+                if self.window_rotary_base is not None:
+                    self.window_rotary = RotaryEmbedding(width, percent, self.window_rotary_base)
         self.alibi_slopes: Tensor | None = None
-        if position_embedding_type == "alibi":
+        if self.position_embedding_type == "alibi":
             with device:
                 self.alibi_slopes = on_default_device(local_alibi_slopes(config, self.tp_group))
             self._attention_is_masked = True
@@ -167,7 +172,7 @@ class TransformerModel(FixedTensors, LanguageModel):
             self.output_queue = WeightGradientQueue(limit=config.wgrad_deferral_limit, inputs=[])
         if post_process:
             with self._seeded("output_layer"):
-                self.output_layer = self._make_output_layer(vocab_size, self._output_bias)
+                self.output_layer = self._make_output_layer(self.vocab_size, self._output_bias)
             self._make_heads()
         self._setup_embeddings()
 
@@ -198,9 +203,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         shape, places = labels.shape, None
         # With sequence parallelism a rank has only its own tokens.
         if not self.sequence_parallel:
-            vocab_size = self.vocab_size
-            assert vocab_size is not None
-            places = self._arithmetic.tokens_of_loss(lambda: places_learned(labels, vocab_size))
+            places = self._arithmetic.tokens_of_loss(lambda: places_learned(labels, self.vocab_size))
         if places is not None:
             hidden, labels = tokens_at(places, hidden, labels)
             sequence = SequenceView(len(places))
@@ -244,11 +247,12 @@ class TransformerModel(FixedTensors, LanguageModel):
                 gather_group=self.tp_group if self.sequence_parallel else None,
             )()
 
-    def _check(self, vocab_size: int, max_sequence_length: int, position_embedding_type: str) -> None:
-        if vocab_size < self.tp_group.size() or max_sequence_length < 1:
+    def _check(self) -> None:
+        position_embedding_type = self.position_embedding_type
+        if self.vocab_size < self.tp_group.size() or self.max_sequence_length < 1:
             raise ConfigError(
-                f"vocab_size {vocab_size} must be at least the {self.tp_group.size()} tensor-parallel ranks, and "
-                f"max_sequence_length {max_sequence_length} at least 1"
+                f"vocab_size {self.vocab_size} must be at least the {self.tp_group.size()} tensor-parallel ranks, and "
+                f"max_sequence_length {self.max_sequence_length} at least 1"
             )
         if position_embedding_type not in _POSITIONS:
             raise ConfigError(
@@ -368,6 +372,7 @@ class TransformerModel(FixedTensors, LanguageModel):
         if experts is not None and batch.cache is None:
             begin = self.rerouting if self.training else None
             arguments["batch"] = RoutedBatch(
+                batch.view,
                 batch.known_tokens(device),
                 choices=[] if experts.pools_layers else None,
                 reroute=None if begin is None else begin(batch.view, batch.num_samples, batch.ids),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import groupby
 
-from shardwise.models.description import ModelDescription
+from shardwise.models.config import ModelConfig
 from shardwise.plan.fit import fitted, layouts, micro_batch_sizes
 from shardwise.plan.plan import make_plan
 from shardwise.plan.rehearsal import Rehearsals
@@ -18,7 +18,7 @@ from shardwise.run.settings import RunSettings
 _USABLE = 0.9
 
 
-def advice(settings: RunSettings, model: ModelDescription, device_type: str, world_size: int, available: int) -> str:
+def advice(settings: RunSettings, model: ModelConfig, device_type: str, world_size: int, available: int) -> str:
     """Return the plan of a run, and the smallest change with which it fits into memory.
 
     Args:

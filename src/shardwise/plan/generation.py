@@ -14,7 +14,8 @@ import torch
 from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups
 from shardwise.models.adapters.config import LoraConfig
-from shardwise.models.description import ModelDescription, build_model, model_config
+from shardwise.models.config import ModelConfig
+from shardwise.models.description import build_model, model_config
 from shardwise.models.generation import PreallocatedCache, Sampling, on_layers
 from shardwise.models.generation.generation import evaluation_mode, next_tokens
 from shardwise.models.gpt import GPT
@@ -134,7 +135,7 @@ class Text:
         batch_size: number of texts.
     """
 
-    model: ModelDescription
+    model: ModelConfig
     dtype: torch.dtype
     adapters: tuple[LoraConfig, str] | None
     device_type: str
@@ -157,7 +158,7 @@ class Text:
     def build(self, groups: Groups) -> tuple[GPT, str]:
         """Build this rank's part of the model without values, and describe its layers."""
         config = model_config(self.model, params_dtype=self.dtype, perform_initialization=False)
-        model = build_model(self.model, config, groups=Groups(tp=groups.tp), device=torch.device("cpu"))
+        model = build_model(config, groups=Groups(tp=groups.tp), device=torch.device("cpu"))
         assert isinstance(model, GPT)
         if self.adapters is not None:
             add_lora_(model, self.adapters[0], ARCHITECTURES[self.adapters[1]])

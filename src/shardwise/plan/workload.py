@@ -16,7 +16,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups
 from shardwise.data import Batch
 from shardwise.models.adapters.config import LoraConfig
-from shardwise.models.description import ModelChunks, ModelDescription, build_model, chunks_of, model_config
+from shardwise.models.config import ModelConfig
+from shardwise.models.description import ModelChunks, build_model, chunks_of, model_config
 from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.quantization import Quantization
@@ -67,7 +68,7 @@ class Workload:
     """
 
     settings: RunSettings
-    model: ModelDescription
+    model: ModelConfig
     device_type: str = "cpu"
     adaptation: Adaptation | None = None
 
@@ -139,14 +140,12 @@ class Workload:
 
 
 def _built(
-    description: ModelDescription, groups: Groups, adaptation: Adaptation | None, **fields: Any
+    description: ModelConfig, groups: Groups, adaptation: Adaptation | None, **fields: Any
 ) -> TransformerModel | ModelChunks:
     fields = {"pipeline_model_parallel_size": groups.num_stages, **fields}
     config = model_config(description, perform_initialization=False, **fields)
     where, quantization = torch.device("cpu"), None if adaptation is None else adaptation.quantization
-    models = [
-        build_model(description, config, groups=groups, device=where, vp_stage=chunk) for chunk in chunks_of(config)
-    ]
+    models = [build_model(config, groups=groups, device=where, vp_stage=chunk) for chunk in chunks_of(config)]
     if adaptation is not None and quantization is not None:
         table = ARCHITECTURES[adaptation.architecture].table
         for model in models:
@@ -295,7 +294,7 @@ class Mesh:
         return ", ".join(parts) + f", recompute {self.recomputation}" * recomputed
 
 
-def workload_of(settings: RunSettings, model: ModelDescription, folder: str | None = None) -> Workload:
+def workload_of(settings: RunSettings, model: ModelConfig, folder: str | None = None) -> Workload:
     """The workload of a run of ``settings`` that trains ``model``.
 
     Args:
@@ -313,7 +312,7 @@ def workload_of(settings: RunSettings, model: ModelDescription, folder: str | No
     )
 
 
-def _adaptation_of(lora: LoraSettings, model: ModelDescription, folder: str | None) -> Adaptation | None:
+def _adaptation_of(lora: LoraSettings, model: ModelConfig, folder: str | None) -> Adaptation | None:
     if not lora.is_on:
         return None
     # Without a folder the names are those of the architecture that a new model is exported as.

@@ -4,9 +4,11 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from shardwise.core.topology import Groups
-from shardwise.models.description import ModelChunks, ModelDescription, chunks_of, model_arguments
+from shardwise.models.config import ModelConfig
+from shardwise.models.description import ModelChunks, chunks_of, model_arguments
 from shardwise.models.experts import Experts
 from shardwise.models.gpt import GPT
 from shardwise.run.settings import ModelSettings, RunSettings, Settings
@@ -14,7 +16,7 @@ from shardwise.storage.huggingface import model_config
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
 
-def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
+def describe(model: ModelSettings, vocab_size: int) -> ModelConfig:
     """Return the description of the model in the settings, including the initialization of its weights."""
     llama = model.architecture == "llama"
     # The default gives both architectures about the same number of weights.
@@ -39,22 +41,20 @@ def describe(model: ModelSettings, vocab_size: int) -> ModelDescription:
             z_loss=model.router_z_loss,
             forces_balance=model.router_force_balance,
         )
-    return ModelDescription(
+    return ModelConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_heads,
-        num_query_groups=model.num_query_groups or model.num_heads,
+        num_query_groups=model.num_query_groups,
         kv_channels=model.hidden_size // model.num_heads,
         # No layer has another MLP.
         ffn_hidden_size=ffn_hidden_size if experts is None else experts.ffn_hidden_size,
         vocab_size=vocab_size,
         max_sequence_length=model.sequence_length,
-        activation="silu" if llama else "gelu",
+        activation_func=F.silu if llama else F.gelu,
         gated_linear_unit=llama,
         normalization="RMSNorm" if llama else "LayerNorm",
-        attention_bias=not llama,
-        qkv_bias=not llama,
-        mlp_bias=not llama,
+        add_bias_linear=not llama,
         share_embeddings_and_output_weights=model.tie_embeddings,
         position_embedding_type="rope" if llama else "learned_absolute",
         hidden_dropout=model.dropout,
@@ -105,7 +105,7 @@ def build_model(settings: RunSettings, vocab_size: int, *, groups: Groups, devic
     for vp_stage in chunks_of(config):
         # All chunks start from the same generator state, as parts of one model.
         torch.default_generator.set_state(state)
-        arguments = model_arguments(description, config, groups=groups, vp_stage=vp_stage)
+        arguments = model_arguments(config, groups=groups, vp_stage=vp_stage)
         with device:
             chunks.append(GPT(config, **arguments))
     return ModelChunks(chunks) if len(chunks) > 1 else chunks[0]

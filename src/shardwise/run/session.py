@@ -16,7 +16,7 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader, SampleRows
 from shardwise.kernels.dispatch import agree_on_kernels
 from shardwise.models.config import ModelConfig
-from shardwise.models.description import ModelChunks, ModelDescription
+from shardwise.models.description import ModelChunks
 from shardwise.models.experts.routing import RoutingRecorder, RoutingReplay
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import named_param_layouts, replicas_of
@@ -115,7 +115,7 @@ def _ways(config: ModelConfig, settings: RunSettings, groups: Groups, ranks: Ran
     )
 
 
-def _utilisation(task: Task, ranks: Ranks, model: ModelDescription) -> Utilisation:
+def _utilisation(task: Task, ranks: Ranks, model: ModelConfig) -> Utilisation:
     settings = task.settings
     dtype = PRECISIONS[settings.training.dtype].params_dtype
     peak = peak_of(ranks.device, dtype, settings.peak_tflops)

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.core.errors import OutOfMemoryError, ShardwiseError
 from shardwise.core.processes import call_in_fresh_process
-from shardwise.models.description import ModelDescription
+from shardwise.models.config import ModelConfig
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.quantities import shown_bytes
 from shardwise.run.settings import RunSettings
@@ -44,12 +44,12 @@ class Shortage:
     """The message of a rank that runs out of memory."""
 
     settings: RunSettings
-    model: ModelDescription
+    model: ModelConfig
     ranks: Ranks
     available: int
 
     @classmethod
-    def of(cls, settings: RunSettings, model: ModelDescription, ranks: Ranks) -> Shortage:
+    def of(cls, settings: RunSettings, model: ModelConfig, ranks: Ranks) -> Shortage:
         """Measure this rank's memory before its model is built."""
         return cls(settings, model, ranks, available_memory(ranks.device))
 

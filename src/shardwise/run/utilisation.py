@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardwise.core.errors import UnwritableError
 from shardwise.core.files import write_atomically
-from shardwise.models.description import ModelDescription
+from shardwise.models.config import ModelConfig
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import ProfileSettings
 
@@ -127,7 +127,7 @@ def peak_memory(device: torch.device) -> tuple[str, int]:
         return "peak_resident_bytes", unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trains_weights: bool = True) -> int:
+def model_flops_per_token(model: ModelConfig, sequence_length: int, *, trains_weights: bool = True) -> int:
     """Return the FLOPs per token of forward and backward pass; a multiply-add counts as two.
 
     ``6 N + 12 l a d s``: ``N`` elements of weight matrices that a token is multiplied with (of experts, those that it
@@ -144,19 +144,21 @@ def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trai
     Source: Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
     """
     h = model.hidden_size
-    heads, each = model.num_attention_heads, (3 if model.gated_linear_unit else 2) * h
+    heads, groups, width = model.heads
+    each, ffn = (3 if model.gated_linear_unit else 2) * h, model.ffn_hidden_size
+    assert ffn is not None
     if (latent := model.latent) is None:
-        attention_weights = 2 * h * (heads + model.num_query_groups) * model.kv_channels
+        attention_weights = 2 * h * (heads + groups) * width
     else:
         attention_weights = h * (latent.key_value_rank + latent.rotary_width + heads * latent.value_width)
         attention_weights += heads * latent.key_value_rank * (latent.plain_width + latent.value_width)
         queries, rank = heads * latent.head_width, latent.query_rank
         attention_weights += h * queries if rank is None else rank * (h + queries)
-    inner = model.num_layers * each * model.ffn_hidden_size
+    inner = model.num_layers * each * ffn
     if (experts := model.experts) is not None:
         number = model.num_layers if experts.layers is None else sum(experts.layers)
-        width = experts.per_token * experts.ffn_hidden_size + (experts.shared_ffn_hidden_size or 0)
-        inner = (model.num_layers - number) * each * model.ffn_hidden_size + number * (each * width + h * experts.num)
+        inner_width = experts.per_token * experts.ffn_hidden_size + (experts.shared_ffn_hidden_size or 0)
+        inner = (model.num_layers - number) * each * ffn + number * (each * inner_width + h * experts.num)
     # A token reads one row of the embeddings, and all rows of the output layer.
     multiplied = model.num_layers * attention_weights + inner + h * model.vocab_size
     seen, windows = sequence_length, model.window_size or (-1, -1)
@@ -164,7 +166,7 @@ def model_flops_per_token(model: ModelDescription, sequence_length: int, *, trai
         seen = min(seen, windows[0] + 1 + max(0, windows[1]))
     windowed = model.num_layers if model.windowed_layers is None else sum(model.windowed_layers)
     keys = windowed * seen + (model.num_layers - windowed) * sequence_length
-    attention = 6 * heads * (model.kv_channels + model.value_width) * keys
+    attention = 6 * heads * (width + model.value_width) * keys
     return (6 if trains_weights else 4) * multiplied + attention
 
 

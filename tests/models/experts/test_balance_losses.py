@@ -77,7 +77,7 @@ def check(spec: Experts, groups: Groups, *, sequence_parallel: bool, padding: st
         return mine[slice(*view.interval)]
 
     x = own(hidden[place]).clone().requires_grad_()
-    (layer(x, sequence=view, batch=RoutedBatch(is_token[place])) * 0).sum().backward()
+    (layer(x, batch=RoutedBatch(view, is_token[place])) * 0).sum().backward()
     finalize_gradients_(layer, tp_group=groups.tp, dp_group=groups.dp, expert_dp_group=groups.expert_dp)
     close: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-14}
     torch.testing.assert_close(layer.router.weight.grad, weight.grad, **close)
@@ -112,11 +112,11 @@ def test_a_loss_of_all_layers_together(group):
         layers = [moe_layer(spec, groups, tp=2, sequence_parallel=sequence_parallel) for _ in range(2)]
         hidden, is_token = samples_of(number, "some")
         view = SequenceView(LENGTH, groups.tp if sequence_parallel else None)
-        batch = RoutedBatch(is_token[place], choices=[])
+        batch = RoutedBatch(view, is_token[place], choices=[])
         outputs = []
         for factor, layer in enumerate(layers, 1):
             layer.begin(1 / number)
-            outputs.append(layer(hidden[place][slice(*view.interval)] * factor, sequence=view, batch=batch))
+            outputs.append(layer(hidden[place][slice(*view.interval)] * factor, batch=batch))
         (outputs[0] * 0 + outputs[1] * 0).sum().backward()
         weights = [layer.router.weight.detach().clone().requires_grad_() for layer in layers]
         tokens = hidden.transpose(1, 2)[is_token]

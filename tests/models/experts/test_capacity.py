@@ -60,7 +60,7 @@ def compare(
     outputs: Tensor,
     *,
     sequence_parallel: bool,
-    batch: RoutedBatch | None,
+    **batch: Any,
 ) -> None:
     """Compare output and all gradients of ``split`` with ``outputs``, which were computed of ``whole`` by ``dense``."""
     place, _ = groups.samples
@@ -75,7 +75,7 @@ def compare(
         return mine[slice(*view.interval)]
 
     x = own(whole.detach()[place]).clone().requires_grad_()
-    output = split(x, sequence=view, batch=batch)
+    output = split(x, sequence=view, batch=RoutedBatch(view, **batch))
     (output * own(weighting[place])).sum().backward()
     finalize_gradients_(split, tp_group=groups.tp, dp_group=groups.dp, expert_dp_group=groups.expert_dp)
     close: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
@@ -104,8 +104,8 @@ def check(
                 outputs[sample, where, row], here = defined(dense, whole[sample, :, row][where])
                 dropped += here
     assert dropped > 0
-    batch = RoutedBatch(None if padding is None else is_token[place])
-    compare(split, dense, groups, whole, outputs, sequence_parallel=sequence_parallel, batch=batch)
+    mask = None if padding is None else is_token[place]
+    compare(split, dense, groups, whole, outputs, sequence_parallel=sequence_parallel, is_token=mask)
     assert split.statistics is not None
     total = split.statistics
     for group in (groups.tp, groups.dp):

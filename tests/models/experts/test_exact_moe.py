@@ -74,7 +74,7 @@ def run(layer: MoELayer, group: Any, dtype: torch.dtype, numbers: list[int]) -> 
         hidden = hidden.clone().requires_grad_()
         is_token = torch.arange(LENGTH) < torch.tensor(TOKENS).unsqueeze(1)
         layer.begin(0.7)
-        output = layer(hidden, sequence=SequenceView(LENGTH, group), batch=RoutedBatch(is_token))
+        output = layer(hidden, batch=RoutedBatch(SequenceView(LENGTH, group), is_token))
         output.backward(grad)
         results.append((output.detach(), hidden.grad, layer.statistics))
     return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.experts.moe import MoELayer
-from shardwise.models.experts.router import RoutedBatch
 
 
 def in_turn(number: int) -> Tensor:
@@ -62,7 +62,7 @@ def test_replaced_choices_are_those_of_a_definition(kind, group):
         hidden, _ = samples_of(number, "some")
         whole = hidden.clone().requires_grad_()
         expected = torch.stack([defined(dense, *each) for each in zip(whole, experts, strict=True)])
-        batch = None
+        batch: dict[str, Any] = {}
         if kind == "given":
             mine = experts[place]
 
@@ -70,5 +70,5 @@ def test_replaced_choices_are_those_of_a_definition(kind, group):
                 assert chosen.shape == (len(samples), MIXTRAL.per_token)
                 return mine[samples, positions]
 
-            batch = RoutedBatch(reroute=given)
-        compare(split, dense, groups, whole, expected, sequence_parallel=sequence_parallel, batch=batch)
+            batch = {"reroute": given}
+        compare(split, dense, groups, whole, expected, sequence_parallel=sequence_parallel, **batch)

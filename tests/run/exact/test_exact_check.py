@@ -39,7 +39,7 @@ def model_of(kind, settings=None, **description):
         return build_model(settings, VOCAB, groups=groups, device=torch.device("cpu"))
     described = dataclasses.replace(describe(settings.model, VOCAB), **description)
     config = model_config(described, **config_fields(settings, groups))
-    return build_described(described, config, groups=groups, device=torch.device("cpu"))
+    return build_described(config, groups=groups, device=torch.device("cpu"))
 
 
 def check(model, **options):

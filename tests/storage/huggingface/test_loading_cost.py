@@ -185,4 +185,4 @@ def write_large_model(folder: Path) -> None:
     )
     groups = groups_of(4, 1)
     settings = model_config(config.description)
-    save_pretrained(build_model(config.description, settings, groups=groups), folder, max_file_size=10**8)
+    save_pretrained(build_model(settings, groups=groups), folder, max_file_size=10**8)

@@ -311,7 +311,7 @@ def test_what_no_architecture_can_say_is_named(one_rank: Any) -> None:
         | {"num_hidden_layers": 1, "vocab_size": 9, "intermediate_size": 8}
     ).description
     config = model_config(description, rotary_interleaved=True)
-    odd = describe_model(build_model(description, config, groups=one_rank))
+    odd = describe_model(build_model(config, groups=one_rank))
     with pytest.raises(ConfigError, match="llama: it has no way to say rotary_interleaved True"):
         config_to_json(odd)
 
@@ -321,7 +321,7 @@ def test_a_layer_of_somebody_elses_is_named(one_rank: Any) -> None:
         {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 4}
         | {"num_hidden_layers": 1, "vocab_size": 9, "intermediate_size": 8}
     ).description
-    model = build_model(description, model_config(description), groups=one_rank)
+    model = build_model(model_config(description), groups=one_rank)
     model.block.layers[0].mlp = torch.nn.Identity()
     with pytest.raises(
         ConfigError, match="the first layer's mlp is of Identity without linear_fc1, so the model cannot"

@@ -9,20 +9,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import moves
-from shardwise.core.sequence_view import SequenceView
-from shardwise.models.experts.router import Routing
+from shardwise.models.experts.router import RoutedBatch, Routing
 from shardwise.models.experts.spec import Experts
 
 
 @torch.no_grad()
 def taken(
-    routing: Routing,
-    spec: Experts,
-    view: SequenceView,
-    is_token: Tensor | None,
-    batch: int,
-    group: ProcessGroup,
-    sizes: Sequence[int],
+    routing: Routing, spec: Experts, batch: RoutedBatch, num: int, group: ProcessGroup, sizes: Sequence[int]
 ) -> Tensor:
     """Return whether each token is taken by each expert that it chose, ``[n, k]`` bools.
 
@@ -31,9 +24,8 @@ def taken(
     Args:
         routing: the choices of this rank's tokens.
         spec: the experts, with ``capacity_factor``.
-        view: the positions of this rank.
-        is_token: that of ``RoutedBatch``.
-        batch: number of sequences.
+        batch: the positions of this rank, and where there are tokens.
+        num: number of sequences.
         group: tensor-parallel group.
         sizes: number of tokens of each of its ranks; a single number if all have the same tokens.
     """
@@ -41,12 +33,12 @@ def taken(
     choices = torch.cat([weights, routing.experts.to(weights.dtype)], dim=1)
     if len(sizes) > 1:
         choices = moves.gather_for_parts(choices, dim=0, group=group, sizes=sizes)
-    choices, context = choices.view(-1, batch, choices.size(1)), view.context
+    choices, context = choices.view(-1, num, choices.size(1)), batch.view.context
     if context is not None:
         choices = moves.gather_for_parts(choices, dim=0, group=context.group, sizes=context.sizes)
         choices = context.in_order(choices, dim=0)
     weights, experts = choices.chunk(2, dim=-1)
-    fits = _fit(weights, experts.long(), spec, None if is_token is None else is_token.t())
+    fits = _fit(weights, experts.long(), spec, None if batch.is_token is None else batch.is_token.t())
     if context is not None:
         fits = context.own(fits, dim=0)
     fits = fits.flatten(0, 1)

@@ -22,7 +22,6 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication import moves
 from shardwise.core.communication.collectives import all_to_all
 from shardwise.core.errors import ConfigError
-from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import Replicas
 from shardwise.core.topology import Groups
 from shardwise.exact.expert_products import linear_by_source
@@ -121,13 +120,13 @@ class ExactMoELayer(MoELayer):
         self.experts.is_counted = groups.tp.rank() < sharing.size()
         self._dispatch = ExactDispatch(self.spec, self._group, 1, sharing)
 
-    def _routed(self, hidden: Tensor, view: SequenceView, batch: RoutedBatch) -> Tensor:
-        whole, group, sizes = hidden, view.group, view.sizes
+    def _routed(self, hidden: Tensor, batch: RoutedBatch) -> Tensor:
+        whole, group, sizes = hidden, batch.view.group, batch.view.sizes
         if group is not None:
             whole = moves.gather(hidden, dim=0, group=group, sizes=sizes)
-            view = dataclasses.replace(view, group=None)
+            batch = dataclasses.replace(batch, view=dataclasses.replace(batch.view, group=None))
         tokens = whole.reshape(-1, whole.size(-1))
-        output = self._mixed(tokens, whole, view, batch, 0, (len(tokens),)).view(whole.shape)
+        output = self._mixed(tokens, whole, batch, 0, (len(tokens),)).view(whole.shape)
         return output if group is None else moves.scatter(output, dim=0, group=group, sizes=sizes)
 
 

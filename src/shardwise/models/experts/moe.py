@@ -34,7 +34,7 @@ from shardwise.core.typed import computed_locally
 from shardwise.kernels.grouped import Delay, grouped_linear
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts.capacity import taken
-from shardwise.models.experts.router import Reroute, RoutedBatch, Router, Routing, Sequences
+from shardwise.models.experts.router import RoutedBatch, Router, Routing, Sequences
 from shardwise.models.experts.spec import Experts
 from shardwise.models.experts.token_dispatch import Dispatcher, dispatcher_of
 from shardwise.models.transformer.mlp import MLP, activated, layer_arguments
@@ -252,10 +252,13 @@ class MoELayer(GroupModule):
     ) -> Tensor:
         """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape.
 
-        ``sequence`` is None if all ranks hold the same number of positions, ``batch`` if there is no padding.
+        ``batch`` has the view ``sequence``, or is None without padding; both are None if all ranks hold the same number
+        of positions.
         """
-        view = sequence or SequenceView.of(hidden, self._tp_group if self._sequence_parallel else None)
-        output = self._routed(hidden, view, batch or RoutedBatch())
+        if batch is None:
+            group = self._tp_group if self._sequence_parallel else None
+            batch = RoutedBatch(sequence or SequenceView.of(hidden, group))
+        output = self._routed(hidden, batch)
         if self.shared is None:
             return output
         shared = self.shared(hidden, sequence=sequence)
@@ -264,7 +267,7 @@ class MoELayer(GroupModule):
         total: Tensor = output + shared
         return total
 
-    def _routed(self, hidden: Tensor, view: SequenceView, batch: RoutedBatch) -> Tensor:
+    def _routed(self, hidden: Tensor, batch: RoutedBatch) -> Tensor:
         """Return the experts' output for the tokens of ``hidden``, of its shape."""
         tokens = hidden.reshape(-1, hidden.size(-1))
         splits = self._tp_group.size() > 1 and not self._sequence_parallel
@@ -272,34 +275,26 @@ class MoELayer(GroupModule):
         start, _ = intervals_of_sizes(sizes)[self._tp_group.rank() if splits else 0]
         if splits:
             tokens = moves.scatter(tokens, dim=0, group=self._tp_group, sizes=sizes)
-        of_ranks = sizes if splits else [each * hidden.size(1) for each in view.sizes]
-        output = self._mixed(tokens, hidden, view, batch, start, of_ranks)
+        of_ranks = sizes if splits else [each * hidden.size(1) for each in batch.view.sizes]
+        output = self._mixed(tokens, hidden, batch, start, of_ranks)
         if splits:
             output = moves.gather(output, dim=0, group=self._tp_group, sizes=sizes)
         return output.view(hidden.shape)
 
-    def _mixed(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        view: SequenceView,
-        batch: RoutedBatch,
-        first: int,
-        of_ranks: Sequence[int],
-    ) -> Tensor:
+    def _mixed(self, tokens: Tensor, hidden: Tensor, batch: RoutedBatch, first: int, of_ranks: Sequence[int]) -> Tensor:
         """Return the experts' output for tokens ``[n, h]``, and give them the losses.
 
         The tokens are those of ``hidden``, ``[s, b, h]``, from number ``first`` on. Ranks that share sequences route
         ``of_ranks`` tokens.
         """
         b, stop = hidden.size(1), first + len(tokens)
-        routing, fits = self._route(tokens, self._reroute(view, batch.reroute, b, first, stop)), None
+        routing, fits = self._route(tokens, self._reroute(batch, b, first, stop)), None
         if self.training and self.spec.capacity_factor is not None:
-            fits = taken(routing, self.spec, view, batch.is_token, b, self._tp_group, of_ranks)
+            fits = taken(routing, self.spec, batch, b, self._tp_group, of_ranks)
         output = self._dispatch(self.experts, tokens, routing, fits)
         if not self.training:
             return output
-        sequences = Sequences.of(hidden, view, batch.is_token, first, stop)
+        sequences = Sequences.of(hidden, batch, first, stop)
         loss = self.router.auxiliary_loss(routing, sequences)
         if loss.requires_grad:
             output = _WithLoss.apply(output, loss, partial(torch.full_like, loss.detach(), self.loss_scale))
@@ -332,15 +327,13 @@ class MoELayer(GroupModule):
         routing: Routing = self.router(tokens, reroute)
         return routing
 
-    def _reroute(
-        self, view: SequenceView, given: Reroute | None, b: int, first: int, stop: int
-    ) -> Callable[[Tensor], Tensor] | None:
+    def _reroute(self, batch: RoutedBatch, b: int, first: int, stop: int) -> Callable[[Tensor], Tensor] | None:
         """Return what replaces the choices of the tokens from ``first`` to ``stop`` of ``[s, b]``; None for nothing."""
-        spec, device = self.router.experts, self.router.weight.device
+        spec, device, given = self.router.experts, self.router.weight.device, batch.reroute
         if given is None and not spec.forces_balance:
             return None
         numbers = torch.arange(first, stop, device=device)
-        samples, positions = numbers % b, view.positions(device)[numbers // b]
+        samples, positions = numbers % b, batch.view.positions(device)[numbers // b]
 
         def reroute(chosen: Tensor) -> Tensor:
             if spec.forces_balance:

@@ -32,6 +32,7 @@ class RoutedBatch:
     """What layers of experts read and record in one forward pass.
 
     Attributes:
+        view: positions of this rank.
         is_token: ``[b, s]`` bools, False for padding, of the whole sequences that ranks share; None without padding.
         choices: for a balance loss of all layers together, the choices of experts that each layer appends; None for a
             loss of each layer.
@@ -39,6 +40,7 @@ class RoutedBatch:
             it again.
     """
 
+    view: SequenceView
     is_token: Tensor | None = None
     choices: list[Tensor] | None = None
     reroute: Reroute | None = None
@@ -72,13 +74,13 @@ class Sequences(NamedTuple):
     lengths: Tensor
 
     @classmethod
-    def of(cls, hidden: Tensor, view: SequenceView, is_token: Tensor | None, first: int, stop: int) -> Sequences:
+    def of(cls, hidden: Tensor, batch: RoutedBatch, first: int, stop: int) -> Sequences:
         """Create those of the tokens from ``first`` to ``stop`` of ``hidden.flatten(0, 1)``, ``[s, b, h]``."""
-        b, context = hidden.size(1), view.context
+        b, view, is_token = hidden.size(1), batch.view, batch.is_token
         numbers = torch.arange(first, stop, device=hidden.device) % b
         if is_token is None:
             return cls(numbers, numbers.new_full((b,), view.whole_length))
-        own = is_token if context is None else context.own(is_token, dim=1)
+        own = is_token if view.context is None else view.context.own(is_token, dim=1)
         own = own[:, slice(*view.interval)].t().flatten()[first:stop]
         return cls(numbers.where(own, b), is_token.sum(dim=1))
 

@@ -88,7 +88,7 @@ class SelfAttention(CoreAttention):
         self.linear_proj = RowLinear(
             num_heads * head_dim,
             config.hidden_size,
-            bias=config.add_bias_linear,
+            bias=bool(config.attention_bias),
             init=config.output_layer_init_method,
             sizes=[n * head_dim for n in self._head_sizes],
             **arguments,

@@ -99,7 +99,7 @@ class LatentSelfAttention(CoreAttention):
         self.linear_proj = RowLinear(
             num_heads * latent.value_width,
             config.hidden_size,
-            bias=config.add_bias_linear,
+            bias=bool(config.attention_bias),
             init=config.output_layer_init_method,
             sizes=[n * latent.value_width for n in self._head_sizes],
             **arguments,

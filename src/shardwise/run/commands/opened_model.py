@@ -16,7 +16,8 @@ from shardwise.core.files import shown
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import ChatTemplate, PaddedTokenizer, Tokenizer
-from shardwise.models.description import Model, ModelChunks, ModelDescription
+from shardwise.models.config import ModelConfig
+from shardwise.models.description import Model, ModelChunks
 from shardwise.run.build import describe
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import Settings
@@ -58,7 +59,7 @@ class OpenCheckpoint:
     """
 
     folder: Path
-    description: ModelDescription
+    description: ModelConfig
     dtype: torch.dtype | None
     config: huggingface.PretrainedConfig | None
     tokenizer: Tokenizer | None
@@ -126,7 +127,7 @@ class OpenCheckpoint:
     def _check_sizes(self) -> None:
         """Check the sizes that determine how many tensors and buffers are allocated."""
         tensors = Manifest.read(self.folder).tensors.values()
-        layers, width = self.description.num_layers, max(self.description.hidden_size, self.description.kv_channels)
+        layers, width = self.description.num_layers, max(self.description.hidden_size, self.description.heads.width)
         if layers > len(tensors):
             raise CheckpointError(
                 f"checkpoint {self.folder} has {len(tensors)} tensors, and its settings ask for {layers} layers"
@@ -139,7 +140,7 @@ class OpenCheckpoint:
 
     def _build_model(self, ranks: Ranks, device: torch.device) -> Model:
         config = huggingface.model_config(self.description, params_dtype=self.dtype, perform_initialization=False)
-        return huggingface.build_model(self.description, config, groups=Groups(tp=ranks.world), device=device)
+        return huggingface.build_model(config, groups=Groups(tp=ranks.world), device=device)
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def as_tuple(paths: str | Sequence[str]) -> tuple[str, ...]:
     return (paths,) if isinstance(paths, str) else tuple(paths)
 
 
-def check_fits(description: ModelDescription, world_size: int) -> None:
+def check_fits(description: ModelConfig, world_size: int) -> None:
     """Raise ConfigError unless a model can be split over ``world_size`` ranks."""
     heads = description.num_attention_heads
     if world_size > heads:

@@ -13,7 +13,8 @@ from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.files import MAX_CONFIG_BYTES, open_regular, read_regular
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import PaddedTokenizer
-from shardwise.models.description import ModelChunks, ModelDescription
+from shardwise.models.config import ModelConfig
+from shardwise.models.description import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.build import config_fields
 from shardwise.run.settings import FinetuneSettings, LoraSettings, RunSettings
@@ -104,7 +105,7 @@ class PretrainedModel:
             "base_quantization": lora.base_quantization,
         }
 
-    def describe(self, data: TaskData) -> ModelDescription:
+    def describe(self, data: TaskData) -> ModelConfig:
         """Describe the folder's model with the dropout of the settings."""
         return with_dropout(self.folder.description, self.settings.model.dropout)
 
@@ -140,7 +141,7 @@ def check_continues_texts(config: PretrainedConfig, path: Path) -> None:
         raise ConfigError(f"{path} is a {config.architecture.model_type} model, which does not continue texts")
 
 
-def resolved(settings: S, model: ModelDescription, path: Path) -> S:
+def resolved(settings: S, model: ModelConfig, path: Path) -> S:
     """Return the settings of a run that starts from the model in a folder, with the sequence length filled in."""
     settings.check_effect(model.num_layers)
     longest = model.max_sequence_length
@@ -151,7 +152,7 @@ def resolved(settings: S, model: ModelDescription, path: Path) -> S:
     return dataclasses.replace(settings, model=dataclasses.replace(settings.model, sequence_length=length))
 
 
-def with_dropout(model: ModelDescription, dropout: float | None) -> ModelDescription:
+def with_dropout(model: ModelConfig, dropout: float | None) -> ModelConfig:
     """Return the model with another dropout, unless it is None."""
     return model if dropout is None else dataclasses.replace(model, hidden_dropout=dropout, attention_dropout=dropout)
 

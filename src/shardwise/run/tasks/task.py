@@ -18,7 +18,8 @@ import torch
 from shardwise.core.communication.overlap import Pass, Way
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader
-from shardwise.models.description import ModelChunks, ModelDescription
+from shardwise.models.config import ModelConfig
+from shardwise.models.description import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import FinetuneSettings, RunSettings
@@ -43,7 +44,7 @@ class Source(Protocol):
     identity: Mapping[str, Any]
     trains_weights: bool
 
-    def describe(self, data: TaskData) -> ModelDescription:
+    def describe(self, data: TaskData) -> ModelConfig:
         """Describe the model to train on ``data``."""
 
     def build(

@@ -10,7 +10,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups
 from shardwise.data import Corpus, HeldOut, TokenRows, TokenStream, WindowRows, read_corpus, stdlib_corpus
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.models.description import ModelChunks, ModelDescription
+from shardwise.models.config import ModelConfig
+from shardwise.models.description import ModelChunks
 from shardwise.models.gpt import GPT
 from shardwise.run.build import build_model, describe
 from shardwise.run.settings import CorpusSettings, RunSettings, Settings
@@ -29,7 +30,7 @@ class NewModel:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings.model
 
-    def describe(self, data: TaskData) -> ModelDescription:
+    def describe(self, data: TaskData) -> ModelConfig:
         """Describe the model of the settings."""
         return describe(self._settings, data.tokenizer.vocab_size)
 

@@ -5,7 +5,6 @@ at most one whole parameter.
 """
 
 from shardwise.models.description import (
-    ModelDescription as ModelDescription,
     build_model as build_model,
     describe_model as describe_model,
     model_config as model_config,

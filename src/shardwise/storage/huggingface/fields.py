@@ -6,31 +6,31 @@ Files up to 2025 have ``rope_theta`` and ``rope_scaling``; files of transformers
 import itertools
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+
+import torch.nn.functional as F
+from torch import Tensor
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.files import shown
-from shardwise.models.description import ModelDescription
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.mlp import gelu_tanh, quick_gelu, squared_relu
 from shardwise.models.transformer.rotary import RotaryScaling
 
 _T = TypeVar("_T", int, float, bool, str)
 
-ACTIVATION_NAMES = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "relu2": "squared_relu",
-    "silu": "silu",
-    "swish": "silu",
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_python": F.gelu,
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate"), gelu_tanh),
+    "quick_gelu": quick_gelu,
+    "relu": F.relu,
+    "relu2": squared_relu,
+    "silu": F.silu,
+    "swish": F.silu,
 }
-"""Our name for each of Hugging Face's names of activations."""
+"""The function of each of Hugging Face's names of activations."""
 
 
 class Fields:
@@ -111,7 +111,7 @@ def read_rope(
     share_name: str = "partial_rotary_factor",
     old_kinds: Mapping[str, str] = _OLD_KINDS,
 ) -> dict[str, Any]:
-    """Return the fields of a ``ModelDescription`` about rotary positions.
+    """Return the fields of a ``ModelConfig`` about rotary positions.
 
     ``longest`` is the maximum sequence length; ``theta`` and ``share`` are the defaults of the base and of the rotated
     fraction of a head (None: whole heads), with the names that they have outside of ``rope_parameters`` and
@@ -179,7 +179,7 @@ def _numbers(rope: Fields, name: str) -> tuple[float, ...]:
     return tuple(map(float, found))
 
 
-def rope_json(description: ModelDescription) -> dict[str, Any]:
+def rope_json(description: ModelConfig) -> dict[str, Any]:
     """Return the fields of ``config.json`` in both the old and the new form, because readers may know only one."""
     old: dict[str, Any] | None = None
     scaling = description.rope_scaling

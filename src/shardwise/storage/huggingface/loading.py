@@ -81,7 +81,7 @@ def load_pretrained(
 
     def built(on: torch.device) -> list[Model]:
         sizes: dict[str, Any] = {"groups": groups, "device": on, "max_sequence_length": max_sequence_length}
-        return [build_model(source.description, config, **sizes, vp_stage=chunk) for chunk in chunks_of(config)]
+        return [build_model(config, **sizes, vp_stage=chunk) for chunk in chunks_of(config)]
 
     # Report a size that contradicts the tensors before allocating memory for it.
     agree(lambda: _check_sizes(source), group=ranks)
@@ -126,7 +126,7 @@ def _check_sizes(source: PretrainedFolder) -> None:
         )
     longest = max((size for tensor in stored for size in tensor.shape), default=0)
     experts = description.experts
-    widths = {"heads": description.kv_channels, "hidden states": description.hidden_size}
+    widths = {"heads": description.heads.width, "hidden states": description.hidden_size}
     if experts is not None:
         widths |= {"experts": experts.ffn_hidden_size, "shared expert": experts.shared_ffn_hidden_size or 0}
     for what, width in widths.items():

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.tensor_files import some_tensors
-from shardwise.models.description import ModelDescription
+from shardwise.models.config import ModelConfig
 from shardwise.storage.huggingface.architectures import ARCHITECTURES, Architecture
 from shardwise.storage.huggingface.architectures.mixtures import WithExperts
 from shardwise.storage.huggingface.fields import Fields
@@ -40,7 +40,7 @@ class PretrainedConfig:
     """Content of a ``config.json``; ``dtype`` is None if the file does not state it, ``values`` are all fields."""
 
     architecture: Architecture
-    description: ModelDescription
+    description: ModelConfig
     dtype: torch.dtype | None
     values: Mapping[str, Any]
 
@@ -105,7 +105,7 @@ def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> 
 
 
 def config_to_json(
-    description: ModelDescription,
+    description: ModelConfig,
     *,
     architecture: str | None = None,
     dtype: torch.dtype | None = None,
@@ -144,7 +144,7 @@ def config_to_json(
 
 
 def _written_as(
-    architecture: Architecture, description: ModelDescription, dtype: torch.dtype | None, base: Mapping[str, Any] | None
+    architecture: Architecture, description: ModelConfig, dtype: torch.dtype | None, base: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     values = {"architectures": [architecture.class_of(description)], "model_type": architecture.model_type}
     if dtype is not None:

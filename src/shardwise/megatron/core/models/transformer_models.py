@@ -32,9 +32,9 @@ from shardwise.megatron.core.transformer.transformer_layer import layer_spec_of
 from shardwise.megatron.errors import AssertedShardingError, asserting
 from shardwise.megatron.surface import given, offer
 from shardwise.models.bert import Bert, BertLMHead as BertLMHead, Pooler as Pooler
+from shardwise.models.config import PositionEmbedding
 from shardwise.models.generation.cache import with_block
 from shardwise.models.gpt import GPT
-from shardwise.models.token_embedding import PositionEmbedding
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.core_attention import KeyValueCache
 from shardwise.models.transformer.inference_block import InferenceBlock

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.absent import absent_names, check_inert, inert_settings_of, say_once
-from shardwise.models.config import LayerConfig, ModelConfig
+from shardwise.models.config import LayerConfig, ModelConfig, ModelFields
 from shardwise.models.experts import Experts
 from shardwise.models.recomputation import Recomputation, RecomputedModule
 
@@ -188,6 +188,9 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
     moe_router_force_load_balancing: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        for spec in fields(ModelFields):
+            if (value := getattr(self, spec.name)) != spec.default:
+                raise ConfigError(f"{spec.name} is {value!r}, which no TransformerConfig has; give it to the model")
         self._recomputation()
         self.cp_comm_type = self._context_way()
         if self.window_size is not None and self.window_attn_skip_freq is not None:

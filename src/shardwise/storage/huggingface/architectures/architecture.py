@@ -1,13 +1,24 @@
 """A Hugging Face architecture: its fields and tensors, and the corresponding ones here."""
 
-from collections.abc import Mapping, Set
+import math
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch import Tensor
+
 from shardwise.core.errors import ConfigError
-from shardwise.models.description import ModelDescription
-from shardwise.storage.huggingface.fields import ACTIVATION_NAMES, Fields
+from shardwise.models.config import ModelConfig
+from shardwise.storage.huggingface.fields import ACTIVATIONS, Fields
 from shardwise.storage.huggingface.mapping import Table
+
+# A larger size is a mistake. It raises an error before it takes time or memory.
+_LARGEST = {
+    **dict.fromkeys(("num_layers", "num_attention_heads", "num_query_groups"), 1 << 16),
+    **dict.fromkeys(("hidden_size", "kv_channels", "ffn_hidden_size", "vocab_size", "max_sequence_length"), 1 << 30),
+}
+# Values that most architectures have, and a new config has not.
+_USUAL = {"attention_bias": False, "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 ExpertNames = Literal["separate", "fused"]
 """A tensor for each expert, as on the hub, or one for all experts of a layer, as in modules of transformers 5."""
@@ -35,16 +46,16 @@ class Setting:
 class ActivationSetting(Setting):
     """Field with the name of the activation."""
 
-    def read(self, fields: Fields) -> str:
+    def read(self, fields: Fields) -> Callable[[Tensor], Tensor]:
         name: str = super().read(fields)
-        if name not in ACTIVATION_NAMES:
-            raise fields.error(self.name, name, f"one of {', '.join(ACTIVATION_NAMES)}")
-        return ACTIVATION_NAMES[name]
+        if name not in ACTIVATIONS:
+            raise fields.error(self.name, name, f"one of {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[name]
 
-    def write(self, value: str) -> str:
+    def write(self, value: Callable[[Tensor], Tensor]) -> str:
         # Prefer the architecture's default to other names of the same activation.
-        for theirs in (str(self.default), *ACTIVATION_NAMES):
-            if ACTIVATION_NAMES[theirs] == value:
+        for theirs in (str(self.default), *ACTIVATIONS):
+            if ACTIVATIONS[theirs] == value:
                 return theirs
         raise ConfigError(f"activation {value!r} has no name in Hugging Face")
 
@@ -88,7 +99,7 @@ class Architecture:
     parameters: Mapping[str, str] = field(default_factory=dict)
     module_targets: Mapping[str, str] = field(default_factory=dict)
 
-    def read(self, fields: Fields) -> ModelDescription:
+    def read(self, fields: Fields) -> ModelConfig:
         """Read the description of a model from a ``config.json``.
 
         Raises:
@@ -97,7 +108,14 @@ class Architecture:
         for name, value in self.required.items():
             fields.require(name, value)
         values = {name: setting.read(fields) for name, setting in self.settings.items()}
-        description = ModelDescription(**{**self.fixed, **values, **self.read_others(fields, values)})
+        values = {**_USUAL, **self.fixed, **values, **self.read_others(fields, values)}
+        for name, largest in _LARGEST.items():
+            if not 1 <= values[name] <= largest:
+                raise ConfigError(f"{name} is {values[name]}; it must be from 1 to {largest}")
+        for name in ("layernorm_epsilon", "rotary_base"):
+            if not 0 < values.get(name, 1.0) < math.inf:
+                raise ConfigError(f"{name} is {values[name]}; it must be positive")
+        description = ModelConfig(**values)
         width = description.kv_channels or description.hidden_size // description.num_attention_heads
         rotated = int(width * description.rotary_percent)
         if description.position_embedding_type == "rope" and description.latent is None and rotated % 2:
@@ -107,7 +125,7 @@ class Architecture:
             )
         return description
 
-    def write(self, model: ModelDescription) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of a ``config.json`` for ``model``; raise ConfigError if a value has no field."""
         values = {setting.name: setting.write(getattr(model, name)) for name, setting in self.settings.items()}
         return values | self.write_others(model)
@@ -134,14 +152,14 @@ class Architecture:
             raise fields.error(name, heads, f"a divisor of {width}, {hidden}")
         return {"num_query_groups": heads, "kv_channels": hidden // heads}
 
-    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+    def write_others(self, model: ModelConfig) -> dict[str, Any]:
         """Return fields of ``config.json`` that are not in ``settings``; none here."""
         return {}
 
-    def class_of(self, model: ModelDescription) -> str:
+    def class_of(self, model: ModelConfig) -> str:
         """Return the name to write to ``architectures``."""
         return self.classes[0]
 
-    def adapt(self, model: ModelDescription, stored: Set[str]) -> ModelDescription:
+    def adapt(self, model: ModelConfig, stored: Set[str]) -> ModelConfig:
         """Return the description, corrected by the names of the stored tensors."""
         return model

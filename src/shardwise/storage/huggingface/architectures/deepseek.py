@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.core.errors import ConfigError
-from shardwise.models.description import ModelDescription
+from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
 from shardwise.models.transformer.heads import LatentAttention
 from shardwise.storage.huggingface.architectures.architecture import Setting
@@ -76,11 +76,11 @@ class _Latent(Decoder):
             "softmax_scale": None if factor == 1.0 else latent.head_width**-0.5 * factor,
             # Null is false.
             "rotary_interleaved": bool(pairs),
-            "qkv_bias": values["attention_bias"],
+            "add_qkv_bias": values["attention_bias"],
             **positions,
         }
 
-    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+    def write_others(self, model: ModelConfig) -> dict[str, Any]:
         """Write latents and rotary positions."""
         latent = model.latent
         if latent is None:
@@ -113,7 +113,7 @@ class _DeepseekV2(AfterDenseLayers):
             groups = {"num_groups": fields.get(int, "n_group"), "groups_per_token": fields.get(int, "topk_group")}
         return {"normalizes_weights": False, **groups}
 
-    def write_experts(self, experts: Experts, model: ModelDescription) -> dict[str, Any]:
+    def write_experts(self, experts: Experts, model: ModelConfig) -> dict[str, Any]:
         method = "greedy" if experts.num_groups == 1 else "group_limited_greedy"
         return {**super().write_experts(experts, model), "topk_method": method}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.files import shown
-from shardwise.models.description import ModelDescription
+from shardwise.models.config import ModelConfig
 from shardwise.storage.huggingface.architectures.architecture import ActivationSetting, Setting
 from shardwise.storage.huggingface.architectures.llama import (
     LLAMA,
@@ -47,8 +47,8 @@ class _Gemma(Decoder):
             **super().read_others(fields, values),
         }
 
-    def write_others(self, model: ModelDescription) -> dict[str, Any]:
-        scalar = model.kv_channels if model.softmax_scale is None else model.softmax_scale**-2
+    def write_others(self, model: ModelConfig) -> dict[str, Any]:
+        scalar = model.heads.width if model.softmax_scale is None else model.softmax_scale**-2
         if not math.isclose(scalar, round(scalar), rel_tol=1e-9):
             raise ConfigError(
                 f"{self.model_type} has no softmax_scale of {model.softmax_scale}; n ** -0.5 for an integer"
@@ -109,7 +109,7 @@ class _Gemma3(_Gemma):
             "window_rotary_base": others.get(float, "rope_theta", default=base),
         }
 
-    def write_positions(self, model: ModelDescription) -> dict[str, Any]:
+    def write_positions(self, model: ModelConfig) -> dict[str, Any]:
         written = rope_json(model)
         # If all layers have the same base, the file has it twice.
         local = model.rotary_base if model.window_rotary_base is None else model.window_rotary_base
@@ -134,7 +134,7 @@ _SETTINGS = {
         max_sequence_length=8192,
         share_embeddings_and_output_weights=True,
     ),
-    "activation": ActivationSetting("hidden_activation", "gelu_pytorch_tanh"),
+    "activation_func": ActivationSetting("hidden_activation", "gelu_pytorch_tanh"),
     "attention_bias": Setting("attention_bias", False),
 }
 _FIXED = {**LLAMA.fixed, "norm_position": "sandwich", "layernorm_zero_centered_gamma": True}

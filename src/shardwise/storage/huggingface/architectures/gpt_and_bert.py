@@ -10,7 +10,8 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from shardwise.core.errors import ConfigError
-from shardwise.models.description import ModelDescription
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.mlp import gelu_tanh
 from shardwise.storage.huggingface.architectures.architecture import (
     ActivationSetting,
     Architecture,
@@ -21,7 +22,7 @@ from shardwise.storage.huggingface.mapping import Table, joint_qkv, separate_qkv
 
 _LAYER = "decoder.layers.{layer}."
 _STORED = "transformer.h.{layer}."
-_BIASES = {"attention_bias": True, "qkv_bias": True, "mlp_bias": True}
+_BIASES = {"attention_bias": True, "add_qkv_bias": True, "add_bias_linear": True}
 
 
 def _fused_layer(stored: str, attention: str) -> Table:
@@ -60,7 +61,7 @@ class _GPT2(Architecture):
             "softmax_scale": None if fields.get(bool, "scale_attn_weights", default=True) else 1.0,
         }
 
-    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+    def write_others(self, model: ModelConfig) -> dict[str, Any]:
         if model.softmax_scale not in (None, 1.0):
             raise ConfigError(f"GPT-2 has no softmax_scale of {model.softmax_scale}; 1.0 or None")
         return {
@@ -79,7 +80,7 @@ GPT2 = _GPT2(
         "hidden_size": Setting("n_embd", 768, "hidden_size"),
         "num_layers": Setting("n_layer", 12, "num_hidden_layers"),
         "num_attention_heads": Setting("n_head", 12, "num_attention_heads"),
-        "activation": ActivationSetting("activation_function", "gelu_new"),
+        "activation_func": ActivationSetting("activation_function", "gelu_new"),
         "hidden_dropout": Setting("resid_pdrop", 0.1),
         "attention_dropout": Setting("attn_pdrop", 0.1),
         "layernorm_epsilon": Setting("layer_norm_epsilon", 1e-5),
@@ -126,7 +127,7 @@ class _OPT(Architecture):
             "final_layernorm": is_before,
         }
 
-    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+    def write_others(self, model: ModelConfig) -> dict[str, Any]:
         return {"do_layer_norm_before": model.norm_position == "pre", "word_embed_proj_dim": model.hidden_size}
 
 
@@ -140,7 +141,7 @@ OPT = _OPT(
         "ffn_hidden_size": Setting("ffn_dim", 3072),
         "num_layers": Setting("num_hidden_layers", 12),
         "num_attention_heads": Setting("num_attention_heads", 12),
-        "activation": ActivationSetting("activation_function", "relu"),
+        "activation_func": ActivationSetting("activation_function", "relu"),
         "hidden_dropout": Setting("dropout", 0.1),
         "attention_dropout": Setting("attention_dropout", 0.0),
         "init_method_std": Setting("init_std", 0.02),
@@ -185,7 +186,7 @@ BLOOM = _Bloom(
         "init_method_std": Setting("initializer_range", 0.02),
         "share_embeddings_and_output_weights": Setting("tie_word_embeddings", True),
     },
-    fixed={**_BIASES, "activation": "gelu_tanh", "embedding_layernorm": True, "position_embedding_type": "alibi"},
+    fixed={**_BIASES, "activation_func": gelu_tanh, "embedding_layernorm": True, "position_embedding_type": "alibi"},
     prefix="transformer.",
     table=_BLOOM_TABLE,
     tied={"lm_head.weight": "transformer.word_embeddings.weight"},
@@ -204,9 +205,9 @@ class _GPTNeoX(Architecture):
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         longest = values["max_sequence_length"]
         rope = read_rope(fields, longest, theta_name="rotary_emb_base", share=0.25, share_name="rotary_pct")
-        return super().read_others(fields, values) | {"qkv_bias": values["attention_bias"]} | rope
+        return super().read_others(fields, values) | {"add_qkv_bias": values["attention_bias"]} | rope
 
-    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+    def write_others(self, model: ModelConfig) -> dict[str, Any]:
         return rope_json(model) | {"rotary_emb_base": model.rotary_base, "rotary_pct": model.rotary_percent}
 
 
@@ -220,7 +221,7 @@ GPT_NEOX = _GPTNeoX(
         "ffn_hidden_size": Setting("intermediate_size", 24576),
         "num_layers": Setting("num_hidden_layers", 44),
         "num_attention_heads": Setting("num_attention_heads", 64),
-        "activation": ActivationSetting("hidden_act", "gelu"),
+        "activation_func": ActivationSetting("hidden_act", "gelu"),
         "attention_bias": Setting("attention_bias", True),
         "parallel_residual": Setting("use_parallel_residual", True),
         "hidden_dropout": Setting("hidden_dropout", 0.0),
@@ -229,7 +230,7 @@ GPT_NEOX = _GPTNeoX(
         "init_method_std": Setting("initializer_range", 0.02),
         "share_embeddings_and_output_weights": Setting("tie_word_embeddings", False),
     },
-    fixed={"mlp_bias": True},
+    fixed={"add_bias_linear": True},
     prefix="gpt_neox.",
     table=_NEOX_TABLE,
     tied={"embed_out.weight": "gpt_neox.embed_in.weight"},
@@ -269,15 +270,15 @@ class _Bert(Architecture):
         is_pretraining = fields.values.get("architectures") == ["BertForPreTraining"]
         return super().read_others(fields, values) | {"add_binary_head": is_pretraining}
 
-    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+    def write_others(self, model: ModelConfig) -> dict[str, Any]:
         if model.num_tokentypes < 1:
             raise ConfigError(f"BERT in Hugging Face has at least 1 token type; this model has {model.num_tokentypes}")
         return {}
 
-    def class_of(self, model: ModelDescription) -> str:
+    def class_of(self, model: ModelConfig) -> str:
         return self.classes[0] if model.add_binary_head else self.classes[1]
 
-    def adapt(self, model: ModelDescription, stored: Set[str]) -> ModelDescription:
+    def adapt(self, model: ModelConfig, stored: Set[str]) -> ModelConfig:
         # A file may have more heads than ``architectures`` states, as in ``bert-base-uncased``.
         has_head = model.add_binary_head or "cls.seq_relationship.weight" in stored
         return dataclasses.replace(model, add_binary_head=has_head)
@@ -292,7 +293,7 @@ BERT = _Bert(
         "num_layers": Setting("num_hidden_layers", 12),
         "num_attention_heads": Setting("num_attention_heads", 12),
         "ffn_hidden_size": Setting("intermediate_size", 3072),
-        "activation": ActivationSetting("hidden_act", "gelu"),
+        "activation_func": ActivationSetting("hidden_act", "gelu"),
         "hidden_dropout": Setting("hidden_dropout_prob", 0.1),
         "attention_dropout": Setting("attention_probs_dropout_prob", 0.1),
         "max_sequence_length": Setting("max_position_embeddings", 512),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.models.description import ModelDescription
+from shardwise.models.config import ModelConfig
 from shardwise.models.experts import ClampedGate, Experts
 from shardwise.storage.huggingface.architectures.architecture import Setting
 from shardwise.storage.huggingface.architectures.llama import (
@@ -65,7 +65,7 @@ class _GptOss(WithExperts):
             ),
         )
 
-    def write_experts(self, experts: Experts, model: ModelDescription) -> dict[str, Any]:
+    def write_experts(self, experts: Experts, model: ModelConfig) -> dict[str, Any]:
         gate = experts.gate or ClampedGate()
         return {**super().write_experts(experts, model), "swiglu_limit": gate.limit, "swiglu_alpha": gate.alpha}
 

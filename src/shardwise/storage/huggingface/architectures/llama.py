@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from shardwise.models.description import ModelDescription
+from shardwise.models.config import ModelConfig
 from shardwise.storage.huggingface.architectures.architecture import (
     ActivationSetting,
     Architecture,
@@ -58,7 +58,7 @@ _SETTINGS = {
     "ffn_hidden_size": Setting("intermediate_size", 11008),
     "num_layers": Setting("num_hidden_layers", 32),
     "num_attention_heads": Setting("num_attention_heads", 32),
-    "activation": ActivationSetting("hidden_act", "silu"),
+    "activation_func": ActivationSetting("hidden_act", "silu"),
     "max_sequence_length": Setting("max_position_embeddings", 2048),
     "layernorm_epsilon": Setting("rms_norm_eps", 1e-6),
     "attention_dropout": Setting("attention_dropout", 0.0),
@@ -110,11 +110,11 @@ class Decoder(Architecture):
             # ``ModelConfig`` counts the visible positions before and after a token.
             "window_size": None if window is None else (window - 1, 0),
             "windowed_layers": layers,
-            **({"qkv_bias": values["attention_bias"]} if "attention_bias" in values else {}),
+            **({"add_qkv_bias": values["attention_bias"]} if "attention_bias" in values else {}),
             **self.read_positions(fields, values["max_sequence_length"]),
         }
 
-    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+    def write_others(self, model: ModelConfig) -> dict[str, Any]:
         """Write heads, sliding window and rotary positions."""
         window = None if model.window_size is None else model.window_size[0] + 1
         return {
@@ -136,7 +136,7 @@ class Decoder(Architecture):
         """Return the description's fields of rotary positions."""
         return read_rope(fields, longest)
 
-    def write_positions(self, model: ModelDescription) -> dict[str, Any]:
+    def write_positions(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of ``config.json`` about rotary positions."""
         return rope_json(model)
 
@@ -178,7 +178,7 @@ LLAMA = Decoder(
     settings={
         **decoder_settings(),
         "attention_bias": Setting("attention_bias", False),
-        "mlp_bias": Setting("mlp_bias", False),
+        "add_bias_linear": Setting("mlp_bias", False),
     },
 )
 
@@ -195,8 +195,8 @@ class _Granite(Decoder):
         scale = fields.get(float, "attention_multiplier", default=1.0)
         return {"softmax_scale": scale, **super().read_others(fields, values)}
 
-    def write_others(self, model: ModelDescription) -> dict[str, Any]:
-        scale = model.kv_channels**-0.5 if model.softmax_scale is None else model.softmax_scale
+    def write_others(self, model: ModelConfig) -> dict[str, Any]:
+        scale = model.heads.width**-0.5 if model.softmax_scale is None else model.softmax_scale
         return {"attention_multiplier": scale, **super().write_others(model)}
 
 
@@ -232,7 +232,7 @@ class _Phi3(Mistral):
             raise fields.error("embd_pdrop", dropout, f"resid_pdrop, {values['hidden_dropout']}")
         return super().read_others(fields, values)
 
-    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+    def write_others(self, model: ModelConfig) -> dict[str, Any]:
         # The default padding id is outside smaller vocabularies.
         return {"embd_pdrop": model.hidden_dropout, "pad_token_id": None, **super().write_others(model)}
 
@@ -245,7 +245,7 @@ class _Phi3(Mistral):
             raise fields.error("rope_type of rope_scaling or rope_parameters", scaling.kind, "default or longrope")
         return positions
 
-    def write_positions(self, model: ModelDescription) -> dict[str, Any]:
+    def write_positions(self, model: ModelConfig) -> dict[str, Any]:
         written = rope_json(model)
         context = None if model.rope_scaling is None else model.rope_scaling.original_max_position_embeddings
         # Readers take the context from this field, not from ``rope_scaling``.
@@ -292,7 +292,7 @@ QWEN2 = _Qwen(
     model_type="qwen2",
     classes=("Qwen2ForCausalLM", "Qwen2Model"),
     settings=_QWEN_SETTINGS,
-    fixed={**LLAMA.fixed, "qkv_bias": True},
+    fixed={**LLAMA.fixed, "add_qkv_bias": True},
     num_key_value_heads=32,
 )
 
@@ -312,7 +312,7 @@ class _SmolLM3(Decoder):
         rotated = _rotated(fields, values["num_layers"])
         return {"rotary_layers": None if all(rotated) else rotated, **super().read_others(fields, values)}
 
-    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+    def write_others(self, model: ModelConfig) -> dict[str, Any]:
         rotated = model.rotary_layers or (True,) * model.num_layers
         return {
             "no_rope_layers": [int(each) for each in rotated],

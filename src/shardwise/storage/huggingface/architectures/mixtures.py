@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.core.errors import ConfigError
-from shardwise.models.description import ModelDescription
+from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
 from shardwise.storage.huggingface.architectures.architecture import Architecture, Setting
 from shardwise.storage.huggingface.architectures.llama import (
@@ -142,7 +142,7 @@ class WithExperts(Architecture):
             shared_gate=shared is not None,
         )
 
-    def write_others(self, model: ModelDescription) -> dict[str, Any]:
+    def write_others(self, model: ModelConfig) -> dict[str, Any]:
         """Write the experts, and the fields of the decoder."""
         experts = model.experts
         if experts is None:
@@ -155,7 +155,7 @@ class WithExperts(Architecture):
         loss = {"output_router_logits": True, "router_aux_loss_coef": experts.aux_loss} if experts.pools_layers else {}
         return {**self.decoder.write_others(model), **self.write_experts(experts, model), **loss}
 
-    def write_experts(self, experts: Experts, model: ModelDescription) -> dict[str, Any]:
+    def write_experts(self, experts: Experts, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of the experts."""
         layers = experts.layers or (True,) * model.num_layers
         written: dict[str, Any] = {
@@ -200,7 +200,7 @@ class _Glm(Decoder):
         # Null means the whole head.
         return read_rope(fields, longest, share=1.0 if "partial_rotary_factor" in fields.values else 0.5)
 
-    def write_positions(self, model: ModelDescription) -> dict[str, Any]:
+    def write_positions(self, model: ModelConfig) -> dict[str, Any]:
         return {**rope_json(model), "partial_rotary_factor": model.rotary_percent}
 
 
@@ -236,7 +236,7 @@ class AfterDenseLayers(WithExperts):
             "groups_per_token": fields.get(int, "topk_group", default=self.groups[1]),
         }
 
-    def write_experts(self, experts: Experts, model: ModelDescription) -> dict[str, Any]:
+    def write_experts(self, experts: Experts, model: ModelConfig) -> dict[str, Any]:
         layers = experts.layers or (True,) * model.num_layers
         return {
             **super().write_experts(experts, model),
@@ -300,7 +300,7 @@ QWEN2_MOE = WithExperts(
         ffn_hidden_size=5632,
         max_sequence_length=32768,
     )
-    | {"qkv_bias": Setting("qkv_bias", True)},
+    | {"add_qkv_bias": Setting("qkv_bias", True)},
     table={**TABLE, **EXPERTS, **_SHARED},
     decoder=replace(QWEN2, num_key_value_heads=16),
     names=("num_experts",),
@@ -363,7 +363,7 @@ _GLM_SETTINGS = {
         max_sequence_length=131072,
         layernorm_epsilon=1e-5,
     ),
-    "qkv_bias": Setting("attention_bias", False),
+    "add_qkv_bias": Setting("attention_bias", False),
     "qk_layernorm": Setting("use_qk_norm", False),
 }
 _GLM = _Glm(model_type="glm4_moe", classes=(), settings=_GLM_SETTINGS, num_key_value_heads=8)
@@ -389,7 +389,7 @@ GRANITEMOE = _GraniteMoe(
     **tied_of(GRANITE),
     model_type="granitemoe",
     classes=("GraniteMoeForCausalLM", "GraniteMoeModel"),
-    settings={name: setting for name, setting in GRANITE.settings.items() if name != "mlp_bias"},
+    settings={name: setting for name, setting in GRANITE.settings.items() if name != "add_bias_linear"},
     table={
         **TABLE,
         _MLP + "router.weight": whole(_BLOCK + "router.layer.weight"),
