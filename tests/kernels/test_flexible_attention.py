@@ -6,8 +6,7 @@ from models.model_checks import flexible_attention_defined
 from torch.nn.attention.flex_attention import AuxRequest
 
 from shardwise.kernels import flexible_attention
-from shardwise.models.transformer.attention_functions import functions_of
-from shardwise.models.transformer.distance_bias import Rule
+from shardwise.models.transformer.visibility import Rule, Visibility
 
 B, HEADS, GROUPS, KEYS, WIDTH = 2, 4, 2, 300, 16
 
@@ -37,10 +36,14 @@ CASES = {
 
 
 def functions_of_case(case, query):
-    options = dict.fromkeys(("cap", "forbidden", "document_ids", "slopes", "key_positions", "context")) | case
-    rule = [options.pop(name, usual) for name, usual in (("causal", False), ("before", -1), ("after", -1))]
-    options.pop("queries", None)
-    return functions_of(query, KEYS, Rule(*rule, query.dtype, query.device), **options)
+    forbidden, ids, slopes, positions = (
+        case.get(name) for name in ("forbidden", "document_ids", "slopes", "key_positions")
+    )
+    if forbidden is not None:
+        forbidden = forbidden[(None,) * (4 - forbidden.dim())]
+    rule = Rule(case.get("causal", False), (case.get("before", -1), case.get("after", -1)))
+    sight = Visibility(rule, forbidden, ids, slopes, positions)
+    return sight.functions(query, KEYS, cap=case.get("cap"), context=None)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from shardwise.core.topology import Groups, Topology
 from shardwise.kernels import dispatch, flexible_attention
-from shardwise.models.transformer import core_attention
+from shardwise.models.transformer import attention_kernels
 from shardwise.nn.replicated import replicas_of
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_
@@ -132,7 +132,7 @@ def flexible_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     for name, value in {"device_type": "cpu", "dtypes": (), "min_size": 1, "missing": lambda call: None}.items():
         monkeypatch.setattr(dispatch.FLEXIBLE_ATTENTION, name, value)
-    monkeypatch.setattr(core_attention, "_NARROWEST", 1)
+    monkeypatch.setattr(attention_kernels, "_NARROWEST", 1)
     monkeypatch.setattr(flexible_attention, "flex_attention", defined)
     return found
 

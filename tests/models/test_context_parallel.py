@@ -26,14 +26,15 @@ from shardwise.models import GPT, Experts, ModelConfig, Recomputation
 from shardwise.models.experts.moe import MoELayer
 from shardwise.models.generation import Sampling, generate
 from shardwise.models.transformer import (
+    attention_kernels,
     context_attention,
-    core_attention,
     masks as masks_of_attention,
 )
 from shardwise.models.transformer.context_attention import described_way
 from shardwise.models.transformer.heads import LatentAttention, LocalHeads
 from shardwise.models.transformer.masks import AttentionMask
 from shardwise.models.transformer.rotary import RotaryScaling
+from shardwise.models.transformer.visibility import Rule
 from shardwise.training.optimizer.grad_norm import global_grad_norm
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
@@ -186,7 +187,7 @@ def test_blocks_of_a_run_add_up(group, monkeypatch, kind):
 @pytest.mark.parametrize("kind", ["one key-value head", "window", "latent"])
 def test_documents_and_windows_need_no_mask_on_cuda(group, monkeypatch, kind):
     """With a definition of the kernel, which PyTorch has on CUDA only."""
-    monkeypatch.setattr(core_attention, "takes_packed", lambda query: True)
+    monkeypatch.setattr(attention_kernels, "takes_packed", lambda query: True)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_on_a_cpu)
     check(kind, Topology.create(cp=group.size()), LENGTHS[0])
 
@@ -350,7 +351,7 @@ def test_four_ranks_hold_a_sample_four_times_as_long(group):
 def test_flash_attention_needs_no_mask_of_a_run(group):
     """On CUDA a value that stands for "causal" replaces the mask of a run."""
     mask, query = AttentionMask(context=ContextShard(29, group)), torch.zeros(1, 1, ContextShard(29, group).size, 6)
-    options: dict[str, Any] = {"causal": True, "window": None, "rows": 29}
+    options: dict[str, Any] = {"rule": Rule(True), "rows": 29}
     dense = mask.blocks(query, 29, **options, for_kernels=True)
     with planning_for("cuda"):
         short = mask.blocks(query, 29, **options, for_kernels=True)

@@ -13,7 +13,7 @@ from shardwise.exact.context_terms import whole_losses
 from shardwise.models.bert import Bert
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
-from shardwise.models.transformer import core_attention
+from shardwise.models.transformer import attention_kernels
 from shardwise.nn import named_param_layouts
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.training.optimizer.gradients import finalize_gradients_
@@ -78,7 +78,7 @@ def one_step(kind, topology, *, batch=3, **options):
 @pytest.mark.parametrize(("kind", "options"), [(kind, each) for kind in KINDS for each in [{}, *OPTIONS[kind]]])
 def test_loss_and_gradients(group, kind, options, monkeypatch):
     # Capped scores in several blocks, whose sizes may not depend on how many heads a rank has.
-    monkeypatch.setattr(core_attention, "_SCORES_OF_BLOCK", 1 << 12)
+    monkeypatch.setattr(attention_kernels, "_SCORES_OF_BLOCK", 1 << 12)
     alone, split = Topology.create(tp=1), Topology.create(tp=group.size())
     options = {"exact_parts": 8, "fuse_output_layer_and_loss": True, **options}
     expected = one_step(kind, alone, **options)
@@ -98,7 +98,7 @@ def test_loss_and_gradients(group, kind, options, monkeypatch):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(("kind", "options"), [(kind, each) for kind in KINDS for each in [{}, *OPTIONS[kind]]])
 def test_context_parallelism(group, kind, options, monkeypatch):
-    monkeypatch.setattr(core_attention, "_SCORES_OF_BLOCK", 1 << 12)
+    monkeypatch.setattr(attention_kernels, "_SCORES_OF_BLOCK", 1 << 12)
     # 32 tokens on each of 4 ranks.
     options = {"exact_parts": 8, "batch": 8, **options}
     alone = Topology.create(tp=1)

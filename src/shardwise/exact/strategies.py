@@ -24,9 +24,9 @@ from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sharding import Interval, ParamLayout, Replicas, balanced_sizes, intervals_of_sizes, local_parts
 from shardwise.exact.context_terms import gathered, with_whole_gradients
 from shardwise.exact.products import ExactProducts
-from shardwise.kernels import compiled, dispatch
+from shardwise.kernels import compiled, dispatch, elementwise
 from shardwise.kernels.elementwise import blockwise, softmax_of_rows
-from shardwise.nn.arithmetic import Activation, Arithmetic, Norm, arithmetic_of
+from shardwise.nn.arithmetic import Activation, Arithmetic, K, Norm, arithmetic_of
 from shardwise.nn.norm import HeadsRMSNorm, NormFunction
 
 # For fewer than 12 rows, the way in which MKL multiplies depends on the number of threads.
@@ -277,11 +277,6 @@ _SMALL = 16**3
 class ExactActivation(Activation):
     """``Activation`` in blocks of a fixed size, so that the bits of an element do not depend on its position."""
 
-    at_any_size = True
-    rotates_while_splitting = False
-    reads_a_cache = False
-    adds_parts = False
-
     def __call__(self, function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
         return blockwise(function, input_)
 
@@ -296,6 +291,22 @@ class ExactActivation(Activation):
         products = [one @ other for one, other in zip(left.flatten(0, 1), right.flatten(0, 1), strict=True)]
         result: Tensor = torch.stack(products).unflatten(0, left.shape[:2])
         return result
+
+    def swiglu(self, inner: Tensor) -> Tensor:
+        return elementwise.swiglu(inner, at_any_size=True)
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+        return elementwise.rotate(heads, cos, sin, interleaved=interleaved, at_any_size=True)
+
+    def split_and_rotate(
+        self, mixed: Tensor, cos: Tensor, sin: Tensor, *, queries_per_group: int, head_dim: int, interleaved: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = elementwise.split(mixed, queries_per_group=queries_per_group, head_dim=head_dim)
+        query, key = (self.rotate(each, cos, sin, interleaved=interleaved) for each in (query, key))
+        return query, key, value
+
+    def kernels(self, table: Sequence[K]) -> tuple[K, ...]:
+        return tuple(kernel for kernel in table if not kernel.adds_parts)
 
     def counted_heads(self, local: int, whole: int) -> int:
         """Count all heads: gradients of keys and values are sums over blocks, which must not depend on the ranks."""

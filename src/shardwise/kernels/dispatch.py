@@ -103,7 +103,13 @@ class FastPath:
         return Choice(f"{self.name} on {call.device_type}", why_not is None, why_not or self.where)
 
     def runs(self, *tensors: Tensor, size: int | None = None, fits: Callable[[], bool] = lambda: True) -> bool:
-        """True if this path computes with ``tensors``.
+        """True if this path computes with ``tensors``; for the arguments see ``why_not_with``."""
+        return self.why_not_with(*tensors, size=size, fits=fits) is None
+
+    def why_not_with(
+        self, *tensors: Tensor, size: int | None = None, fits: Callable[[], bool] = lambda: True
+    ) -> str | None:
+        """Return why this path does not compute with ``tensors``; None if it does.
 
         Args:
             tensors: tensors on one device. The path requires a single dtype, and plain tensors: a subclass (fake,
@@ -114,23 +120,33 @@ class FastPath:
         first = tensors[0]
         size = first.numel() if size is None else size
         # Cheap and decisive conditions come first: a step makes many calls with small tensors.
-        if torch.compiler.is_compiling() or size < self.min_size or device_type_of(first) != self.device_type:
-            return False
+        if torch.compiler.is_compiling():
+            return "torch.compile traces the call"
+        if size < self.min_size:
+            return "there is too little work"
+        if device_type_of(first) != self.device_type:
+            return "its kernel is for another type of device"
         plain = plain_tensors()
         for tensor in tensors:
             if type(tensor) not in plain or tensor.dtype != first.dtype:
-                return False
+                return "it takes plain tensors of one dtype"
         is_autocast = torch.is_autocast_enabled(self.device_type)
         call = Call(self.device_type, first.dtype, size, first.device.index or 0, is_autocast)
-        if planned_device() is not None:
-            # Paths that only move memory would touch the memory that fake tensors lack.
-            return self.rounds and self._refusal(call) is None and fits() and self._is_planned(call)
-        return self._refusal(call) is None and fits() and self._why_missing(call) is None
+        if (why := self._refusal(call)) is not None:
+            return why
+        if not fits():
+            return "it does not take such tensors or options"
+        if planned_device() is None:
+            return self._why_missing(call)
+        # Paths that only move memory would touch the memory that fake tensors lack.
+        return None if self.rounds and self._is_planned(call) else "the plan cannot run it"
 
     def kernels(self, *tensors: Tensor, size: int | None = None, fits: Callable[[], bool] = lambda: True) -> Any:
         """Return the path's module if ``runs`` is True for these arguments; otherwise None."""
-        if not self.runs(*tensors, size=size, fits=fits):
-            return None
+        return self.loaded() if self.runs(*tensors, size=size, fits=fits) else None
+
+    def loaded(self) -> Any:
+        """Return the path's module, for a call for which ``runs`` is True."""
         return _module("planned" if planned_device() == "cuda" else self.module)
 
     def _is_planned(self, call: Call) -> bool:

@@ -5,7 +5,7 @@ Layers get their products, norms and activations from ``arithmetic_of(group)``. 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from typing import Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication import moves
 from shardwise.core.communication.context import context_of
 from shardwise.core.sharding import Interval, ParamLayout, Replicas
+from shardwise.kernels import elementwise
 from shardwise.kernels.products import Products
 from shardwise.nn.norm import HeadsRMSNorm, add_and_norm
 
@@ -65,20 +66,17 @@ class Norm:
         return self.add_bias(multiply(None), bias)
 
 
+class SumsOverKeys(Protocol):
+    """A kernel of attention; ``adds_parts`` means that it may add what parts of the keys contribute, in any order."""
+
+    adds_parts: bool
+
+
+K = TypeVar("K", bound=SumsOverKeys)
+
+
 class Activation:
-    """Applies elementwise functions and softmax, and multiplies the matrices of attention heads.
-
-    Attributes:
-        at_any_size: whether kernels compute the same bits for an element at every size of the tensor.
-        rotates_while_splitting: whether heads may be split and rotated in one pass.
-        reads_a_cache: whether the decoding kernel may compute the attention of a single query.
-        adds_parts: whether attention may add what parts of the keys contribute, in any order.
-    """
-
-    at_any_size = False
-    rotates_while_splitting = True
-    reads_a_cache = True
-    adds_parts = True
+    """Applies elementwise functions and softmax, rotates heads, and multiplies the matrices of attention heads."""
 
     def __call__(self, function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
         """Return ``function(input_)``."""
@@ -91,6 +89,25 @@ class Activation:
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """Return ``left @ right``, ``[b, heads, n, k]`` and ``[b, heads, k, m]``."""
         return left @ right
+
+    def swiglu(self, inner: Tensor) -> Tensor:
+        """See ``kernels.elementwise.swiglu``."""
+        return elementwise.swiglu(inner)
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+        """See ``kernels.elementwise.rotate``."""
+        return elementwise.rotate(heads, cos, sin, interleaved=interleaved)
+
+    def split_and_rotate(
+        self, mixed: Tensor, cos: Tensor, sin: Tensor, *, queries_per_group: int, head_dim: int, interleaved: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``kernels.elementwise.split_and_rotate``."""
+        sizes: dict[str, int] = {"queries_per_group": queries_per_group, "head_dim": head_dim}
+        return elementwise.split_and_rotate(mixed, cos, sin, **sizes, interleaved=interleaved)
+
+    def kernels(self, table: Sequence[K]) -> tuple[K, ...]:
+        """Return the kernels of attention that this arithmetic allows, in order."""
+        return tuple(table)
 
     def counted_heads(self, local: int, whole: int) -> int:
         """Return the number of heads that determines attention's block size, ``local`` (this rank's) or ``whole``."""

@@ -28,19 +28,17 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.random import seed_streams
-from shardwise.core.sequence_view import ContextShard
 from shardwise.models.generation.cache import PreallocatedCache
-from shardwise.models.transformer import attention_blocks, core_attention, masks
+from shardwise.models.transformer import attention_blocks, attention_kernels, masks
 from shardwise.models.transformer.attention_backends import check_attention_backend
 from shardwise.models.transformer.attention_blocks import Part, of_one_width
-from shardwise.models.transformer.core_attention import CoreAttention
 from shardwise.models.transformer.distance_bias import alibi_slopes, local_alibi_slopes
 from shardwise.models.transformer.masks import (
     AttentionMask,
     AttnMaskType,
     document_ids_of,
 )
-from shardwise.nn.arithmetic import Activation
+from shardwise.models.transformer.visibility import Rule
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_
 
@@ -132,14 +130,14 @@ def test_masks_that_do_not_fit():
         AttentionMask(torch.ones(1, 1, 3, 3, dtype=torch.int64))
     query = torch.zeros(2, 1, 3, 4)
     with pytest.raises(ShardingError, match=r"document_ids have shape \[3\]; attention is of 2 sequences, with 3"):
-        AttentionMask(document_ids=torch.zeros(3)).blocks(query, 3, causal=True, window=None)
+        AttentionMask(document_ids=torch.zeros(3)).blocks(query, 3, Rule(True))
     with pytest.raises(ShardingError, match="with 3 queries on 5 keys"):
-        AttentionMask(document_ids=torch.zeros(2, 5)).blocks(query, 5, causal=True, window=None)
+        AttentionMask(document_ids=torch.zeros(2, 5)).blocks(query, 5, Rule(True))
 
 
 def test_no_mask_is_made_where_none_is_needed():
-    def parts(num_keys=5, new=5, **options):
-        (block,) = AttentionMask().blocks(torch.zeros(2, 1, new, 4), num_keys, **{"window": None} | options)
+    def parts(num_keys=5, new=5, *, causal, window=None, **options):
+        (block,) = AttentionMask().blocks(torch.zeros(2, 1, new, 4), num_keys, Rule(causal, window), **options)
         return block.parts
 
     everything = Part(slice(0, 5))
@@ -155,7 +153,7 @@ def test_no_mask_is_made_where_none_is_needed():
 @pytest.mark.parametrize("name", ["window on both sides", "left padding", "bloom", "sinks", "soft cap", "dropout"])
 def test_memory_grows_linearly_with_the_sequence(group, monkeypatch, name):
     monkeypatch.setattr(masks, "_ROWS", 64)
-    monkeypatch.setattr(core_attention, "_SCORES_OF_BLOCK", 1 << 17)
+    monkeypatch.setattr(attention_kernels, "_SCORES_OF_BLOCK", 1 << 17)
     seed_streams(5, 0, rng="per_rank")
     options = {"soft cap": {"attention_logit_softcap": 2.0}, "dropout": {"attention_dropout": 0.1}}
     case = Case(6, 6, options[name]) if name in options else CASES[name]
@@ -175,9 +173,9 @@ def test_blocks_have_the_keys_that_they_need():
     """Of documents of 9, 2, 3, 1 and 10 tokens, short ones share a block; a window bounds the keys from below."""
     ids = torch.tensor([0] * 9 + [1] * 2 + [2] * 3 + [3] + [4] * 10)[None]
 
-    def blocks(**options):
+    def blocks(window):
         made = AttentionMask(document_ids=ids).blocks(
-            torch.zeros(1, 1, 25, 4), 25, causal=True, rows=16, has_parts=True, **options
+            torch.zeros(1, 1, 25, 4), 25, Rule(True, window), rows=16, has_parts=True
         )
         return [
             (each.queries, *((part.keys, part.is_causal, part.bias is None) for part in each.parts)) for each in made
@@ -189,7 +187,7 @@ def test_blocks_have_the_keys_that_they_need():
         (slice(15, 25), (slice(15, 25), True, True)),
     ]
     assert blocks(window=(3, 0))[-1] == (slice(15, 25), (slice(15, 25), False, False))
-    long = AttentionMask().blocks(torch.zeros(1, 1, 25, 4), 25, causal=True, window=(3, 0), rows=10, has_parts=True)
+    long = AttentionMask().blocks(torch.zeros(1, 1, 25, 4), 25, Rule(True, (3, 0)), rows=10, has_parts=True)
     assert [(each.queries, each.parts[0].keys) for each in long] == [
         (slice(0, 10), slice(0, 10)),
         (slice(10, 20), slice(7, 20)),
@@ -292,10 +290,10 @@ def test_a_layer_is_one_graph(group, name):
 def test_a_mask_of_another_shape_is_refused():
     query = torch.zeros(2, 3, 5, 4)
     for shape in ((5, 5), (2, 1, 1, 5), (1, 3, 5, 5), (1,)):
-        AttentionMask(torch.zeros(shape, dtype=torch.bool)).blocks(query, 5, causal=True, window=None)
+        AttentionMask(torch.zeros(shape, dtype=torch.bool)).blocks(query, 5, Rule(True))
     for shape in ((2, 5), (2, 6, 5, 5), (2, 1, 5, 4), (1, 1, 1, 5, 5)):
         with pytest.raises(ShardingError, match=r"must broadcast to .* here \[2, 3, 5, 5\]"):
-            AttentionMask(torch.zeros(shape, dtype=torch.bool)).blocks(query, 5, causal=True, window=None)
+            AttentionMask(torch.zeros(shape, dtype=torch.bool)).blocks(query, 5, Rule(True))
 
 
 def test_flash_attention_gets_a_width_that_it_takes(monkeypatch):
@@ -308,22 +306,3 @@ def test_flash_attention_gets_a_width_that_it_takes(monkeypatch):
     for each, plain in zip(padded, (query, key, value), strict=True):
         assert torch.equal(each[..., : plain.size(-1)], plain)
         assert not each[..., plain.size(-1) :].any()
-
-
-@pytest.mark.ranks(2)
-def test_windows_of_split_positions_without_a_causal_mask_are_not_packed(group, monkeypatch):
-    """Flash attention would align the window of a rank's queries at the last key of the sequence."""
-    monkeypatch.setattr(core_attention, "takes_packed", lambda query: True)
-    shard = ContextShard(16, group)
-    query = torch.randn(1, 2, 8, 4)
-    for mask_type, window, is_packed in (
-        (AttnMaskType.no_mask, (2, 2), False),
-        (AttnMaskType.causal, (2, 0), True),
-    ):
-        core = CoreAttention.__new__(CoreAttention)
-        torch.nn.Module.__init__(core)
-        core.attn_mask_type, core.window_size = mask_type, window
-        core.logit_softcap = core.sinks = None
-        core._activation, core._backend = Activation(), "auto"
-        runs = core._packed_runs(query, AttentionMask(context=shard), 16, 0.0)
-        assert (runs is not None) == is_packed

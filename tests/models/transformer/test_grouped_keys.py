@@ -9,7 +9,7 @@ from layer_cases import CASES, B, H, S, config_of, layer_of
 
 from shardwise.cli.machine import _grouped_heads, fast_paths
 from shardwise.kernels.dispatch import why_repeat_keys
-from shardwise.models.transformer import core_attention
+from shardwise.models.transformer import attention_kernels
 from shardwise.models.transformer.attention import SelfAttention
 
 HALF = (torch.float16, torch.bfloat16)
@@ -74,7 +74,7 @@ def test_attention_on_repeated_keys_is_the_same(group, monkeypatch, dtype, toler
     layer.to(dtype)
     results = []
     for why in (None, "asked for"):
-        monkeypatch.setattr(core_attention, "why_repeat_keys", lambda *arguments, why=why, **options: why)
+        monkeypatch.setattr(attention_kernels, "why_repeat_keys", lambda *arguments, why=why, **options: why)
         x = torch.randn(S, B, H, dtype=dtype, generator=torch.Generator().manual_seed(1)).requires_grad_()
         output = layer.self_attention(x)
         weights = torch.linspace(0.5, 1.5, output.numel(), dtype=dtype).view(output.shape)

@@ -14,7 +14,7 @@ from models.model_checks import flexible_on_a_cpu, varlen_on_a_cpu
 
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import balanced_range
-from shardwise.models.transformer import core_attention, masks
+from shardwise.models.transformer import attention_kernels, masks
 from shardwise.models.transformer.masks import AttnMaskType
 from shardwise.tensor_parallel.layers import named_param_layouts
 from shardwise.training.optimizer.gradients import finalize_gradients_
@@ -31,7 +31,7 @@ def test_options_equal_the_dense_layer(group, sequence_parallel):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_options_hold_in_blocks(group, monkeypatch, rows):
     monkeypatch.setattr(masks, "_ROWS", rows)
-    monkeypatch.setattr(core_attention, "_SCORES_OF_BLOCK", 300 * rows)
+    monkeypatch.setattr(attention_kernels, "_SCORES_OF_BLOCK", 300 * rows)
     check_options(group, sequence_parallel=False)
 
 
@@ -39,7 +39,7 @@ def test_options_hold_in_blocks(group, monkeypatch, rows):
 def test_documents_and_windows_need_no_mask_on_cuda(group, monkeypatch):
     """With a definition of the kernel, which PyTorch has on CUDA only."""
     used = []
-    monkeypatch.setattr(core_attention, "takes_packed", lambda query: True)
+    monkeypatch.setattr(attention_kernels, "takes_packed", lambda query: True)
     monkeypatch.setattr(
         "torch.nn.attention.varlen.varlen_attn",
         lambda *given, **options: used.append(1) or varlen_on_a_cpu(*given, **options),

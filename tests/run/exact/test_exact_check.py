@@ -19,7 +19,7 @@ from shardwise.data import DataLoader, Encoded, SampleRows, TokenSamples
 from shardwise.exact import products as exact_products
 from shardwise.exact.products import ExactProducts
 from shardwise.exact.strategies import ExactActivation
-from shardwise.models.transformer.attention import SelfAttention
+from shardwise.models.transformer import attention_kernels
 from shardwise.nn.arithmetic import Activation
 from shardwise.run import session
 from shardwise.run.build import build_model, config_fields, describe
@@ -173,11 +173,11 @@ def test_a_product_that_depends_on_where_its_factors_begin(group, monkeypatch):
             "scaled_dot_product_attention",
             r"8 heads 8 wide with a window \(4, 0\)",
         ),
-        ({}, False, "_attend_written_out", "8 heads 8 wide with dropout"),
+        ({}, False, "_written_out", "8 heads 8 wide with dropout"),
         (
             {"attention_dropout": 0.0, "attention_logit_softcap": 5.0},
             False,
-            "_attend_written_out",
+            "_written_out",
             "8 heads 8 wide",
         ),
     ],
@@ -185,8 +185,8 @@ def test_a_product_that_depends_on_where_its_factors_begin(group, monkeypatch):
 def test_the_attention_that_runs_is_tried(group, description, packed, kernel, said, monkeypatch):
     model = model_of("llama", **({"hidden_dropout": 0.0} | description))
     check(model, is_packed=packed)
-    holder = SelfAttention if kernel == "_attend_written_out" else F
-    right, place = getattr(holder, kernel), 1 if holder is SelfAttention else 0
+    holder = attention_kernels if kernel == "_written_out" else F
+    right, place = getattr(holder, kernel), 1 if holder is attention_kernels else 0
     # As a kernel that takes another way for few heads.
     monkeypatch.setattr(
         holder, kernel, lambda *given, **options: right(*given, **options) * (2 if given[place].size(1) > 2 else 1)

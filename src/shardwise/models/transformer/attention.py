@@ -9,8 +9,9 @@ from torch.distributed import ProcessGroup
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Layout
 from shardwise.core.sequence_view import SequenceView
-from shardwise.kernels.elementwise import rotate, split, split_and_rotate
+from shardwise.kernels.elementwise import split
 from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.attention_kernels import AT_POSITION
 from shardwise.models.transformer.core_attention import CoreAttention
 from shardwise.models.transformer.heads import HeadSplit, split_heads
 from shardwise.models.transformer.masks import AttnMaskType
@@ -124,9 +125,8 @@ class SelfAttention(CoreAttention):
         """Split ``[s, b, rows/t]`` into ``[s, b, heads/t, d]`` and two ``[s, b, groups/t, d]``, normed and rotated."""
         s, b, _ = mixed.shape
         per_group, head_dim, interleaved = self.local_heads.queries_of_groups[0], self.head_dim, self.rotary_interleaved
-        in_one_pass = self.local_heads.is_even and self._activation.rotates_while_splitting
-        if in_one_pass and rotary is not None and self.q_layernorm is None:
-            return split_and_rotate(
+        if self.local_heads.is_even and rotary is not None and self.q_layernorm is None:
+            return self._activation.split_and_rotate(
                 mixed, *rotary, queries_per_group=per_group, head_dim=head_dim, interleaved=interleaved
             )
         if self.local_heads.is_even:
@@ -138,14 +138,11 @@ class SelfAttention(CoreAttention):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self._norm.heads(self.q_layernorm, self.k_layernorm, query, key)
         if rotary is not None:
-            query, key = (
-                rotate(x, *rotary, interleaved=interleaved, at_any_size=self._activation.at_any_size)
-                for x in (query, key)
-            )
+            query, key = (self._activation.rotate(x, *rotary, interleaved=interleaved) for x in (query, key))
         return query, key, value
 
     @property
     def attends_at_position(self) -> bool:
         """True if this attention supports ``AttentionMask.query_position``."""
-        is_causal, reads = self.attn_mask_type.is_causal, self._activation.reads_a_cache
-        return type(self) is SelfAttention and self.local_heads.is_even and is_causal and reads
+        is_usual = type(self) is SelfAttention and self.local_heads.is_even and self.attn_mask_type.is_causal
+        return is_usual and AT_POSITION in self._kernels

@@ -10,22 +10,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.heads import split_heads
-
-
-class Rule(NamedTuple):
-    """The distances at which a layer forbids attention.
-
-    Attributes:
-        causal: whether positions after a token are forbidden.
-        before, after: numbers of positions that a token sees before and after itself, -1 for no bound.
-        dtype, device: of the bias.
-    """
-
-    causal: bool
-    before: int
-    after: int
-    dtype: torch.dtype
-    device: torch.device
+from shardwise.models.transformer.visibility import Rectangle, Visibility, hidden
 
 
 class _Strip(NamedTuple):
@@ -43,63 +28,44 @@ class _Strip(NamedTuple):
 
 
 class DistanceBias:
-    """Makes biases. A block of queries gets a part of a strip, which all layers and blocks share.
+    """Makes biases. A block of queries gets a part of a strip, which all layers and blocks share."""
 
-    Args:
-        slopes: ``[heads/t]``, ALiBi's slopes, or None.
-        key_positions: ``[b, keys]``, positions for ALiBi's distances; each key's index if None.
-    """
+    def __init__(self) -> None:
+        self._strips: dict[object, _Strip] = {}
 
-    def __init__(self, slopes: Tensor | None, key_positions: Tensor | None) -> None:
-        self._slopes, self._key_positions = slopes, key_positions
-        self._strips: dict[Rule, _Strip] = {}
-
-    def of(self, rule: Rule, queries: slice, keys: slice, samples: slice) -> Tensor:
-        """Return the bias of positions, ``[b or 1, heads/t or 1, s, keys]`` or a scalar, -inf where it is forbidden."""
-        if rule.before < 0 and rule.after < 0 and not rule.causal and self._slopes is None:
-            return torch.zeros((), dtype=rule.dtype, device=rule.device)
-        if self._slopes is not None and self._key_positions is not None:
-            of_queries, of_keys = (torch.arange(each.start, each.stop, device=rule.device) for each in (queries, keys))
-            places = self._key_positions[samples, None, None, :]
-            between = places[..., queries].transpose(-1, -2) - places[..., keys]
-            return self._of_distances(rule, of_queries[:, None] - of_keys, between)
-        rows, width, first = queries.stop - queries.start, keys.stop - keys.start, queries.start - keys.start
-        strip = self._strips.get(rule)
+    def of(self, sight: Visibility, pairs: Rectangle, dtype: torch.dtype) -> Tensor:
+        """Return the bias, ``[b or 1, heads/t or 1, s, keys]`` or a scalar, -inf where a distance is forbidden."""
+        if sight.rule.bounds == (-1, -1) and sight.alibi_slopes is None:
+            return torch.zeros((), dtype=dtype, device=pairs.device)
+        if sight.alibi_slopes is not None and sight.key_positions is not None:
+            return _bias(sight, pairs, dtype)
+        (rows, width), first, key = (
+            pairs.sizes,
+            pairs.queries.start - pairs.keys.start,
+            (sight.rule, dtype, pairs.device),
+        )
+        strip = self._strips.get(key)
         found = None if strip is None else strip.of(rows, width, first)
         if found is None:
-            strip = self._strip(rule, rows, width, first, strip)
+            after = width - first
+            if strip is not None:
+                # The next blocks are further from their first keys.
+                first, after = 2 * max(first, strip.first), max(after, strip.bias.size(-1) - strip.first)
+                rows = max(rows, strip.bias.size(-2))
+            whole = Rectangle(slice(None), slice(0, rows), slice(-first, after), pairs.device)
+            strip = _Strip(first, _bias(sight, whole, dtype))
             if not torch.compiler.is_compiling():
-                self._strips[rule] = strip
-            found = strip.of(rows, width, first)
+                self._strips[key] = strip
+            found = strip.of(*pairs.sizes, pairs.queries.start - pairs.keys.start)
         assert found is not None
         return found
 
-    def _strip(self, rule: Rule, rows: int, width: int, first: int, before: _Strip | None) -> _Strip:
-        after = width - first
-        if before is not None:
-            # The next blocks are further from their first keys.
-            first, after = 2 * max(first, before.first), max(after, before.bias.size(-1) - before.first)
-            rows = max(rows, before.bias.size(-2))
-        columns = torch.arange(-first, after, device=rule.device)
-        distances = torch.arange(rows, device=rule.device)[:, None] - columns
-        return _Strip(first, self._of_distances(rule, distances, distances))
 
-    def _of_distances(self, rule: Rule, distances: Tensor, between: Tensor) -> Tensor:
-        """Return the bias of distances in a row and, for ALiBi, of distances ``between`` positions."""
-        # In the query's dtype. From bools, each layer would create such a tensor, and save it.
-        bias = torch.zeros((1, 1, 1, 1), dtype=rule.dtype, device=rule.device)
-        if self._slopes is not None:
-            wide = torch.promote_types(rule.dtype, torch.float32)
-            slopes = self._slopes.to(rule.device, wide)[:, None, None]
-            bias = (slopes * -between.abs().to(wide)).to(rule.dtype).view(-1, len(self._slopes), *distances.shape)
-        forbidden = torch.zeros_like(distances, dtype=torch.bool)
-        if rule.causal:
-            forbidden = distances < 0
-        if rule.before >= 0:
-            forbidden = forbidden | (distances > rule.before)
-        if rule.after >= 0:
-            forbidden = forbidden | (distances < -rule.after)
-        return bias.masked_fill(forbidden, -torch.inf)
+def _bias(sight: Visibility, pairs: Rectangle, dtype: torch.dtype) -> Tensor:
+    # In the query's dtype. From bools, each layer would create such a tensor, and save it.
+    lowered = sight.lowered(pairs)
+    bias = torch.zeros((1, 1, 1, 1), dtype=dtype, device=pairs.device) if lowered is None else lowered.to(dtype)
+    return hidden(bias, sight.out_of_reach(pairs))
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +14,15 @@ from torch.distributed import ProcessGroup
 from shardwise.core.errors import ShardingError
 from shardwise.core.initialization import CounterNormal
 from shardwise.core.sequence_view import ContextShard
-from shardwise.core.sharding import ParamLayout
+from shardwise.core.sharding import Interval, ParamLayout
 from shardwise.kernels.flexible_attention import Functions
 from shardwise.kernels.planning import device_type_of, outside_of_plans, planned_device
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention_blocks import Block, Packed, Part, Run, runs_of_documents
-from shardwise.models.transformer.attention_functions import functions_of
-from shardwise.models.transformer.distance_bias import DistanceBias, Rule
+from shardwise.models.transformer.distance_bias import DistanceBias
 from shardwise.models.transformer.heads import HeadSplit, LocalHeads
 from shardwise.models.transformer.mlp import layer_arguments
+from shardwise.models.transformer.visibility import Rectangle, Rule, Visibility, hidden
 from shardwise.nn.module import ShardedModule
 
 
@@ -100,7 +101,8 @@ class AttentionMask:
         self.heads: LocalHeads | None = None
         self.is_plain = forbidden is None and document_ids is None and alibi_slopes is None
         self._made: dict[object, Tensor] = {}
-        self._by_distance = DistanceBias(alibi_slopes, key_positions)
+        self._by_distance = DistanceBias()
+        self._sights: dict[object, Visibility] = {}
         self._ends: list[list[int]] | None = None
         self._moved_ids: Tensor | None = None
         self._packed: dict[bool, list[Packed]] = {}
@@ -137,9 +139,8 @@ class AttentionMask:
         self,
         query: Tensor,
         num_keys: int,
+        rule: Rule,
         *,
-        causal: bool,
-        window: tuple[int, int] | None,
         rows: int | None = None,
         has_parts: bool = False,
         for_kernels: bool = False,
@@ -149,8 +150,7 @@ class AttentionMask:
         Args:
             query: ``[b, heads/t, s, d]``.
             num_keys: number of keys. Without context parallelism, queries are at the last ``s`` of their positions.
-            causal: whether keys after a token are forbidden.
-            window: number of positions that a token sees before and after itself, -1 for no bound.
+            rule: restrictions of the layer.
             rows: maximum number of queries of a block; with ``has_parts``, of one with a bias.
             has_parts: whether a block may have several parts, and whether the block of a document needs no bias.
             for_kernels: whether only PyTorch's kernels read a bias; on CUDA it may then be a ``CausalBias``.
@@ -166,106 +166,99 @@ class AttentionMask:
         if has_parts and self.alibi_slopes is not None:
             rows = max(1, min(rows, _NUMBERS // (query.size(1) * num_keys)))
         self._check(query, num_keys)
-        new, first_row, blocks = query.size(2), 0, []
+        kind, first_row, blocks = (query.dtype, query.device), 0, []
         ends = self._ends_of_documents() if has_parts and num_keys > rows else None
         on_cuda = for_kernels and device_type_of(query) == "cuda"
-        rule = Rule(causal, *(window or (-1, -1)), query.dtype, query.device)
-        for start, stop in ((num_keys - new, num_keys),) if self.context is None else self.context.intervals:
+        for start, stop in self._positions(query, num_keys):
             whole = Run(slice(None), (start, stop), (0, num_keys), self.document_ids is not None)
             for run in [whole] if ends is None else runs_of_documents(ends, (start, stop), rows):
-                blocks += self._blocks_of(run, rule, start - first_row, rows, has_parts, on_cuda)
+                blocks += self._blocks_of(run, rule, kind, start - first_row, rows, has_parts, on_cuda)
             first_row += stop - start
         return blocks
 
-    def packed(self, query: Tensor, num_keys: int, *, causal: bool) -> list[Packed] | None:
+    def packed(self, query: Tensor, num_keys: int, rule: Rule) -> list[Packed] | None:
         """Return runs of documents, or of samples without documents, for a layer that has at most a window.
 
-        It is None if documents are not known here, or there are other restrictions.
-
-        Args:
-            query, num_keys, causal: as for ``blocks``.
-
-        Raises:
-            ShardingError: as for ``blocks``.
+        It is None if documents are not known here, or there are other restrictions. For arguments and errors see
+        ``blocks``.
         """
         self._check(query, num_keys)
-        b, _, new, _ = query.shape
-        ends = [[num_keys]] * b if self.document_ids is None else self._ends_of_documents()
+        ends = [[num_keys]] * query.size(0) if self.document_ids is None else self._ends_of_documents()
         if ends is None or self.forbidden is not None or self.alibi_slopes is not None:
             return None
-        if causal not in self._packed:
-            self._packed[causal], first = [], 0
-            for positions in ((num_keys - new, num_keys),) if self.context is None else self.context.intervals:
+        if rule.causal not in self._packed:
+            self._packed[rule.causal], first = [], 0
+            # The kernel applies the window.
+            unbounded = rule._replace(window=None)
+            for positions in self._positions(query, num_keys):
                 runs = runs_of_documents(ends, positions, rows=0)
-                if causal:
-                    runs = (run._replace(keys=(run.keys[0], run.queries[1])) for run in runs)
-                found = Packed.of(runs, positions[0], query.device)
+                seen = (run._replace(keys=unbounded.keys_of(run.queries, run.keys)) for run in runs)
+                found = Packed.of(seen, positions[0], query.device)
                 queries = slice(first, first + found.queries.stop)
-                self._packed[causal].append(found._replace(queries=queries))
+                self._packed[rule.causal].append(found._replace(queries=queries))
                 first = queries.stop
-        return self._packed[causal]
+        return self._packed[rule.causal]
 
-    def functions(
-        self, query: Tensor, num_keys: int, *, causal: bool, window: tuple[int, int] | None, cap: float | None
-    ) -> Functions:
-        """Return the mask as functions of positions, made once for all layers.
+    def functions(self, query: Tensor, num_keys: int, rule: Rule, cap: float | None) -> Functions:
+        """Return the mask as functions of positions, made once for all layers; ``cap`` bounds the scores.
 
-        Args:
-            query, num_keys, causal, window: as for ``blocks``.
-            cap: soft cap of the scores, or None.
-
-        Raises:
-            ShardingError: as for ``blocks``.
+        For the other arguments and errors see ``blocks``.
         """
-        key = causal, window, cap, query.shape, num_keys
+        key = rule, cap, query.shape, num_keys
         if key not in self._functions:
             self._check(query, num_keys)
-            self._functions[key] = functions_of(
-                query,
-                num_keys,
-                Rule(causal, *(window or (-1, -1)), query.dtype, query.device),
-                cap=cap,
-                forbidden=self.forbidden,
-                document_ids=None if self.document_ids is None else self._ids_on(query.device),
-                slopes=self.alibi_slopes,
-                key_positions=self.key_positions,
-                context=self.context,
-            )
+            sight = self._sight(rule, query.dtype, query.device)
+            self._functions[key] = sight.functions(query, num_keys, cap=cap, context=self.context)
         return self._functions[key]
 
-    def _blocks_of(self, run: Run, rule: Rule, offset: int, rows: int, has_parts: bool, on_cuda: bool) -> list[Block]:
-        """``offset`` is the position of a query less its index."""
-        samples, (start, stop), (first_key, last_key), is_mixed = run
-        # A window that contains all positions restricts nothing.
-        before = rule.before if rule.before < stop - 1 - first_key else -1
-        after = rule.after if rule.after < last_key - 1 - start and not rule.causal else -1
-        rule = rule._replace(before=before, after=after)
-        queries, by_distance = slice(start - offset, stop - offset), before >= 0 or after >= 0
-        is_plain = not (is_mixed or by_distance or self.forbidden is not None or self.alibi_slopes is not None)
+    def _positions(self, query: Tensor, num_keys: int) -> Sequence[Interval]:
+        return ((num_keys - query.size(2), num_keys),) if self.context is None else self.context.intervals
+
+    def _sight(self, rule: Rule, dtype: torch.dtype, device: torch.device) -> Visibility:
+        key = rule, dtype, device
+        if key not in self._sights:
+            forbidden, slopes = self.forbidden, self.alibi_slopes
+            self._sights[key] = Visibility(
+                rule,
+                None if forbidden is None else forbidden[(None,) * (4 - forbidden.dim())],
+                None if self.document_ids is None else self._ids_on(device),
+                None if slopes is None else slopes.to(device, torch.promote_types(dtype, torch.float32)),
+                self.key_positions,
+            )
+        return self._sights[key]
+
+    def _blocks_of(
+        self, run: Run, rule: Rule, kind: Any, offset: int, rows: int, has_parts: bool, on_cuda: bool
+    ) -> list[Block]:
+        """``kind`` is the dtype and the device; ``offset`` is the position of a query less its index."""
+        samples, (start, stop), keys, is_mixed = run
+        rule = rule.within((start, stop), keys)
+        queries = slice(start - offset, stop - offset)
+        is_plain = not (is_mixed or rule.window or self.forbidden is not None or self.alibi_slopes is not None)
         if is_plain and (has_parts or stop - start <= rows):
+            seen = slice(*rule.keys_of((start, stop), keys))
             if not rule.causal or stop - start == 1:
-                return [Block(samples, queries, (Part(slice(first_key, stop if rule.causal else last_key)),))]
+                return [Block(samples, queries, (Part(seen),))]
             own = Part(slice(start, stop), is_causal=True)
-            if start == first_key:
+            if start == seen.start:
                 return [Block(samples, queries, (own,))]
             if has_parts:
-                return [Block(samples, queries, (Part(slice(first_key, start)), own))]
+                return [Block(samples, queries, (Part(slice(seen.start, start)), own))]
             if on_cuda:
                 from torch.nn.attention.bias import causal_lower_right
 
                 # Flash attention aligns the last query with the last key.
                 with outside_of_plans():
-                    lower_right = causal_lower_right(stop - start, stop - first_key)
-                return [Block(samples, queries, (Part(slice(first_key, stop), bias=lambda keys: lower_right),))]
+                    lower_right = causal_lower_right(stop - start, stop - seen.start)
+                return [Block(samples, queries, (Part(seen, bias=lambda keys: lower_right),))]
         blocks = []
         for low in range(start, stop, rows):
             high = min(low + rows, stop)
-            last = high if rule.causal else last_key if after < 0 else min(last_key, high + after)
-            keys = slice(first_key if before < 0 else max(first_key, low - before), last)
-            bias = functools.partial(self._bias, rule, slice(low, high), offset, samples, is_mixed)
+            seen = slice(*rule.keys_of((low, high), keys))
+            bias = functools.partial(self._bias, rule, kind, slice(low, high), offset, samples, is_mixed)
             if stop - start <= rows:
-                bias = functools.partial(_columns, self._kept(bias, keys), keys.start)
-            blocks.append(Block(samples, slice(low - offset, high - offset), (Part(keys, bias=bias),)))
+                bias = functools.partial(_columns, self._kept(bias, seen), seen.start)
+            blocks.append(Block(samples, slice(low - offset, high - offset), (Part(seen, bias=bias),)))
         return blocks
 
     def _ends_of_documents(self) -> Sequence[Sequence[int]] | None:
@@ -290,22 +283,17 @@ class AttentionMask:
             self._made[key] = bias(keys)
         return self._made[key]
 
-    def _bias(self, rule: Rule, queries: slice, offset: int, samples: slice, by_document: bool, keys: slice) -> Tensor:
-        """Make the bias of positions ``queries`` on ``keys``; ``offset`` is the position of a query less its index."""
-        bias = self._by_distance.of(rule, queries, keys, samples)
-        forbidden = []
-        if self.document_ids is not None and by_document:
-            ids = self._ids_on(rule.device)[samples]
-            forbidden.append((ids[:, queries, None] != ids[:, None, keys]).unsqueeze(1))
-        if self.forbidden is not None:
-            own, sizes = self.forbidden, self.forbidden.shape
-            own = own if sizes[-1] == 1 else own[..., keys]
-            if len(sizes) > 1 and sizes[-2] > 1:
-                # Rows are those of this rank's queries, or of all positions.
-                moved = 0 if self.context is not None else offset
-                own = own[..., queries.start - moved : queries.stop - moved, :]
-            forbidden.append(own[samples] if len(sizes) == 4 and sizes[0] > 1 else own)
-        return bias.masked_fill(functools.reduce(torch.logical_or, forbidden), -torch.inf) if forbidden else bias
+    def _bias(
+        self, rule: Rule, kind: Any, queries: slice, offset: int, samples: slice, is_mixed: bool, keys: slice
+    ) -> Tensor:
+        """Make the bias of positions ``queries`` on ``keys``; for the other arguments see ``_blocks_of``."""
+        dtype, device = kind
+        sight = self._sight(rule, dtype, device)
+        if not is_mixed:
+            sight = sight._replace(document_ids=None)
+        # The rows of a mask are those of this rank's queries, or of all positions.
+        pairs = Rectangle(samples, queries, keys, device, offset=offset if self.context is None else 0)
+        return hidden(self._by_distance.of(sight, pairs, dtype), sight.apart(pairs))
 
     def _ids_on(self, device: torch.device) -> Tensor:
         assert self.document_ids is not None
@@ -391,8 +379,3 @@ class AttentionSinks(ShardedModule):
         layout = ParamLayout.of_intervals((config.num_attention_heads,), 0, [[own] for own in split.queries])
         # Other methods of a config may need matrices.
         self._make_parameter("logits", layout, CounterNormal(config.init_method_std))
-
-    def forward(self, scores: Tensor, dtype: torch.dtype, heads: LocalHeads) -> Tensor:
-        """Return the weights of the keys in ``dtype``, from scores ``[b, heads, s, keys]`` of ``heads``."""
-        sinks = self.logits[slice(*heads.queries)].to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
-        return torch.cat([scores, sinks], dim=-1).softmax(dim=-1, dtype=dtype)[..., :-1]

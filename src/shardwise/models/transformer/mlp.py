@@ -4,6 +4,7 @@ This file also converts a model's config to the arguments, norms and activations
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -13,7 +14,6 @@ from torch.distributed import ProcessGroup
 from shardwise.core.layout import Layout
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import Replicas
-from shardwise.kernels.elementwise import swiglu
 from shardwise.models.config import LayerConfig, ModelConfig
 from shardwise.nn import ColumnLinear, GroupModule, RowLinear, arithmetic_of
 from shardwise.nn.norm import NORMS
@@ -99,12 +99,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def activated(config: ModelConfig, group: ProcessGroup) -> Callable[[Tensor], Tensor]:
     """Return the function between an MLP's projections; with a gate, the gate's half of the features comes first."""
     activation, function = arithmetic_of(group).activation, config.activation_func
+    if not config.gated_linear_unit:
+        return partial(activation, function)
+    if function is F.silu:
+        return activation.swiglu
 
     def activate(inner: Tensor) -> Tensor:
-        if config.gated_linear_unit and function is F.silu:
-            return swiglu(inner, at_any_size=activation.at_any_size)
-        if not config.gated_linear_unit:
-            return activation(function, inner)
         gate, up = inner.chunk(2, dim=-1)
         return activation(function, gate) * up
 
