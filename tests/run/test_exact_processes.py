@@ -15,7 +15,7 @@ from shardwise.run.settings import (
     Settings,
     TrainingSettings,
 )
-from shardwise.run.tasks.texts import prepare_texts
+from shardwise.run.tasks.texts import NewTexts
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def settings_of(
 def test_the_text_reaches_what_faults_hide_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     settings = settings_of(tmp_path, "one", LLAMA)
-    texts = prepare_texts(settings)
+    texts = NewTexts(settings).prepare()
     windows = texts.held_out
     assert len(windows) % 2 == 1
     ids = set(np.concatenate([windows.rows.row(index)["tokens"] for index in range(len(windows))]).tolist())

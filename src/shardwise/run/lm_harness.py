@@ -55,6 +55,9 @@ class ShardwiseLM:
     Attributes:
         rank, world_size: 0 and 1, because the harness sees all ranks as one process.
         cache_hook: hook that receives each answer.
+        eot_token_id, prefix_token_id: token that ends a text, and token before a text without a context.
+        max_length: maximum sequence length of the model, in tokens.
+        tokenizer_name: name that the harness uses to separate its caches.
 
     Raises:
         ConfigError: the model is one of several pipeline stages, or the harness is not installed.
@@ -77,35 +80,16 @@ class ShardwiseLM:
         self.cache_hook = import_module("lm_eval.api.model").CacheHook(None)
         if not (model.pre_process and model.post_process):
             raise ConfigError("evaluation needs the whole model on each rank, and this is one pipeline stage of it")
-        self.model, self.batch_size = model, batch_size
-        self._tokenizer, self._template, self._name = tokenizer, template, name
-        self._prefix_id = tokenizer.eos_id if prefix_id is None else prefix_id
+        self.model, self.batch_size, self.max_length = model, batch_size, model.max_sequence_length
+        self._tokenizer, self._template, self.tokenizer_name = tokenizer, template, name
+        self.eot_token_id = tokenizer.eos_id
+        self.prefix_token_id = tokenizer.eos_id if prefix_id is None else prefix_id
         self._eos_ids = tuple(dict.fromkeys((tokenizer.eos_id, *eos_ids)))
         self.device = model.embedding.word_embeddings.weight.device
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Set the hook that receives each answer."""
         self.cache_hook = cache_hook
-
-    @property
-    def eot_token_id(self) -> int:
-        """Token that ends a text."""
-        return self._tokenizer.eos_id
-
-    @property
-    def prefix_token_id(self) -> int:
-        """Token before a text without a context."""
-        return self._prefix_id
-
-    @property
-    def max_length(self) -> int:
-        """Maximum sequence length of the model, in tokens."""
-        return self.model.max_sequence_length
-
-    @property
-    def tokenizer_name(self) -> str:
-        """Name that the harness uses to separate its caches."""
-        return self._name
 
     @property
     def _is_first(self) -> bool:
@@ -115,7 +99,7 @@ class ShardwiseLM:
         """Encode a text, by default with the tokenizer's leading tokens unless it starts with the prefix token."""
         ids = self._tokenizer.encode(string, parse_special=True)
         if add_special_tokens is None:
-            add_special_tokens = not string.startswith(self._tokenizer.decode([self._prefix_id]))
+            add_special_tokens = not string.startswith(self._tokenizer.decode([self.prefix_token_id]))
         return [*self._tokenizer.beginning, *ids] if add_special_tokens else ids
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -148,7 +132,7 @@ class ShardwiseLM:
         """Return the ids of the context, at least one, and the ids of the continuation."""
         if not context:
             ids = self.tok_encode(continuation, add_special_tokens=False)
-            return ([self._prefix_id], ids) if ids[:1] != [self._prefix_id] else (ids[:1], ids[1:])
+            return ([self.prefix_token_id], ids) if ids[:1] != [self.prefix_token_id] else (ids[:1], ids[1:])
         # Tokenizers join whitespace with the word that follows it.
         bare = context.rstrip()
         context, continuation = (bare, context[len(bare) :] + continuation) if bare else (context, continuation)

@@ -66,6 +66,10 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
         if ranks.is_first:
             print(f"exact: trying the run's operations on {ranks.device} before the first step", file=sys.stderr)
         agree(lambda: _try_device(settings, model, topology.size("dp"), loader, shortage), group=ranks.control)
+    ways: list[tuple[Pass, Way]] = []
+    if settings.parallel.tp_comm_overlap:
+        is_even, has_bias = settings.sequence_length % groups.tp.size() == 0, model.config.add_qkv_bias
+        ways = ways_of_layers(group=groups.tp, device=ranks.device, even=is_even, column_has_bias=has_bias)
     return Session(
         task,
         settings,
@@ -75,7 +79,7 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
         loader,
         trainer,
         routing,
-        ways=_ways(model.config, settings, groups, ranks) if settings.parallel.tp_comm_overlap else [],
+        ways=ways,
         transport=transport_name(groups.tp, ranks.device),
         num_parameters=count_parameters(model, topology),
         utilisation=_utilisation(task, ranks, described),
@@ -104,15 +108,6 @@ def _try_device(
             context=settings.parallel.cp,
         )
         check_updates(model, settings)
-
-
-def _ways(config: ModelConfig, settings: RunSettings, groups: Groups, ranks: Ranks) -> list[tuple[Pass, Way]]:
-    return ways_of_layers(
-        group=groups.tp,
-        device=ranks.device,
-        even=settings.sequence_length % groups.tp.size() == 0,
-        column_has_bias=config.add_qkv_bias,
-    )
 
 
 def _utilisation(task: Task, ranks: Ranks, model: ModelConfig) -> Utilisation:

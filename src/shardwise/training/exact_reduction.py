@@ -28,7 +28,7 @@ class ExactReduction(Reduction):
 
     def of_step(self, total: Total, largest: Tensor, routing: Tensor | None) -> Numbers:
         norm = exact_grad_norm(
-            self._model, tp_group=self._groups.tp, pp_group=self._pp_group, shares=self._shares, groups=self._groups
+            self._model, tp_group=self._groups.tp, pp_group=self._pp_group, shares=self.shares, groups=self._groups
         )
         # Tensor-parallel ranks count the same tokens.
         counted = [] if routing is None else [(routing, self.groups[1:])]

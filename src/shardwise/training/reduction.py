@@ -45,7 +45,7 @@ class Reduction:
     def __init__(
         self, model: TransformerModel | ModelChunks, groups: Groups, shares: Mapping[Parameter, Share] | None = None
     ) -> None:
-        self._model, self._groups, self._shares = model, groups, shares
+        self._model, self._groups, self.shares = model, groups, shares
         self._pp_group = groups.pp if groups.num_stages > 1 else None
         self.groups = [group for group in (groups.tp, groups.dp, self._pp_group) if group is not None]
 
@@ -63,7 +63,7 @@ class Reduction:
             self._model,
             tp_group=self._groups.tp,
             pp_group=self._pp_group,
-            shares=self._shares,
+            shares=self.shares,
             model_groups=self._groups,
         )
         sums = [(total.tensor, self.groups[1:]), *((each.view(1), over) for each, over in squares)]

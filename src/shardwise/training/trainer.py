@@ -3,9 +3,10 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -26,7 +27,7 @@ from shardwise.models.experts.moe import MoELayer
 from shardwise.models.experts.router import METRICS, metrics_of
 from shardwise.models.transformer.layer import TransformerLayer
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.training.gradients import GradientBuffers, Share, Total
+from shardwise.training.gradients import GradientBuffers, Total
 from shardwise.training.gradients.replicas import check_replicas
 from shardwise.training.hooks import NO_HOOKS, StepHooks
 from shardwise.training.objective import CrossEntropy, Objective, means_of, outputs_of
@@ -188,7 +189,7 @@ class Trainer:
         total, checks = self._forward_backward(list(micro_batches), num_labels, scale, hooks)
         self.gradients.finish()
         finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=None, embd_group=self.embd_group)
-        hooks.gradients(self._split_gradients)
+        hooks.gradients(partial(self._split, "gradient"))
         largest = self._own_largest(total, checks, hooks.rank_reports())
         numbers = self._reduction.of_step(total, largest, self._own_routing())
         scale_gradients_(
@@ -196,7 +197,7 @@ class Trainer:
             numbers.norm.div_(scale),
             settings.optimizer.clip_grad_norm,
             loss_scale=scale,
-            shares=self._shares(),
+            shares=self._reduction.shares,
             scale_later=self._scale_later,
         )
         if meanwhile is not None:
@@ -263,19 +264,19 @@ class Trainer:
     def _skip(self, step: int, hooks: StepHooks) -> None:
         """Skip the update of a step whose gradient overflowed, and lower the scale of the loss."""
         assert self.loss_scale is not None
-        hooks.updated(self._split_values)
+        hooks.updated(partial(self._split, "data"))
         self.loss_scale.skip_(step)
         self.num_skipped += 1
 
     def _update(self, learning_rate: float, numbers: Numbers, hooks: StepHooks) -> None:
         set_learning_rate_(self.optimizer, learning_rate)
-        hooks.clipped(self._split_gradients)
+        hooks.clipped(partial(self._split, "gradient"))
         self.optimizer.step()
         for number, layer in self._of_experts.items():
             assert numbers.routing is not None
             loads = numbers.routing.view(self._model_config.num_layers, -1)[number, : layer.spec.num]
             layer.router.balance_(loads)
-        hooks.updated(self._split_values)
+        hooks.updated(partial(self._split, "data"))
         if self._fused is not None and self._fused.has_cleared:
             self.gradients.are_clear = True
         if self.loss_scale is not None:
@@ -332,19 +333,10 @@ class Trainer:
     def _deferred_checks(self) -> AbstractContextManager[DeferredChecks | None]:
         return DeferredChecks() if self.defers_checks else contextlib.nullcontext()
 
-    def _shares(self) -> Mapping[Parameter, Share] | None:
-        return None if self.zero is None else self.zero.parameters.shares
-
-    def _split_gradients(self) -> dict[Parameter, tuple[Tensor, dict[str, list[Any]]]]:
-        return self._split("gradient")
-
-    def _split_values(self) -> dict[Parameter, tuple[Tensor, dict[str, list[Any]]]]:
-        return self._split("data")
-
     def _split(self, kind: Literal["gradient", "data"]) -> dict[Parameter, tuple[Tensor, dict[str, list[Any]]]]:
         """Return the tensors of which data-parallel ranks have parts: zeros in the parts of other ranks."""
         found = {}
-        for param, share in (self._shares() or {}).items():
+        for param, share in (self._reduction.shares or {}).items():
             own: Tensor = getattr(share, kind)
             whole = own.new_zeros(param.numel())
             low, high = share.interval

@@ -35,7 +35,8 @@ def leave_adapters(session: Session) -> None:
 
     def add_files() -> None:
         try:
-            _write(out / README_NAME, _card(session))
+            text = _card(session).encode()
+            write_atomically(out / README_NAME, lambda file: file.write(text))
         except OSError as error:
             raise ConfigError(f"cannot write to {out}: {error.strerror or error}") from error
 
@@ -95,10 +96,6 @@ def _card(session: Session) -> str:
         base=_source_of(session).folder.path,
         is_adapter=settings.lora.is_on and not settings.lora.lora_merge,
     )
-
-
-def _write(path: Path, text: str) -> None:
-    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 # Readers look for the first file first, so that a partially emptied folder counts as a folder without a model.

@@ -48,31 +48,26 @@ class NewTexts(Method):
         self.settings = settings
 
     def prepare(self) -> TaskData:
-        """See ``prepare_texts``."""
-        return prepare_texts(self.settings)
-
-
-def prepare_texts(settings: Settings) -> TaskData:
-    """Read and split the text, train the tokenizer and encode; results of an earlier run come from the cache."""
-    corpus = read_data(settings.data, settings.corpus)
-    train, _ = corpus.split(held_out_fraction=settings.corpus.held_out_fraction)
-    vocab_size = settings.model.vocab_size
-    tokenizer, _ = with_cache(
-        lambda cache: (
-            Tokenizer.train(train.documents, vocab_size)
-            if cache is None
-            else Tokenizer.train_cached(train, vocab_size, cache)
+        settings = self.settings
+        corpus = read_data(settings.data, settings.corpus)
+        train, _ = corpus.split(held_out_fraction=settings.corpus.held_out_fraction)
+        vocab_size = settings.model.vocab_size
+        tokenizer, _ = with_cache(
+            lambda cache: (
+                Tokenizer.train(train.documents, vocab_size)
+                if cache is None
+                else Tokenizer.train_cached(train, vocab_size, cache)
+            )
         )
-    )
-    if tokenizer.vocab_size < settings.parallel.tp:
-        raise ConfigError(f"{tokenizer.vocab_size} token ids cannot be split over tp {settings.parallel.tp}")
-    return encode_texts(
-        corpus,
-        tokenizer,
-        settings.corpus,
-        sequence_length=settings.sequence_length,
-        parse_special=settings.special_tokens,
-    )
+        if tokenizer.vocab_size < settings.parallel.tp:
+            raise ConfigError(f"{tokenizer.vocab_size} token ids cannot be split over tp {settings.parallel.tp}")
+        return encode_texts(
+            corpus,
+            tokenizer,
+            settings.corpus,
+            sequence_length=settings.sequence_length,
+            parse_special=settings.special_tokens,
+        )
 
 
 def read_data(data: Sequence[str], settings: CorpusSettings | None = None) -> Corpus:
