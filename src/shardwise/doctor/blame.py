@@ -1,4 +1,4 @@
-"""Find the module in which a tensor became wrong."""
+"""Find the module in which a tensor became wrong, and the known fault that explains its values."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import dataclasses
 import itertools
 from typing import Any
 
-from shardwise.doctor.evidence import NEVER_SUMMED, Explanation
-from shardwise.doctor.explaining import explain
+from shardwise.doctor import rank_faults, value_faults
+from shardwise.doctor.evidence import NEVER_SUMMED, UNEXPLAINED, Case, Explanation
 from shardwise.doctor.judging import Judged
 from shardwise.doctor.places import Key
-from shardwise.doctor.value_faults import added_by_each
 from shardwise.doctor.verdicts import Verdicts, parent_of
 
 
@@ -26,7 +25,7 @@ class Blame:
         if key.what in ("gradient", "updated", "used"):
             return key.name, None
         if key.what in ("input", "output"):
-            if (added := added_by_each(self._verdicts.case, wrong)) is not None:
+            if (added := value_faults.added_by_each(self._verdicts.case, wrong)) is not None:
                 return key.name, added
             for number in self._sources(key):
                 source = self._verdicts.by_number.get(number)
@@ -132,3 +131,37 @@ def _common(names: list[str]) -> str:
         return ".".join(parts[0])
     shared = [each[0] for each in itertools.takewhile(lambda each: len(set(each)) == 1, zip(*parts, strict=False))]
     return ".".join(shared)
+
+
+# The most exact explanations come first.
+_FAULTS = (
+    rank_faults.restarted,
+    rank_faults.other_layout,
+    rank_faults.misplaced,
+    rank_faults.one_copy,
+    rank_faults.one_term,
+    value_faults.with_every_micro_batch,
+    value_faults.local_means,
+    value_faults.factor,
+    value_faults.added_by_each,
+    rank_faults.own_terms,
+    rank_faults.halves_of_joint,
+    value_faults.labels_of_loss,
+    value_faults.stale,
+    value_faults.stale_input,
+    rank_faults.wrong_group,
+    rank_faults.but_bias,
+    rank_faults.other_rows,
+    value_faults.other_labels,
+    value_faults.random_stream,
+    rank_faults.positions,
+    rank_faults.drifted,
+)
+
+
+def explain(case: Case, wrong: Judged) -> Explanation:
+    """Return the first explanation that turns the reference into the suspect's values within rounding."""
+    for fault in _FAULTS:
+        if (found := fault(case, wrong)) is not None:
+            return found
+    return Explanation(UNEXPLAINED, f"it differs by {wrong.relative:.1e} relative to the reference")

@@ -9,9 +9,8 @@ from typing import Any
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.files import first_of
-from shardwise.doctor.blame import Blame
+from shardwise.doctor.blame import Blame, explain
 from shardwise.doctor.evidence import LABELS, NEVER_SUMMED, NORM, SAMPLES, STALE, Case, Explanation
-from shardwise.doctor.explaining import explain
 from shardwise.doctor.judging import PASSES, Judge, Judged, Rounding, eps_of
 from shardwise.doctor.micro_batches import match_micro_batches, name_of_ids, rows_read, samples_of
 from shardwise.doctor.places import Key
@@ -229,7 +228,6 @@ class _Diagnoser:
             )
 
     def _check_data(self) -> Finding | None:
-        """Compare the samples of the ranks, and the labels of equal samples."""
         for step in self._steps:
             expected = samples_of(self.reference, step)
             found = samples_of(self.suspect, step)
@@ -290,9 +288,8 @@ class _Diagnoser:
         if judged.key.what not in of_params:
             return judged.number, 0
         used = self._judged.get(Key("used", judged.key.name, judged.key.step))
-        first = max(
-            (each.number for each in self._judged.values() if _is_gradient_in(each.key, judged.key.step)), default=0
-        )
+        gradients = (each for each in self._judged.values() if each.key.what.endswith("gradient"))
+        first = max((each.number for each in gradients if each.key.step == judged.key.step), default=0)
         return first, -(used.number if used is not None else 0)
 
     def _finding(self, where: str, wrong: Judged, module: str, explained: Explanation) -> Finding:
@@ -364,7 +361,3 @@ class _Diagnoser:
             f"its norm is {larger:.3g} times the true one"
         )
         return Finding("update", "", "gradient norm", step, -1, NORM, evidence, math.inf, abs(two / one - 1), 0.0)
-
-
-def _is_gradient_in(key: Key, step: int) -> bool:
-    return key.what.endswith("gradient") and key.step == step

@@ -60,29 +60,21 @@ class Case:
     def is_multiple(self, judged: Judged, factor: float) -> bool:
         """Whether a tensor, or the sum of the ranks' terms, is the reference's times a factor, within rounding."""
         whole, shards = judged.whole.scaled(factor), list(judged.shards.values())
-        expected = self.judge.rounding.of(judged.key, whole)
         options = [judged.merged]
         if len(shards) == factor and all(each.shape == whole.shape for each in shards):
             options.append([added(shards)])
-        return any(
-            bool(merged)
-            and all(
-                each.shape == whole.shape
-                and self.judge.ratio(judged.key, each, whole, expected) <= 2 * factor * MOST_ROUNDING
-                for each in merged
-            )
-            for merged in options
-        )
+        return any(self._are_near(judged, merged, whole, 2 * factor * MOST_ROUNDING) for merged in options)
 
     def fits(self, wrong: Judged, merged: Sequence[Sketch], whole: Sketch | None = None) -> bool:
         """Whether merged tensors are the reference, or ``whole``, and much closer than the suspect's."""
-        whole = wrong.whole if whole is None else whole
+        most = min(MOST_ROUNDING, wrong.ratio / 4)
+        return self._are_near(wrong, merged, wrong.whole if whole is None else whole, most)
+
+    def _are_near(self, judged: Judged, merged: Sequence[Sketch], whole: Sketch, most: float) -> bool:
         if not merged or any(each.shape != whole.shape for each in merged):
             return False
-        expected = self.judge.rounding.of(wrong.key, whole)
-        return max(self.judge.ratio(wrong.key, each, whole, expected) for each in merged) <= min(
-            MOST_ROUNDING, wrong.ratio / 4
-        )
+        expected = self.judge.rounding.of(judged.key, whole)
+        return max(self.judge.ratio(judged.key, each, whole, expected) for each in merged) <= most
 
     def layouts(self, wrong: Judged) -> Iterator[tuple[dict[str, Kind], list[Sketch]]]:
         """Yield each layout, with the tensors that it gives."""

@@ -182,8 +182,8 @@ def judge(
     stop = min(base + MOST_STEPS, last + 1)
     if first >= stop:
         raise ConfigError(
-            f"the first difference is {first + 1 - base} steps after {_place(base)}, and at most {MOST_STEPS} steps "
-            "are repeated"
+            f"the first difference is {first + 1 - base} steps after "
+            f"{f'the checkpoint of step {base}' if base else 'the start'}, and at most {MOST_STEPS} steps are repeated"
         )
     metrics = [(step, name) for step, name in metrics if step < stop]
     if tensors is not None and tensors[0] > stop:
@@ -215,12 +215,9 @@ def judge(
     return judgement
 
 
-def _place(base: int) -> str:
-    return f"the checkpoint of step {base}" if base else "the start"
-
-
 def _experiment(settings: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    constant = _section(settings, "optimizer").get("schedule") == "constant"
+    optimizer = settings.get("optimizer")
+    constant = isinstance(optimizer, dict) and optimizer.get("schedule") == "constant"
     for name, value in settings.items():
         if name in _NO_EXPERIMENT[""]:
             continue
@@ -230,11 +227,6 @@ def _experiment(settings: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
         for key, inner in value.items():
             if key not in _NO_EXPERIMENT.get(name, ()) and not (constant and (name, key) == ("training", "steps")):
                 yield f"{name}.{key}", inner
-
-
-def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = settings.get(name, {})
-    return section if isinstance(section, dict) else {}
 
 
 def _metrics(
@@ -389,10 +381,7 @@ def _suspects(stored: StoredCheckpoint, judgement: Judgement, own: Repetition, *
         lines.append(f"gradients of most parameters have {common:.6g} times their size: clipping, or a factor of all")
     names = sorted((name for name in left if left[name] > MOST_ROUNDING), key=lambda name: -left[name])
     if names:
-        shown_names = ", ".join(_parameter(name) for name in names[:3])
+        # Names of the optimizer's tensors end with those of parameters.
+        shown_names = ", ".join(name.split(".", 2)[-1] for name in names[:3])
         lines.append(f"gradients that differ most: {shown_names} ({left[names[0]]:,.0f} times the expected rounding)")
     return lines
-
-
-def _parameter(name: str) -> str:
-    return name.split(".", 2)[-1]

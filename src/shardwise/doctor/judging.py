@@ -254,22 +254,14 @@ class Judge:
         whole, *others = alike([whole, *sketches.values()])
         sketches = dict(zip(sketches, others, strict=True))
         places = {rank: self.suspect.places[rank] for rank in sketches}
-        axes = {}
-        for axis in self.suspect.axes:
-            number = len({place[axis] for place in places.values()})
-            if number > 1:
-                axes[axis] = number
-        shards = {tuple(places[rank][axis] for axis in axes): sketch for rank, sketch in sketches.items()}
         # Places may not begin at 0: the ranks of one stage.
-        order = {axis: sorted({place[axis] for place in places.values()}) for axis in axes}
-        return (
-            whole,
-            axes,
-            {
-                tuple(order[axis].index(at) for axis, at in zip(axes, place, strict=True)): sketch
-                for place, sketch in shards.items()
-            },
-        )
+        order = {axis: sorted({place[axis] for place in places.values()}) for axis in self.suspect.axes}
+        order = {axis: found for axis, found in order.items() if len(found) > 1}
+        shards = {
+            tuple(found.index(places[rank][axis]) for axis, found in order.items()): sketch
+            for rank, sketch in sketches.items()
+        }
+        return whole, {axis: len(found) for axis, found in order.items()}, shards
 
     def _side_by_side(
         self, key: Key, number: int, originals: Mapping[int, Entry], entries: Mapping[int, Entry]

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -178,17 +178,9 @@ def declared_of_tensor(layout: Layout | None, axes: Axes) -> Declared:
 
 def declared_of_output(module: nn.Module, axes: Axes) -> Declared:
     """Return how the ranks hold a module's output, as far as the module states it."""
-    layout = getattr(module, "output_layout", None)
-    declared = declared_of_tensor(layout, axes)
+    declared = declared_of_tensor(getattr(module, "output_layout", None), axes)
     weight = getattr(module, "param_layouts", {}).get("weight")
-    if (
-        isinstance(layout, Layout)
-        and layout.kind == "V"
-        and layout.dim == -1
-        and declared
-        and weight
-        and weight.dim == 0
-    ):
+    if declared == {"tp": ["V", -1]} and weight and weight.dim == 0:
         # Joint weights, such as gate and up, are split section by section.
         return {"tp": ["placed", -1, [[list(interval) for interval in own] for own in weight.intervals]]}
     return declared
@@ -201,19 +193,18 @@ def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str,
 
 def leaves(value: Any, path: str = "", *, floats: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in nested tuples, lists, mappings and dataclasses, with their places."""
+    items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Tensor):
         if value.is_floating_point() or not floats:
             yield path, value
     elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from leaves(item, f"{path}.{key}" if path else str(key), floats=floats)
+        items = value.items()
     elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from leaves(item, f"{path}.{index}" if path else str(index), floats=floats)
+        items = enumerate(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            item = getattr(value, field.name, None)
-            yield from leaves(item, f"{path}.{field.name}" if path else field.name, floats=floats)
+        items = ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    for key, item in items:
+        yield from leaves(item, f"{path}.{key}" if path else str(key), floats=floats)
 
 
 def perturbed(value: Any, seed: int, key: Key) -> Any:

@@ -129,10 +129,7 @@ def misplaced(case: Case, wrong: Judged) -> Explanation | None:
         begins = " and ".join(f"{rank} with that of {order[0]}" for rank, order in enumerate(orders))
         ranks = f"rank of {axis} begins: {begins}" if len(orders) > 1 else f"ranks begin with that of {orders[0][0]}"
         return Explanation(MISPLACED, f"its rows along dimension {dim} are in another order: {ranks}")
-    for merged in wrong.merged:
-        if "slice" not in merged.views or "slice" not in wrong.whole.views:
-            continue
-        one, other = merged.views["slice"], wrong.whole.views["slice"]
+    for one, other in wrong.pairs():
         for dim in range(one.dim()):
             for offset in (1, -1, 2, -2, one.size(dim) // 2, -(one.size(dim) // 2)):
                 if not 0 < abs(offset) < one.size(dim):

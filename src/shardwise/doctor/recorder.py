@@ -140,7 +140,7 @@ class Recorder:
 
     @torch.no_grad()
     def _find_gradients(self, params: Sequence[Parameter] | None = None) -> None:
-        """Record the gradients of these parameters, or of all, that nobody recorded: they may be clipped already."""
+        """Record the gradients of these parameters, or of all, that are not recorded: they may be clipped already."""
         if self._has_gradients:
             return
         chosen = None if params is None else {id(param) for param in params}
@@ -218,7 +218,7 @@ class Recorder:
         return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
     def _end_updated_step(self) -> None:
-        # Nobody has said that the step has ended.
+        # No call has ended the step.
         if self._was_updated:
             self.updated()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -179,9 +180,7 @@ def _described(judged: Judged) -> tuple[str, str, str, str]:
 
 
 def _summed(moves: Sequence[Sequence[Any]]) -> list[tuple[str, int, str]]:
-    counts: dict[tuple[str, int], int] = {}
-    for name, num_bytes in moves:
-        counts[name, num_bytes] = counts.get((name, num_bytes), 0) + 1
+    counts = Counter((name, num_bytes) for name, num_bytes in moves)
     return [(name.replace("_", "-"), count, shown_bytes(num_bytes)) for (name, num_bytes), count in counts.items()]
 
 

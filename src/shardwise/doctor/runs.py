@@ -93,10 +93,9 @@ def diagnose_run(
 def _record_alone(session: Session, folder: Path, steps: int, budget: int) -> None:
     if not session.ranks.is_first:
         return
-    dtype, perturb = other_rounding(session)
-    _record(*alone(session), session, folder / "one", steps, budget, ONE_RANK, world_size=1)
-    other = folder / "rounding"
-    _record(*alone(session, dtype), session, other, steps, budget, ONE_RANK, perturb=perturb, world_size=1)
+    for name, dtype, perturb in (("one", None, None), ("rounding", *other_rounding(session))):
+        where = folder / name
+        _record(*alone(session, dtype), session, where, steps, budget, ONE_RANK, perturb=perturb, world_size=1)
 
 
 def _record(

@@ -295,7 +295,6 @@ def _by_place(
 
 @torch.no_grad()
 def _replace_(model: TransformerModel, name: str, whole: Tensor) -> None:
-    """Copy a whole weight to this stage's embedding or output layer, which may be tied."""
     module: Any = dict(model.named_modules()).get(name)
     if module is None:
         return

@@ -298,7 +298,6 @@ def check_targets(paths: Paths, tensors: Iterable[str], config: LoraConfig) -> N
 
 
 def _adapted_modules(tensors: Iterable[str]) -> list[str]:
-    """Return the paths of all modules with parameters, then of the modules that contain them."""
     paths = {tensor.rpartition(".")[0] for tensor in tensors}
     within = {path[: dot.start()] for path in paths for dot in re.finditer(r"\.", path)}
     return [*sorted(paths), *sorted(within - paths)]

@@ -74,8 +74,7 @@ def check_without_adapters(model: TransformerModel) -> None:
 def add_adapters_(
     model: TransformerModel, config: LoraConfig, architecture: Architecture, chosen: Collection[str], trained: Set[str]
 ) -> None:
-    """Add adapters at the paths ``chosen`` and train the base tensors ``trained``, both of all stages."""
-    check_without_adapters(model)
+    """Add adapters to a model without any at the paths ``chosen``, and train the base tensors ``trained``."""
 
     def check() -> None:
         check_trainable(base_parameters(model, architecture), trained, chosen, architecture)

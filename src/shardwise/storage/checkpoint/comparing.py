@@ -109,7 +109,6 @@ def _compared(name: str, one: StoredCheckpoint, other: StoredCheckpoint) -> Tens
 
 
 def _boxes(shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offsets and sizes of consecutive contiguous boxes that fill a tensor."""
     behind = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if not shape:
         yield (), ()

@@ -169,7 +169,7 @@ def remove_unless_held(folder: Path, *, waits: bool = True) -> None:
         except BlockingIOError:
             return
         except OSError:
-            pass  # There is no support for locks, or nobody can read the checkpoint.
+            pass  # There is no support for locks, or the checkpoint cannot be read.
         remove(folder, waits=waits)
 
 

@@ -305,7 +305,6 @@ class PendingSave:
 
     @checkpoint_errors()
     def _publish(self, ranks: list[tuple[Written | None, str]]) -> str:
-        """Complete and publish the folder, on rank 0; return the notes of all ranks."""
         assert self._partial is not None
         chunks: dict[str, list[ChunkRecord]] = {}
         files: dict[str, FileRecord] = {}

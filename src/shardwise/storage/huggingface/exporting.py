@@ -66,7 +66,7 @@ def save_pretrained(
     Args:
         model: a ``GPT`` or ``Bert``, or this stage's chunks; not modified.
         folder: destination; must not exist, or must be empty.
-        source: folder from which companion files are copied (tokenizer, processors, generation, licence, readme). If
+        source: folder with companion files to copy (tokenizer, processors, generation, licence, readme). If
             its ``config.json`` has the same architecture, its fields are kept unless they contradict this model.
         architecture: the ``model_type`` to write; None for that of ``source``, or else the first that fits.
         dtype: dtype of the stored parameters; None for their own. Buffers keep theirs.
@@ -92,11 +92,37 @@ def save_pretrained(
 
     is_first = replicas is None or replicas.rank() == 0
 
+    def prepare() -> _Export:
+        own = None if source is None else Path(source)
+        if own is not None and not own.is_dir():
+            raise ConfigError(f"there is no folder {own} to copy the tokenizer from")
+        if adapters is not None and (own is None or not Path(adapters).is_dir()):
+            why = "source, the folder of their model, is None" if own is None else f"there is no folder {adapters}"
+            raise ConfigError(f"the files of adapters replace those of their model, but {why}")
+        for each in itertools.chain(*(model.parameters() for model in models)):
+            if isinstance(each, QuantizedTensor):
+                raise ConfigError(f"the model's weights are in {each.kind}, which is not written; save its adapters")
+        description = describe_model(models[0])
+        base = None if own is None else own_config(own)
+        if base is not None and base.get("model_type") not in ARCHITECTURES:
+            base = None
+        stored_dtype = dtype or models[0].config.params_dtype
+        config = config_to_json(description, architecture=architecture, dtype=stored_dtype, base=base)
+        table = ARCHITECTURES[config["model_type"]].table_with(expert_names)
+        parts = {
+            key: _StoredParameter(
+                shard,
+                compose(table, key, shard.layout.global_shape, description.heads, description.num_experts),
+                # A buffer keeps its dtype: the bias of the choice of experts is in fp32, in transformers too.
+                dtype if dtype is not None and isinstance(shard.data, nn.Parameter) else shard.dtype,
+            )
+            for model in models
+            for key, shard in model.sharded_state_dict().items()
+        }
+        return _Export(config | dict(fields or {}), own, None if adapters is None else Path(adapters), parts, card)
+
     def export(ranks: Sequence[ProcessGroup]) -> None:
-        content = agree(
-            lambda: _prepare(models, source, architecture, dtype, fields or {}, card, expert_names, adapters),
-            group=ranks,
-        )
+        content = agree(prepare, group=ranks)
         _write_folder(target, content, groups, ranks, max_file_size, writes=is_first)
 
     if replicas is None or replicas.size() == 1:
@@ -133,45 +159,6 @@ class _Export:
     card: str | None
 
 
-def _prepare(
-    models: Sequence[Model],
-    source: str | Path | None,
-    architecture: str | None,
-    dtype: torch.dtype | None,
-    fields: Mapping[str, Any],
-    card: str | None,
-    expert_names: ExpertNames | None,
-    adapters: str | Path | None,
-) -> _Export:
-    folder = None if source is None else Path(source)
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder} to copy the tokenizer from")
-    if adapters is not None and (folder is None or not Path(adapters).is_dir()):
-        why = "source, the folder of their model, is None" if folder is None else f"there is no folder {adapters}"
-        raise ConfigError(f"the files of adapters replace those of their model, but {why}")
-    for each in itertools.chain(*(model.parameters() for model in models)):
-        if isinstance(each, QuantizedTensor):
-            raise ConfigError(f"the model's weights are in {each.kind}, which is not written; save its adapters")
-    description = describe_model(models[0])
-    base = None if folder is None else own_config(folder)
-    if base is not None and base.get("model_type") not in ARCHITECTURES:
-        base = None
-    stored_dtype = dtype or models[0].config.params_dtype
-    config = config_to_json(description, architecture=architecture, dtype=stored_dtype, base=base)
-    table = ARCHITECTURES[config["model_type"]].table_with(expert_names)
-    parts = {
-        key: _StoredParameter(
-            shard,
-            compose(table, key, shard.layout.global_shape, description.heads, description.num_experts),
-            # A buffer keeps its dtype: the bias of the choice of experts is in fp32, in transformers too.
-            dtype if dtype is not None and isinstance(shard.data, nn.Parameter) else shard.dtype,
-        )
-        for model in models
-        for key, shard in model.sharded_state_dict().items()
-    }
-    return _Export(config | dict(fields), folder, None if adapters is None else Path(adapters), parts, card)
-
-
 def _write_folder(
     target: Path, content: _Export, groups: Groups, ranks: Sequence[ProcessGroup], max_file_size: int, *, writes: bool
 ) -> None:
@@ -203,7 +190,6 @@ def _write_folder(
 
 
 def _dealt_out(parts: Sequence[_StoredParameter], max_file_size: int) -> list[list[_StoredParameter]]:
-    """Distribute parameters over files of at most ``max_file_size`` bytes, or of one parameter."""
     files: list[list[_StoredParameter]] = []
     room = 0
     for part in parts:
@@ -265,7 +251,6 @@ def _begun(target: Path, partial: Path) -> Iterator[None]:
 
 
 def _finish(target: Path, partial: Path, content: _Export, index: Mapping[str, Any] | None) -> None:
-    """Add all files but the tensors, and rename the folder to its name."""
     texts = {CONFIG_NAME: content.config} | ({} if index is None else {INDEX_NAME: index})
     for name, value in texts.items():
         with write_errors(target / name):

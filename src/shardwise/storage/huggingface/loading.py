@@ -221,7 +221,6 @@ def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolde
 
 
 def _own_rows(shard: ParamShard) -> Sequence[Interval]:
-    """Return the intervals of the whole parameter's rows that this rank holds, with all or some of their columns."""
     layout = shard.layout
     return layout.intervals[shard.rank] if layout.dim == 0 else [(0, layout.global_shape[0])]
 

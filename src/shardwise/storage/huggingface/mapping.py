@@ -5,7 +5,7 @@ A row of a table states which tensors contain a parameter's rows; ``*`` stands f
     "decoder.layers.{layer}.mlp.linear_fc1.*": stacked("model.layers.{layer}.mlp.gate_proj.*",
                                                        "model.layers.{layer}.mlp.up_proj.*"),
 
-With a parameter's shape, a row gives a ``Composition``, by which tensors are read, written and checked.
+With a parameter's shape, a row gives a ``Composition`` for reading, writing and checking tensors.
 """
 
 import re

@@ -72,7 +72,7 @@ class TensorFolder:
 
     Attributes:
         copies: tensors of the same names in other files, which are not read.
-        indexed: names of tensors of which the folder says which file is read.
+        indexed: names of tensors for which the folder names the file to read.
 
     Raises:
         CheckpointError: a file is missing, truncated, or of another format; or the only weights are a pickle.
@@ -199,7 +199,7 @@ _LARGEST_TEXT = 16 << 20
 def own_file(folder: Path, name: str) -> Path | None:
     """Return the path without links of a model's file whose content may be written to a result; None if there is none.
 
-    A folder that somebody gave away may have a link to any file of the user. So a link counts as the model's file only
+    A downloaded folder may have a link to any file of the user. So a link counts as the model's file only
     if it ends in the folder or, in a snapshot of the hub's cache, in ``blobs`` of the same model. Otherwise one line of
     the log names it.
     """
@@ -279,7 +279,7 @@ def write_chat_template(target: Path, folder: Path, adapters: Path) -> None:
 
 
 def _own_template(folder: Path) -> ChatTemplate | None:
-    """Load a folder's chat template; None if one of its files belongs to somebody else."""
+    """Load a folder's chat template; None if one of its files is not the folder's own."""
     stored = [name for name in (*_TEMPLATE, _TOKENIZER[1]) if (folder / name).is_file()]
     return ChatTemplate.load(folder) if all(own_file(folder, name) for name in stored) else None
 

@@ -33,7 +33,6 @@ _STORED = "model.layers.{layer}.mlp."
 
 
 def _table_of_experts(router: str, gate: str, up: str, down: str) -> Table:
-    """Return rows for router and experts; names of experts' tensors have the placeholder ``{expert}``."""
     return {
         _MLP + "router.weight": whole(router),
         _MLP + "experts.up": of_experts(gate, up),
