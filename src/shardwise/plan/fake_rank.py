@@ -47,13 +47,8 @@ from shardwise.training.trainer import Trainer
 class StateBytes:
     """The bytes that one rank holds from step to step.
 
-    Attributes:
-        weights: parameters; with zero in buffers.
-        gradients: in their buffers, or as the backward makes them.
-        masters: fp32 copies of parameters in 16 bits.
-        optimizer: its state of each parameter.
-        others: buffers of the model, and original values of weights that are trained next to adapters.
-        saved: of a host copy of what the rank writes into a checkpoint.
+    ``masters`` are fp32 copies of parameters in 16 bits; ``others`` buffers of the model, and original values of
+    weights that are trained next to adapters; ``saved`` a host copy of what the rank writes into a checkpoint.
     """
 
     weights: int
@@ -63,18 +58,19 @@ class StateBytes:
     others: int
     saved: int
 
+    def held(self, makes_gradients: bool) -> int:
+        """Bytes at the start of a step, whose first backward allocates the gradients if it ``makes_gradients``."""
+        gradients = 0 if makes_gradients else self.gradients
+        return self.weights + gradients + self.masters + self.optimizer + self.others
+
 
 @dataclass(frozen=True)
 class Whole:
     """Totals of the layers of a rank, without their activations.
 
-    Attributes:
-        num_parameters: parameters of this rank, before FSDP splits them.
-        state: bytes from step to step.
-        makes_gradients: the backward of the first micro-batch allocates the gradients.
-        owned: elements that each data-parallel rank updates, with ZeRO; else empty.
-        ends: the sums of gradients and the update, at the end of a step.
-        num_sums: the method of the run's ``Gradients``.
+    ``num_parameters`` are those of this rank, before FSDP splits them. ``makes_gradients``: the backward of the first
+    micro-batch allocates the gradients. ``owned`` has the elements that each data-parallel rank updates, with ZeRO.
+    ``ends`` are the sums of gradients and the update.
     """
 
     num_parameters: int
@@ -83,13 +79,6 @@ class Whole:
     owned: tuple[int, ...]
     ends: tuple[Segment, ...]
     num_sums: Callable[[int, int], int]
-
-    @property
-    def held(self) -> int:
-        """Bytes at the start of a step."""
-        state = self.state
-        gradients = 0 if self.makes_gradients else state.gradients
-        return state.weights + gradients + state.masters + state.optimizer + state.others
 
     def towards(self, other: Whole, times: int) -> Whole:
         """Add ``times`` times the difference to another one."""
@@ -251,9 +240,7 @@ def whole_of(workload: Workload, groups: Groups, timeline: Timeline) -> Whole:
 def _saved_bytes(trainer: Trainer, *, pinned: bool) -> int:
     """Bytes of a host copy of what a rank writes into a checkpoint; ranks that hold the same share the writing.
 
-    Args:
-        trainer: trainer of the rank.
-        pinned: the copy is in pinned memory, where each tensor takes a power of two.
+    In pinned memory each tensor takes a power of two.
     """
     total = 0.0
     for shard in state_of(trainer).values():
@@ -357,14 +344,7 @@ class _FinishedError(Exception):
 
 @dataclass
 class _Spans:
-    """Marks the spans of a chunk's layers, in the forward and in the backward.
-
-    Attributes:
-        chunk: number of the chunk.
-        last: number of its spans.
-        current: label of the current segment.
-        begin: begins a segment.
-    """
+    """Marks the spans of a chunk's layers, in the forward and in the backward."""
 
     chunk: int
     last: int

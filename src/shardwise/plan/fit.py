@@ -70,23 +70,30 @@ def fit_run(
 
 
 def choices_of(workload: Workload, limit: str, world_sizes: Sequence[int], *, ranks_per_host: int) -> list[Choice]:
-    """The layouts of ``world_sizes`` ranks that need at most ``limit`` of each, best first. Raises as ``fit_run``."""
+    """The layouts of ``world_sizes`` ranks that need at most ``limit`` of each, best first. Raises as ``fit_run``.
+
+    Without a given micro-batch it is the largest of those that halve a data-parallel rank's samples (with pipeline
+    stages: 1) that fits. ``ranks_per_host`` is the largest tp. Schedule, virtual stages, ``cp`` and, where there is
+    one, recomputation are those of the settings.
+    """
     memory, settings, parallel = read_bytes(limit), workload.settings, workload.settings.parallel
     room = room_for_tensors(memory, workload.device_type)
-    choices = fitting(
-        workload,
-        room,
-        world_sizes=world_sizes,
-        micro_batch_size=settings.training.micro_batch_size,
-        ranks_per_host=ranks_per_host,
-        like=Mesh(
-            schedule=parallel.pipeline_schedule,
-            virtual_stages=parallel.virtual_stages,
-            recomputation=settings.recompute,
-            cp=parallel.cp,
-            dp=parallel.cp,
-        ),
+    like = Mesh(
+        schedule=parallel.pipeline_schedule,
+        virtual_stages=parallel.virtual_stages,
+        recomputation=settings.recompute,
+        cp=parallel.cp,
+        dp=parallel.cp,
     )
+    # Layouts of a group have most of their rehearsals in common.
+    groups: defaultdict[object, list[Mesh]] = defaultdict(list)
+    for mesh in layouts(workload, world_sizes, ranks_per_host, like):
+        groups[mesh.tp, mesh.sequence_parallel, mesh.fsdp].append(mesh)
+    rehearsals = Rehearsals(workload, limit=room, estimates=True)
+    of_group = partial(_fitting_of, rehearsals, room, settings.training.micro_batch_size)
+    largest_first = sorted(groups.values(), key=len, reverse=True)
+    found = [choice for choices in in_forks(of_group, largest_first) for choice in choices]
+    choices = sorted(found, key=lambda choice: choice.order)
     if not choices:
         ranks = ", ".join(map(str, world_sizes)) + (" rank" if list(world_sizes) == [1] else " ranks")
         tensors = f" ({shown_bytes(room)} of it for tensors)" if room < memory else ""
@@ -99,11 +106,7 @@ def choices_of(workload: Workload, limit: str, world_sizes: Sequence[int], *, ra
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout that fits.
-
-    Attributes:
-        plan: plan of the layout.
-    """
+    """A layout that fits."""
 
     plan: Plan
 
@@ -121,42 +124,8 @@ class Choice:
         return round(self.extra_work, 3), self.plan.sent, recomputes, self.plan.worst.total
 
 
-def fitting(
-    workload: Workload,
-    limit: int,
-    *,
-    world_sizes: Sequence[int],
-    micro_batch_size: int | None = None,
-    ranks_per_host: int = 8,
-    like: Mesh | None = None,
-) -> list[Choice]:
-    """Return the layouts whose worst rank needs at most ``limit`` bytes, best first.
-
-    Args:
-        workload: model and training.
-        limit: maximum bytes per rank.
-        world_sizes: numbers of ranks to try.
-        micro_batch_size: as given; if None the largest of those that halve a data-parallel rank's samples (with
-            pipeline stages: 1) that fits.
-        ranks_per_host: the largest tp, whose ranks exchange the most.
-        like: whose pipeline schedule, virtual stages and ``cp`` are taken, and its recomputation where there is one.
-
-    Returns:
-        In the order of ``Choice.order``.
-    """
-    rehearsals = Rehearsals(workload, limit=limit, estimates=True)
-    # Layouts of a group have most of their rehearsals in common.
-    groups: defaultdict[object, list[Mesh]] = defaultdict(list)
-    for mesh in layouts(workload, world_sizes, ranks_per_host, like or Mesh()):
-        groups[mesh.tp, mesh.sequence_parallel, mesh.fsdp].append(mesh)
-    of_group = partial(_fitting_of, rehearsals, limit, micro_batch_size)
-    largest_first = sorted(groups.values(), key=len, reverse=True)
-    found = [choice for choices in in_forks(of_group, largest_first) for choice in choices]
-    return sorted(found, key=lambda choice: choice.order)
-
-
 def _fitting_of(rehearsals: Rehearsals, limit: int, micro_batch_size: int | None, meshes: list[Mesh]) -> list[Choice]:
-    """The layouts of ``meshes`` that fit, each with its largest micro-batch. Arguments as ``fitting``."""
+    """The layouts of ``meshes`` that fit, each with its largest micro-batch."""
     choices = []
     for mesh in meshes:
         *larger, least = micro_batch_sizes(rehearsals.workload, mesh, micro_batch_size)
@@ -194,24 +163,18 @@ def layouts(workload: Workload, world_sizes: Sequence[int], ranks_per_host: int,
                 dp = world_size // (tp * pp)
                 if dp % like.cp:
                     continue
-                for sequence_parallel in (False, True)[: 1 + (tp > 1)]:
-                    for (zero, fsdp), recomputation, (ep, etp) in product(
-                        _sharded(workload, like, dp, pp), again, _of_experts(model.num_experts, tp, dp, ranks_per_host)
-                    ):
-                        yield replace(
-                            like,
-                            tp=tp,
-                            pp=pp,
-                            dp=dp,
-                            sequence_parallel=sequence_parallel,
-                            virtual_stages=like.virtual_stages if pp > 1 else 1,
-                            schedule=like.schedule if pp > 1 else "1f1b",
-                            zero=zero,
-                            fsdp=fsdp,
-                            recomputation=recomputation,
-                            ep=ep,
-                            etp=etp,
-                        )
+                shared = replace(like, tp=tp, pp=pp, dp=dp)
+                if pp == 1:
+                    shared = replace(shared, virtual_stages=1, schedule="1f1b")
+                choices = product(
+                    (False, True)[: 1 + (tp > 1)],
+                    _sharded(workload, like, dp, pp),
+                    again,
+                    _of_experts(model.num_experts, tp, dp, ranks_per_host),
+                )
+                for splits, (zero, fsdp), recomputation, (ep, etp) in choices:
+                    options: dict[str, Any] = {"zero": zero, "fsdp": fsdp, "ep": ep, "etp": etp}
+                    yield replace(shared, sequence_parallel=splits, recomputation=recomputation, **options)
 
 
 def _sharded(workload: Workload, like: Mesh, dp: int, pp: int) -> Iterator[tuple[int, bool]]:

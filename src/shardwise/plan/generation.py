@@ -125,14 +125,7 @@ def fit_generation(
 class Text:
     """Texts to generate, and the model.
 
-    Attributes:
-        model: description of the model.
-        dtype: dtype of its weights.
-        adapters: configuration of adapters and the ``model_type`` whose names of layers it has; or None.
-        device_type: device of the ranks.
-        layers: kind of layers, as for ``on_layers``.
-        prompt_length, max_new_tokens: number of tokens of each prompt, and to add to each.
-        batch_size: number of texts.
+    ``adapters`` are a configuration, and the ``model_type`` whose names of layers it has.
     """
 
     model: ModelConfig
@@ -190,16 +183,10 @@ class Text:
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """The needs of one rank that generates text.
+    """The needs of one rank that generates text: bytes of parameters and buffers, and of the key-value cache.
 
-    Attributes:
-        text: what is generated.
-        ranks, rank: number of ranks, and number of this one.
-        num_parameters: parameters of the whole model, tied weights counted once.
-        layers: kind of layers.
-        weights: bytes of parameters and buffers.
-        cache: bytes of the key-value cache.
-        prompt, token: reading of the prompts, and the last token; peaks are bytes besides weights and cache.
+    ``num_parameters`` are those of the whole model, tied weights counted once. Peaks of ``prompt`` (the prompts are
+    read) and ``token`` (the last one is computed) are bytes besides weights and cache.
     """
 
     text: Text

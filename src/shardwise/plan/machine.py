@@ -40,13 +40,9 @@ def beyond_tensors(tensors: int, device_type: str) -> int:
 
 @dataclass(frozen=True)
 class Channels:
-    """Shared memory of equal groups of ranks on a host.
+    """Shared memory of equal groups of ranks on a host: bytes of one group, number of groups and of their ranks.
 
-    Attributes:
-        axis: name of the groups; ``"all"`` for the group of all ranks.
-        ranks: number of ranks of a group.
-        groups: number of groups.
-        num_bytes: size of the memory of one group.
+    ``axis`` is ``"all"`` for the group of all ranks.
     """
 
     axis: str
@@ -57,16 +53,10 @@ class Channels:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Memory besides the tensors of a step.
+    """Memory besides the tensors of a step, in bytes, on the host of the rank that needs the most.
 
-    Attributes:
-        ranks: ranks on the host of the rank that needs the most.
-        channels: shared memory through which CPU ranks communicate.
-        batches: bytes of the samples of a rank: of a step, on a GPU also of the next.
-        snapshot: bytes of the copies for asynchronous saves, of all ranks of the host.
-        processes: bytes of Python and PyTorch in the processes of the host; assumed.
-        tensors: bytes of tensors on the host at the peaks of its ranks; 0 with GPUs.
-        context, slack: bytes of a GPU; assumed. 0 on a CPU.
+    ``batches`` are the samples of a step, on a GPU also of the next; ``snapshot`` the copies for asynchronous saves.
+    ``processes``, ``context`` and ``slack`` are assumed; the last two are 0 on a CPU, and ``tensors`` is 0 with GPUs.
     """
 
     ranks: int
@@ -131,13 +121,7 @@ def _channels(rank: RankPlan, host: range) -> Iterable[Channels]:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of the machines, as the user states them; None for those that are not stated.
-
-    Attributes:
-        flops: FLOP/s of a rank's device.
-        within_host, between_hosts: bytes per second that a rank sends to a rank of its host, and of another.
-        ranks_per_host: ranks on a host.
-    """
+    """Rates of the machines, as the user states them, in FLOP/s and bytes per second; None if not stated."""
 
     flops: float | None = None
     within_host: float | None = None
@@ -150,11 +134,7 @@ class StepTime:
     """An estimate of a step's time on one rank, in seconds.
 
     Each product runs at the stated peak, and each collective is a ring that is as fast as its slowest link.
-
-    Attributes:
-        compute: products and attention.
-        idle: time that the rank waits for other pipeline stages, by the schedule's table.
-        communication: by axis; None for an axis whose rate is not stated.
+    ``communication`` is None for an axis whose rate is not stated.
     """
 
     compute: float

@@ -30,17 +30,7 @@ def check_picture(path: str) -> None:
 
 
 def draw_memory(plan: Plan, path: str, *, limit: int | None = None) -> None:
-    """Draw the memory of the rank that needs the most over its step.
-
-    Args:
-        plan: the plan.
-        path: PNG or SVG file to write.
-        limit: memory of a rank, as a horizontal line.
-
-    Raises:
-        ConfigError: the format is unknown, or matplotlib is missing.
-        UnwritableError: the file cannot be written.
-    """
+    """Draw the memory of the rank that needs the most over its step, into a PNG or SVG file."""
     check_picture(path)
     pyplot, rank = import_pyplot(), plan.worst
     parts = list(_parts(rank, plan.mesh.num_micro_batches(plan.workload)))
@@ -93,11 +83,8 @@ def draw_memory(plan: Plan, path: str, *, limit: int | None = None) -> None:
 class _Part:
     """A part of the step as it is drawn.
 
-    Attributes:
-        action: the action that it belongs to.
-        width: floating-point operations, or a little; of micro-batches that are alike those of one.
-        peak, held: bytes at its peak and at its end.
-        repeats: number of micro-batches that it stands for besides those that are drawn, or 0.
+    ``width`` is in floating-point operations, or a little; of micro-batches that are alike those of one. ``repeats``
+    counts the micro-batches that it stands for besides those that are drawn.
     """
 
     action: str

@@ -62,13 +62,7 @@ def plan_of(workload: Workload, world_size: int, rank: int | None = None) -> Pla
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The needs of one rank.
-
-    Attributes:
-        rank: number of the rank.
-        mesh: mesh of the run.
-        step: rehearsal of the rank's step.
-    """
+    """The needs of one rank."""
 
     rank: int
     mesh: Mesh
@@ -92,9 +86,7 @@ class RankPlan:
     @cached_property
     def held(self) -> int:
         """Bytes at the start of a step."""
-        step = self.step
-        gradients = 0 if step.makes_gradients else step.gradients
-        return step.weights + gradients + step.masters + step.optimizer + step.others
+        return self.step.held(self.step.makes_gradients)
 
     @cached_property
     def total(self) -> int:
@@ -114,9 +106,7 @@ class RankPlan:
     @property
     def working(self) -> int:
         """Bytes at the peak beyond the state and the activations that are kept for backwards."""
-        step = self.step
-        state = step.weights + step.gradients + step.masters + step.optimizer + step.others
-        return max(0, self.total - state - step.kept)
+        return max(0, self.total - self.step.held(makes_gradients=False) - self.step.kept)
 
     @cached_property
     def flops(self) -> int:
@@ -188,11 +178,9 @@ class RankPlan:
 class Plan:
     """The needs of a run at one layout.
 
-    Attributes:
-        workload, mesh: of the run.
-        num_parameters: parameters of the whole model, tied weights counted once.
-        stages: the rank of each pipeline stage that needs the most memory; or the one rank that was asked for.
-        repeated_work: the share of a step's work that recomputation adds to it, on the rank that computes the most.
+    ``num_parameters`` are those of the whole model, tied weights counted once. ``stages`` has the rank of each
+    pipeline stage that needs the most memory, or the one rank that was asked for. ``repeated_work`` is the share of a
+    step's work that recomputation adds to it, on the rank that computes the most.
     """
 
     workload: Workload
@@ -218,22 +206,16 @@ class Plan:
         return idle / 3 if self.mesh.schedule == "zero-bubble" else idle / self.mesh.virtual_stages
 
 
-def make_plan(workload: Workload, mesh: Mesh, *, rank: int | None = None, rehearsals: Rehearsals | None = None) -> Plan:
-    """Plan a workload on a mesh.
+def make_plan(workload: Workload, mesh: Mesh, rank: int | None = None, *, rehearsals: Rehearsals | None = None) -> Plan:
+    """Plan a workload on a mesh: one ``rank``, or of each stage the rank that needs the most.
 
-    Args:
-        workload: model and training.
-        mesh: layout of the ranks.
-        rank: plan this rank only; if None, of each stage the rank that needs the most.
-        rehearsals: rehearsals of the workload on other meshes, which have ranks like those of this one; with
-            ``estimates`` of the first stage and the last, which need more than those between.
-
-    Raises:
-        ConfigError: the model or the batch cannot be split so; no such rank.
+    ``rehearsals`` are those of the workload on other meshes, which have ranks like those of this one; with
+    ``estimates`` of the first stage and the last, which need more than those between. ConfigError if the model or the
+    batch cannot be split so.
     """
     if dist.is_initialized():
         # This process is a rank of something else.
-        plan: Plan = call_in_fresh_process("shardwise.plan.plan:plan_rank", workload, mesh, rank)
+        plan: Plan = call_in_fresh_process("shardwise.plan.plan:make_plan", workload, mesh, rank)
         return plan
     mesh.check(workload)
     if rank is not None and not 0 <= rank < mesh.world_size:
@@ -257,11 +239,6 @@ def make_plan(workload: Workload, mesh: Mesh, *, rank: int | None = None, rehear
         plain = rehearsals.of(mesh.without_recomputation, most.rank)
         repeated = most.flops / sum(segment.flops for segment in plain.segments) - 1
     return Plan(workload, mesh, rehearsals.whole_model[0], tuple(stages), repeated)
-
-
-def plan_rank(workload: Workload, mesh: Mesh, rank: int | None) -> Plan:
-    """``make_plan`` with positional arguments."""
-    return make_plan(workload, mesh, rank=rank)
 
 
 def _different(rehearsals: Rehearsals, mesh: Mesh) -> range:

@@ -161,8 +161,9 @@ class Rehearsals:
             with pretended(workload.device_type, mesh, rank) as (groups, timeline):
                 self._wholes[whole_key] = self._whole(workload, groups, timeline, short)
         whole = self._wholes[whole_key]
-        if self._limit is not None and whole.held > self._limit:
-            raise ConfigError(f"rank {rank} holds {whole.held} bytes from step to step, more than {self._limit}")
+        held = whole.state.held(whole.makes_gradients)
+        if self._limit is not None and held > self._limit:
+            raise ConfigError(f"rank {rank} holds {held} bytes from step to step, more than {self._limit}")
         if step_key not in self._steps:
             layers = {layer for each in short for layer in each.layers}
             workload = workload.at(step_mesh)
@@ -270,12 +271,8 @@ def _shortened(kinds: Sequence[Hashable]) -> tuple[list[int], list[tuple[int, in
 class _Short:
     """A chunk in which only some of the layers that are alike are left.
 
-    Attributes:
-        layers: layers that are left, counted from 0.
-        alike: where the chunk is one group of spans ``times`` times, the layers of the first two; else empty.
-        times: number of these groups, or 0.
-        kinds: kinds of the layers of each span that is left, and whether it is recomputed.
-        groups: as ``_shortened``.
+    Where the chunk is one group of spans ``times`` times, ``alike`` has the layers of the first two. ``kinds`` are
+    those of the layers of each span that is left, and whether it is recomputed; ``groups`` as ``_shortened``.
     """
 
     layers: list[int]

@@ -62,11 +62,7 @@ def _rank_as_json(plan: Plan, rank: RankPlan, rates: Rates) -> dict[str, Any]:
         "rank": rank.rank,
         "layers": [[part.start, part.stop] for part in step.parts],
         "parameters": step.num_parameters,
-        "weights": step.weights,
-        "gradients": step.gradients,
-        "masters": step.masters,
-        "optimizer": step.optimizer,
-        "others": step.others,
+        **{name: getattr(step, name) for name in ("weights", "gradients", "masters", "optimizer", "others")},
         "activations": step.kept,
         "in_flight": step.in_flight,
         "working": rank.working,
@@ -83,21 +79,11 @@ def _rank_as_json(plan: Plan, rank: RankPlan, rates: Rates) -> dict[str, Any]:
                 "bytes": call.num_bytes,
                 "calls": number,
                 "sent": number * rank.volume(call),
-                "sent_between_hosts": round(
-                    rank.leaving(call, rates.ranks_per_host) * number * rank.volume(call),
-                ),
+                "sent_between_hosts": round(rank.leaving(call, rates.ranks_per_host) * number * rank.volume(call)),
             }
             for call, number in sorted(rank.calls.items())
         ],
-        "seconds": None
-        if time is None
-        else {
-            "compute": time.compute,
-            "idle": time.idle,
-            "communication": time.communication,
-            "least": time.least,
-            "most": time.most,
-        },
+        "seconds": None if time is None else vars(time) | {"least": time.least, "most": time.most},
         "step": parts,
     }
 

@@ -22,13 +22,10 @@ _c10d: Any = torch.ops.c10d
 
 
 class Sent(NamedTuple):
-    """A collective or a message of a rank.
+    """A collective or a message of a rank, with the bytes that it contributes.
 
-    Attributes:
-        axis: name of the group: ``"tp"``, ``"pp"``, ``"dp"``, ``"embd"``, the stages of a tied weight, ``"cp"``,
-            ``"ep"`` or ``"expert_dp"``.
-        name: name of the collective, or ``"send"``.
-        num_bytes: bytes that the rank contributes.
+    ``axis`` is ``"tp"``, ``"pp"``, ``"dp"``, ``"embd"`` (the stages of a tied weight), ``"cp"``, ``"ep"`` or
+    ``"expert_dp"``; ``name`` that of the collective, or ``"send"``.
     """
 
     axis: str
@@ -37,13 +34,9 @@ class Sent(NamedTuple):
 
 
 class Label(NamedTuple):
-    """A part of a step on one micro-batch.
-
-    Attributes:
-        action: such as ``"forward"``.
-        micro_batch, chunk: numbers from 0 of the micro-batch and of the part of the stage's layers.
-        span: 0 for what comes before the first span of layers (``spans_of``), then the number of the span from 1 in the
-            order of the action, and one more for what comes after the last. None for the whole action.
+    """A part of a step on one micro-batch, such as ``"forward"`` of a chunk.
+     ``span`` is 0 for what comes before the first span of layers (``spans_of``), then the number of the span from 1 in
+    the order of the action, and one more for what comes after the last. None for the whole action.
     """
 
     action: str
@@ -54,16 +47,10 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a step.
+    """A part of a step: its highest bytes and those at its end, above those at its start, and its operations.
 
-    Attributes:
-        place: what the rank does then.
-        peak: the most bytes above those at its start.
-        net: bytes at its end above those at its start.
-        flops: floating-point operations of its matrix products and attention.
-        sent: number of calls of each collective.
-        at: ``place`` of the part in which the peak is reached; its own if None.
-        parts: the segments that it consists of, if they are known.
+    ``at`` is the ``place`` of the part in which the peak is reached, its own if None; ``parts`` the segments that it
+    consists of, if they are known.
     """
 
     place: Label
@@ -119,14 +106,8 @@ class Timeline(TorchDispatchMode):
     """Counts the bytes of all storages that operations inside the block return, the collectives and the operations.
 
     Enter it inside ``FakeTensorMode``. A number that the host reads is 1.0, or 0 if it is an integer; tensors that it
-    compares are equal, and elements that it looks for are everywhere.
-
-    Args:
-        axes: by name of a process group, the name of its axis.
-
-    Attributes:
-        live: bytes of the storages that exist.
-        segments: each part of a step, cut by ``mark``.
+    compares are equal, and elements that it looks for are everywhere. ``axes`` has, by name of a process group, the
+    name of its axis; ``live`` the bytes of the storages that exist; ``segments`` each part of a step, cut by ``mark``.
     """
 
     def __init__(self, axes: dict[str, str]) -> None:

@@ -45,10 +45,8 @@ from shardwise.training.optimizer.mixed_precision import PRECISIONS
 class Adaptation:
     """Adapters that are trained, and their frozen base.
 
-    Attributes:
-        config: of the adapters, whose targets are names of Hugging Face's.
-        architecture: the ``model_type`` whose names these are.
-        quantization: of the frozen weights of linear layers; their own dtype if None.
+    ``architecture`` is the ``model_type`` whose names the targets are. Without ``quantization`` the base keeps its
+    dtype.
     """
 
     config: LoraConfig
@@ -60,11 +58,7 @@ class Adaptation:
 class Workload:
     """A model, and how it is trained, at any number of ranks.
 
-    Attributes:
-        settings: settings of the run; those of parallelism and recomputation are replaced by a mesh's.
-        model: description of the model.
-        device_type: the device of the run, ``"cpu"`` or ``"cuda"``.
-        adaptation: adapters on a frozen model; all of it is trained if None.
+    A mesh replaces the settings of parallelism and recomputation. All of the model is trained without ``adaptation``.
     """
 
     settings: RunSettings
@@ -119,9 +113,7 @@ class Workload:
     def objective(self, groups: Groups) -> Objective | None:
         """The objective of a step; None for the cross entropy of each token."""
         settings = self.settings
-        if isinstance(settings, DpoSettings):
-            return PreferenceObjective(settings.preference, groups.cp)
-        return None
+        return PreferenceObjective(settings.preference, groups.cp) if isinstance(settings, DpoSettings) else None
 
     def batch(self, samples: int, with_lengths: bool) -> Batch:
         """A micro-batch of the run, of its longest rows."""
@@ -295,13 +287,7 @@ class Mesh:
 
 
 def workload_of(settings: RunSettings, model: ModelConfig, folder: str | None = None) -> Workload:
-    """The workload of a run of ``settings`` that trains ``model``.
-
-    Args:
-        settings: settings of any command that trains; they name the folder of adapters.
-        model: description of the model, with the dropout of the run.
-        folder: the model's Hugging Face folder; that of the settings if None.
-    """
+    """The workload of a run of ``settings`` that trains ``model``, whose folder is that of the settings if None."""
     lora = getattr(settings, "lora", None)
     folder = folder or getattr(settings, "base", None)
     return Workload(
@@ -317,20 +303,13 @@ def _adaptation_of(lora: LoraSettings, model: ModelConfig, folder: str | None) -
         return None
     # Without a folder the names are those of the architecture that a new model is exported as.
     source = config_from_json(config_to_json(model)) if folder is None else read_config(Path(folder))
-    if lora.lora_from is None:
-        config = lora.config()
-    else:
-        config = read_adapter_config(lora.lora_from)
+    config = lora.config() if lora.lora_from is None else read_adapter_config(lora.lora_from)
     kind = lora.base_quantization
     return Adaptation(config, source.architecture.model_type, None if kind == "none" else kind)
 
 
 def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
-    """The mesh of ``world_size`` ranks for a run of ``settings``.
-
-    Raises:
-        ConfigError: they cannot share it.
-    """
+    """The mesh of ``world_size`` ranks for a run of ``settings``; ConfigError if they cannot share it."""
     settings.check_world(world_size)
     parallel = settings.parallel
     dp = world_size // (parallel.tp * parallel.pp)
@@ -355,21 +334,18 @@ def planned_workload(settings: RunSettings, model_dir: str | PathLike[str] | Non
     """The workload of a run of ``settings``, in which the numbers that are not given are filled in.
 
     Of the folders of the model and the adapters only ``config.json`` and ``adapter_config.json`` are read.
-
-    Args:
-        settings: settings of a run; a run of ``FinetuneSettings`` names the folder of its model itself.
-        model_dir: Hugging Face folder of the model of ``PlanSettings``, or None for that of the settings.
-
-    Raises:
-        ConfigError: settings that contradict the folder; a model or a sequence that is not to be had.
-        CheckpointError: there is no ``config.json``, or it cannot be read.
+    ``model_dir`` is the model's folder for ``PlanSettings``; ``FinetuneSettings`` name it themselves.
     """
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
         settings = dataclasses.replace(settings.on_device("cuda"), device="cuda")
     else:
         settings = settings.on_device("cpu")
     if isinstance(settings, FinetuneSettings):
-        return _finetuned(settings)
+        path = Path(settings.base)
+        config = read_config(path)
+        check_continues_texts(config, path)
+        settings = resolved(settings, config.description, path)
+        return workload_of(settings, with_dropout(config.description, settings.model.dropout))
     assert isinstance(settings, PlanSettings)
     if model_dir is None:
         settings = settings.resolved(None)
@@ -388,11 +364,3 @@ def planned_workload(settings: RunSettings, model_dir: str | PathLike[str] | Non
         )
     settings.check_effect(model.num_layers)
     return workload_of(settings, with_dropout(model, settings.model.dropout or None), folder)
-
-
-def _finetuned(settings: FinetuneSettings) -> Workload:
-    path = Path(settings.base)
-    config = read_config(path)
-    check_continues_texts(config, path)
-    settings = resolved(settings, config.description, path)
-    return workload_of(settings, with_dropout(config.description, settings.model.dropout))
