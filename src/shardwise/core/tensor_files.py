@@ -204,7 +204,7 @@ def _check_filled(path: Path, tensors: Iterable[StoredTensor], begin: int, file_
 class TensorFile:
     """Writes a new safetensors file, which is complete and on disk once its last tensor is written.
 
-    It must not exist, and has at least one tensor, of which ``tensors`` has dtype and shape.
+    It must not exist. ``tensors`` has dtype and shape of each of its tensors, at least one.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
