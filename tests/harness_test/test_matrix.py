@@ -9,12 +9,6 @@ import pytest
 
 @pytest.mark.parametrize("first", range(3))
 @pytest.mark.parametrize("second", range(2))
-def test_two_parameters_are_a_whole_matrix(first, second, request):
-    assert request.node.get_closest_marker("matrix") is None
-
-
-@pytest.mark.parametrize("first", range(3))
-@pytest.mark.parametrize("second", range(2))
 @pytest.mark.parametrize("third", range(2))
 @pytest.mark.parametrize("fourth", range(2))
 def test_every_pair_of_values_is_in_the_cover(first, second, third, fourth, request):
@@ -42,9 +36,3 @@ def test_four_ranks_are_for_the_matrix_where_there_are_two(group, mark_of_four):
 @pytest.mark.parametrize("number", range(6))
 def test_a_sample_lies_at_equal_distances(number, request):
     assert (request.node.get_closest_marker("matrix") is None) == (number in (1, 4))
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_sample_of_all_cases_leaves_none_out(number, request):
-    assert request.node.get_closest_marker("matrix") is None

@@ -25,19 +25,6 @@ def on_every_rank(value, group):
     return values
 
 
-@pytest.mark.ranks(1, 2, 3)
-def test_every_size_in_turn(group):
-    ones = torch.ones(2)
-    dist.all_reduce(ones, group=group)
-    assert ones.tolist() == [group.size()] * 2
-
-
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("flag", [False, True])
-def test_parameters_and_sizes_multiply(group, flag):
-    assert on_every_rank(flag, group) == [flag] * group.size()
-
-
 @pytest.mark.parametrize(
     "size", [pytest.param(1, marks=pytest.mark.ranks(1)), pytest.param(2, marks=pytest.mark.ranks(2))]
 )
@@ -123,12 +110,6 @@ def test_a_mark_of_the_test_filters_warnings(group):
     warnings.warn("told", stacklevel=1)
 
 
-@pytest.mark.ranks(1)
-def test_assertions_are_rewritten(group):
-    with pytest.raises(AssertionError, match=r"assert 3 == 4"):
-        assert int("3") == 4
-
-
 @pytest.mark.ranks(2)
 @settings(max_examples=20, derandomize=False)
 @example(n=0)
@@ -136,10 +117,6 @@ def test_assertions_are_rewritten(group):
 def test_ranks_draw_the_same_examples(group, n):
     assume(n % 3 != 1)
     assert on_every_rank(n, group) == [n, n]
-
-
-def test_the_pool_has_no_part_in_other_tests():
-    assert not dist.is_initialized()
 
 
 @pytest.mark.ranks(2)

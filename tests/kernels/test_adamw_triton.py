@@ -1,17 +1,9 @@
 """AdamW's Triton kernel without a GPU: interpreted, and compiled for four kinds."""
 
-import json
-from pathlib import Path
-
 import pytest
-from harness.program import run
+from triton_programs import run_program
 
 pytest.importorskip("triton", reason="the kernel needs Triton")
-
-
-def run_program(name, **variables):
-    done = run("-W", "error", Path(__file__).with_name(name), OMP_NUM_THREADS="1", **variables)
-    return json.loads(done.stdout)
 
 
 @pytest.mark.slow

@@ -1,25 +1,9 @@
 """Attention of a token to a cache as Triton kernels, without a GPU: interpreted, and compiled for two."""
 
-import json
-from pathlib import Path
-
 import pytest
-from harness.program import run
+from triton_programs import run_program
 
 pytest.importorskip("triton", reason="the kernels need Triton")
-
-
-def run_program(name, **variables):
-    done = run("-W", "error", Path(__file__).with_name(name), OMP_NUM_THREADS="1", **variables)
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-def test_interpreted_kernels_equal_their_definition():
-    outcomes = run_program("interpreted_decode.py", TRITON_INTERPRET="1")
-    failures = [f"{case}:\n{failure}" for case, failure in outcomes.items() if failure is not None]
-    assert not failures, "\n".join(failures)
-    assert len(outcomes) == 3 + 5 + 1
 
 
 @pytest.mark.slow

@@ -1,29 +1,14 @@
 """Triton's SwiGLU, rotary embedding and norm of a sum without a GPU: interpreted, and compiled for two."""
 
 import ast
-import json
 from pathlib import Path
 
 import pytest
-from harness.program import run
+from triton_programs import run_program
 
 import shardwise.kernels
 
 pytest.importorskip("triton", reason="the kernels need Triton")
-
-
-def run_program(name, **variables):
-    done = run("-W", "error", Path(__file__).with_name(name), OMP_NUM_THREADS="1", **variables)
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-def test_interpreted_kernels_equal_their_definitions():
-    outcomes = run_program("interpreted_elementwise.py", TRITON_INTERPRET="1")
-    failures = [f"{case}:\n{failure}" for case, failure in outcomes.items() if failure is not None]
-    assert not failures, "\n".join(failures)
-    # Four dtypes with six cases each, and the special ones.
-    assert len(outcomes) == 4 * 6 + 5
 
 
 @pytest.mark.slow

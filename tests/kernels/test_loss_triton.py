@@ -1,28 +1,11 @@
 """The Triton kernels without a GPU: run by Triton's interpreter, and compiled for two GPUs that need not be here."""
 
-import json
-from pathlib import Path
-
 import pytest
-from harness.program import run
+from triton_programs import run_program
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from shardwise.kernels import loss_triton
-
-
-def run_program(name, *arguments, **variables):
-    done = run("-W", "error", Path(__file__).with_name(name), *arguments, OMP_NUM_THREADS="1", **variables)
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-def test_interpreted_kernels_equal_the_reference():
-    outcomes = run_program("interpreted_loss.py", TRITON_INTERPRET="1")
-    failures = [f"{case}:\n{failure}" for case, failure in outcomes.items() if failure is not None]
-    assert not failures, "\n".join(failures)
-    # Four dtypes with four sets of options, and the special cases.
-    assert len(outcomes) == 20
 
 
 @pytest.fixture(scope="module")

@@ -1,28 +1,11 @@
 """The exchange of inference layers: its kernel without a GPU, and who is told that it runs."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from harness.program import run
+from triton_programs import run_program
 
 from shardwise.kernels import dispatch, norms
 from shardwise.kernels.dispatch import Call
-
-
-def run_program(name, **variables):
-    pytest.importorskip("triton", reason="the kernel needs Triton")
-    done = run("-W", "error", Path(__file__).with_name(name), OMP_NUM_THREADS="1", **variables)
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-def test_the_interpreted_kernel_equals_its_definition():
-    outcomes = run_program("interpreted_reduce_norm.py", TRITON_INTERPRET="1")
-    failures = [f"{case}:\n{failure}" for case, failure in outcomes.items() if failure is not None]
-    assert not failures, "\n".join(failures)
-    assert len(outcomes) == 4 * 2 + 4
 
 
 @pytest.mark.slow

@@ -169,17 +169,6 @@ def test_four_ranks(group, kind, dtype):
     check(kind, layouts, dtype=dtype)
 
 
-@pytest.mark.ranks(2)
-def test_without_exact_bits_differ(group):
-    alone, split = Topology.create(tp=1), Topology.create(tp=2)
-    _, expected = train(settings_of("gpt", exact=False), alone_of(alone))
-    for groups, parallel in ((Groups.of(split), {"tp": 2}), (Groups.of(alone), {})):
-        _, numbers = train(settings_of("gpt", exact=False, parallel=parallel), groups)
-        assert numbers != expected
-    alone.destroy()
-    split.destroy()
-
-
 def test_the_same_micro_batches_at_every_layout():
     settings = dataclasses.replace(settings_of("gpt"), training=TrainingSettings(global_batch_size=24))
     assert {settings.micro_batch_size(dp) for dp in (1, 2, 4, 8)} == {3}

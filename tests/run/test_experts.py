@@ -24,39 +24,14 @@ from shardwise.training.bounds import with_values
 
 SIZES = sizes(23, "--model.num-experts", "8", "--model.num-experts-per-tok", "3", "--model.router-aux-loss", "0.5")
 LAYOUTS = {
-    "ep 2": ("--nproc", "2", "--ep", "2", "--training.micro-batch-size", "1"),
-    "tp 2, ep 2, sp": (
-        "--nproc",
-        "2",
-        "--tp",
-        "2",
-        "--ep",
-        "2",
-        "--etp",
-        "1",
-        "--sequence-parallel",
-        "--recompute.granularity",
-        "full",
-    ),
-    "ep 2, dp 4, zero": ("--nproc", "4", "--ep", "2", "--zero", "1"),
-    "tp 2, etp 2, ep 2": ("--nproc", "4", "--tp", "2", "--ep", "2"),
-    "ep 2, fsdp 4": ("--nproc", "4", "--ep", "2", "--fsdp", "--training.micro-batch-size", "1"),
-    "ep 4, tp 2, fsdp 2, sp": (
-        "--nproc",
-        "4",
-        "--tp",
-        "2",
-        "--ep",
-        "4",
-        "--etp",
-        "1",
-        "--fsdp",
-        "--sequence-parallel",
-        "--recompute.granularity",
-        "full",
-    ),
-    "ep 2, pp 2": ("--nproc", "4", "--pp", "2", "--ep", "2"),
-    "ep 2, pp 2, zero bubble": ("--nproc", "4", "--pp", "2", "--ep", "2", "--pipeline-schedule", "zero-bubble"),
+    "ep 2": "--nproc 2 --ep 2 --training.micro-batch-size 1",
+    "tp 2, ep 2, sp": "--nproc 2 --tp 2 --ep 2 --etp 1 --sequence-parallel --recompute.granularity full",
+    "ep 2, dp 4, zero": "--nproc 4 --ep 2 --zero 1",
+    "tp 2, etp 2, ep 2": "--nproc 4 --tp 2 --ep 2",
+    "ep 2, fsdp 4": "--nproc 4 --ep 2 --fsdp --training.micro-batch-size 1",
+    "ep 4, tp 2, fsdp 2, sp": "--nproc 4 --tp 2 --ep 4 --etp 1 --fsdp --sequence-parallel --recompute.granularity full",
+    "ep 2, pp 2": "--nproc 4 --pp 2 --ep 2",
+    "ep 2, pp 2, zero bubble": "--nproc 4 --pp 2 --ep 2 --pipeline-schedule zero-bubble",
 }
 
 
@@ -70,7 +45,7 @@ def one(tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_trains_as_one_rank(one, tmp_path, layout):
     """Losses, gradient norms, weights and the optimizer's state, with balance losses and uneven tokens."""
-    comparison = compare(one, train(tmp_path, "run", *SIZES, *LAYOUTS[layout]))
+    comparison = compare(one, train(tmp_path, "run", *SIZES, *LAYOUTS[layout].split()))
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)
 
 
@@ -114,8 +89,8 @@ def test_a_run_replays_the_routing_of_another(one, tmp_path):
     recorded = train(tmp_path, "recorded", *SIZES, "--record-routing", folder)
     assert compare(one, recorded).verdict == "same bits"
     replays = ("--replay-routing", folder, "--training.dtype", "float64")
-    assert loads(train(tmp_path, "wide", *SIZES, *LAYOUTS["ep 2, pp 2"], *replays)) == loads(recorded)
-    split = train(tmp_path, "split", *SIZES, *LAYOUTS["ep 2"], *replays[:2])
+    assert loads(train(tmp_path, "wide", *SIZES, *LAYOUTS["ep 2, pp 2"].split(), *replays)) == loads(recorded)
+    split = train(tmp_path, "split", *SIZES, *LAYOUTS["ep 2"].split(), *replays[:2])
     assert loads(split) == loads(recorded)
     comparison = compare(recorded, split)
     assert comparison.verdict == "rounding", "\n".join(comparison.lines)

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from harness.parity import assert_bit_equal, assert_unmodified
 
-from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError, DivergenceError, ShardingError, VocabularyError
 from shardwise.core.sharding import balanced_range
 from shardwise.nn.loss.linear_cross_entropy import vocab_parallel_linear_cross_entropy
@@ -339,24 +338,6 @@ def test_recomputed(group, plan):
     loss = recomputed(lambda hidden: case.run(own | {"hidden": hidden}, plan=plan), own["hidden"])
     loss.backward(case.incoming)
     case.assert_equal(loss, own, case.dense(), rtol=1e-12)
-
-
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("options", [{}, {"smoothing": 0.15, "softcap": 2.0, "z_loss": 0.1}], ids=["plain", "all"])
-def test_gradcheck(group, plan, options):
-    """Numerically, over whole weights that every rank holds and splits."""
-    case = Case(group, (3,), 2, 5)
-    case.target = torch.tensor([4, -100, 1])
-    whole = [tensor.requires_grad_() for tensor in case.whole.values()]
-
-    def loss(hidden, weight, bias):
-        weight = moves.scatter(weight.t(), dim=-1, group=group).t()
-        bias = moves.scatter(bias, dim=-1, group=group)
-        own = {"hidden": hidden, "weight": weight, "bias": bias}
-        return case.run(own, plan=plan, validate=False, **options)
-
-    assert torch.autograd.gradcheck(loss, whole)
 
 
 @pytest.mark.ranks(2)
