@@ -1,7 +1,6 @@
 """Column-parallel linear layer: the output features are split over the ranks."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import Interval, ParamLayout, Replicas
 from shardwise.nn.linear import LinearParallelism
 from shardwise.nn.parallel_linear import ParallelLinear, as_linear
+from shardwise.nn.weight_gradient import WeightGradientQueue
 
 
 class ColumnLinear(ParallelLinear):
@@ -38,7 +38,8 @@ class ColumnLinear(ParallelLinear):
             does not support such a layer.
         own_weight: whether to create a weight. If False, the caller passes the weight to ``forward``.
         output_dtype: dtype of the output, without rounding to a narrower dtype before; None means the input's dtype.
-        options: ``sequence_parallel``, ``parallelism``, ``device``, ``dtype`` and others of ``ParallelLinear``.
+        sequence_parallel, parallelism, overlap, align_rows, fuse_weight_gradient, delay_weight_gradient,
+            weight_gradient_queue, device, dtype, initialize, init_on_cpu: as for ``ParallelLinear``.
 
     Attributes:
         weight: ``[o/t, i]``, or None.
@@ -68,9 +69,35 @@ class ColumnLinear(ParallelLinear):
         intervals: Sequence[Sequence[Interval]] | None = None,
         own_weight: bool = True,
         output_dtype: torch.dtype | None = None,
-        **options: Any,
+        sequence_parallel: bool = False,
+        parallelism: LinearParallelism | None = None,
+        overlap: bool = False,
+        align_rows: bool = False,
+        fuse_weight_gradient: bool = False,
+        delay_weight_gradient: bool = False,
+        weight_gradient_queue: WeightGradientQueue | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        initialize: bool = True,
+        init_on_cpu: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, group=group, sections=sections, **options)
+        super().__init__(
+            in_features,
+            out_features,
+            group=group,
+            sections=sections,
+            sequence_parallel=sequence_parallel,
+            parallelism=parallelism,
+            overlap=overlap,
+            align_rows=align_rows,
+            fuse_weight_gradient=fuse_weight_gradient,
+            delay_weight_gradient=delay_weight_gradient,
+            weight_gradient_queue=weight_gradient_queue,
+            device=device,
+            dtype=dtype,
+            initialize=initialize,
+            init_on_cpu=init_on_cpu,
+        )
         if intervals is not None and (sections != 1 or sizes is not None):
             raise ConfigError("intervals exclude sections and sizes; leave those at their defaults")
         t = group.size()

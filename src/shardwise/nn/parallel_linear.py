@@ -4,7 +4,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ class ParallelLinear(DelayedGradients, ShardedModule):
         fuse_weight_gradient: whether to add the weight's gradient to ``weight.main_grad`` instead of ``weight.grad``.
         delay_weight_gradient: whether ``backward_dw`` computes the weight's gradient, instead of the backward.
         weight_gradient_queue: queue that weight gradients enter first while it has room.
-        options: ``device``, ``dtype``, ``initialize`` and ``init_on_cpu`` of ``ShardedModule``.
+        device, dtype, initialize, init_on_cpu: as for ``ShardedModule``.
 
     Attributes:
         in_features, out_features: features of the whole layer.
@@ -72,9 +71,12 @@ class ParallelLinear(DelayedGradients, ShardedModule):
         fuse_weight_gradient: bool = False,
         delay_weight_gradient: bool = False,
         weight_gradient_queue: WeightGradientQueue | None = None,
-        **options: Any,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        initialize: bool = True,
+        init_on_cpu: bool = False,
     ) -> None:
-        super().__init__(group, **options)
+        super().__init__(group, device=device, dtype=dtype, initialize=initialize, init_on_cpu=init_on_cpu)
         self._arithmetic = arithmetic_of(group)
         self.in_features = in_features
         self.out_features = out_features

@@ -1,7 +1,6 @@
 """Row-parallel linear layer: the input features are split over the ranks."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout
 from shardwise.nn.linear import LinearParallelism
 from shardwise.nn.parallel_linear import ParallelLinear
+from shardwise.nn.weight_gradient import WeightGradientQueue
 
 
 class RowLinear(ParallelLinear):
@@ -29,7 +29,7 @@ class RowLinear(ParallelLinear):
         in_features: width of the whole input, ``i``.
         out_features: width of the output, ``o``.
         bias: whether there is a bias; every rank holds it whole.
-        group, init, options: as for ``ColumnLinear``.
+        group, init, sequence_parallel and the options after it: as for ``ColumnLinear``.
         sizes: input features of each rank, within one section; balanced if None.
         sections: number of equal parts of the input, each split separately.
 
@@ -56,9 +56,35 @@ class RowLinear(ParallelLinear):
         init: InitMethod | None = None,
         sizes: Sequence[int] | None = None,
         sections: int = 1,
-        **options: Any,
+        sequence_parallel: bool = False,
+        parallelism: LinearParallelism | None = None,
+        overlap: bool = False,
+        align_rows: bool = False,
+        fuse_weight_gradient: bool = False,
+        delay_weight_gradient: bool = False,
+        weight_gradient_queue: WeightGradientQueue | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        initialize: bool = True,
+        init_on_cpu: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, group=group, sections=sections, **options)
+        super().__init__(
+            in_features,
+            out_features,
+            group=group,
+            sections=sections,
+            sequence_parallel=sequence_parallel,
+            parallelism=parallelism,
+            overlap=overlap,
+            align_rows=align_rows,
+            fuse_weight_gradient=fuse_weight_gradient,
+            delay_weight_gradient=delay_weight_gradient,
+            weight_gradient_queue=weight_gradient_queue,
+            device=device,
+            dtype=dtype,
+            initialize=initialize,
+            init_on_cpu=init_on_cpu,
+        )
         t = group.size()
         layout = ParamLayout.split((out_features, in_features), 1, t, stride=sections, sizes=sizes)
         self._input_sizes = [layout.local_size(rank) for rank in range(t)]

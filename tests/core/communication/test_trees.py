@@ -6,7 +6,15 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal
 
 from shardwise.core.communication.collectives import all_reduce, reduce_scatter
-from shardwise.core.communication.trees import TreeCounter, exact_parts, sum_in_parts, tree_sum, tree_sum_stacked_
+from shardwise.core.communication.transports import choose_transport
+from shardwise.core.communication.trees import (
+    TreeCounter,
+    TreeTransport,
+    exact_parts,
+    sum_in_parts,
+    tree_sum,
+    tree_sum_stacked_,
+)
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamLayout, local_parts
 from shardwise.core.topology import Topology
@@ -63,6 +71,8 @@ def test_the_tree_between_ranks(group, shape, dtype):
     compiled = torch.compile(lambda part: all_reduce(part, group=exact), backend="eager", fullgraph=True)
     assert_bit_equal(compiled(own), expected)
     assert torch.equal(all_reduce(own, group=exact, op=dist.ReduceOp.MAX), torch.stack(roots(parts, per_rank)).amax(0))
+    assert choose_transport("reduce_scatter", own, exact) is TreeTransport
+    assert choose_transport("all_gather", own, exact) is not TreeTransport
     for dim in (0, 1):
         shard = reduce_scatter(own, group=exact, dim=dim)
         assert_bit_equal(shard, torch.tensor_split(expected, group.size(), dim)[group.rank()].contiguous())
