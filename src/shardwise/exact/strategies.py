@@ -8,6 +8,7 @@ context parallelism the first rank sums the parts of all ranks (``exact.context_
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -292,14 +293,18 @@ class ExactActivation(Activation):
         result: Tensor = torch.stack(products).unflatten(0, left.shape[:2])
         return result
 
-    def swiglu(self, inner: Tensor) -> Tensor:
-        return elementwise.swiglu(inner, at_any_size=True)
-
-    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-        return elementwise.rotate(heads, cos, sin, interleaved=interleaved, at_any_size=True)
+    swiglu = staticmethod(partial(elementwise.swiglu, at_any_size=True))
+    rotate = staticmethod(partial(elementwise.rotate, at_any_size=True))
 
     def split_and_rotate(
-        self, mixed: Tensor, cos: Tensor, sin: Tensor, *, queries_per_group: int, head_dim: int, interleaved: bool
+        self,
+        mixed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        queries_per_group: int,
+        head_dim: int,
+        interleaved: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = elementwise.split(mixed, queries_per_group=queries_per_group, head_dim=head_dim)
         query, key = (self.rotate(each, cos, sin, interleaved=interleaved) for each in (query, key))

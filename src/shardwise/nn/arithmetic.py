@@ -78,6 +78,10 @@ K = TypeVar("K", bound=SumsOverKeys)
 class Activation:
     """Applies elementwise functions and softmax, rotates heads, and multiplies the matrices of attention heads."""
 
+    swiglu = staticmethod(elementwise.swiglu)
+    rotate = staticmethod(elementwise.rotate)
+    split_and_rotate = staticmethod(elementwise.split_and_rotate)
+
     def __call__(self, function: Callable[[Tensor], Tensor], input_: Tensor) -> Tensor:
         """Return ``function(input_)``."""
         return function(input_)
@@ -89,21 +93,6 @@ class Activation:
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """Return ``left @ right``, ``[b, heads, n, k]`` and ``[b, heads, k, m]``."""
         return left @ right
-
-    def swiglu(self, inner: Tensor) -> Tensor:
-        """See ``kernels.elementwise.swiglu``."""
-        return elementwise.swiglu(inner)
-
-    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-        """See ``kernels.elementwise.rotate``."""
-        return elementwise.rotate(heads, cos, sin, interleaved=interleaved)
-
-    def split_and_rotate(
-        self, mixed: Tensor, cos: Tensor, sin: Tensor, *, queries_per_group: int, head_dim: int, interleaved: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``kernels.elementwise.split_and_rotate``."""
-        sizes: dict[str, int] = {"queries_per_group": queries_per_group, "head_dim": head_dim}
-        return elementwise.split_and_rotate(mixed, cos, sin, **sizes, interleaved=interleaved)
 
     def kernels(self, table: Sequence[K]) -> tuple[K, ...]:
         """Return the kernels of attention that this arithmetic allows, in order."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from functools import reduce
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,31 +49,6 @@ class Rule(NamedTuple):
         return Rule(self.causal, None if before == after == -1 else (before, after))
 
 
-class Pairs(Protocol):
-    """Pairs of a query and a key. What is looked up for them broadcasts to their scores."""
-
-    @property
-    def distance(self) -> Tensor:
-        """Position of the query less that of the key."""
-        ...
-
-    def of_query(self, table: Tensor) -> Tensor:
-        """Look up the queries in a table of positions, ``[b, keys]``."""
-        ...
-
-    def of_key(self, table: Tensor) -> Tensor:
-        """Look up the keys in a table of positions, ``[b, keys]``."""
-        ...
-
-    def of_head(self, table: Tensor) -> Tensor:
-        """Look up the heads in a table ``[heads]``."""
-        ...
-
-    def of_both(self, table: Tensor) -> Tensor:
-        """Look up the pairs in a table ``[b or 1, heads or 1, rows or 1, keys or 1]``."""
-        ...
-
-
 class Visibility(NamedTuple):
     """Restrictions of the attention of a layer in one forward pass.
 
@@ -90,7 +65,7 @@ class Visibility(NamedTuple):
     alibi_slopes: Tensor | None = None
     key_positions: Tensor | None = None
 
-    def out_of_reach(self, pairs: Pairs) -> list[Tensor]:
+    def out_of_reach(self, pairs: Rectangle | _Pair) -> list[Tensor]:
         """Return bools, True where a distance forbids attention."""
         before, after = self.rule.bounds
         if before == after == -1:
@@ -99,14 +74,14 @@ class Visibility(NamedTuple):
         found = [] if before < 0 else [distance > before]
         return found if after < 0 else [*found, distance < -after]
 
-    def apart(self, pairs: Pairs) -> list[Tensor]:
+    def apart(self, pairs: Rectangle | _Pair) -> list[Tensor]:
         """Return bools, True where documents or the mask forbid attention."""
         found, ids = [], self.document_ids
         if ids is not None:
             found.append(pairs.of_query(ids) != pairs.of_key(ids))
         return found if self.forbidden is None else [*found, pairs.of_both(self.forbidden)]
 
-    def lowered(self, pairs: Pairs) -> Tensor | None:
+    def lowered(self, pairs: Rectangle | _Pair) -> Tensor | None:
         """Return what ALiBi adds to the scores; None without ALiBi."""
         if self.alibi_slopes is None:
             return None
