@@ -444,8 +444,9 @@ OUR_FAULTS = (
     OurFault(
         "outputs of row layers times tp",
         "row:RowLinear.forward",
-        "else output",
-        "else output + (self.group.size() - 1) * output.detach()",
+        "self._apply_linear(input_, bias, sequence)",
+        "(lambda output: output + (self.group.size() - 1) * output.detach())"
+        "(self._apply_linear(input_, bias, sequence))",
         _TP,
         "scaled",
         ("decoder.layers.0.self_attention.linear_proj", "decoder.layers.0.self_attention"),
@@ -454,9 +455,9 @@ OUR_FAULTS = (
     OurFault(
         "embeddings of one rank",
         "embedding:VocabEmbedding.forward",
-        "output = moves.reduce(output, group=self.group)",
-        "output = output + 0.0; __import__('torch').distributed.broadcast(output.detach(), group=self.group, "
-        "group_src=0)",
+        "functools.partial(moves.reduce, group=self.group)",
+        "lambda output: ((output := output + 0.0), "
+        "torch.distributed.broadcast(output.detach(), group=self.group, group_src=0))[0]",
         _TP,
         "one rank's copy",
         ("embedding.word_embeddings", "embedding"),
