@@ -93,6 +93,13 @@ def test_without_a_file_or_flags_the_defaults_stand():
     assert (arguments.nproc, arguments.debug) == (None, True)
 
 
+def test_second_names_of_flags():
+    short = settings("--data", "a", "--lr", "0.5", "--batch-size", "8", "--steps=3")
+    assert short == settings(
+        "--data", "a", "--optimizer.learning-rate", "0.5", "--training.global-batch-size", "8", "--training.steps", "3"
+    )
+
+
 def test_a_flag_may_mend_what_contradicts_itself_in_the_file(toml):
     # Editors of Windows write a byte-order mark.
     config = toml('\ufeffdata = ["a"]\n[model]\nhidden_size = 40\n')
@@ -106,7 +113,7 @@ def test_a_flag_may_mend_what_contradicts_itself_in_the_file(toml):
     ("argv", "message"),
     [
         (["--model.num-layerz", "3"], "unknown flag --model.num-layerz; did you mean --model.num-layers?"),
-        (["--steps=2"], "unknown flag --steps; did you mean --training.steps?"),
+        (["--stepz=2"], "unknown flag --stepz; did you mean --steps?"),
         (["--qqqqqq"], "unknown flag --qqqqqq; see --help"),
         (["--problem-type", "regression"], f"--problem-type is not a flag any more: {REMOVED['task']}"),
         (["--model.num-layers", "x"], "--model.num-layers is 'x'; it must be an integer"),

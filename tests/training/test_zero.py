@@ -249,11 +249,16 @@ def test_fp32_copies_and_tied_stages_are_loaded_bit_for_bit(group, tmp_path, mon
 
 @pytest.mark.ranks(1)
 def test_one_rank_hears_that_it_does_nothing(group, tmp_path, monkeypatch):
-    session = open_tiny(tiny_settings(tmp_path, zero=1, sequence_parallel=True), monkeypatch, tmp_path)
+    settings = tiny_settings(tmp_path, zero=1, sequence_parallel=True, optimizer={"warmup_steps": 9})
+    session = open_tiny(settings, monkeypatch, tmp_path)
     lines = banner(session).splitlines()
     assert "data parallel 1 (--zero 1 does nothing with one data-parallel rank)" in lines[2]
     assert "sequence parallel" not in lines[2]
     assert lines[3] == "note   --sequence-parallel does nothing with one tensor-parallel rank"
+    assert lines[4] == (
+        "note   the warm-up takes 9 steps and the run 8, so the learning rate stays below 0.01; see "
+        "--optimizer.warmup-steps"
+    )
     assert session.trainer.zero is None
 
 
@@ -264,7 +269,7 @@ def test_a_run_hears_which_parts_are_whole_on_more_ranks(group, tmp_path, monkey
         settings = tiny_settings(tmp_path, model=model, global_batch_size=8)
         parallel = ParallelSettings(exact=True, exact_parts=parts)
         session = open_tiny(dataclasses.replace(settings, parallel=parallel), monkeypatch, tmp_path)
-        return [line for line in banner(session).splitlines() if line.startswith("note")]
+        return [line for line in banner(session).splitlines() if line.startswith("note   --exact")]
 
     # 301 tokens in 8 parts are 38 five times and 37 three times, and two ranks have 151 and 150 of them.
     assert notes(301, 4, 8) == [

@@ -45,6 +45,7 @@ def banner(session: Session) -> str:
         + (f", through {session.transport}" if tp > 1 else "")
         + ("" if settings.parallel.parts is None else f", exact in {settings.parallel.parts} parts")
         + _idle(settings, tp)
+        + _warmup(settings)
         + _parts(session)
         + _device(session)
         + _dropout(session)
@@ -80,6 +81,17 @@ def _idle(settings: RunSettings, tp: int) -> str:
     if settings.parallel.sequence_parallel and tp == 1:
         return "\nnote   --sequence-parallel does nothing with one tensor-parallel rank"
     return ""
+
+
+def _warmup(settings: RunSettings) -> str:
+    """Return a note if the learning rate never reaches the value that was asked for."""
+    warmup, steps = settings.optimizer.warmup_steps, settings.training.steps
+    if warmup <= steps:
+        return ""
+    return (
+        f"\nnote   the warm-up takes {warmup} steps and the run {steps}, so the learning rate stays below "
+        f"{settings.optimizer.learning_rate:g}; see --optimizer.warmup-steps"
+    )
 
 
 def _parts(session: Session) -> str:

@@ -231,8 +231,8 @@ class TrainingSettings(Checked, prefix="training."):
             tp; "per_rank" draws different masks on each rank, which takes less time and memory.
     """
 
-    steps: Annotated[int, Range(1, 10**9)] = 500
-    global_batch_size: Annotated[int, bounds.BATCH] = 16
+    steps: Annotated[int, Range(1, 10**9), tyro.conf.arg(aliases=("--steps",))] = 500
+    global_batch_size: Annotated[int, bounds.BATCH, tyro.conf.arg(aliases=("--batch-size",))] = 16
     micro_batch_size: Annotated[int | None, bounds.BATCH] = None
     seed: Annotated[int, bounds.SEED] = 1234
     eval_every: Annotated[int, bounds.STEPS] = 0
@@ -286,7 +286,7 @@ class OptimizerSettings(Checked, prefix="optimizer."):
     """
 
     name: Literal["adamw", "muon"] = "adamw"
-    learning_rate: Annotated[float, RATE] = 3e-3
+    learning_rate: Annotated[float, RATE, tyro.conf.arg(aliases=("--lr",))] = 3e-3
     schedule: Schedule = "cosine"
     final_learning_rate_ratio: Annotated[float, bounds.SHARE] = 0.1
     warmup_steps: Annotated[int, bounds.STEPS] = 20

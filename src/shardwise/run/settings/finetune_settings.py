@@ -212,7 +212,7 @@ class FinetuneOptimizerSettings(OptimizerSettings):
     """
 
     # ``FinetuneSettings`` replaces None, because the default depends on whether adapters are trained.
-    learning_rate: Annotated[float | None, RATE] = None  # type: ignore[assignment]
+    learning_rate: Annotated[float | None, RATE, tyro.conf.arg(aliases=("--lr",))] = None  # type: ignore[assignment]
     warmup_steps: Annotated[int, STEPS] = 10
     weight_decay: Annotated[float, DECAY] = 0.0
     beta2: Annotated[float, PROBABILITY] = 0.999
