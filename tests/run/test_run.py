@@ -44,10 +44,10 @@ def interrupted_at(last: int, session: Session) -> None:
     """Train until ``last`` is about to begin, and end as by Ctrl-C."""
     original = session.trainer.train_step
 
-    def train_step(step, loader):
+    def train_step(step, loader, *hooks):
         if step == last:
             raise KeyboardInterrupt
-        return original(step, loader)
+        return original(step, loader, *hooks)
 
     session.trainer.train_step = train_step
     with pytest.raises(KeyboardInterrupt):

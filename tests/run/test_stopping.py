@@ -35,10 +35,10 @@ def at_step(trainer, number, act):
     """Have ``act()`` happen while step ``number`` is at work."""
     original = trainer.train_step
 
-    def train_step(step, loader):
+    def train_step(step, loader, *hooks):
         if step == number:
             act()
-        return original(step, loader)
+        return original(step, loader, *hooks)
 
     trainer.train_step = train_step
 
