@@ -575,7 +575,7 @@ OUR_FAULTS = (
     ),
     OurFault(
         "loss divided by the labels of a micro-batch",
-        "trainer:Trainer._forward_backward",
+        "trainer:Trainer.step",
         "means_of(self.objective, output, batch, num_labels)",
         "means_of(self.objective, output, batch, num_labels // (len(batches) if self.tp_group.size() > 1 else 1))",
         (*_TP, *_TWO_MICRO_BATCHES),

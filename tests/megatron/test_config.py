@@ -387,3 +387,15 @@ def test_the_types_of_fields_make_options_of_a_program():
     assert (found["num_layers"], found["bf16"], found["moe_expert_capacity_factor"]) == (int, bool, float | None)
     assert found["fp8"] == str | None
     assert found["qk_clip_threshold"] is type(TransformerConfig(**SMALL).qk_clip_threshold)
+
+
+def test_a_config_without_a_width_is_completed_later():
+    config = TransformerConfig(num_layers=3, num_attention_heads=4)
+    assert config.hidden_size == 0
+    with pytest.raises(ConfigError, match="hidden_size is 0; set it before layers are made"):
+        config.check_complete()
+    config.hidden_size = 24
+    config.check_complete()
+    assert dataclasses.asdict(config) == dataclasses.asdict(TransformerConfig(**SMALL))
+    with pytest.raises(ConfigError, match="hidden_size is -1; it must be at least 1"):
+        TransformerConfig(**SMALL | {"hidden_size": -1})

@@ -19,6 +19,7 @@ from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import Batch
 from shardwise.run.build import build_model
+from shardwise.run.exact.parity import check_exact_parity
 from shardwise.run.metrics import read_metrics
 from shardwise.run.parity import check_parity
 from shardwise.run.run import train
@@ -132,11 +133,11 @@ def test_a_run_goes_on_at_other_stages(group, tmp_path, monkeypatch):
         session = open_tiny(staged_settings(tmp_path, parallel, steps=8, **saves), monkeypatch, tmp_path)
         original = session.trainer.train_step
 
-        def stop(step, loader, done=done, original=original):
+        def stop(step, loader, hooks, done=done, original=original):
             # What was reached at `done` is saved when one more step has found it good.
             if step == done + 1:
                 raise KeyboardInterrupt
-            return original(step, loader)
+            return original(step, loader, hooks)
 
         session.trainer.train_step = stop
         with contextlib.suppress(KeyboardInterrupt):
@@ -166,7 +167,7 @@ def test_parity_is_proved_in_stages_too(group, tmp_path, monkeypatch):
     assert parity.line().startswith("tp=1 pp=2 equals tp=1 over 2 steps")
     training = dataclasses.replace(settings.training, dtype="float32")
     narrower = dataclasses.replace(session, settings=dataclasses.replace(settings, training=training))
-    assert check_parity(narrower, steps=2, exact=True).line() == (
+    assert check_exact_parity(narrower, steps=2).line() == (
         "tp=1 pp=2 has the bits of tp=1 over 2 steps: loss 0 apart, gradient norm 0, updated weights 0"
     )
     assert "tensor parallel 1, 2 stages (1f1b), data parallel 1" in banner(session)

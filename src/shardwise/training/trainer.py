@@ -186,7 +186,29 @@ class Trainer:
         if num_labels is None:
             num_labels = settings.training.global_batch_size * settings.sequence_length
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
-        total, checks = self._forward_backward(list(micro_batches), num_labels, scale, hooks)
+        batches = list(micro_batches)
+        total = self._begin(batches, scale)
+        no_sync, inputs = self.gradients.no_sync, self.objective.inputs
+
+        def loss_of(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            loss, means = means_of(self.objective, output, batch, num_labels)
+            return (loss if self.loss_scale is None else loss * scale), means
+
+        with self._deferred_checks() as checks:
+            if self._pipeline is None:
+                for number, batch in enumerate(self._mover.moved(batches)):
+                    self._seed_micro_batch(number)
+                    with no_sync() if number + 1 < len(batches) else contextlib.nullcontext():
+                        hooks.before_action(Action(Kind.FORWARD, number))
+                        loss, means = loss_of(self.model(**inputs(batch)), batch)
+                        hooks.before_action(Action(Kind.BACKWARD, number))
+                        loss.backward()
+                    total.add(means)
+            else:
+                name, num_stages = settings.parallel.pipeline_schedule, self._pipeline.group.size()
+                schedule = make_schedule(name, num_stages, len(batches), len(self._chunks))
+                for means in self._run_pipeline(self._pipeline, schedule, batches, inputs, loss_of, no_sync, hooks):
+                    total.add(means)
         self.gradients.finish()
         finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=None, embd_group=self.embd_group)
         hooks.gradients(partial(self._split, "gradient"))
@@ -228,38 +250,14 @@ class Trainer:
         seed_streams(_stream_seed(training.seed, step, place, stage), self.tp_group.rank(), rng=training.rng)
         self._step = step
 
-    def _forward_backward(
-        self, batches: list[Batch], num_labels: int, scale: float, hooks: StepHooks
-    ) -> tuple[Total, DeferredChecks | None]:
-        """Run the forward and the backward of all micro-batches, up to the sums over data-parallel ranks."""
-        total = self._new_total(self.objective)
+    def _begin(self, batches: Sequence[Batch], scale: float) -> Total:
+        """Prepare gradients and layers of experts for a step; return the empty sum of its losses."""
         self.gradients.begin(len(batches))
         self._num_micro_batches = len(batches)
         for layer in self._of_experts.values():
             # A rehearsal may have no micro-batches.
             layer.begin(scale / (max(1, len(batches)) * self.num_sample_ranks))
-        no_sync, inputs = self.gradients.no_sync, self.objective.inputs
-
-        def loss_of(output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            loss, means = means_of(self.objective, output, batch, num_labels)
-            return (loss if self.loss_scale is None else loss * scale), means
-
-        with self._deferred_checks() as checks:
-            if self._pipeline is None:
-                for number, batch in enumerate(self._mover.moved(batches)):
-                    self._seed_micro_batch(number)
-                    with no_sync() if number + 1 < len(batches) else contextlib.nullcontext():
-                        hooks.before_action(Action(Kind.FORWARD, number))
-                        loss, means = loss_of(self.model(**inputs(batch)), batch)
-                        hooks.before_action(Action(Kind.BACKWARD, number))
-                        loss.backward()
-                    total.add(means)
-            else:
-                name, num_stages = self.settings.parallel.pipeline_schedule, self._pipeline.group.size()
-                schedule = make_schedule(name, num_stages, len(batches), len(self._chunks))
-                for means in self._run_pipeline(self._pipeline, schedule, batches, inputs, loss_of, no_sync, hooks):
-                    total.add(means)
-        return total, checks
+        return self._new_total(self.objective)
 
     def _skip(self, step: int, hooks: StepHooks) -> None:
         """Skip the update of a step whose gradient overflowed, and lower the scale of the loss."""

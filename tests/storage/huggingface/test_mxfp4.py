@@ -73,11 +73,12 @@ def test_any_layout_reads_the_same(
 ) -> None:
     opened: list[PretrainedFolder] = []
 
-    def watched(folder: Path) -> PretrainedFolder:
-        opened.append(PretrainedFolder(folder))
-        return opened[-1]
+    class Watched(PretrainedFolder):
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder)
+            opened.append(self)
 
-    monkeypatch.setattr("shardwise.storage.huggingface.loading.PretrainedFolder", watched)
+    monkeypatch.setattr("shardwise.storage.huggingface.loading.PretrainedFolder", Watched)
     for ep in {1, group.size()}:
         groups = groups_of(group.size(), 1, ep)
         packed, plain = (load_pretrained(folders / name, groups=groups, dtype=dtype) for name in ("packed", "plain"))

@@ -79,6 +79,7 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
             raise ConfigError("transformer_layer_spec is None; give one, such as get_gpt_layer_local_spec()")
         if fp16_lm_cross_entropy:
             say_once("fp16_lm_cross_entropy", "the loss is in fp32 or wider")
+        config.check_complete()
         groups = self._enter(pg_collection)
         if config.context_parallel_size > 1:
             sharing, every = (getattr(self.pg_collection, name, None) for name in ("cp", "dp_cp"))

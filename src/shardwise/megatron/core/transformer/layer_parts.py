@@ -167,6 +167,7 @@ class SelfAttention(_CalledAsMegatrons, attention.SelfAttention, MegatronModule)
         name: str | None = None,
     ) -> None:
         (submodules or SelfAttentionSubmodules()).check(config)
+        config.check_complete()
         self.tp_group = _group_of(pg_collection, "tp")
         super().__init__(config, layer_number, self.tp_group, attn_mask_type=attn_mask_type)
         mark_replicas(self)
@@ -202,6 +203,7 @@ class MLP(mlp.MLP, MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         (submodules or MLPSubmodules()).check()
+        config.check_complete()
         if is_expert or input_size not in (None, config.hidden_size):
             raise ConfigError(
                 f"MLP is made with is_expert={is_expert} and input_size={input_size}; it is dense here, and as wide as "

@@ -191,6 +191,10 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
         for spec in fields(ModelFields):
             if (value := getattr(self, spec.name)) != spec.default:
                 raise ConfigError(f"{spec.name} is {value!r}, which no TransformerConfig has; give it to the model")
+        if self.hidden_size == 0:
+            # Megatron makes such a config. What follows from the sizes is set once this one is.
+            check_inert(self)
+            return
         self._recomputation()
         self.cp_comm_type = self._context_way()
         if self.window_size is not None and self.window_attn_skip_freq is not None:
@@ -211,6 +215,11 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
 
     def _choose_loss(self) -> None:
         self.fuse_output_layer_and_loss = self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
+
+    def check_complete(self) -> None:
+        """Raise ConfigError unless layers can be made from this config."""
+        if self.hidden_size == 0:
+            raise ConfigError("hidden_size is 0; set it before layers are made from the config")
 
     def note_read(self, *copies: "TransformerConfig") -> None:
         """Note that layers were made from this config, or from ``copies``, to which later changes then go too."""
@@ -239,7 +248,10 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
             changed = copy.copy(self)
             changed.__dict__[name] = value
             super().__setattr__("experts", replace(experts, **changed._live_of_experts()))
+        completes = name == "hidden_size" and own.get(name) == 0 and value != 0
         super().__setattr__(name, value)
+        if completes:
+            self.__post_init__()
         if name in ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl") and own.get("_is_read"):
             self._choose_loss()
         for each in own.get("_copies", ()):

@@ -128,6 +128,7 @@ class TransformerLayer(  # type: ignore[misc]  # Megatron's layers return pairs.
         name: str | None = None,
     ) -> None:
         layer_parts._refuse(is_mtp_layer=is_mtp_layer or None)
+        config.check_complete()
         if add_layer_offset:
             offset = get_transformer_layer_offset(config, vp_stage) if pp_layer_offset is None else pp_layer_offset
             layer_number += offset
