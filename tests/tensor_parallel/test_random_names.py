@@ -135,5 +135,8 @@ def test_seeding_inside_fork(group):
         assert_bit_equal(torch.rand(3), drawn(own, skipped=3))
     with tracker.fork("data-parallel-rng"):
         assert_bit_equal(torch.rand(3), drawn(9, skipped=3))
-    with tracker.outside():
-        tracker.reset()
+    # A block that seeds nothing draws from the default generator, and the stream goes on after it.
+    with tracker.fork():
+        with tracker.outside():
+            assert_bit_equal(torch.rand(3), drawn(9, skipped=3))
+        assert_bit_equal(torch.rand(3), drawn(own, skipped=6))

@@ -366,6 +366,7 @@ def _built_experts(
 
 
 def _experts_of(config: TransformerConfig) -> Experts:
+    config.check_complete()
     if config.experts is None:
         raise ConfigError("num_moe_experts of the config is None; a layer of experts needs a number of them")
     return config.experts
