@@ -252,12 +252,13 @@ class Trainer:
 
     def _begin(self, batches: Sequence[Batch], scale: float) -> Total:
         """Prepare gradients and layers of experts for a step; return the empty sum of its losses."""
+        total = self._new_total(self.objective)
         self.gradients.begin(len(batches))
         self._num_micro_batches = len(batches)
         for layer in self._of_experts.values():
             # A rehearsal may have no micro-batches.
             layer.begin(scale / (max(1, len(batches)) * self.num_sample_ranks))
-        return self._new_total(self.objective)
+        return total
 
     def _skip(self, step: int, hooks: StepHooks) -> None:
         """Skip the update of a step whose gradient overflowed, and lower the scale of the loss."""
