@@ -131,7 +131,7 @@ def train(model: GPT, batches: list[dict[str, Tensor]], scale: float) -> list[Te
 def check(kind: str, topology: Topology, length: int, **fields: Any) -> None:
     groups = Groups.of(topology)
     one = alone(topology)
-    rank, number = groups.samples
+    rank, number = groups.data.samples
     dense, split = build(kind, one), build(kind, groups, **fields)
     every = [batch_of(sample, length) for sample in range(number)]
     for given in masks(kind, every[0]):

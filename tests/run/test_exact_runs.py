@@ -63,7 +63,7 @@ def train(settings, groups, steps=range(STEPS), begin=lambda trainer: None, prep
     prepare(model)
     trainer = Trainer(settings, model, groups)
     begin(trainer)
-    rank, num_ranks = groups.samples
+    rank, num_ranks = groups.data.samples
     per_rank = BATCH // num_ranks
     first, numbers = rank * per_rank, []
     for step in steps:

@@ -72,4 +72,4 @@ def test_preferences(group, loss_type):
             rows["labels"][-2:] = IGNORE_INDEX
         reference = torch.linspace(-70.0, -30.0, 2 * pairs, dtype=torch.float64)
         batch = Batch(**rows, reference=reference)
-        check(group.size(), lambda groups: PreferenceObjective(settings, groups.cp), batch)
+        check(group.size(), lambda groups: PreferenceObjective(settings, groups.data.group), batch)

@@ -214,7 +214,7 @@ def num_labels(batches: Sequence[Batch], groups: Groups) -> Tensor:
     """Return the number of labels of all data-parallel ranks; context-parallel ranks have the same batches."""
     assert groups.dp is not None
     own = sum(int((labels != IGNORED).sum()) for _, labels in batches)
-    _, num_ranks = groups.samples
+    _, num_ranks = groups.data.samples
     return summed(torch.tensor(own, dtype=torch.float64), groups.dp) * (num_ranks / groups.dp.size())
 
 

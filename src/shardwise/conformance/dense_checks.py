@@ -137,7 +137,7 @@ def check_steps(
     dense = dense_model(sizes)
     model, reference = make(sizes, weights_of(dense), groups), Reference(dense)
     optimizer = target.optimizer(model, groups, split_state=True)
-    rank, num_ranks = groups.samples
+    rank, num_ranks = groups.data.samples
     for _ in range(3):
         batches = [batch(sizes, s=s) for _ in range(num_ranks)]
         backward_of_mean(dense, batches)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from shardwise.core.errors import ShardingError
+from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.layout import R, V
 from shardwise.core.sharding import Interval, balanced_sizes, intervals_of_sizes, uneven_sizes
 from shardwise.core.typed import check_move
@@ -134,6 +134,38 @@ class ContextShard:
     def _reordered(tensor: Tensor, given: list[Interval], wanted: list[Interval], dim: int) -> Tensor:
         parts = dict(zip(given, tensor.split([stop - start for start, stop in given], dim=dim), strict=True))
         return torch.cat([parts[run] for run in wanted], dim=dim)
+
+
+@dataclass(frozen=True)
+class DataShare:
+    """The samples of this rank, and its positions of each.
+
+    Attributes:
+        samples: place of this rank's samples among those of all ranks, and the number of such places.
+        group: the ranks that have other positions of the same samples; None if this rank has whole samples.
+    """
+
+    samples: tuple[int, int] = (0, 1)
+    group: ProcessGroup | None = None
+
+    @property
+    def ranks_of_sample(self) -> int:
+        """Number of ranks that share the positions of a sample."""
+        return 1 if self.group is None else self.group.size()
+
+    def view(self, length: int, group: ProcessGroup | None) -> SequenceView:
+        """Return the view of samples of ``length`` positions; ``group`` splits the sequence, or None."""
+        if self.group is None:
+            return SequenceView(length, group)
+        context = ContextShard(length, self.group)
+        return SequenceView(context.size, group, context)
+
+    def check_loss(self, name: str, *, shares_samples: bool) -> None:
+        """Raise ConfigError if ranks share samples, and the loss ``name`` needs all positions of one."""
+        if self.group is not None and not shares_samples:
+            raise ConfigError(
+                f"ranks share samples (cp), and {name} has no sums for that (shares_samples); leave cp at 1"
+            )
 
 
 @dataclass(frozen=True)

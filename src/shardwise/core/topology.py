@@ -31,6 +31,7 @@ from shardwise.core.rank_grid import (
     default_embedding_ranks,
     default_position_embedding_ranks,
 )
+from shardwise.core.sequence_view import DataShare
 from shardwise.core.sockets import own_inodes, refuse_strangers
 
 
@@ -336,13 +337,14 @@ class Groups:
             raise TopologyError(f"the mesh has the dimensions {names}; it needs one that is named 'tp'")
         return cls(**{name: mesh.get_group(name) for name in ("tp", "pp", "dp") if name in names})
 
-    @property
-    def samples(self) -> tuple[int, int]:
-        """This rank's place among the ranks, or groups of ranks, that see different samples, and their number."""
+    @cached_property
+    def data(self) -> DataShare:
+        """The samples of this rank, and its positions of each."""
         if self.dp is None:
-            return 0, 1
+            return DataShare()
         together = 1 if self.cp is None else self.cp.size()
-        return self.dp.rank() // together, self.dp.size() // together
+        samples = self.dp.rank() // together, self.dp.size() // together
+        return DataShare(samples, self.cp if together > 1 else None)
 
     @property
     def stage(self) -> int:

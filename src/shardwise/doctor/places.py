@@ -114,7 +114,7 @@ def axes_of(axes: Axes | DeviceMesh | Groups | None) -> dict[str, tuple[int, int
         named = {"pp": axes.pp, "dp": axes.dp, "cp": axes.cp, "tp": axes.tp}
         found = {name: (group.rank(), group.size()) for name, group in named.items() if group is not None}
         if found.get("cp", (0, 1))[1] > 1:
-            return found | {"dp": axes.samples}
+            return found | {"dp": axes.data.samples}
         return {name: place for name, place in found.items() if name != "cp"}
     if isinstance(axes, DeviceMesh):
         names = axes.mesh_dim_names or tuple(f"axis {dim}" for dim in range(axes.ndim))

@@ -63,7 +63,7 @@ class LanguageModel(GroupModule):
                     raise ConfigError(
                         f"exact_parts is {config.exact_parts}, and {name} has no exact form; turn one of them off"
                     )
-            sum_in_parts(groups.tp, config.exact_parts, context=groups.cp)
+            sum_in_parts(groups.tp, config.exact_parts, context=groups.data.group)
         self._arithmetic = arithmetic_of(groups.tp)
         self._may_fuse_loss = self._arithmetic.may_fuse_loss()
 

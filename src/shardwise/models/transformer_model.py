@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.initialization import draw_seed, part_seeded
-from shardwise.core.sequence_view import ContextShard, SequenceView
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups
 from shardwise.core.typed import computed_locally
 from shardwise.models.config import ModelConfig, ModelFields, PositionEmbedding
@@ -113,8 +113,7 @@ class TransformerModel(FixedTensors, LanguageModel):
             setattr(self, name, getattr(config, name) if arguments[name] is None else arguments[name])
         # Megatron passes False for none.
         self.rope_scaling = self.rope_scaling or None
-        if groups.cp is not None:
-            check_way(config, groups.tp.size(), groups.cp.size())
+        check_way(config, groups.tp.size(), groups.data.ranks_of_sample)
         self._check()
         if config.sequence_parallel and groups.tp.size() == 1:
             # A sequence is not split over one rank.
@@ -414,12 +413,8 @@ class TransformerModel(FixedTensors, LanguageModel):
     @property
     def splits_context(self) -> bool:
         """True if ranks share the positions of each sample (context parallelism)."""
-        return self.groups.cp is not None and self.groups.cp.size() > 1
+        return self.groups.data.group is not None
 
     def view_of(self, length: int) -> SequenceView:
         """Return this rank's view of the hidden states of sequences of ``length`` tokens."""
-        group = self.tp_group if self.sequence_parallel else None
-        if self.groups.cp is None or not self.splits_context:
-            return SequenceView(length, group)
-        context = ContextShard(length, self.groups.cp)
-        return SequenceView(context.size, group, context)
+        return self.groups.data.view(length, self.tp_group if self.sequence_parallel else None)

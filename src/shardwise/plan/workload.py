@@ -113,7 +113,9 @@ class Workload:
     def objective(self, groups: Groups) -> Objective | None:
         """The objective of a step; None for the cross entropy of each token."""
         settings = self.settings
-        return PreferenceObjective(settings.preference, groups.cp) if isinstance(settings, DpoSettings) else None
+        if not isinstance(settings, DpoSettings):
+            return None
+        return PreferenceObjective(settings.preference, groups.data.group)
 
     def batch(self, samples: int, with_lengths: bool) -> Batch:
         """A micro-batch of the run, of its longest rows."""

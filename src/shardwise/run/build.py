@@ -66,6 +66,10 @@ def describe(model: ModelSettings, vocab_size: int) -> ModelConfig:
     )
 
 
+# Settings of parallelism that are fields of a model's config.
+_PARALLEL = ("sequence_parallel", "tp_comm_overlap", "cp_comm_type", "ep_comm_type")
+
+
 def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
     """Return the fields of a model's config that set how it is trained and split, not its architecture."""
     parallel, pp = settings.parallel, groups.num_stages
@@ -81,10 +85,7 @@ def config_fields(settings: RunSettings, groups: Groups) -> dict[str, Any]:
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
         "delay_wgrad_compute": pp > 1 and parallel.pipeline_schedule == "zero-bubble",
-        "sequence_parallel": parallel.sequence_parallel,
-        "tp_comm_overlap": parallel.tp_comm_overlap,
-        "cp_comm_type": parallel.cp_comm_type,
-        "ep_comm_type": parallel.ep_comm_type,
+        **{name: getattr(parallel, name) for name in _PARALLEL},
         "exact_parts": parallel.parts,
         "fuse_output_layer_and_loss": settings.training.loss == "linear_fused",
         "recompute": settings.recompute,

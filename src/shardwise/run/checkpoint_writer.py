@@ -124,12 +124,12 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
     attempt("comparison", lambda: references.update(compressed_bits_per_byte(session.data.held_out_bytes)))
     if session.ranks.is_first:
         attempt("picture", draw)
-    parallel = session.settings.parallel
-    if parallel.pp == parallel.cp == 1:
+    stages, model = session.trainer.pp_group, session.trainer.model
+    if stages is None and not model.splits_context:
         attempt("sample", lambda: _leave_sample(session))
     else:
         hint = "" if session.task.identity else f"; read one with: shardwise generate {session.out}"
-        what = "a model in pipeline stages" if parallel.pp > 1 else "context-parallel ranks"
+        what = "a model in pipeline stages" if stages is not None else "context-parallel ranks"
         notes.append(f"no sample from {what}{hint}")
     return dataclasses.replace(outcome, references=references, notes=tuple(notes))
 

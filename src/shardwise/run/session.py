@@ -65,7 +65,7 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
         check_arithmetic(ranks.device, group=ranks.control)
         if ranks.is_first:
             print(f"exact: trying the run's operations on {ranks.device} before the first step", file=sys.stderr)
-        agree(lambda: _try_device(settings, model, topology.size("dp"), loader, shortage), group=ranks.control)
+        agree(lambda: _try_device(settings, model, groups, loader, shortage), group=ranks.control)
     ways: list[tuple[Pass, Way]] = []
     if settings.parallel.tp_comm_overlap:
         is_even, has_bias = settings.sequence_length % groups.tp.size() == 0, model.config.add_qkv_bias
@@ -95,17 +95,17 @@ def replay_of(settings: RunSettings, model: TransformerModel | ModelChunks) -> R
 def _try_device(
     settings: RunSettings,
     model: TransformerModel | ModelChunks,
-    dp: int,
+    groups: Groups,
     loader: DataLoader,
     shortage: Shortage,
 ) -> None:
     with shortage.explained():
         check_device(
             model,
-            micro_batch_size=settings.micro_batch_size(dp),
+            micro_batch_size=settings.micro_batch_size(groups.data.samples[1]),
             sequence_length=settings.sequence_length,
             is_packed=isinstance(loader.rows, SampleRows) and loader.rows.packing,
-            context=settings.parallel.cp,
+            context=groups.data.ranks_of_sample,
         )
         check_updates(model, settings)
 

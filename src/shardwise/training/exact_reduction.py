@@ -14,9 +14,7 @@ class ExactReduction(Reduction):
     """Reduces sums and the norm without rounding in between."""
 
     def check_objective(self, objective: Objective) -> None:
-        dp_group, (_, num_sample_ranks) = self._groups.dp, self._groups.samples
-        is_shared = dp_group is not None and num_sample_ranks < dp_group.size()
-        if is_shared and not isinstance(objective, CrossEntropy):
+        if self._groups.data.group is not None and not isinstance(objective, CrossEntropy):
             raise ConfigError(
                 f"exact: ranks share samples (cp), and the sums of {type(objective).__name__} over them have no "
                 "exact form; leave cp at 1, or use no exact mode"

@@ -115,7 +115,7 @@ class Trainer:
                 "this rank alone"
             )
         self.dp_group = groups.dp
-        self.sample_rank, self.num_sample_ranks = groups.samples
+        self.sample_rank, self.num_sample_ranks = groups.data.samples
         self.pp_group = groups.pp if groups.num_stages > 1 else None
         self._chunks = cast(list[TransformerModel], list(model)) if isinstance(model, ModelChunks) else [model]
         self._pipeline: Pipeline[Tensor] | None = None
@@ -141,12 +141,7 @@ class Trainer:
             for layer in each.block.layers
             if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, MoELayer)
         }
-        is_shared = self.num_sample_ranks < self.dp_group.size()
-        if is_shared and not self.objective.shares_samples:
-            raise ConfigError(
-                f"ranks share samples (cp), and {type(self.objective).__name__} has no sums for that (shares_samples); "
-                "leave cp at 1"
-            )
+        groups.data.check_loss(type(self.objective).__name__, shares_samples=self.objective.shares_samples)
         self._reduction.check_objective(self.objective)
         self._step = self._num_micro_batches = 0
         self._seed_micro_batch = self._seed_in_order if self.gradients.seeds_micro_batches else _draw_on

@@ -12,7 +12,7 @@ from models.experts.test_moe import LENGTH, MIXTRAL, VOCABULARY, WIDTH, config, 
 from torch import Tensor
 
 from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.sequence_view import ContextShard, SequenceView
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups, Topology
 from shardwise.models import GPT, Bert
 from shardwise.models.experts import Experts
@@ -60,7 +60,7 @@ def defined(spec: Experts, weight: Tensor, batches: list[list[Tensor]]) -> tuple
 
 def check(spec: Experts, groups: Groups, *, sequence_parallel: bool, padding: str) -> None:
     """Losses and statistics of a layer, and gradients of its router and input, by the auxiliary losses alone."""
-    place, number = groups.samples
+    place, number = groups.data.samples
     layer = moe_layer(spec, groups, tp=2, sequence_parallel=sequence_parallel)
     layer.begin(1 / number)
     hidden, is_token = samples_of(number, padding)
@@ -68,9 +68,8 @@ def check(spec: Experts, groups: Groups, *, sequence_parallel: bool, padding: st
     batches = [[each[:, at][tokens[at]] for at in range(BATCH)] for each, tokens in zip(whole, is_token, strict=True)]
     loss, statistics = defined(spec, weight, batches)
     loss.backward()
-    context = None if groups.cp is None or groups.cp.size() == 1 else ContextShard(LENGTH, groups.cp)
-    length = LENGTH if context is None else context.size
-    view = SequenceView(length, groups.tp if sequence_parallel else None, context)
+    view = groups.data.view(LENGTH, groups.tp if sequence_parallel else None)
+    context = view.context
 
     def own(sequences: Tensor) -> Tensor:
         mine = sequences if context is None else context.own(sequences, dim=0)
@@ -108,7 +107,7 @@ def test_a_loss_of_all_layers_together(group):
         groups = Groups.of(Topology.create(**sizes))
         if groups.cp is not None and groups.cp.size() > 1:
             continue
-        place, number = groups.samples
+        place, number = groups.data.samples
         layers = [moe_layer(spec, groups, tp=2, sequence_parallel=sequence_parallel) for _ in range(2)]
         hidden, is_token = samples_of(number, "some")
         view = SequenceView(LENGTH, groups.tp if sequence_parallel else None)

@@ -15,7 +15,6 @@ from models.model_checks import alone, check_gradients
 from torch import Tensor
 
 from shardwise.core.communication.collectives import all_reduce
-from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.experts import Experts
 from shardwise.models.experts.moe import MoELayer
@@ -63,12 +62,11 @@ def compare(
     **batch: Any,
 ) -> None:
     """Compare output and all gradients of ``split`` with ``outputs``, which were computed of ``whole`` by ``dense``."""
-    place, _ = groups.samples
+    place, _ = groups.data.samples
     weighting = torch.randn(whole.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     (outputs * weighting).sum().backward()
-    context = None if groups.cp is None or groups.cp.size() == 1 else ContextShard(LENGTH, groups.cp)
-    length = LENGTH if context is None else context.size
-    view = SequenceView(length, groups.tp if sequence_parallel else None, context)
+    view = groups.data.view(LENGTH, groups.tp if sequence_parallel else None)
+    context = view.context
 
     def own(sequences: Tensor) -> Tensor:
         mine = sequences if context is None else context.own(sequences, dim=0)
@@ -89,7 +87,7 @@ def check(
     spec: Experts, topology: Topology, way: Any = "auto", *, sequence_parallel: bool, padding: str | None
 ) -> None:
     groups = Groups.of(topology)
-    place, number = groups.samples
+    place, number = groups.data.samples
     dense = moe_layer(spec, alone(topology), tp=2)
     split = moe_layer(spec, groups, tp=2, sequence_parallel=sequence_parallel, ep_comm_type=way)
     split.begin(1.0)

@@ -55,7 +55,7 @@ def test_replaced_choices_are_those_of_a_definition(kind, group):
     for sizes, sequence_parallel in LAYOUTS[group.size()]:
         topology = Topology.create(**sizes)
         groups = Groups.of(topology)
-        place, number = groups.samples
+        place, number = groups.data.samples
         experts = in_turn(number) if kind == "in turn" else at_random(number)
         dense = moe_layer(spec, alone(topology), tp=2)
         split = moe_layer(spec, groups, tp=2, sequence_parallel=sequence_parallel)

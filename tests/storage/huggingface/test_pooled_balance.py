@@ -49,7 +49,7 @@ def test_the_loss_is_pooled_over_layers(group: dist.ProcessGroup, balanced: Refe
     expected = balanced.values()
     for sizes, options in LAYOUTS[group.size()]:
         groups = Groups.of(Topology.create(**sizes))
-        place, number = groups.samples
+        place, number = groups.data.samples
         rows = slice(place * 4 // number, (place + 1) * 4 // number)
         ids, mask, labels = (expected[name][rows] for name in ("input_ids", "mask", "labels"))
         model = load_pretrained(balanced.folder, groups=groups, **options).train()

@@ -54,7 +54,7 @@ def _check(
     """
     assert groups.cp is not None
     dense = dense_model(sizes)
-    rank, num_ranks = groups.samples
+    rank, num_ranks = groups.data.samples
     ids, labels = batch(sizes, 2 * num_ranks, s)
     # No token sees padding, which has no label.
     apart = documents

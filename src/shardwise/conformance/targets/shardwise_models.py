@@ -13,7 +13,7 @@ from shardwise.conformance.dense_comparison import Called
 from shardwise.conformance.dense_experts import ExpertSizes
 from shardwise.conformance.targets.expert_names import to_engine
 from shardwise.conformance.targets.megatron_names import config_fields, to_megatron
-from shardwise.core.sequence_view import ContextShard, SequenceView
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.sharding import ParamShard
 from shardwise.core.topology import Groups
@@ -160,7 +160,7 @@ def expert_layer(
         "experts": spec,
     }
     layer = MoELayer(ModelConfig(**config_fields(Sizes()) | changes), groups)
-    layer.begin(1.0 / (groups.samples[1] * micro_batches))
+    layer.begin(1.0 / (groups.data.samples[1] * micro_batches))
     if layer.router.selection_bias is not None:
         layer.router.selection_bias.copy_(weights["choice_bias"])
     if sizes.lora is not None:
@@ -171,9 +171,7 @@ def expert_layer(
     set_whole_(layer, to_engine(weights), groups)
     view = None if sequence_length is None else SequenceView(sequence_length, groups.tp)
     if context_length is not None:
-        assert groups.cp is not None
-        context = ContextShard(context_length, groups.cp)
-        view = SequenceView(context.size, context=context)
+        view = groups.data.view(context_length, None)
     return Called(layer, lambda x: layer(x, sequence=view))
 
 

@@ -103,10 +103,10 @@ class ExactMoELayer(MoELayer):
 
     def __init__(self, config: ModelConfig, groups: Groups) -> None:
         super().__init__(config, groups, router=ExactRouter, experts=ExactExperts)
-        if groups.cp is not None and groups.cp.size() > 1:
+        if groups.data.group is not None:
             raise ConfigError(
-                f"exact: {groups.cp.size()} ranks share positions of a sample (cp), and experts have no exact form for "
-                "that; leave cp at 1"
+                f"exact: {groups.data.ranks_of_sample} ranks share positions of a sample (cp), and experts have no "
+                "exact form for that; leave cp at 1"
             )
         sharing = min(groups.tp, self._group, key=dist.get_world_size)
         own, every = sorted(map(dist.get_process_group_ranks, (groups.tp, self._group)), key=len)

@@ -124,9 +124,9 @@ class Router(ShardedModule):
         groups, is_global = groups or Groups(group), experts.balances == "global"
         # The ranks whose tokens are balanced together: those of ``group``, and others.
         self._balanced_in: ProcessGroup | None = group
-        self.num_position_ranks = 1 if groups.cp is None else groups.cp.size()
-        self._balanced_with = groups.dp if is_global else groups.cp
-        self._num_together = groups.samples[1] if is_global else 1
+        self.num_position_ranks = groups.data.ranks_of_sample
+        self._balanced_with = groups.dp if is_global else groups.data.group
+        self._num_together = groups.data.samples[1] if is_global else 1
         bias = torch.zeros(experts.num, dtype=torch.float32, device=self._device()) if experts.selection_bias else None
         self.register_buffer("selection_bias", bias)
         layout = ParamLayout.replicated((experts.num, config.hidden_size), group.size())

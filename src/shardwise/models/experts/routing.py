@@ -56,7 +56,7 @@ class _Routing:
         if config.experts is None:
             raise ConfigError("the model has no experts, whose routing could be recorded or replayed")
         self._groups = [group for group in (groups.tp, groups.dp, groups.pp) if group is not None]
-        self._rank, self._num_ranks = groups.samples
+        self._rank, self._num_ranks = groups.data.samples
         self._numbers: dict[nn.Module, int] = {
             layer.mlp: layer.layer_number
             for chunk in self._chunks

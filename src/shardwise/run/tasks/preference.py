@@ -288,7 +288,7 @@ class Preferences(Method):
 
     def objective(self, data: TaskData, groups: Groups, device: torch.device) -> Objective:
         """The loss of pairs."""
-        return PreferenceObjective(self.settings.preference, groups.cp)
+        return PreferenceObjective(self.settings.preference, groups.data.group)
 
     def before(self, session: Session) -> None:
         """Set the reference log-probabilities; every rank calls. Raises as ``set_reference_``."""

@@ -86,7 +86,7 @@ def build_optimizer(
     if parts is None:
         gradients, reduction = GradientBuffers(chunks, **options), Reduction
     else:
-        gradients, reduction = GradientTrees(chunks, context=groups.cp, **options), ExactReduction
+        gradients, reduction = GradientTrees(chunks, context=groups.data.group, **options), ExactReduction
     if splits_state:
         split = ZeroOptimizer(optimizer, chunks, gradients, has_masters=has_masters)
         return split, gradients, reduction(model, groups, split.parameters.shares)

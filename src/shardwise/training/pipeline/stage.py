@@ -21,7 +21,6 @@ from shardwise.core.communication.context import device_of_host_facts, is_rehear
 from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sequence_view import SequenceView
-from shardwise.core.sharding import divide
 from shardwise.training.hooks import NO_HOOKS, StepHooks
 from shardwise.training.pipeline.schedules import (
     Action,
@@ -368,18 +367,8 @@ def _input_setter(chunk: nn.Module) -> Callable[[Tensor | None], None]:
 
 
 def hidden_shape(
-    config: Any,
-    seq_length: int,
-    micro_batch_size: int,
-    *,
-    tp_group: ProcessGroup | None,
-    cp_group: ProcessGroup | None = None,
+    config: Any, seq_length: int, micro_batch_size: int, *, tp_group: ProcessGroup | None
 ) -> tuple[int, int, int]:
-    """Return the shape ``[s, b, h]`` of this rank's hidden states between stages."""
-    sequence = SequenceView(local_length(seq_length, cp_group), tp_group if config.sequence_parallel else None)
+    """Return the shape ``[s, b, h]`` of this rank's hidden states of ``seq_length`` positions between stages."""
+    sequence = SequenceView(seq_length, tp_group if config.sequence_parallel else None)
     return sequence.size, micro_batch_size, config.hidden_size
-
-
-def local_length(seq_length: int, cp_group: ProcessGroup | None) -> int:
-    """Return the length of the part of the sequence that a tensor-parallel group holds."""
-    return seq_length if cp_group is None else divide(seq_length, cp_group.size())

@@ -17,16 +17,15 @@ from shardwise.core.errors import ConfigError, DataError
 from shardwise.megatron.core import parallel_state
 from shardwise.megatron.core.models.language_module import _output_weight_of
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.core.tensor_parallel.attributes import divide
 from shardwise.megatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
 from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig
-from shardwise.megatron.errors import IndivisibleError, asserting
 from shardwise.megatron.surface import offer
 from shardwise.models.experts.moe import MoELayer
 from shardwise.training.pipeline import stage as engine
 from shardwise.training.pipeline.schedules import forward_only as forward_only_schedule, make_schedule
 
 hidden_shape = engine.hidden_shape
-_local_length = asserting(IndivisibleError)(engine.local_length)
 
 _ForwardStepFunc = Callable[..., tuple[Tensor, Callable[..., Any]]]
 
@@ -158,12 +157,13 @@ def _forward_backward_func(
     first = next((param for chunk in chunks for param in chunk.parameters()), None)
     pipeline: engine.Pipeline[Any] = engine.Pipeline(chunks, group=groups.pp)
     checked = chunks if num_stages * len(chunks) > 1 else []
-    with _checked_tokens(checked, micro_batch_size, _local_length(seq_length, cp_group)):
+    length = seq_length if cp_group is None else divide(seq_length, cp_group.size())
+    with _checked_tokens(checked, micro_batch_size, length):
         results = pipeline.run(
             table,
             forward,
             loss,
-            shape=hidden_shape(config, seq_length, micro_batch_size, tp_group=tp_group, cp_group=cp_group),
+            shape=hidden_shape(config, length, micro_batch_size, tp_group=tp_group),
             dtype=hooks.pipeline_dtype or config.params_dtype,
             input_dtype=config.params_dtype,
             device=default_device(groups.pp) if first is None else first.device,
