@@ -39,11 +39,12 @@ KINDS = {
     "gpt": (COMMON | {"ffn_hidden_size": 200}, {"share_embeddings_and_output_weights": True}),
     "alibi": (COMMON | {"ffn_hidden_size": 200}, {"position_embedding_type": "alibi"}),
 }
-# Norms of each head, caps of scores and logits; norms of all heads together, weight gradients computed apart; windows.
+# Norms of each head, caps of scores and logits; norms of all heads together, clipped, with weight gradients computed
+# apart; windows.
 OPTIONS = {
     "llama": [
         {"qk_layernorm": True, "attention_logit_softcap": 2.0, "final_logit_softcap": 3.0, "logits_scaling": 1.7},
-        {"qk_layernorm": True, "qk_layernorm_over_heads": True, "delay_wgrad_compute": True},
+        {"qk_layernorm": True, "qk_layernorm_over_heads": True, "clip_qkv": 0.5, "delay_wgrad_compute": True},
         {"window_size": (5, 0)},
     ],
     "gpt": [{"qk_layernorm": True, "delay_wgrad_compute": True}],

@@ -115,6 +115,7 @@ CHANGES = {
     "attention_logit_softcap": Change(0.1, "loss"),
     "attention_sinks": Change(True, "parameters"),
     "qk_layernorm_over_heads": Change(True, "collectives", {"qk_layernorm": True, "normalization": "RMSNorm"}),
+    "clip_qkv": Change(0.01, "loss"),
     "windowed_layers": Change((True, False, True, False), "loss", {"window_size": (1, 0)}),
     "rotary_layers": Change((True, False, True, False), "loss"),
     "kind": Change("bert", "parameters", STAGES),

@@ -58,7 +58,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "window_rotary_base": 100.0,
         "embedding_multiplier": 2.0,
     },
-    "olmo2": LLAMA | {"norm_position": "branch", "qk_layernorm": True, "qk_layernorm_over_heads": True},
+    "olmo2": LLAMA
+    | {"norm_position": "branch", "qk_layernorm": True, "qk_layernorm_over_heads": True, "clip_qkv": 0.5},
     "smollm3": LLAMA | {"rotary_layers": (True, False, True), "residual_multiplier": 0.5},
     "gpt_neox": BIASES | {"position_embedding_type": "rope", "parallel_residual": True},
     "opt": BIASES | {"position_offset": 2},

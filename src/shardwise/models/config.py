@@ -91,6 +91,8 @@ class TransformerFields(ModelFields):
             the weight towards 1.
         qk_layernorm: whether each head's query and key have norms of width ``kv_channels``, before rotation (Qwen 3).
         qk_layernorm_over_heads: whether these norms are over all heads of a token together (OLMo 2); RMSNorm only.
+        clip_qkv: bound of the magnitude of each element of queries and keys, after their norms and before rotation, and
+            of values (OLMoE); no bound if None.
         softmax_scale: factor of the attention scores; ``1 / sqrt(kv_channels)`` if None.
         window_size: ``(before, after)``: number of positions that a token sees on each side of itself; -1 means no
             bound. Mistral's window of ``w`` tokens is ``(w - 1, 0)``.
@@ -134,6 +136,7 @@ class TransformerFields(ModelFields):
     final_layernorm: bool = True
     qk_layernorm: bool = False
     qk_layernorm_over_heads: bool = False
+    clip_qkv: float | None = None
     apply_residual_connection_post_layernorm: bool = False
     parallel_residual: bool = False
     residual_multiplier: float = 1.0
@@ -450,8 +453,9 @@ class ModelConfig(LayerConfig, TransformerFields):
     def _check_latent(self) -> None:
         if self.latent is None:
             return
-        if self.qk_layernorm:
-            raise ConfigError("latent and qk_layernorm exclude each other; leave one out")
+        for name in ("qk_layernorm", "clip_qkv"):
+            if getattr(self, name):
+                raise ConfigError(f"latent and {name} exclude each other; leave one out")
         for name, derived in (
             ("kv_channels", self.latent.head_width),
             ("num_query_groups", self.num_attention_heads),
@@ -464,7 +468,7 @@ class ModelConfig(LayerConfig, TransformerFields):
         for name in ("residual_multiplier", "embedding_multiplier", "logits_scaling"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be over 0")
-        for name in ("final_logit_softcap", "attention_logit_softcap"):
+        for name in ("final_logit_softcap", "attention_logit_softcap", "clip_qkv"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} is {value}; it must be over 0, or None for none")

@@ -156,7 +156,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "OlmoeForCausalLM",
         _DECODER
         | {"vocab_size": 145, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 6}
-        | {"num_experts_per_tok": 4, "pad_token_id": 0, "eos_token_id": 2, "experts_implementation": "eager"},
+        | {"num_experts_per_tok": 4, "clip_qkv": 0.8, "pad_token_id": 0, "eos_token_id": 2}
+        | {"experts_implementation": "eager"},
     ),
     "glm4_moe": (
         "Glm4MoeForCausalLM",

@@ -16,8 +16,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups, Topology
 from shardwise.storage.huggingface import load_pretrained, save_pretrained
 
-ONE_FORM = ("gpt_oss", "granitemoe")
-SEPARATE = [name for name in WITH_EXPERTS if name not in ONE_FORM]
+TWO_FORMS = [name for name in WITH_EXPERTS if name != "gpt_oss"]
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def fused(reference: Reference) -> Reference:
 
 @pytest.mark.sample(6)
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("reference", SEPARATE, indirect=True)
+@pytest.mark.parametrize("reference", TWO_FORMS, indirect=True)
 def test_names_both_ways(group: dist.ProcessGroup, reference: Reference, fused: Reference, tmp_path: Path) -> None:
     groups = Groups.of(Topology.create(tp=group.size(), ep=group.size(), etp=1))
     for folder, names, expected in (
@@ -49,7 +48,7 @@ def test_names_both_ways(group: dist.ProcessGroup, reference: Reference, fused: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reference", SEPARATE, indirect=True)
+@pytest.mark.parametrize("reference", TWO_FORMS, indirect=True)
 def test_transformers_loads_fused_names(reference: Reference, tmp_path: Path, one_rank: Any) -> None:
     import transformers
 
@@ -63,7 +62,7 @@ def test_transformers_loads_fused_names(reference: Reference, tmp_path: Path, on
         assert_bit_equal(tensor, expected[name], name=name)
 
 
-@pytest.mark.parametrize("reference", ["llama", *ONE_FORM], indirect=True)
+@pytest.mark.parametrize("reference", ["llama", "gpt_oss"], indirect=True)
 def test_a_choice_that_there_is_not(reference: Reference, tmp_path: Path, one_rank: Any) -> None:
     model = load_pretrained(reference.folder, groups=one_rank)
     message = f"expert_names is 'fused', and {reference.name} folders have no choice of names of experts; leave it out"

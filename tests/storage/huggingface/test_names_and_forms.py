@@ -15,7 +15,7 @@ from hf_references import LLAMA3, MODELS, YARN, Reference
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.models.transformer.rotary import RotaryEmbedding, RotaryScaling
 from shardwise.storage.huggingface import (
     build_model,
@@ -77,6 +77,63 @@ def test_an_equal_copy_of_a_tied_weight_changes_nothing(
         folder = rewritten(source, tmp_path / str(number), change)
         for key, param in load_pretrained(folder, groups=one_rank).state_dict().items():
             assert_bit_equal(param, expected[key], name=key)
+
+
+def test_layers_for_multi_token_prediction_are_left_out(
+    make: Callable[[str], Reference], tmp_path: Path, one_rank: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = make("deepseek_v3").folder
+
+    def with_layer(number: int, *own: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+        def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            old, new = "model.layers.2.", f"model.layers.{number}."
+            layer = {name.replace(old, new): tensor.clone() for name, tensor in tensors.items() if old in name}
+            return tensors | layer | {new + name: torch.ones(3) for name in own}
+
+        return change
+
+    # With the field, and without it, as in DeepSeek's own class of configs.
+    expected = load_pretrained(source, groups=one_rank).state_dict()
+    for name, count in (("stated", 2), ("not stated", None)):
+        change = with_layer(3, "eh_proj.weight", "shared_head.head.weight")
+        folder = rewritten(source, tmp_path / name, change, num_nextn_predict_layers=count)
+        for key, param in load_pretrained(folder, groups=one_rank).state_dict().items():
+            assert_bit_equal(param, expected[key], name=key)
+        assert f"{folder} has 1 layer for multi-token prediction (MTP) after the 3 of the model" in caplog.text
+    for name, change, count in (
+        ("of the model itself", with_layer(3), 1),
+        ("none is stated", with_layer(3, "eh_proj.weight"), 0),
+        ("behind them", with_layer(4, "eh_proj.weight"), 1),
+    ):
+        folder = rewritten(source, tmp_path / name, change, num_nextn_predict_layers=count)
+        with pytest.raises(CheckpointError, match=r"holds tensor 'model\.layers\.[34]\."):
+            load_pretrained(folder, groups=one_rank)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "hint"),
+    [
+        (
+            "",
+            "_orig_mod.",
+            r"'_orig_mod\.', which torch\.compile adds: save the model inside of the wrapper \(model\._",
+        ),
+        ("", "module._orig_mod.", r"'module\.', which DistributedDataParallel adds"),
+        ("model.", "module.", r"'module\.', which Dist"),
+        (".self_attn.", "._orig_mod.self_attn.", r"'_orig_mod\.', which torch\.compile adds"),
+    ],
+)
+def test_the_wrapper_that_a_model_was_saved_with_is_named(
+    make: Callable[[str], Reference], tmp_path: Path, one_rank: Any, old: str, new: str, hint: str
+) -> None:
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name.replace(old, new, 1): tensor for name, tensor in tensors.items()}
+
+    folder = rewritten(make("qwen2_windows").folder, tmp_path / "wrapped", change)
+    with pytest.raises(
+        CheckpointError, match=rf"lacks tensor .*, which its config\.json asks for; its names have {hint}"
+    ):
+        load_pretrained(folder, groups=one_rank)
 
 
 def test_positions_of_old_files_are_no_weights(make: Callable[[str], Reference], tmp_path: Path, one_rank: Any) -> None:

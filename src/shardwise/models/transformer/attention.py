@@ -79,6 +79,7 @@ class SelfAttention(CoreAttention):
             intervals=layout.intervals,
             **arguments,
         )
+        self._clip = config.clip_qkv
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
         if config.qk_layernorm:
@@ -122,10 +123,13 @@ class SelfAttention(CoreAttention):
         return self.take_apart(self.linear_qkv(hidden, sequence=sequence), rotary)
 
     def take_apart(self, mixed: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Split ``[s, b, rows/t]`` into ``[s, b, heads/t, d]`` and two ``[s, b, groups/t, d]``, normed and rotated."""
+        """Split ``[s, b, rows/t]`` into ``[s, b, heads/t, d]`` and two ``[s, b, groups/t, d]``.
+
+        They are normed, clipped and rotated, in this order.
+        """
         s, b, _ = mixed.shape
         per_group, head_dim, interleaved = self.local_heads.queries_of_groups[0], self.head_dim, self.rotary_interleaved
-        if self.local_heads.is_even and rotary is not None and self.q_layernorm is None:
+        if self.local_heads.is_even and rotary is not None and self.q_layernorm is None and self._clip is None:
             return self._activation.split_and_rotate(
                 mixed, *rotary, queries_per_group=per_group, head_dim=head_dim, interleaved=interleaved
             )
@@ -137,6 +141,8 @@ class SelfAttention(CoreAttention):
             query, key, value = (torch.cat(parts[i::3], dim=2) for i in range(3))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self._norm.heads(self.q_layernorm, self.k_layernorm, query, key)
+        if self._clip is not None:
+            query, key, value = (x.clamp(-self._clip, self._clip) for x in (query, key, value))
         if rotary is not None:
             query, key = (self._activation.rotate(x, *rotary, interleaved=interleaved) for x in (query, key))
         return query, key, value

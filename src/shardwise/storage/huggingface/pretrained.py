@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.tensor_files import some_tensors
+from shardwise.data.json_records import counted
 from shardwise.models.config import ModelConfig
 from shardwise.storage.huggingface.architectures import ARCHITECTURES, Architecture
 from shardwise.storage.huggingface.architectures.mixtures import WithExperts
@@ -186,6 +188,7 @@ class PretrainedFolder:
         self.tensors = Mxfp4Folder(self.path) if is_quantized else TensorFolder(self.path)
         self.description = self.architecture.adapt(self.config.description, self.tensors.tensors.keys())
         self.notes: list[str] = []
+        self._mtp = self._find_mtp()
         self._check_copies()
         self._stored_vocab_size = self.description.vocab_size
 
@@ -228,18 +231,52 @@ class PretrainedFolder:
                 raise CheckpointError(f"{self.path} holds tensor {name!r} twice, also as {stored!r}")
             if name in expected or name in copies:
                 found[name] = stored
-            elif not any(re.search(f"{each}$", name) for each in self.architecture.ignored):
+            elif stored not in self._mtp and not any(re.search(f"{each}$", name) for each in self.architecture.ignored):
                 extra.append(stored)
         for copy, original in copies.items():
             if copy in found:
                 found.setdefault(original, found[copy])
         if missing := sorted(expected - found.keys()):
-            raise CheckpointError(f"{self.path} lacks {some_tensors(missing)}, which its config.json asks for")
+            lacks = f"{self.path} lacks {some_tensors(missing)}, which its config.json asks for"
+            raise CheckpointError(lacks + self._wrapper_hint(missing))
         if extra:
             raise CheckpointError(
                 f"{self.path} holds {some_tensors(extra)}, for which a model of its config.json has no place"
             )
         return found
+
+    def _wrapper_hint(self, missing: Sequence[str]) -> str:
+        """Return the hint that a wrapper of the model added a word to the names; empty if it is not that."""
+        stored = self.tensors.tensors
+        names = {_WRAPPER.sub("", each) for each in stored}
+        if not all({name, name.removeprefix(self.architecture.prefix)} & names for name in missing):
+            return ""
+        word = next(match[0] for match in map(_WRAPPER.search, stored) if match)
+        return (
+            f"; its names have {word!r}, which {_WRAPPERS[word[:-1]]} adds: save the model inside of the wrapper "
+            f"(model.{word[:-1]}), or take {word!r} out of the names"
+        )
+
+    def _find_mtp(self) -> frozenset[str]:
+        """Find the tensors of layers for multi-token prediction, which are stored after the last layer; note them."""
+        if not self.architecture.has_mtp:
+            return frozenset()
+        fields = Fields(self.config.values, str(self.path / CONFIG_NAME))
+        count = fields.get(int, "num_nextn_predict_layers", "num_mtp_layers", default=1, within=(0, 1 << 16))
+        pattern = re.compile(rf"(?:{re.escape(self.architecture.prefix)})?layers\.(\d{{1,9}})\.")
+        layers: dict[int, list[str]] = {}
+        for name in self.tensors.tensors:
+            number = int(match[1]) - self.description.num_layers if (match := pattern.match(name)) else -1
+            if 0 <= number < count:
+                layers.setdefault(number, []).append(name)
+        # A further layer of the model itself, whose config asks for fewer, has no such projection.
+        found = [names for names in layers.values() if any(name.endswith(".eh_proj.weight") for name in names)]
+        if found:
+            self.notes.append(
+                f"{self.path} has {counted(len(found), 'layer')} for multi-token prediction (MTP) after the "
+                f"{self.description.num_layers} of the model; left out, as in transformers"
+            )
+        return frozenset(chain.from_iterable(found))
 
     def copies(self) -> dict[str, str]:
         """Return tensors that are copies, with their originals."""
@@ -270,6 +307,16 @@ class PretrainedFolder:
         with_prefix = self.architecture.prefix + name
         return with_prefix if name not in expected and with_prefix in expected else name
 
+
+_WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "module": "DistributedDataParallel",
+    "_fsdp_wrapped_module": "FullyShardedDataParallel",
+    "_checkpoint_wrapped_module": "checkpoint_wrapper",
+}
+"""Modules of PyTorch that hold a model, by the word that they add to the names of its tensors."""
+
+_WRAPPER = re.compile(rf"(?<![^.])(?:{'|'.join(_WRAPPERS)})\.")
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 """Name of the file that marks a folder of adapters of the ``peft`` library."""

@@ -74,6 +74,8 @@ class Architecture:
         table: tensors of each parameter, including tied ones.
         tied: tensors that are copies of a tied weight, with their originals.
         ignored: regular expressions for names of tensors that are not parameters, such as buffers.
+        has_mtp: whether folders may have layers for multi-token prediction (MTP) after the last layer,
+            ``num_nextn_predict_layers`` of them, which are not read.
         copies: tensors that are copies even in an untied model, with their originals; either may be missing.
         renamed: pairs of an old ending of names and the current ending.
         quantizations: values of ``quant_method`` in ``quantization_config`` that are read, dequantised.
@@ -93,6 +95,7 @@ class Architecture:
     table: Table
     tied: Mapping[str, str]
     ignored: tuple[str, ...] = ()
+    has_mtp: bool = False
     copies: Mapping[str, str] = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
     quantizations: tuple[str, ...] = ()

@@ -1,7 +1,6 @@
 """DeepSeek V2 and V3: latent attention, and experts after dense layers.
 
-V2 chooses experts by a softmax, V3 in groups by sigmoids with a bias. The layers for multi-token prediction
-(``model.layers.61`` of V3) are not read.
+V2 chooses experts by a softmax, V3 in groups by sigmoids with a bias.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
 from shardwise.models.transformer.heads import LatentAttention
 from shardwise.storage.huggingface.architectures.architecture import Setting
-from shardwise.storage.huggingface.architectures.llama import LLAMA, TABLE, Decoder, decoder_settings
+from shardwise.storage.huggingface.architectures.llama import TABLE, Decoder, decoder_settings
 from shardwise.storage.huggingface.architectures.mixtures import (
     EXPERTS_AND_SHARED,
     MODULE_TARGETS,
@@ -153,7 +152,8 @@ _V3_SETTINGS = {
 }
 _V3 = _Latent(model_type="deepseek_v3", classes=(), settings=_V3_SETTINGS, num_key_value_heads=128, chooses_pairs=True)
 DEEPSEEK_V3 = AfterDenseLayers(
-    **tied_of(_V3) | {"ignored": (*LLAMA.ignored, r"model\.layers\.61\..*")},
+    **tied_of(_V3),
+    has_mtp=True,
     model_type="deepseek_v3",
     classes=("DeepseekV3ForCausalLM", "DeepseekV3Model"),
     settings=_V3_SETTINGS,

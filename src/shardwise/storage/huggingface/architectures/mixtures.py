@@ -187,6 +187,14 @@ class _Mixtral(Mistral):
         return read_rope(fields, longest, theta=1e6)
 
 
+class _Olmoe(Decoder):
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {"clip_qkv": fields.optional(float, "clip_qkv"), **super().read_others(fields, values)}
+
+    def write_others(self, model: ModelConfig) -> dict[str, Any]:
+        return {"clip_qkv": model.clip_qkv, **super().write_others(model)}
+
+
 class _Glm(Decoder):
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         # The heads' width is rounded down.
@@ -249,11 +257,7 @@ class AfterDenseLayers(WithExperts):
 
 
 class _GraniteMoe(WithExperts):
-    """Granite MoE: the softmax is over the logits of the chosen experts, and folders have one form."""
-
-    @property
-    def fused(self) -> Table:
-        return {}
+    """Granite MoE: the softmax is over the logits of the chosen experts."""
 
     def read_experts(self, fields: Fields, num_layers: int) -> Experts:
         experts = super().read_experts(fields, num_layers)
@@ -328,8 +332,14 @@ QWEN3_MOE = WithExperts(
     normalizes=False,
     chooses_layers=True,
 )
+_OLMOE = _Olmoe(
+    model_type="olmoe",
+    classes=(),
+    settings={},
+    fixed={**LLAMA.fixed, "qk_layernorm": True, "qk_layernorm_over_heads": True},
+)
 OLMOE = WithExperts(
-    **tied_of(LLAMA) | {"fixed": {**LLAMA.fixed, "qk_layernorm": True, "qk_layernorm_over_heads": True}},
+    **tied_of(_OLMOE),
     model_type="olmoe",
     classes=("OlmoeForCausalLM", "OlmoeModel"),
     settings=decoder_settings(
@@ -342,9 +352,8 @@ OLMOE = WithExperts(
         layernorm_epsilon=1e-5,
     )
     | {"attention_bias": Setting("attention_bias", False)},
-    required={"clip_qkv": None},
     table={**TABLE, **EXPERTS, **QK_NORMS},
-    decoder=LLAMA,
+    decoder=_OLMOE,
     names=("num_experts", "num_local_experts"),
     num=64,
     width=("intermediate_size", 2048),
@@ -367,7 +376,8 @@ _GLM_SETTINGS = {
 }
 _GLM = _Glm(model_type="glm4_moe", classes=(), settings=_GLM_SETTINGS, num_key_value_heads=8)
 GLM4_MOE = AfterDenseLayers(
-    **tied_of(_GLM) | {"ignored": (*LLAMA.ignored, r"model\.layers\.(46|92)\..*")},
+    **tied_of(_GLM),
+    has_mtp=True,
     model_type="glm4_moe",
     classes=("Glm4MoeForCausalLM", "Glm4MoeModel"),
     settings=_GLM_SETTINGS,
