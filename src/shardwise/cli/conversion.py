@@ -14,13 +14,13 @@ from shardwise.training.bounds import DEFAULT_FILE_GB, FILE_GB, Folder
 
 @dataclass(frozen=True)
 class ImportArguments(SplitArguments):
-    """Make a checkpoint from a model in Hugging Face's layout (config.json and safetensors).
+    """Make a checkpoint from a model in Hugging Face's layout (config.json and safetensors), or from a GGUF file.
 
     shardwise generate reads the checkpoint at any layout, and so do programs through shardwise.storage.checkpoint.
     To train a model from a Hugging Face folder, use shardwise finetune, which needs no import.
 
     Attributes:
-        folder: folder of the model; docs/huggingface.md lists the supported architectures.
+        folder: folder or GGUF file of the model; docs/huggingface.md lists the supported architectures.
         out: folder for the checkpoint, which must not contain one yet.
         dtype: dtype of the weights; the model's own if not given.
     """

@@ -181,10 +181,10 @@ def import_hf(
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None,
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
 ) -> Imported:
-    """Convert a Hugging Face folder to a checkpoint; every rank calls.
+    """Convert a Hugging Face folder, or a GGUF file, to a checkpoint; every rank calls.
 
     Args:
-        folder: folder of the model; docs/huggingface.md lists the supported architectures.
+        folder: folder or GGUF file of the model; docs/huggingface.md lists the supported architectures.
         out: folder for the checkpoint; it must not have a checkpoint yet.
         dtype: dtype of the weights; if None, the dtype of the model.
         timeout: maximum wait for another rank, in seconds.

@@ -27,6 +27,7 @@ from shardwise.storage.checkpoint.folder import PUBLISHED, held
 from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest, check_state_fits
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.generation_config import GENERATION_CONFIG_NAME, GenerationDefaults
+from shardwise.storage.huggingface.gguf.folder import is_gguf
 from shardwise.storage.huggingface.pretrained import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,
@@ -242,7 +243,9 @@ def open_model(path: str | PathLike[str], adapter: str | PathLike[str] | None = 
 
 
 def is_pretrained(path: Path) -> bool:
-    """True for a Hugging Face folder; a checkpoint may have a ``config.json`` too."""
+    """True for a Hugging Face folder or a GGUF file; a checkpoint may have a ``config.json`` too."""
+    if is_gguf(path):
+        return True
     if not (path / CONFIG_NAME).is_file() or (path / MANIFEST_NAME).exists():
         return False
     # A folder without weights or adapters is a model whose weights are missing.
@@ -256,7 +259,7 @@ def _base_of(adapter: Path) -> Path:
     hint = f"give the model's folder yourself: shardwise generate MODEL_DIR --adapter {adapter}"
     if not isinstance(base, str) or not base:
         raise ConfigError(f"{adapter / ADAPTER_CONFIG_NAME} does not name the adapters' model; {hint}")
-    if not os.path.isdir(base):
+    if not os.path.exists(base):
         raise CheckpointError(f"{adapter} holds adapters of the model {base}: {no_folder(Path(base), hint)}")
     if not is_pretrained(Path(base)):
         raise CheckpointError(f"{adapter} holds adapters of the model {base}, which is no Hugging Face folder; {hint}")
@@ -268,10 +271,10 @@ def _open_pretrained(path: Path, adapter: Path | None) -> OpenCheckpoint:
     # Adapters were trained with the tokenizer in their folder.
     beside = adapter is not None and (adapter / "tokenizer.json").exists()
     try:
-        tokenizer = PaddedTokenizer.load(adapter if adapter is not None and beside else path)
+        tokenizer = PaddedTokenizer.load(adapter if adapter is not None and beside else source.path)
     except DataError as error:
         raise DataError(f"{error}; {TO_BRING_A_TOKENIZER}") from error
-    return OpenCheckpoint(path, source.description, source.dtype, source.config, tokenizer, source)
+    return OpenCheckpoint(source.path, source.description, source.dtype, source.config, tokenizer, source)
 
 
 def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:

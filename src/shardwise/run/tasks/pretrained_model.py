@@ -80,9 +80,9 @@ class PretrainedModel:
         self.folder = PretrainedFolder(path)
         description = self.folder.description
         check_continues_texts(self.folder.config, path)
-        tokenizer = FolderTokenizer.load(path)
+        tokenizer = FolderTokenizer.load(self.folder.path)
         assert isinstance(tokenizer, FolderTokenizer)
-        tokenizer.source = path
+        tokenizer.source = self.folder.path
         self.tokenizer = tokenizer
         if self.tokenizer.vocab_size > description.vocab_size:
             raise ConfigError(

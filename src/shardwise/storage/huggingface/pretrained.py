@@ -19,6 +19,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.storage.huggingface.architectures import ARCHITECTURES, Architecture
 from shardwise.storage.huggingface.architectures.mixtures import WithExperts
 from shardwise.storage.huggingface.fields import Fields
+from shardwise.storage.huggingface.gguf.folder import GgufFolder, is_gguf
 from shardwise.storage.huggingface.mapping import Table
 from shardwise.storage.huggingface.mxfp4 import Mxfp4Folder
 from shardwise.storage.huggingface.tensor_folder import (
@@ -51,11 +52,13 @@ _NUM_REASONS = 3
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
-    """Read the ``config.json`` of a Hugging Face folder; see ``config_from_json``.
+    """Read the ``config.json`` of a Hugging Face folder, or that of a GGUF file; see ``config_from_json``.
 
     Raises:
         CheckpointError: the file is missing or is not a JSON object.
     """
+    if is_gguf(Path(folder)):
+        return config_from_json(GgufFolder(Path(folder)).config, where=str(folder))
     path = Path(folder) / CONFIG_NAME
     return config_from_json(read_json(path), where=str(path))
 
@@ -169,9 +172,10 @@ def _written_as(
 
 
 class PretrainedFolder:
-    """A Hugging Face folder, open for reading.
+    """A Hugging Face folder, or a GGUF file, open for reading.
 
     Attributes:
+        path: the folder; of a GGUF file, a temporary one with the files that it stands for.
         description: the model to load, with the requested changes.
         notes: contradictions of the folder that the user should see, one line each.
 
@@ -181,11 +185,16 @@ class PretrainedFolder:
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder)
-        check_model_folder(self.path)
-        self.config = read_config(self.path)
+        if is_gguf(self.path):
+            self.tensors: TensorFolder = GgufFolder(self.path)
+            self.path = self.tensors.folder
+            self.config = config_from_json(read_json(self.path / CONFIG_NAME), where=str(folder))
+        else:
+            check_model_folder(self.path)
+            self.config = read_config(self.path)
+            is_quantized = self.config.values.get("quantization_config") is not None
+            self.tensors = Mxfp4Folder(self.path) if is_quantized else TensorFolder(self.path)
         self.architecture = self.config.architecture
-        is_quantized = self.config.values.get("quantization_config") is not None
-        self.tensors = Mxfp4Folder(self.path) if is_quantized else TensorFolder(self.path)
         self.description = self.architecture.adapt(self.config.description, self.tensors.tensors.keys())
         self.notes: list[str] = []
         self._mtp = self._find_mtp()
