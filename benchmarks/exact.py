@@ -40,7 +40,7 @@ from train_step import MODELS
 from workers import Workers, WorkerSpec
 
 from shardwise.core.errors import ConfigError, ParityError
-from shardwise.run.exact.surroundings import fix_order_of_mkl
+from shardwise.run.exact.environment import fix_order_of_mkl
 
 NUM_PARITY_STEPS = 3
 RATIOS = (("exact", "plain"), ("exact", "plain_whole"))

@@ -29,7 +29,7 @@ from shardwise.nn.loss import vocab_parallel_cross_entropy, vocab_parallel_kl_di
 from shardwise.run.run import run
 from shardwise.run.settings import FinetuneSettings
 from shardwise.run.tasks.pretrained_model import PretrainedModel, digest_of
-from shardwise.run.tasks.results import leave_adapters, leave_model
+from shardwise.run.tasks.results import write_adapters, write_model
 from shardwise.run.tasks.samples import Examples
 from shardwise.run.tasks.task import Task
 from shardwise.run.tasks.task_data import TaskData
@@ -85,7 +85,7 @@ class DistillationObjective(Objective):
         return loss, torch.stack([cross_entropy.detach().double(), divergence.detach().double()])
 
     @property
-    def of_evaluation(self) -> Objective:
+    def for_evaluation(self) -> Objective:
         return CrossEntropy()
 
     def reported(self, means: Sequence[float], bits_per_nat: float) -> dict[str, float]:
@@ -124,8 +124,8 @@ class Teacher(Examples):
 def task_of(settings: FinetuneSettings, teacher: str | Path, **options: Any) -> Task:
     """The parts of a run: the student, the method above, and what ``shardwise finetune`` writes at the end."""
     source = PretrainedModel(settings)
-    leave = leave_adapters if settings.lora.is_on and not settings.lora.lora_merge else leave_model
-    return Task(source.settings, source, Teacher(source, teacher, **options), leave)
+    write = write_adapters if settings.lora.is_on and not settings.lora.lora_merge else write_model
+    return Task(source.settings, source, Teacher(source, teacher, **options), write)
 
 
 def main() -> None:

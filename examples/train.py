@@ -24,9 +24,9 @@ from shardwise.core.topology import Groups
 from shardwise.data import DataLoader, TokenRows, TokenStream
 from shardwise.models import GPT, ModelConfig
 from shardwise.storage import checkpoint
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.clipping import clip_grad_norm_
-from shardwise.training.optimizer.gradients import finalize_gradients_
 from shardwise.training.optimizer.optimizer import optimizer_state
 
 SEQUENCE, GLOBAL_BATCH, MICRO_BATCH, SEED = 64, 8, 2, 1234

@@ -18,9 +18,9 @@ from shardwise.models.gpt import GPT
 from shardwise.storage.adapters import load_adapter_
 from shardwise.storage.huggingface import load_pretrained
 from shardwise.storage.huggingface.pretrained import PretrainedFolder
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.clipping import clip_grad_norm_
-from shardwise.training.optimizer.gradients import finalize_gradients_
 
 Batch = tuple[Tensor, Tensor]
 Maker = Callable[[Files, Batch], Step]

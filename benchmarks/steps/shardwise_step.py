@@ -10,9 +10,9 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
 from shardwise.tensor_parallel.layers import named_param_layouts
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.clipping import clip_grad_norm_
-from shardwise.training.optimizer.gradients import finalize_gradients_
 from steps.problem import (
     ADAM_EPSILON,
     BETAS,

@@ -28,8 +28,8 @@ from shardwise.megatron.schedules import get_forward_backward_func
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.mlp import gelu_tanh
 from shardwise.storage.huggingface import load_pretrained, save_pretrained
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.optimizer.adamw import AdamW
-from shardwise.training.optimizer.gradients import finalize_gradients_
 
 VOCABULARY, LENGTH = 101, 16
 STEPS, MICRO_BATCHES, MICRO_BATCH_SIZE = 6, 4, 2

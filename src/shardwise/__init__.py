@@ -1,4 +1,4 @@
-"""Shardwise: Megatron-style tensor parallelism for PyTorch, small and exact, on any device.
+"""Shardwise: Megatron-style parallelism for PyTorch, checked against one rank.
 
 ``import shardwise`` does not import PyTorch, which keeps it and ``shardwise --help`` fast. Import what you use::
 

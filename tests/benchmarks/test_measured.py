@@ -25,7 +25,7 @@ from steps.expert_steps import EXPERT_VARIANTS, ExpertSizes
 from steps.replicas import REPLICA_VARIANTS
 
 from shardwise.cli.arguments import parse_command
-from shardwise.cli.trainings import TrainArguments
+from shardwise.cli.training import TrainArguments
 
 Result = dict[str, Any]
 TINY = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 320, "sequence_length": 16, "batch_size": 2}

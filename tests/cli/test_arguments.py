@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import planning
+from shardwise.cli import plan
 from shardwise.cli.arguments import parse_command
 from shardwise.cli.conversion import ExportArguments, ImportArguments
 from shardwise.cli.inference import ChatArguments, EvalArguments, GenerateArguments
 from shardwise.cli.main import COMMANDS
-from shardwise.cli.trainings import DemoArguments, DpoArguments, FinetuneArguments, TrainArguments
+from shardwise.cli.training import DemoArguments, DpoArguments, FinetuneArguments, TrainArguments
 from shardwise.core.errors import ConfigError
 from shardwise.run.settings import Settings
 from shardwise.training.bounds import REMOVED
@@ -34,7 +34,7 @@ PARSERS = {
     "import-hf": of(ImportArguments),
     "export-hf": of(ExportArguments),
 }
-PLANS = {f"plan {kind}": of(getattr(planning, name)) for kind, name in COMMANDS["plan"].kinds.items()}
+PLANS = {f"plan {kind}": of(getattr(plan, name)) for kind, name in COMMANDS["plan"].kinds.items()}
 REQUIRED = dict(
     zip(
         PARSERS.values(),

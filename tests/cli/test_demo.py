@@ -11,9 +11,9 @@ from harness.program import run
 from run.run_processes import run_command
 from run.tiny import tiny_settings
 
-from shardwise.cli import main as main_module, trainings
+from shardwise.cli import main as main_module, training
 from shardwise.cli.main import run_subcommand
-from shardwise.cli.trainings import DemoArguments, demo_settings
+from shardwise.cli.training import DemoArguments, demo_settings
 from shardwise.core.errors import ConfigError
 from shardwise.data import stdlib_corpus
 from shardwise.run.settings import Settings
@@ -30,7 +30,7 @@ def small_demo_settings(arguments: DemoArguments) -> Settings:
 
 
 def make_demos_small() -> None:
-    trainings.demo_settings = small_demo_settings
+    training.demo_settings = small_demo_settings
 
 
 def check_demo(printed: str, out: Path, steps: int) -> re.Match[str]:
@@ -66,7 +66,7 @@ def test_the_demo_on_a_small_text(tmp_path, monkeypatch):
     # A second demo replaces the first.
     monkeypatch.setattr(main_module, "launch_ranks", lambda *arguments, **options: 0)
     assert run_subcommand("demo", ["--out", str(out)]) == 0
-    monkeypatch.setattr(trainings, "demo_settings", small_demo_settings)
+    monkeypatch.setattr(training, "demo_settings", small_demo_settings)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     for name in FILES:
         (out / name).unlink()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.cli.machine import as_table, fast_paths, gather, versions
+from shardwise.cli.env_report import as_table, fast_paths, gather, versions
 from shardwise.cli.main import main
 from shardwise.kernels import compiled
 

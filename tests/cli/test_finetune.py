@@ -15,7 +15,7 @@ from storage.adapters.tiny_models import read_adapters, save_model
 
 from shardwise.cli.arguments import parse_command
 from shardwise.cli.main import main
-from shardwise.cli.trainings import FinetuneArguments
+from shardwise.cli.training import FinetuneArguments
 from shardwise.data.tokenizer import Tokenizer
 
 
@@ -319,4 +319,4 @@ def test_chats_from_the_command_line(chats, capsys):
 
 def test_epochs_and_steps_exclude_each_other(chats, capsys):
     assert main(chat_arguments(chats, "--epochs", "2", "--training.steps", "3")) == 2
-    assert "--epochs 2 and --training.steps 3 exclude each other" in capsys.readouterr().err
+    assert "--epochs 2 cannot be used with --training.steps 3" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_a_hugging_face_folder_and_a_file_of_settings(capsys, tmp_path):
     assert "8: tp 8" in text
     assert "samples of 128 tokens" in text
     code, _, error = call(capsys, str(tmp_path), "--model.num-layers", "8")
-    assert (code, f"model.num-layers 8 is given, and the model of {tmp_path}; leave one out" in error) == (2, True)
+    assert (code, f"model.num-layers 8 cannot be used with the model of {tmp_path}" in error) == (2, True)
     code, _, error = call(capsys, str(tmp_path), "--model.sequence-length", "256")
     assert (code, "model.sequence-length 256 is more than 128" in error) == (2, True)
     # Without numbers a folder is planned as it is fine-tuned, a new model as it is trained.

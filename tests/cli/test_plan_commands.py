@@ -183,7 +183,7 @@ def test_a_picture_that_cannot_be_written(capsys, tmp_path):
     ("argv", "command", "message"),
     [
         (["finetune"], "plan finetune", "no model to start from; name its Hugging Face folder"),
-        (["dpo", "F", "--packing"], "plan dpo", "dpo has no --packing"),
+        (["dpo", "F", "--packing"], "plan dpo", "dpo cannot be used with --packing"),
         (["finetune", "F", "--tp", "16"], "plan finetune", "tp 16 is more than the 8 attention heads"),
         (["finetune", "F", "--rank", "2", "--tp", "2"], "plan finetune", "rank 2 is not one of the 2 ranks, 0 to 1"),
         (["--rank", "0", "--fit", "1GiB"], "plan", "--rank 0 is of one layout, and --fit lists layouts"),

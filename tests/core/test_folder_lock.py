@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 from harness.program import Program
 
+from shardwise.core.atomic_files import check_folder
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import LOCK_NAME, FolderLock, check_folder, check_free
+from shardwise.core.folder_lock import LOCK_NAME, FolderLock, check_free
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from shardwise.core.files import FolderLock
+from shardwise.core.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("held", lock.left_by, flush=True)
 time.sleep(1000)
@@ -135,7 +136,7 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux") or os.getuid() != 0, reason="needs a user without rights")
 def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from shardwise.core.files import check_folder;"
+        "import os, sys; from pathlib import Path; from shardwise.core.atomic_files import check_folder;"
         "os.setgid(65534); os.setuid(65534); check_folder(Path(sys.argv[1]))"
     )
     # Those of pytest lie in one that nobody else may enter.

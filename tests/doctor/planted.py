@@ -388,7 +388,7 @@ OUR_FAULTS = (
     ),
     OurFault(
         "gradients of norms never summed under sequence parallelism",
-        "gradients:finalize_gradients_",
+        "finalize:finalize_gradients_",
         '_summed_over(model, "tp")',
         "[]",
         _SEQUENCE_PARALLEL,
@@ -398,7 +398,7 @@ OUR_FAULTS = (
     ),
     OurFault(
         "gradient of a tied weight never summed over the stages",
-        "gradients:finalize_gradients_",
+        "finalize:finalize_gradients_",
         "sum_tied_embedding_gradients_(model, embd_group=embd_group)",
         "pass",
         (*_PP, *_TWO_MICRO_BATCHES),
@@ -408,7 +408,7 @@ OUR_FAULTS = (
     ),
     OurFault(
         "gradients of copied key-value heads never summed",
-        "gradients:finalize_gradients_",
+        "finalize:finalize_gradients_",
         "copies.write_back_()",
         "pass",
         (*_TP, "--model.num-query-groups", "1"),
@@ -465,7 +465,7 @@ OUR_FAULTS = (
     ),
     OurFault(
         "gradients of norms of one rank under sequence parallelism",
-        "gradients:_sum_over_ranks_",
+        "finalize:_sum_over_ranks_",
         "gradient.copy_(total)",
         "torch.distributed.broadcast(gradient, group=group, group_src=0)",
         _SEQUENCE_PARALLEL,

@@ -12,7 +12,7 @@ from doctor.planted import SCRIPTS, SOUND
 from doctor.recorded import record_script
 
 from shardwise.doctor.diagnosis import diagnose
-from shardwise.doctor.judging import MOST_ROUNDING
+from shardwise.doctor.findings import MOST_ROUNDING
 from shardwise.doctor.report import as_json, as_text, write_page
 
 _VOID = {"meta", "br", "hr", "img", "link", "input"}

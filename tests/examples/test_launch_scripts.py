@@ -18,7 +18,7 @@ from run.tiny import tiny_settings
 from torch.distributed.run import get_args_parser
 
 from shardwise.cli.arguments import parse_command
-from shardwise.cli.trainings import TrainArguments
+from shardwise.cli.training import TrainArguments
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/first-gpu.md").read_text()

@@ -64,24 +64,24 @@ FAULTS = (
     ),
     Fault(
         "norm gradients not summed under sequence parallelism",
-        "gradients:finalize_gradients_",
+        "finalize:finalize_gradients_",
         '_summed_over(model, "tp")',
         "[]",
-        "tests/training/optimizer/test_gradients.py::test_partial_sums_of_sequence_parallelism_are_completed",
+        "tests/training/gradients/test_finalize.py::test_partial_sums_of_sequence_parallelism_are_completed",
     ),
     Fault(
         "tied weight on one stage",
-        "gradients:finalize_gradients_",
+        "finalize:finalize_gradients_",
         "sum_tied_embedding_gradients_(model, embd_group=embd_group)",
         "pass",
-        "tests/training/optimizer/test_gradients.py::test_copies_of_a_tied_weight_have_the_sum_of_their_gradients",
+        "tests/training/gradients/test_finalize.py::test_copies_of_a_tied_weight_have_the_sum_of_their_gradients",
     ),
     Fault(
         "copies of key-value heads not written back",
-        "gradients:finalize_gradients_",
+        "finalize:finalize_gradients_",
         "copies.write_back_()",
         "pass",
-        "tests/training/optimizer/test_gradients.py::test_copies_of_a_key_value_head_have_the_sum_of_their_gradients",
+        "tests/training/gradients/test_finalize.py::test_copies_of_a_key_value_head_have_the_sum_of_their_gradients",
     ),
     Fault(
         "shared dropout stream",
@@ -109,7 +109,7 @@ FAULTS = (
         "grad_norm:_counted_here",
         "if layout.dim is None and rank > 0:",
         "if False:",
-        "tests/training/optimizer/test_gradients.py::test_norm_equals_the_dense_one",
+        "tests/training/gradients/test_finalize.py::test_norm_equals_the_dense_one",
     ),
     Fault(
         "optimizer state misplaced",
@@ -282,7 +282,7 @@ FAULTS = (
         "clipping:scale_gradients_",
         "own, on_host / loss_scale)",
         "own, on_host)",
-        "tests/training/optimizer/test_gradients.py::test_clipping",
+        "tests/training/gradients/test_finalize.py::test_clipping",
     ),
     Fault(
         "decay of biases and norms",

@@ -56,7 +56,7 @@ def test_names_choose_faults(capsys):
     assert faults.main(["--list", "norm counted"]) == 0
     assert capsys.readouterr().out.split() == [
         *["norm", "counted", "twice", "grad_norm:_counted_here"],
-        "tests/training/optimizer/test_gradients.py::test_norm_equals_the_dense_one",
+        "tests/training/gradients/test_finalize.py::test_norm_equals_the_dense_one",
     ]
     with pytest.raises(SystemExit):
         faults.main(["no such fault"])

@@ -18,7 +18,7 @@ import torch
 from made_files import Folders, Tensors, mutate, rewrite, strange_kinds
 
 from shardwise.cli.arguments import parse_command
-from shardwise.cli.trainings import TrainArguments
+from shardwise.cli.training import TrainArguments
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.run.processes.ranks import open_ranks
 

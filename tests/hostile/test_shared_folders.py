@@ -18,7 +18,7 @@ from made_files import Folders
 from shardwise.cli import main as main_module
 from shardwise.cli.main import run_subcommand
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import LOCK_NAME, FolderLock, check_free
+from shardwise.core.folder_lock import LOCK_NAME, FolderLock, check_free
 from shardwise.run.processes.ranks import open_ranks
 
 SMALL = (

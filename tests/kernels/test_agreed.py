@@ -14,9 +14,9 @@ from shardwise.core.topology import Groups
 from shardwise.kernels import compiled, dispatch
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
+from shardwise.run.banner import speed
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.session import open_session
-from shardwise.run.wording import speed
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.kernels import partial_attention
+from shardwise.kernels.fake_device import planning_for
 from shardwise.kernels.partial_attention import attend_to_part, differentiate_part, merge
-from shardwise.kernels.planning import planning_for
 
 RTOL = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 HEADS, GROUPS, QUERIES, KEYS = 6, 2, 7, 13

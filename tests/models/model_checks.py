@@ -17,7 +17,7 @@ from shardwise.kernels import dispatch, flexible_attention
 from shardwise.models.transformer import attention_kernels
 from shardwise.nn.replicated import replicas_of
 from shardwise.tensor_parallel.layers import named_param_layouts
-from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.gradients.finalize import finalize_gradients_
 
 
 def randomise_small_parameters(model: nn.Module, group: ProcessGroup) -> None:

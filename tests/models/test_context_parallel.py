@@ -21,7 +21,7 @@ from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.random import seed_streams
 from shardwise.core.sequence_view import ContextShard
 from shardwise.core.topology import Groups, Topology
-from shardwise.kernels.planning import planning_for
+from shardwise.kernels.fake_device import planning_for
 from shardwise.models import GPT, Experts, ModelConfig, Recomputation
 from shardwise.models.experts.moe import MoELayer
 from shardwise.models.generation import Sampling, generate
@@ -30,13 +30,13 @@ from shardwise.models.transformer import (
     context_attention,
     masks as masks_of_attention,
 )
-from shardwise.models.transformer.context_attention import described_way
+from shardwise.models.transformer.context_attention import describe_context_method
 from shardwise.models.transformer.heads import LatentAttention, LocalHeads
 from shardwise.models.transformer.masks import AttentionMask
 from shardwise.models.transformer.rotary import RotaryScaling
 from shardwise.models.transformer.visibility import Rule
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.optimizer.grad_norm import global_grad_norm
-from shardwise.training.optimizer.gradients import finalize_gradients_
 
 PAGE = Path(__file__).parents[2] / "docs" / "context.md"
 VOCABULARY, BATCH = 97, 3
@@ -58,7 +58,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dropout": ({"attention_dropout": 0.2, "hidden_dropout": 0.2}, LEARNED),
     "experts": ({"experts": Experts(num=8, per_token=2, ffn_hidden_size=22, aux_loss=0.1, z_loss=0.01)}, {}),
 }
-WAYS = ("all_gather", "a2a", "p2p")
+METHODS = ("all_gather", "a2a", "p2p")
 # Soft caps and weights that are written out are for whole rows of scores.
 NOT_P2P = ("soft cap", "written out")
 LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
@@ -156,7 +156,7 @@ def check(kind: str, topology: Topology, length: int, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        *((kind, way) for kind in KINDS if kind != "dropout" for way in WAYS if way != "p2p" or kind not in NOT_P2P),
+        *((kind, way) for kind in KINDS if kind != "dropout" for way in METHODS if way != "p2p" or kind not in NOT_P2P),
         # Only whole heads have dropout masks that do not depend on the layout, which "auto" knows.
         ("dropout", "auto"),
         ("experts", "auto"),
@@ -178,7 +178,7 @@ def test_losses_and_gradients_are_those_of_one_rank(group, kind, way):
 @pytest.mark.parametrize("kind", ["one key-value head", "window", "alibi", "soft cap", "sinks", "latent"])
 def test_blocks_of_a_run_add_up(group, monkeypatch, kind):
     monkeypatch.setattr(masks_of_attention, "_ROWS", 5)
-    for way in WAYS:
+    for way in METHODS:
         if way != "p2p" or kind not in NOT_P2P:
             check(kind, Topology.create(cp=2), LENGTHS[0], cp_comm_type=way)
 
@@ -269,7 +269,7 @@ def test_auto_chooses_by_heads(group):
     ],
 )
 def test_the_way_is_described(asked, queries_of_groups, ranks, draws, said):
-    assert described_way(asked, LocalHeads(queries_of_groups), ranks, draws=draws) == said
+    assert describe_context_method(asked, LocalHeads(queries_of_groups), ranks, draws=draws) == said
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from training.pipeline.pipelines import random_batch, staged_gpt
 
 from shardwise.models.transformer.layer import TransformerLayer
 from shardwise.tensor_parallel import ColumnParallelLinear
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.gradients.gradient_buffers import GradientBuffers
 from shardwise.training.gradients.gradient_trees import GradientTrees
 from shardwise.training.optimizer.adamw import AdamW
-from shardwise.training.optimizer.gradients import finalize_gradients_
 from shardwise.training.pipeline import make_schedule
 
 

@@ -16,7 +16,7 @@ from shardwise.models.gpt import GPT
 from shardwise.models.transformer import attention_kernels
 from shardwise.nn import named_param_layouts
 from shardwise.nn.parallel_linear import ParallelLinear
-from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.gradients.finalize import finalize_gradients_
 
 VOCAB, LENGTH = 264, 16
 COMMON = {
@@ -125,7 +125,7 @@ def test_context_parallelism(group, kind, options, monkeypatch):
             {"exact_parts": 8, "num_query_groups": 1},
             "num_query_groups is 1, fewer than the 2 tensor-parallel ranks, .*; use tp 1 at most, or no exact mode$",
         ),
-        ({"exact_parts": 8, "attention_sinks": True}, "attention_sinks and exact_parts exclude each other"),
+        ({"exact_parts": 8, "attention_sinks": True}, "attention_sinks cannot be used with exact_parts"),
         ({"exact_parts": 8, "defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute has no exact form"),
     ],
 )

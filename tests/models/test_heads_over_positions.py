@@ -14,7 +14,7 @@ from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups, Topology
 from shardwise.models import ModelConfig
 from shardwise.models.bert import Bert
-from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.gradients.finalize import finalize_gradients_
 
 LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {2: ({"cp": 2},), 3: ({"cp": 3},), 4: ({"cp": 2, "tp": 2},)}
 KINDS: dict[str, dict[str, Any]] = {

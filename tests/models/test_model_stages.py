@@ -23,7 +23,7 @@ from shardwise.megatron.schedules import hidden_shape
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.pipeline import Pipeline, make_schedule
 
 V, B, S, LAYERS = 103, 2, 11, 5

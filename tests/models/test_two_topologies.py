@@ -10,8 +10,8 @@ from shardwise.core.random import seed_streams
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.optimizer.clipping import clip_grad_norm_
-from shardwise.training.optimizer.gradients import finalize_gradients_
 
 VOCAB, LENGTH, STEPS = 53, 6, 3
 

@@ -10,7 +10,7 @@ from plan.test_state import workload_for
 
 from shardwise.plan.plan import RankPlan
 from shardwise.plan.rehearsal import Rehearsals
-from shardwise.plan.timeline import Label, joined
+from shardwise.plan.timeline import PhaseLabel, joined
 from shardwise.run import plan_run
 
 SIZES = {"hidden_size": 32, "num_heads": 4, "vocab_size": 300, "sequence_length": 16}
@@ -100,7 +100,7 @@ def test_the_parts_of_an_action_are_the_action(parallel):
     for rank in planned(9, 6, parallel=parallel):
         for segment in rank.step.segments:
             if segment.parts and segment.place.micro_batch in (0, 5):
-                whole = joined(segment.parts, Label("all"))
+                whole = joined(segment.parts, PhaseLabel("all"))
                 numbers = whole.peak, whole.net, whole.flops, whole.sent
                 assert numbers == (segment.peak, segment.net, segment.flops, segment.sent)
 

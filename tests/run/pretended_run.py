@@ -10,6 +10,7 @@ from shardwise.core import initialization
 from shardwise.data import Corpus, HeldOut, TokenRows, TokenStream, WindowRows
 from shardwise.models.adapters import LoraConfig
 from shardwise.run import run
+from shardwise.run.banner import banner
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.session import open_session
 from shardwise.run.settings import (
@@ -23,7 +24,6 @@ from shardwise.run.settings import (
 from shardwise.run.tasks.task import Method, Task
 from shardwise.run.tasks.task_data import TaskData
 from shardwise.run.tasks.texts import NewModel
-from shardwise.run.wording import banner
 from shardwise.storage.adapters import add_lora_
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 

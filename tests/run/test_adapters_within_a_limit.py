@@ -15,8 +15,8 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.data import Batch
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
+from shardwise.run.out_of_memory import is_out_of_memory
 from shardwise.run.settings import FinetuneSettings, LoraSettings, TrainingSettings
-from shardwise.run.shortage import is_out_of_memory
 from shardwise.storage.adapters import add_lora_, save_adapter
 from shardwise.storage.huggingface import load_pretrained, save_pretrained
 from shardwise.storage.huggingface.pretrained import PretrainedFolder

@@ -20,7 +20,7 @@ from run.tiny import tiny_settings
 
 from shardwise.core.errors import CheckpointError, DivergenceError
 from shardwise.core.tensor_files import TensorFile
-from shardwise.run import shortage
+from shardwise.run import out_of_memory
 from shardwise.run.checkpoint_writer import CheckpointWriter
 from shardwise.run.processes.stopping import Interrupted
 from shardwise.run.run import train
@@ -218,16 +218,16 @@ def test_copies_stay_within_a_budget():
 
 def test_the_ranks_of_a_host_share_half_of_what_is_free(monkeypatch):
     files = {"/proc/meminfo": "MemTotal: 900 kB\nMemAvailable:    400 kB\n"}
-    monkeypatch.setattr(shortage, "_read", lambda path: files.get(path, ""))
+    monkeypatch.setattr(out_of_memory, "_read", lambda path: files.get(path, ""))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert shortage.memory_for_copies() == 400 * 1024 // 2 // 4
+    assert out_of_memory.memory_for_copies() == 400 * 1024 // 2 // 4
     files |= {"/sys/fs/cgroup/memory.max": "max\n", "/sys/fs/cgroup/memory.current": "9\n"}
-    assert shortage.memory_for_copies() == 400 * 1024 // 2 // 4
+    assert out_of_memory.memory_for_copies() == 400 * 1024 // 2 // 4
     files |= {"/sys/fs/cgroup/memory.max": "1000\n", "/sys/fs/cgroup/memory.current": "900\n"}
     files["/sys/fs/cgroup/memory.stat"] = "anon 600\nfile 300\n"
-    assert shortage.memory_for_copies() == 400 // 2 // 4
+    assert out_of_memory.memory_for_copies() == 400 // 2 // 4
     files.clear()
-    assert shortage.memory_for_copies() is None
+    assert out_of_memory.memory_for_copies() is None
 
 
 @pytest.mark.ranks(2)

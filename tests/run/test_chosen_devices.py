@@ -10,6 +10,7 @@ from run.tiny import tiny_settings
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from shardwise.core.errors import ConfigError
+from shardwise.run.banner import tf32
 from shardwise.run.processes import ranks
 from shardwise.run.processes.ranks import (
     OVERLAP_VARIABLES,
@@ -19,7 +20,6 @@ from shardwise.run.processes.ranks import (
     process_group_of,
     refuse_shared_gpus,
 )
-from shardwise.run.wording import tf32
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
 HIDDEN = "PyTorch finds no GPU here: there is none, no driver, or CUDA_VISIBLE_DEVICES hides them"

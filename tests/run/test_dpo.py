@@ -19,8 +19,8 @@ from run.trl_pairs import BETA, KINDS
 from storage.adapters.reference_steps import CLIP, DECAY, RATE, STEPS, WARMUP, reference_losses
 from storage.adapters.tiny_models import save_model
 
+from shardwise.core.atomic_files import write_atomically
 from shardwise.core.errors import CheckpointError, ConfigError, DivergenceError
-from shardwise.core.files import write_atomically
 from shardwise.data import DataLoader, PairRows, PreferenceEncoder, TokenSamples, preference_of
 from shardwise.data.json_records import Record
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
@@ -223,7 +223,7 @@ def test_adapters_begin_at_their_reference(group, root, tmp_path, monkeypatch):
         settings = settings_of(root, out, "llama", parallel=ParallelSettings(tp=tp), lora=lora)
         session = open_run(settings, root, monkeypatch)
         results[out.name] = steps_of(session)
-        session.task.leave(session)
+        session.task.write(session)
         session.topology.destroy()
         loss, *rewards, _ = results[out.name][0]
         assert [loss, *rewards] == pytest.approx([np.log(2), 0, 0, 0], abs=1e-12)
@@ -356,11 +356,20 @@ def test_bad_settings():
         (lambda: PreferenceSettings(beta=float("nan")), "--beta is nan; it must be a number, over 0"),
         (lambda: PreferenceSettings(beta=0), "--beta is 0; it must be over 0"),
         (lambda: PreferenceSettings(label_smoothing=0.5), "--label-smoothing is 0.5"),
-        (lambda: PreferenceSettings(loss_type="ipo", label_smoothing=0.1), "exclude each other; use sigmoid or robust"),
-        (lambda: DpoSettings(**options, samples=SampleSettings(packing=True)), "dpo has no --packing"),
-        (lambda: DpoSettings(**options, samples=SampleSettings(mask_prompts=False)), "dpo has no --no-mask-prompts"),
-        (lambda: DpoSettings(**options, samples=SampleSettings(too_long="split")), "dpo has no --too-long split"),
-        (lambda: DpoSettings(**options, parallel=ParallelSettings(exact=True)), "dpo has no --exact"),
+        (
+            lambda: PreferenceSettings(loss_type="ipo", label_smoothing=0.1),
+            "cannot be used with --loss-type ipo; use sigmoid or robust",
+        ),
+        (lambda: DpoSettings(**options, samples=SampleSettings(packing=True)), "dpo cannot be used with --packing"),
+        (
+            lambda: DpoSettings(**options, samples=SampleSettings(mask_prompts=False)),
+            "dpo cannot be used with --no-mask-prompts",
+        ),
+        (
+            lambda: DpoSettings(**options, samples=SampleSettings(too_long="split")),
+            "dpo cannot be used with --too-long split",
+        ),
+        (lambda: DpoSettings(**options, parallel=ParallelSettings(exact=True)), "dpo cannot be used with --exact"),
     ):
         with pytest.raises(ConfigError, match=message):
             made()

@@ -102,10 +102,14 @@ def test_a_checkpoint_of_four_times_two_ranks_goes_on_at_two_times_two(tmp_path)
 
 def test_what_is_refused(tmp_path):
     for parallel, world_size, message in (
-        ({"tp": 2, "etp": 2}, 2, "experts and parallel.exact with etp 2 exclude each other"),
+        ({"tp": 2, "etp": 2}, 2, "experts cannot be used with parallel.exact and etp 2"),
         ({"ep": 2, "exact_parts": 1}, 2, "up to parallel.exact-parts 1, and there are 2 for data-parallel ranks"),
-        ({"ep": 4, "tp": 2, "exact_parts": 2}, 4, "experts and parallel.exact with ep 4 over exact-parts exclude each"),
-        ({"cp": 2}, 2, "experts and parallel.exact with parallel.cp 2 exclude each other"),
+        (
+            {"ep": 4, "tp": 2, "exact_parts": 2},
+            4,
+            "experts cannot be used with parallel.exact and ep 4 over exact-parts",
+        ),
+        ({"cp": 2}, 2, "experts cannot be used with parallel.exact and parallel.cp 2"),
         ({"fsdp": True}, 2, "no exact form of parallel.fsdp"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -133,7 +133,7 @@ def test_wrong_settings_are_refused():
         ModelSettings(num_experts=8, expert_drops_by="position")
     with pytest.raises(ConfigError, match=r"ep-comm-type all_gather is about the experts of a model"):
         with_values(Settings, {"data": ("text",), "parallel": {"ep_comm_type": "all_gather"}}).check_world(1)
-    with pytest.raises(ConfigError, match="record-routing and replay-routing exclude each other"):
+    with pytest.raises(ConfigError, match="record-routing cannot be used with --replay-routing"):
         Settings(data=("text",), record_routing="a", replay_routing="b")
     with pytest.raises(ConfigError, match=r"router-force-balance True is for --model\.num-experts"):
         ModelSettings(router_force_balance=True)

@@ -2,13 +2,13 @@
 
 import pytest
 
-from shardwise.run.processes.watch import Beat, Heard, cause_of_waiting, ranks_behind
+from shardwise.run.processes.watch import Heartbeat, PeerStatus, cause_of_waiting, ranks_behind
 
 QUIET = 15.0
 
 
 def beat(rank, *, node="0", doing="at step 12", **wait):
-    return Beat(rank, 7, 1000 + rank, node, f"host{node}", doing, **wait)
+    return Heartbeat(rank, 7, 1000 + rank, node, f"host{node}", doing, **wait)
 
 
 def waits_in(rank, group, ranks, started, **more):
@@ -16,13 +16,13 @@ def waits_in(rank, group, ranks, started, **more):
 
 
 def cause(own, *others, silent=None, **options):
-    heard = {other.rank: Heard(other, (silent or {}).get(other.rank, 0.0)) for other in others}
+    heard = {other.rank: PeerStatus(other, (silent or {}).get(other.rank, 0.0)) for other in others}
     return cause_of_waiting(own, heard, quiet=QUIET, **options)
 
 
 def test_a_beat_travels_as_text():
     for sent in (beat(3), waits_in(1, "5", (0, 1), {"5": 3}, missing=(0,))):
-        assert Beat.from_text(sent.to_text().encode()) == sent
+        assert Heartbeat.from_text(sent.to_text().encode()) == sent
 
 
 def test_who_has_started_fewer_collectives_is_missing():
@@ -92,9 +92,9 @@ def test_many_ranks_are_not_all_named():
 def test_ranks_that_are_behind_in_a_stream(fresh, expected):
     own = beat(0, collectives={"tp": 10, "dp": 3})
     heard = {
-        1: Heard(beat(1, collectives={"tp": 9, "other": 1}), 0.0, fresh),
-        2: Heard(beat(2, collectives={"dp": 3, "tp": 11}), 1.0),
+        1: PeerStatus(beat(1, collectives={"tp": 9, "other": 1}), 0.0, fresh),
+        2: PeerStatus(beat(2, collectives={"dp": 3, "tp": 11}), 1.0),
     }
     assert ranks_behind(own, heard, quiet=QUIET) == expected
-    heard[2] = Heard(heard[2].beat, 16.0)
+    heard[2] = PeerStatus(heard[2].beat, 16.0)
     assert ranks_behind(own, heard, quiet=QUIET) == (*expected, 2)

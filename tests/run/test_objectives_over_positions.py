@@ -18,8 +18,8 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.data import IGNORE_INDEX, Batch
 from shardwise.run.settings import PreferenceSettings
 from shardwise.run.tasks.preference import PreferenceObjective
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.objective import Objective
-from shardwise.training.optimizer.gradients import finalize_gradients_
 
 
 def rows_of(count: int, length: int = 13) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ def check(number: int, objective_of: Callable[[Groups], Objective], batch: Batch
         loss, *others = sums_of(objective, model.train(), batch)
         loss.backward()
         with torch.no_grad():
-            others += sums_of(objective.of_evaluation, model.eval(), batch, torch.float64)
+            others += sums_of(objective.for_evaluation, model.eval(), batch, torch.float64)
         sums.append(torch.cat([loss.detach(), *others]))
     total = torch.stack(gather_all(sums[1], groups.dp)).sum(0)
     torch.testing.assert_close(total, sums[0], rtol=1e-10, atol=1e-10)

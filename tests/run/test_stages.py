@@ -18,6 +18,7 @@ from shardwise.core.errors import ParityError
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import Batch
+from shardwise.run.banner import banner
 from shardwise.run.build import build_model
 from shardwise.run.exact.parity import check_exact_parity
 from shardwise.run.metrics import read_metrics
@@ -25,7 +26,6 @@ from shardwise.run.parity import check_parity
 from shardwise.run.run import train
 from shardwise.run.session import count_parameters
 from shardwise.run.settings import ParallelSettings
-from shardwise.run.wording import banner
 from shardwise.training.pipeline import Pipeline
 from shardwise.training.trainer import Trainer
 
@@ -189,7 +189,7 @@ def test_a_run_that_overlaps_equals_one_rank_and_says_how(group, tmp_path, monke
     assert lines == [
         "layers in parts: column forward, row forward, row backward (symmetric memory is memory of CUDA devices, and "
         "this is a cpu)",
-        f"layers in parts: column backward ({dict(session.ways)['column backward'].why})",
+        f"layers in parts: column backward ({dict(session.overlap)['column backward'].why})",
     ]
     # Lose what the other rank adds.
     monkeypatch.setattr(overlap, "multiply_and_scatter", halved_sums(overlap.multiply_and_scatter))

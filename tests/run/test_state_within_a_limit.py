@@ -20,8 +20,8 @@ from shardwise.data import Batch
 from shardwise.plan.plan import make_plan
 from shardwise.plan.workload import mesh_of, workload_of
 from shardwise.run.build import config_fields, describe
+from shardwise.run.out_of_memory import is_out_of_memory
 from shardwise.run.settings import ModelSettings, ParallelSettings, Settings, TrainingSettings
-from shardwise.run.shortage import is_out_of_memory
 from shardwise.storage.huggingface import build_model, model_config
 from shardwise.training.trainer import Trainer
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shardwise.core.files import write_atomically
+from shardwise.core.atomic_files import write_atomically
 from shardwise.run.settings import (
     CorpusSettings,
     ModelSettings,

@@ -16,7 +16,7 @@ from hypothesis import example, given, strategies as st
 from shardwise.cli.arguments import parse_command
 from shardwise.cli.conversion import ExportArguments, ImportArguments
 from shardwise.cli.inference import ChatArguments, EvalArguments, GenerateArguments
-from shardwise.cli.trainings import DemoArguments, FinetuneArguments, TrainArguments, demo_settings
+from shardwise.cli.training import DemoArguments, FinetuneArguments, TrainArguments, demo_settings
 from shardwise.core.errors import ConfigError
 from shardwise.run.settings import FinetuneSettings, Settings
 from shardwise.training.bounds import Range, annotations_of, check_values, range_of

@@ -11,10 +11,10 @@ from run.test_run import interrupted_at, losses, open_tiny
 from run.tiny import tiny_settings
 
 from shardwise.core.errors import CheckpointError
+from shardwise.run.banner import banner
 from shardwise.run.checkpoints import run_state, start_or_resume
 from shardwise.run.run import train
 from shardwise.run.settings import OptimizerSettings, ParallelSettings
-from shardwise.run.wording import banner
 
 
 class Momentum(torch.optim.SGD):

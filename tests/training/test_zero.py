@@ -16,11 +16,11 @@ from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import Batch
+from shardwise.run.banner import banner
 from shardwise.run.build import build_model
 from shardwise.run.checkpoints import run_state, start_or_resume
 from shardwise.run.run import train
 from shardwise.run.settings import OptimizerSettings, ParallelSettings, RecomputeSettings
-from shardwise.run.wording import banner
 from shardwise.training.optimizer.optimizer import optimizer_state, stored_weights
 from shardwise.training.trainer import Trainer
 

@@ -17,8 +17,9 @@ from typing import Annotated, Any, ClassVar, TypeVar, cast, get_origin
 
 import tyro
 
+from shardwise.core.atomic_files import read_regular
 from shardwise.core.errors import CheckpointError, ConfigError
-from shardwise.core.files import check_free, read_regular
+from shardwise.core.folder_lock import check_free
 from shardwise.run.processes.stopping import resume_hint
 from shardwise.run.settings import RunSettings
 from shardwise.training.bounds import (

@@ -8,7 +8,7 @@ import tyro
 
 from shardwise.cli.arguments import SplitArguments
 from shardwise.cli.reporting import is_first_rank, print_note
-from shardwise.core.files import check_free, check_free_target
+from shardwise.core.folder_lock import check_free, check_free_target
 from shardwise.training.bounds import DEFAULT_FILE_GB, FILE_GB, Folder
 
 

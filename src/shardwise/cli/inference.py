@@ -201,7 +201,7 @@ class EvalArguments(SplitArguments):
         if not self.data and not self.tasks:
             raise ConfigError("no data to measure on; pass --data with files or folders, or --tasks")
         if self.data and self.tasks:
-            raise ConfigError("--data and --tasks exclude each other; leave one of them out")
+            raise ConfigError("--data cannot be used with --tasks: one call measures one of them")
         alone = {"--task-path": self.task_path, "--num-fewshot": self.num_fewshot, "--limit": self.limit}
         alone |= {"--chat": self.chat or None, "--output": self.output}
         if not self.tasks and (given := [flag for flag, value in alone.items() if value is not None]):
@@ -233,7 +233,7 @@ class EvalArguments(SplitArguments):
         for note in measured.notes:
             print(f"note            {note}")
         print(f"data            {measured.data}")
-        of_texts = "perplexity" in measured.metrics
+        has_texts = "perplexity" in measured.metrics
         for name, value in measured.metrics.items():
-            unit = " nats per token" if of_texts and name == "loss" else ""
+            unit = " nats per token" if has_texts and name == "loss" else ""
             print(f"{name:<15} {value:.{4 if name == 'perplexity' else 6}f}{unit}")

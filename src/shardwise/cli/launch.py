@@ -109,7 +109,7 @@ def launch_ranks(
         folder = Path(name)
         with _signals_ask(folder) as received, contextlib.ExitStack() as ends:
             ranks: list[subprocess.Popen[bytes]] = []
-            ends.callback(_end, ranks)
+            ends.callback(_end_ranks, ranks)
             environment = os.environ | _rank_variables(nproc, folder, debug)
             for rank in range(nproc):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -143,7 +143,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> 
     return {}
 
 
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end_ranks(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     """End the ranks that run, with their own processes: by SIGTERM, and after some seconds by SIGKILL."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         running = [process for process in ranks if process.poll() is None]

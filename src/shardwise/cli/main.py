@@ -82,14 +82,14 @@ class Command:
 
 
 COMMANDS = {
-    "demo": Command("trainings", "DemoArguments", "train a small GPT on two local ranks, in about a minute"),
-    "train": Command("trainings", "TrainArguments", "train a GPT on your text, on any number of ranks"),
+    "demo": Command("training", "DemoArguments", "train a small GPT on two local ranks, in about a minute"),
+    "train": Command("training", "TrainArguments", "train a GPT on your text, on any number of ranks"),
     "finetune": Command(
-        "trainings", "FinetuneArguments", "fine-tune a Hugging Face model, all weights or LoRA adapters"
+        "training", "FinetuneArguments", "fine-tune a Hugging Face model, all weights or LoRA adapters"
     ),
-    "dpo": Command("trainings", "DpoArguments", "fine-tune on preferences: pairs of a better and a worse answer"),
+    "dpo": Command("training", "DpoArguments", "fine-tune on preferences: pairs of a better and a worse answer"),
     "plan": Command(
-        "planning",
+        "plan",
         "PlanArguments",
         "show what a run needs of memory and network, and which layouts fit",
         {
@@ -100,9 +100,9 @@ COMMANDS = {
         },
     ),
     "doctor": Command(
-        "doctoring",
+        "doctor",
         "DoctorArguments",
-        "name the first wrong module of a parallel run, ours or any model's",
+        "find the first wrong module of a parallel run, of any model",
         {
             "train": "DoctorTrainArguments",
             "finetune": "DoctorFinetuneArguments",
@@ -113,11 +113,13 @@ COMMANDS = {
     "generate": Command("inference", "GenerateArguments", "continue a text with a trained checkpoint"),
     "chat": Command("inference", "ChatArguments", "talk with a model, by its own chat template"),
     "eval": Command("inference", "EvalArguments", "measure a model on your data: loss, perplexity, bits per byte"),
-    "compare": Command("inspection", "CompareArguments", "show where two runs part, and if by rounding or a fault"),
-    "import-hf": Command("conversion", "ImportArguments", "make a checkpoint of a Hugging Face folder"),
+    "compare": Command(
+        "compare", "CompareArguments", "find the first step where two runs differ, and whether rounding explains it"
+    ),
+    "import-hf": Command("conversion", "ImportArguments", "convert a Hugging Face folder to a checkpoint"),
     "export-hf": Command("conversion", "ExportArguments", "write a checkpoint as a Hugging Face folder"),
-    "conformance": Command("conforming", "ConformanceArguments", "run the known bugs of the field on any library"),
-    "env": Command("inspection", "EnvArguments", "show versions, devices, backends and fast paths"),
+    "conformance": Command("conformance", "ConformanceArguments", "check a library for known tensor-parallel bugs"),
+    "env": Command("env", "EnvArguments", "show versions, devices, backends and fast paths"),
 }
 
 

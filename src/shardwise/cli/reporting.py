@@ -216,11 +216,11 @@ def run_command(command: str, body: Callable[[], int | None], *, debug: bool = F
     except Interrupted as interruption:  # Before the command began, or during the report of its end.
         code = interruption.exit_code
     if environment is not None and code != 0:
-        leave(code)
+        exit_with(code)
     return code
 
 
-def leave(exit_code: int) -> NoReturn:
+def exit_with(exit_code: int) -> NoReturn:
     """End a failed rank at once, because destructors of its process groups would wait for other ranks and complain."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -242,7 +242,7 @@ class _Reporter(logging.Handler):
 
         def end(args: threading.ExceptHookArgs) -> None:
             if isinstance(args.exc_value, ShardwiseError):
-                leave(self._failure(args.exc_value))
+                exit_with(self._failure(args.exc_value))
             others(args)
 
         others, threading.excepthook = threading.excepthook, end

@@ -4,7 +4,7 @@
 
     ShardwiseError
     ├── ConfigError      (ValueError)    a setting out of range, or two that contradict each other
-    │   ├── ContradictionError    (RuntimeError)    settings that exclude each other
+    │   ├── ContradictionError    (RuntimeError)    settings that cannot be used together
     │   └── UnwritableError       (ValueError)      a file or folder that cannot be written
     ├── ShardingError    (ValueError)    a size, shape or split that does not fit the ranks
     │   └── WeightError           (RuntimeError)    a layer called without its weight, or with one of another shape
@@ -36,7 +36,7 @@ class ConfigError(ShardwiseError, ValueError):
 
 
 class ContradictionError(ConfigError, RuntimeError):
-    """Settings that exclude each other; a RuntimeError in Megatron."""
+    """Settings that cannot be used together; a RuntimeError in Megatron."""
 
 
 class UnwritableError(ConfigError):

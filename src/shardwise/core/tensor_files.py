@@ -19,8 +19,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from shardwise.core.atomic_files import open_regular
 from shardwise.core.errors import CheckpointError
-from shardwise.core.files import MAX_TABLE_BYTES, open_regular, parse_json, shown
+from shardwise.core.json_text import MAX_TABLE_BYTES, parse_json, shown
 
 DTYPES = {
     "BOOL": torch.bool,

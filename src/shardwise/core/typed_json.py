@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from shardwise.core.files import shown
+from shardwise.core.json_text import shown
 
 MAX_INTEGER = (1 << 63) - 1
 """Largest integer, the largest size that PyTorch can count."""

@@ -35,7 +35,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from shardwise.core.errors import DataError
-from shardwise.core.files import shown
+from shardwise.core.json_text import shown
 from shardwise.data.json_records import Record, check_text, digest_of, keys_of, kind_of, text_of
 
 Messages = tuple[Mapping[str, Any], ...]

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.core.atomic_files import open_regular
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.core.files import open_regular, read_json, shown
+from shardwise.core.json_text import read_json, shown
 
 _BLANK = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()

@@ -12,8 +12,9 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from shardwise.core.atomic_files import open_regular
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.core.files import first_of, open_regular
+from shardwise.core.json_text import first_of
 from shardwise.data.corpus import Corpus, text_size
 from shardwise.data.json_records import (
     TABLE_SUFFIXES,

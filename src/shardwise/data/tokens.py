@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.core.atomic_files import open_regular, write_atomically
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.core.files import open_regular, read_json, write_atomically
+from shardwise.core.json_text import read_json
 from shardwise.data.batch import IGNORE_INDEX, Row
 from shardwise.data.corpus import Corpus
 from shardwise.data.loader import FOR_OFFSET, Rows, random_uint64

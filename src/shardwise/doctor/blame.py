@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.doctor import rank_faults, value_faults
 from shardwise.doctor.evidence import NEVER_SUMMED, UNEXPLAINED, Case, Explanation
-from shardwise.doctor.judging import Judged
+from shardwise.doctor.findings import Judged
 from shardwise.doctor.places import Key
 from shardwise.doctor.verdicts import Verdicts, parent_of
 

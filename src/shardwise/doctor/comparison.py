@@ -1,7 +1,7 @@
 """Compare two runs: find the first step, tensor and element in which their metrics or checkpoints differ.
 
 Differences of plain runs are judged: the steps are repeated on one rank, which gives each result a reference and the
-expected rounding (``doctor.judged_runs``).
+expected rounding (``doctor.compare_runs``).
 """
 
 import json
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from shardwise.core.errors import CheckpointError, ConfigError, DataError, ShardwiseError
-from shardwise.core.files import shown
+from shardwise.core.json_text import shown
 from shardwise.data.json_records import counted
-from shardwise.doctor.judged_runs import JudgedResult, Judgement, OneRun, check_settings, judge
+from shardwise.doctor.compare_runs import JudgedResult, Judgement, OneRun, check_settings, judge
 from shardwise.run.metrics import MetricsFile, scan_metrics
 from shardwise.storage.checkpoint.comparing import StoredCheckpoint, TensorDifference, tensor_differences
 from shardwise.storage.checkpoint.folder import checkpoints

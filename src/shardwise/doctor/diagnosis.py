@@ -8,10 +8,10 @@ from os import PathLike
 from typing import Any
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import first_of
+from shardwise.core.json_text import first_of
 from shardwise.doctor.blame import Blame, explain
 from shardwise.doctor.evidence import LABELS, NEVER_SUMMED, NORM, SAMPLES, STALE, Case, Explanation
-from shardwise.doctor.judging import PASSES, Judge, Judged, Rounding, eps_of
+from shardwise.doctor.findings import PASSES, Judge, Judged, Rounding, eps_of
 from shardwise.doctor.micro_batches import match_micro_batches, name_of_ids, rows_read, samples_of
 from shardwise.doctor.places import Key
 from shardwise.doctor.recording import Recording

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.doctor.judging import MOST_ROUNDING, Judge, Judged, Kind, kinds_of, merge
+from shardwise.doctor.findings import MOST_ROUNDING, Judge, Judged, Kind, kinds_of, merge
 from shardwise.doctor.places import Key
 from shardwise.doctor.sketches import Sketch, added, alike
 

@@ -70,7 +70,7 @@ class ModuleCalls:
             for module in modules:
                 # The caller's inputs, before other hooks change them, and the outputs that the caller gets.
                 self._handles.append(
-                    module.register_forward_pre_hook(self._before(name), with_kwargs=True, prepend=True)
+                    module.register_forward_pre_hook(self._pre_hook(name), with_kwargs=True, prepend=True)
                 )
                 self._handles.append(module.register_forward_hook(self._after(name), with_kwargs=True))
 
@@ -92,7 +92,7 @@ class ModuleCalls:
             handle.remove()
         self._counting.close()
 
-    def _before(self, name: str) -> Any:
+    def _pre_hook(self, name: str) -> Any:
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self.is_done or torch.compiler.is_compiling():

@@ -21,10 +21,10 @@ from shardwise.core.sharding import ParamLayout
 from shardwise.core.topology import Groups
 
 # For each axis how its ranks hold a tensor: the letter of a ``Layout`` and the dimension, or ["placed", dim, the
-# intervals of each rank]; see ``judging.Kind``.
+# intervals of each rank]; see ``findings.Kind``.
 Declared = dict[str, list[Any]]
 Axes = Mapping[str, tuple[int, int]]
-Given = Mapping[Parameter, tuple[Tensor, Declared]]
+ParameterTensors = Mapping[Parameter, tuple[Tensor, Declared]]
 
 # The gradient of the values that copies of a key-value head compute is a partial sum on each rank.
 GRADIENTS = {"R": "P", "P": "I", "placed": "placed sums"}

@@ -28,7 +28,7 @@ from shardwise.doctor.evidence import (
     are_constant,
     centred,
 )
-from shardwise.doctor.judging import Judged, merge, shown_layouts
+from shardwise.doctor.findings import Judged, merge, shown_layouts
 from shardwise.doctor.places import Key
 from shardwise.doctor.sketches import Sketch, alike
 

@@ -29,15 +29,15 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.core.atomic_files import write_atomically
 from shardwise.core.errors import ConfigError, UnwritableError
-from shardwise.core.files import write_atomically
 from shardwise.core.topology import Groups
 from shardwise.doctor.facts import VERSION
 from shardwise.doctor.held_parts import HeldParts
 from shardwise.doctor.module_calls import ModuleCalls
-from shardwise.doctor.places import Axes, Declared, Given, Key, axes_of, mesh_of
+from shardwise.doctor.places import Axes, Declared, Key, ParameterTensors, axes_of, mesh_of
 from shardwise.doctor.sketch_store import SketchStore
-from shardwise.training.optimizer.gradients import gradient_of
+from shardwise.training.gradients.finalize import gradient_of
 
 BUDGET = 256 << 20
 
@@ -120,7 +120,7 @@ class Recorder:
             self._calls.state_inputs({name: tensor for name, tensor in tensors.items() if tensor is not None})
 
     @torch.no_grad()
-    def gradients(self, given: Given | None = None) -> None:
+    def gradients(self, given: ParameterTensors | None = None) -> None:
         """Record all gradients, after sums over ranks and before clipping; ``given`` has those not in ``grad``."""
         if self.is_done or self._has_gradients:
             return
@@ -154,7 +154,7 @@ class Recorder:
                 self._was_clipped = True
                 self._keep_gradient(name, self._parts.local(found, {})[0], values, declared)
 
-    def clipped(self, given: Given | None = None) -> None:
+    def clipped(self, given: ParameterTensors | None = None) -> None:
         """Note the factor that has scaled the gradients since ``gradients``; the optimizer's hook calls it."""
         if self.is_done:
             return
@@ -173,7 +173,7 @@ class Recorder:
         self._updates.append({"step": self._store.step, "clip_factor": factor, "was_clipped": self._was_clipped})
 
     @torch.no_grad()
-    def updated(self, given: Given | None = None) -> None:
+    def updated(self, given: ParameterTensors | None = None) -> None:
         """Record the parameters after the update, which ends the step; ``given`` has those that no rank has whole."""
         if self.is_done:
             return

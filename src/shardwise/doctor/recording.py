@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardwise.core.atomic_files import read_regular
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
-from shardwise.core.files import first_of, parse_json, read_regular, shown
+from shardwise.core.json_text import first_of, parse_json, shown
 from shardwise.core.tensor_files import DTYPES, StoredTensor, is_shape, read_box, read_header
 from shardwise.core.typed_json import problem
 from shardwise.doctor.facts import MOST_AXES, VERSION, Intervals, RankFacts

@@ -10,9 +10,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from shardwise.core.files import write_output
+from shardwise.core.atomic_files import write_output
 from shardwise.doctor.diagnosis import Diagnosis, Finding
-from shardwise.doctor.judging import MOST_ROUNDING, PASSES, Judged, shown_kind, shown_layouts
+from shardwise.doctor.findings import MOST_ROUNDING, PASSES, Judged, shown_kind, shown_layouts
 from shardwise.run.quantities import shown_bytes
 
 _SHOWN = 6

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.doctor.evidence import FACTOR, LABELS, MICRO_BATCHES, RANDOM, SCALED, STALE, Case, Explanation
-from shardwise.doctor.judging import Judged
+from shardwise.doctor.findings import Judged
 from shardwise.doctor.places import Key
 from shardwise.doctor.sketches import added, alike
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from shardwise.core.files import first_of
+from shardwise.core.json_text import first_of
 from shardwise.doctor.evidence import Case
-from shardwise.doctor.judging import Judged
+from shardwise.doctor.findings import Judged
 from shardwise.doctor.rank_faults import reordered
 
 

@@ -92,13 +92,13 @@ class _LinearBySource(Function):
                 terms[1][source].view(num, -1)[expert].copy_(grad[rows].contiguous().sum(dim=0))
         return (
             of_input,
-            _given(weight, terms[0]) if needs_weight else None,
-            _given(bias, terms[1]) if needs_bias else None,
+            _first_source_gradient(weight, terms[0]) if needs_weight else None,
+            _first_source_gradient(bias, terms[1]) if needs_bias else None,
             None,
         )
 
 
-def _given(param: Tensor, terms: Sequence[Tensor]) -> Tensor:
+def _first_source_gradient(param: Tensor, terms: Sequence[Tensor]) -> Tensor:
     """Give the gradients of all sources but the first to those who sum them, and return the rest of the gradient."""
     if not terms:
         return torch.full_like(param, -0.0)

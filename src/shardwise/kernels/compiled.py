@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardwise.core.processes import temporary_prefix
 from shardwise.kernels import dispatch
-from shardwise.kernels.planning import planned_device
+from shardwise.kernels.fake_device import planned_device
 
 # The kernels do not read errno or floating-point exceptions, so the compiler may vectorize; it reorders no sum.
 _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-shared", "-fPIC")

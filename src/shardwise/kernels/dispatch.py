@@ -27,7 +27,7 @@ from shardwise.core.communication.agreement import gather_objects
 from shardwise.core.communication.context import context_of
 from shardwise.core.errors import ConfigError
 from shardwise.kernels import loss_reference
-from shardwise.kernels.planning import device_type_of, plain_tensors, planned_device
+from shardwise.kernels.fake_device import device_type_of, plain_tensors, planned_device
 
 # Widest head of flash attention, and of the attention to a cache.
 WIDEST_HEAD = 256
@@ -147,7 +147,7 @@ class FastPath:
 
     def loaded(self) -> Any:
         """Return the path's module, for a call for which ``runs`` is True."""
-        return _module("planned" if planned_device() == "cuda" else self.module)
+        return _module("fake_kernels" if planned_device() == "cuda" else self.module)
 
     def _is_planned(self, call: Call) -> bool:
         # A planned CPU is one like this machine's, a planned GPU may be of another machine.

@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shardwise.core.typed import computed_locally
-from shardwise.kernels.planning import counts_on_host, device_type_of
+from shardwise.kernels.fake_device import counts_on_host, device_type_of
 
 Delay = Callable[[Tensor, Tensor, Tensor], None]
 """Function of input rows ``[n, i]``, the output's gradient ``[n, o]`` and the counts ``[e]`` of runs."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.communication.trees import deterministic_sum
-from shardwise.kernels.planning import device_type_of, planned_device
+from shardwise.kernels.fake_device import device_type_of, planned_device
 
 # Elements of one block on a CPU: 1 MiB of fp32, about a core's second-level cache.
 BLOCK_ELEMENTS = 1 << 18

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.dispatch import WIDEST_HEAD
-from shardwise.kernels.planning import device_type_of, planned_device
+from shardwise.kernels.fake_device import device_type_of, planned_device
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -25,8 +25,8 @@ from torch import Tensor
 from shardwise.core import processes
 from shardwise.core.errors import ConfigError
 from shardwise.kernels import dispatch
+from shardwise.kernels.fake_device import device_type_of
 from shardwise.kernels.host_memory import empty_in_huge_pages
-from shardwise.kernels.planning import device_type_of
 
 # In sums of up to this many terms, the page faults of the output take more time than oneDNN saves.
 _MAX_SHORT_SUM = 512

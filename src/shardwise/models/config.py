@@ -429,7 +429,7 @@ class ModelConfig(LayerConfig, TransformerFields):
         if self.experts.gate is not None and not self.gated_linear_unit:
             raise ConfigError("experts.gate is about gated_linear_unit, which is False; set both")
         if self.add_bias_linear:
-            raise ConfigError("experts and add_bias_linear exclude each other; leave one out")
+            raise ConfigError("experts cannot be used with add_bias_linear")
 
     def _check_exact(self) -> None:
         if self.exact_parts is None:
@@ -448,14 +448,14 @@ class ModelConfig(LayerConfig, TransformerFields):
             self.ep_comm_type = "a2a"
         for name, is_set in refused.items():
             if is_set:
-                raise ConfigError(f"{name} and exact_parts exclude each other; leave one out")
+                raise ConfigError(f"{name} cannot be used with exact_parts")
 
     def _check_latent(self) -> None:
         if self.latent is None:
             return
         for name in ("qk_layernorm", "clip_qkv"):
             if getattr(self, name):
-                raise ConfigError(f"latent and {name} exclude each other; leave one out")
+                raise ConfigError(f"latent cannot be used with {name}")
         for name, derived in (
             ("kv_channels", self.latent.head_width),
             ("num_query_groups", self.num_attention_heads),

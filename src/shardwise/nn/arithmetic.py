@@ -36,7 +36,7 @@ class Norm:
         return Replicas(summed_over=("tp",) if applied_apart else ())
 
     def __call__(self, norm: nn.Module, input_: Tensor) -> Tensor:
-        """Return ``norm(input_)``."""
+        """Normalize ``[..., h]``."""
         output: Tensor = norm(input_)
         return output
 

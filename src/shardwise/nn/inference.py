@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication.agreement import gather_objects
 from shardwise.core.communication.collectives import all_gather, all_reduce
 from shardwise.core.communication.context import context_of
-from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer, Left, symmetric_buffer_of
+from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer, StoredOutput, symmetric_buffer_of
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharding import ParamLayout, balanced_range, balanced_sizes
@@ -323,17 +323,17 @@ class InferenceRowLinear(RowLinear):
         if self.group.size() == 1:
             return self._apply_linear(x, self.bias) + residual
         memory = symmetric_buffer_of(self.group, x.device)
-        memory.leave(None)
+        memory.store(None)
         buffer = memory.maybe_get_tensor((*x.shape[:-1], self.out_features), residual.dtype)
         if buffer["tensor"] is None:
             output = self._apply_linear(x, None) + residual
-            memory.leave(Left(None, self.next_norm.weight))
+            memory.store(StoredOutput(None, self.next_norm.weight))
             return output if self.bias is None else output + self.bias.to(output.dtype)
         reduce_and_norm = self._reduce_and_norm
         if self._scatters and self._all_run_fused(memory, buffer["tensor"]):
             reduce_and_norm = self._reduce_and_norm_in_symmetric_memory
         output = reduce_and_norm(x, residual, buffer["tensor"])
-        memory.leave(Left(buffer["tensor"], self.next_norm.weight))
+        memory.store(StoredOutput(buffer["tensor"], self.next_norm.weight))
         return output
 
     def _reduce_and_norm(self, x: Tensor, residual: Tensor, out: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import overlap
 from shardwise.core.communication.context import GlobalMemoryBuffer
-from shardwise.core.communication.overlap import Pass, choose_way
+from shardwise.core.communication.overlap import Pass, choose_overlap
 from shardwise.core.communication.symmetric_memory import first_tried
 from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.sharding import uneven_sizes
@@ -36,7 +36,7 @@ def gather_matmul(
         buffer: memory for the gathered rows, until the next gather into it; new memory if None.
         needs_whole: whether to return the gathered rows, too.
     """
-    way = choose_way(pass_, group=group, device=shard.device, even=sizes is None, has_bias=bias is not None)
+    way = choose_overlap(pass_, group=group, device=shard.device, even=sizes is None, has_bias=bias is not None)
     if way.name == "symmetric memory":
 
         def fused() -> tuple[Tensor, Tensor | None]:
@@ -62,7 +62,7 @@ def matmul_scatter(pass_: Pass, rows: Tensor, weight: Tensor, *, group: ProcessG
     Rows are scattered by the balanced rule.
     """
     even = uneven_sizes(rows.size(0), group.size()) is None
-    if choose_way(pass_, group=group, device=rows.device, even=even).name == "symmetric memory":
+    if choose_overlap(pass_, group=group, device=rows.device, even=even).name == "symmetric memory":
 
         def fused() -> Tensor:
             return overlap.multiply_and_scatter_fused(rows, weight.t(), group=group)

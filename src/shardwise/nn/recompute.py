@@ -294,7 +294,7 @@ class _Outputs:
         self.storages, self.node, self.again = [], None, None
         owner = self.owner()
         if owner is not None:
-            owner._end(self)
+            owner._after_recomputation(self)
 
 
 class OutputRecomputation:
@@ -350,7 +350,7 @@ class OutputRecomputation:
         contexts = _contexts()
         held.first = contexts[1].first
         outputs = _recomputed(run, args, contexts, early_stop=False)
-        self._begin(held, outputs, args)
+        self._store(held, outputs, args)
         return outputs
 
     def run_in_function(self, ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -362,12 +362,12 @@ class OutputRecomputation:
         outputs = keep_arguments(ctx, function, args)
         held = _Outputs(self)
         held.node, held.again, held.first = ctx, partial(run_again, ctx), ctx.again.first
-        self._begin(held, outputs, args)
+        self._store(held, outputs, args)
         # The outputs do not require gradients yet, because autograd sets that after the forward.
         held.require_grad = any(ctx.needs_input_grad)
         return outputs
 
-    def _begin(self, held: _Outputs, outputs: Any, args: tuple[Any, ...]) -> None:
+    def _store(self, held: _Outputs, outputs: Any, args: tuple[Any, ...]) -> None:
         """Store the outputs of a call in ``held``."""
         held.hold(outputs)
         if held.share_memory_with(args):
@@ -377,7 +377,7 @@ class OutputRecomputation:
             )
         self._outputs = held
 
-    def _end(self, held: _Outputs) -> None:
+    def _after_recomputation(self, held: _Outputs) -> None:
         """Hook for subclasses, called after the outputs of ``held`` were recomputed."""
 
     def discard_(self, hook_tensor: Tensor) -> None:

@@ -202,7 +202,7 @@ class DelayedRuns(DelayedGradients, nn.Module):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # The owner may replace it.
-        """The weight."""
+        """The owner's parameter of that name, which the owner may replace."""
         return self._owner[0].get_parameter(self._name)
 
     @property

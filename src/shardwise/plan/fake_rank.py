@@ -27,13 +27,13 @@ from shardwise.core.sharding import Interval
 from shardwise.core.sharding.balanced import is_sharded, local_rows
 from shardwise.core.sharding.param_layout import holders, segments
 from shardwise.core.topology import Groups, Topology
-from shardwise.kernels.planning import planning_for
+from shardwise.kernels.fake_device import planning_for
 from shardwise.models.description import ModelChunks
 from shardwise.models.transformer.block import spans_of
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import named_param_layouts
 from shardwise.plan.steps import ACTIONS, BACKWARD, FORWARD, START
-from shardwise.plan.timeline import Label, Segment, Sent, Timeline, address, read_at_once
+from shardwise.plan.timeline import PhaseLabel, Segment, Timeline, Transfer, address, read_at_once
 from shardwise.plan.workload import Mesh, Workload
 from shardwise.run.checkpoints import state_of
 from shardwise.storage.adapters.model import trained_of
@@ -65,7 +65,7 @@ class StateBytes:
 
 
 @dataclass(frozen=True)
-class Whole:
+class RankTotals:
     """Totals of the layers of a rank, without their activations.
 
     ``num_parameters`` are those of this rank, before FSDP splits them. ``makes_gradients``: the backward of the first
@@ -80,7 +80,7 @@ class Whole:
     ends: tuple[Segment, ...]
     num_sums: Callable[[int, int], int]
 
-    def towards(self, other: Whole, times: int) -> Whole:
+    def towards(self, other: RankTotals, times: int) -> RankTotals:
         """Add ``times`` times the difference to another one."""
 
         def more(own: int, further: int) -> int:
@@ -95,7 +95,7 @@ class Whole:
                     for each in (own, further)
                 ]
                 known = sum(key.num_bytes * count for key, count in sent.items() if key[:2] == (axis, name))
-                sent[Sent(axis, name, max(0, more(*totals) - known))] += 1
+                sent[Transfer(axis, name, max(0, more(*totals) - known))] += 1
             return dataclasses.replace(own, peak=more(own.peak, further.peak), sent=sent)
 
         state = {name: more(value, vars(other.state)[name]) for name, value in vars(self.state).items()}
@@ -141,7 +141,7 @@ def pretended(device_type: str, mesh: Mesh, rank: int) -> Iterator[tuple[Groups,
             (torch.UntypedStorage, "copy_", lambda storage, source, non_blocking=None: storage),
         ]
         if device_type == "cuda":
-            from shardwise.kernels.planned import functions_on_cuda
+            from shardwise.kernels.fake_kernels import functions_on_cuda
 
             replaced += [(F, name, function) for name, function in functions_on_cuda(timeline.count_flops).items()]
         with contextlib.ExitStack() as stack:
@@ -164,7 +164,7 @@ def chunks_of_model(model: TransformerModel | ModelChunks) -> list[TransformerMo
     return list(model) if isinstance(model, ModelChunks) else [model]  # type: ignore[arg-type]
 
 
-def whole_of(workload: Workload, groups: Groups, timeline: Timeline) -> Whole:
+def totals_of(workload: Workload, groups: Groups, timeline: Timeline) -> RankTotals:
     """The state of a rank, and what it does after the last backward of a step."""
     model = workload.build(groups)
     number = sum(param.numel() for param in dict.fromkeys(model.parameters()))
@@ -211,11 +211,11 @@ def whole_of(workload: Workload, groups: Groups, timeline: Timeline) -> Whole:
                 param.grad = torch.zeros_like(param)
         if trainer.gradients.are_taken_in_backward:
             torch.stack([param.sum().float() for param in trained]).sum().backward()
-        timeline.mark(Label("sums of gradients"))
+        timeline.mark(PhaseLabel("sums of gradients"))
         finish()
 
     def updated() -> None:
-        timeline.mark(Label("update"))
+        timeline.mark(PhaseLabel("update"))
         update()
 
     begin = trainer.gradients.begin
@@ -234,7 +234,7 @@ def whole_of(workload: Workload, groups: Groups, timeline: Timeline) -> Whole:
         owned = tuple(
             sum(_length(each.intervals[rank * len(each.intervals) // dp]) for each in shares) for rank in range(dp)
         )
-    return Whole(number, state, makes_gradients, owned, ends, trainer.gradients.num_sums)
+    return RankTotals(number, state, makes_gradients, owned, ends, trainer.gradients.num_sums)
 
 
 def _saved_bytes(trainer: Trainer, *, pinned: bool) -> int:
@@ -317,12 +317,12 @@ def _watch(trainer: Trainer, chunks: Sequence[TransformerModel], timeline: Timel
     """Mark each span of layers of a step, and return hooks that mark each action."""
     current = [START]
 
-    def begin(label: Label) -> None:
+    def begin(label: PhaseLabel) -> None:
         current[0] = label
         timeline.mark(label)
 
     def before_action(action: Action) -> None:
-        begin(Label(ACTIONS[action.kind], action.micro_batch, action.chunk, 0))
+        begin(PhaseLabel(ACTIONS[action.kind], action.micro_batch, action.chunk, 0))
 
     hooks = StepHooks()
     hooks.before_action = before_action  # type: ignore[method-assign]
@@ -348,8 +348,8 @@ class _Spans:
 
     chunk: int
     last: int
-    current: list[Label]
-    begin: Callable[[Label], None]
+    current: list[PhaseLabel]
+    begin: Callable[[PhaseLabel], None]
 
     def __post_init__(self) -> None:
         self._place = 0
@@ -359,12 +359,12 @@ class _Spans:
             return
         place, self._place = self._place, (self._place + 1) % (self.last + 1)
         micro_batch = self.current[0].micro_batch
-        self.begin(Label(FORWARD, micro_batch, self.chunk, place + 1))
+        self.begin(PhaseLabel(FORWARD, micro_batch, self.chunk, place + 1))
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: self._after(gradient, micro_batch, place))
 
     def _after(self, gradient: Tensor, micro_batch: int, place: int) -> Tensor:
-        self.begin(Label(BACKWARD, micro_batch, self.chunk, self.last + 1 - place))
+        self.begin(PhaseLabel(BACKWARD, micro_batch, self.chunk, self.last + 1 - place))
         return gradient
 
 

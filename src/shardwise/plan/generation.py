@@ -24,7 +24,7 @@ from shardwise.nn.replicated import named_param_layouts
 from shardwise.plan.fake_rank import pretended
 from shardwise.plan.machine import beyond_tensors, room_for_tensors
 from shardwise.plan.rehearsal import kinds_of_layers
-from shardwise.plan.timeline import Label, Segment, Timeline
+from shardwise.plan.timeline import PhaseLabel, Segment, Timeline
 from shardwise.plan.workload import Mesh
 from shardwise.run.commands.opened_model import check_fits
 from shardwise.run.quantities import read_bytes, shown_bytes
@@ -169,7 +169,7 @@ class Text:
                 ("reading of the prompt", tokens, 0),
                 ("last token", tokens[:, :1], self.capacity - 1),
             ):
-                timeline.mark(Label(name))
+                timeline.mark(PhaseLabel(name))
                 cache = PreallocatedCache.for_model(model, batch_size=self.batch_size, capacity=self.capacity)
                 cache.extend(known)
                 if self.batch_size > 1:

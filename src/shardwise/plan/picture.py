@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from shardwise.core.atomic_files import check_output, write_output
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import check_output, write_output
 from shardwise.plan.plan import Plan, RankPlan
 from shardwise.run.metrics import import_pyplot
 from shardwise.run.quantities import shown_bytes

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardwise.core.errors import ConfigError
 from shardwise.core.processes import call_in_fresh_process
 from shardwise.plan.rehearsal import Rehearsals, Rehearsed
-from shardwise.plan.timeline import Label, Segment, Sent, joined
+from shardwise.plan.timeline import PhaseLabel, Segment, Transfer, joined
 from shardwise.plan.workload import Mesh, Workload, mesh_of, planned_workload
 from shardwise.run.settings import PLANNED
 from shardwise.training.bounds import RANKS, checks_arguments, from_keywords
@@ -101,7 +101,7 @@ class RankPlan:
 
     @cached_property
     def _whole(self) -> Segment:
-        return joined(self.step.segments, Label("step"))
+        return joined(self.step.segments, PhaseLabel("step"))
 
     @property
     def working(self) -> int:
@@ -114,11 +114,11 @@ class RankPlan:
         return sum(segment.flops for segment in self.step.segments)
 
     @cached_property
-    def calls(self) -> Counter[Sent]:
+    def calls(self) -> Counter[Transfer]:
         """The number of calls of each collective in a step."""
         return sum((segment.sent for segment in self.step.segments), Counter())
 
-    def group(self, call: Sent) -> tuple[int, ...]:
+    def group(self, call: Transfer) -> tuple[int, ...]:
         """The ranks that take part in a collective; of a message those that this rank sends to; empty if unknown."""
         if call.name == "send":
             return tuple(self._receivers)
@@ -137,7 +137,7 @@ class RankPlan:
             found[(self.rank + way * width) % mesh.world_size] += number
         return +found
 
-    def volume(self, call: Sent) -> int:
+    def volume(self, call: Transfer) -> int:
         """Bytes that the rank sends for a call if collectives are rings."""
         ranks = len(self.group(call))
         if call.name == "send" or ranks == 0:
@@ -147,7 +147,7 @@ class RankPlan:
         once = (ranks - 1) * call.num_bytes // ranks
         return 2 * once if call.name == "all_reduce" else once
 
-    def leaving(self, call: Sent, ranks_per_host: int) -> float:
+    def leaving(self, call: Transfer, ranks_per_host: int) -> float:
         """The share of these bytes that goes to another host: to the ring's next rank, or the receivers of messages."""
         host, group = self.rank // ranks_per_host, self.group(call)
         if call.name == "send":

@@ -23,9 +23,9 @@ from shardwise.core.topology import Groups
 from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer.block import only_layers, spans_of
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.plan.fake_rank import StateBytes, Whole, chunks_of_model, pretended, step_of, whole_of
+from shardwise.plan.fake_rank import RankTotals, StateBytes, chunks_of_model, pretended, step_of, totals_of
 from shardwise.plan.steps import BACKWARD, FORWARD, WEIGHTS, as_stage, few_micro_batches, profiles_of, walk
-from shardwise.plan.timeline import Label, Segment, Timeline
+from shardwise.plan.timeline import PhaseLabel, Segment, Timeline
 from shardwise.plan.workload import Mesh, Workload
 
 # Spans of layers that may alternate, as local and global attention do.
@@ -59,7 +59,7 @@ class Rehearsed(StateBytes):
     kept: int
     in_flight: int
 
-    def name(self, place: Label) -> str:
+    def name(self, place: PhaseLabel) -> str:
         """Describe the work at a place of the rank's step, such as ``"backward of layer 37, micro-batch 2"``."""
         action, micro_batch, chunk, span = place
         if action not in (FORWARD, BACKWARD, WEIGHTS):
@@ -98,7 +98,7 @@ class Rehearsals:
         self.estimates = estimates
         self._limit = limit
         self._steps: dict[Hashable, list[Segment]] = {}
-        self._wholes: dict[Hashable, Whole] = {}
+        self._wholes: dict[Hashable, RankTotals] = {}
         self._shapes: dict[Hashable, tuple[tuple[int, ...], Hashable]] = {}
 
     @cached_property
@@ -196,14 +196,14 @@ class Rehearsals:
             in_flight=in_flight,
         )
 
-    def _whole(self, workload: Workload, groups: Groups, timeline: Timeline, short: Sequence[_Short]) -> Whole:
+    def _whole(self, workload: Workload, groups: Groups, timeline: Timeline, short: Sequence[_Short]) -> RankTotals:
         times = {each.times for each in short}
         if not self.estimates or times == {0} or len(times) > 1:
-            return whole_of(workload, groups, timeline)
+            return totals_of(workload, groups, timeline)
         found = []
         for number in (1, 2):
             with only_layers({layer for each in short for layers in each.alike[:number] for layer in layers}):
-                found.append(whole_of(workload, groups, timeline))
+                found.append(totals_of(workload, groups, timeline))
         return found[0].towards(found[1], times.pop() - 1)
 
 

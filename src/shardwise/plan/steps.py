@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from shardwise.plan.timeline import Label, Segment, Sent, joined
+from shardwise.plan.timeline import PhaseLabel, Segment, Transfer, joined
 from shardwise.plan.workload import Mesh, Workload
 from shardwise.training.pipeline.schedules import Action, Kind, make_schedule
 
@@ -19,7 +19,7 @@ ACTIONS = {
     Kind.INPUT_GRADIENT: BACKWARD,
     Kind.WEIGHT_GRADIENT: WEIGHTS,
 }
-START = Label("start")
+START = PhaseLabel("start")
 
 
 def few_micro_batches(mesh: Mesh, workload: Workload, wanted: int) -> int:
@@ -33,8 +33,8 @@ def few_micro_batches(mesh: Mesh, workload: Workload, wanted: int) -> int:
 def as_stage(segments: Sequence[Segment], hidden: int, *, is_first: bool, is_last: bool) -> list[Segment]:
     """A step of a whole model as one of a pipeline stage: messages of ``hidden`` bytes instead of what it lacks."""
     last = max(segment.place.span or 0 for segment in segments)
-    message = Counter({Sent("pp", "send", hidden): 1})
-    stands_for: dict[tuple[str, int], tuple[int, int, Counter[Sent]]] = {}
+    message = Counter({Transfer("pp", "send", hidden): 1})
+    stands_for: dict[tuple[str, int], tuple[int, int, Counter[Transfer]]] = {}
     if not is_first:
         stands_for |= {(FORWARD, 0): (hidden, hidden, Counter()), (BACKWARD, last): (0, -hidden, message)}
     if not is_last:
@@ -47,12 +47,12 @@ def as_stage(segments: Sequence[Segment], hidden: int, *, is_first: bool, is_las
 
 
 # Each action as one segment.
-Profiles = dict[Label, Segment]
+Profiles = dict[PhaseLabel, Segment]
 
 
 def profiles_of(segments: Sequence[Segment], repeats: Sequence[Sequence[tuple[int, int]]]) -> Profiles:
     """Each action as one segment, with every layer that was left out."""
-    by_action: dict[Label, dict[int, list[Segment]]] = {}
+    by_action: dict[PhaseLabel, dict[int, list[Segment]]] = {}
     for segment in segments:
         spans = by_action.setdefault(segment.place._replace(span=None), {})
         spans.setdefault(segment.place.span or 0, []).append(segment)
@@ -89,7 +89,7 @@ def walk(
     def profile(name: str, micro_batch: int, chunk: int) -> Segment:
         # The first, the last, or one between them.
         like = 0 if micro_batch == 0 else max(1, few - 1) if micro_batch == number - 1 else 1
-        found, place = profiles.get(Label(name, like, chunk)), Label(name, micro_batch, chunk)
+        found, place = profiles.get(PhaseLabel(name, like, chunk)), PhaseLabel(name, micro_batch, chunk)
         if found is None or found.at is None:
             return Segment(place)
         return dataclasses.replace(found, place=place, at=found.at._replace(micro_batch=micro_batch))
@@ -99,10 +99,10 @@ def walk(
     # A middle micro-batch leaves nothing: gradients are the first one's, and messages that are still on their way are
     # those of a few micro-batches.
     for chunk in range(mesh.virtual_stages):
-        names = [name for name in (FORWARD, BACKWARD, WEIGHTS) if Label(name, 1, chunk) in profiles]
-        left = sum(profiles[Label(name, 1, chunk)].net for name in names)
+        names = [name for name in (FORWARD, BACKWARD, WEIGHTS) if PhaseLabel(name, 1, chunk) in profiles]
+        left = sum(profiles[PhaseLabel(name, 1, chunk)].net for name in names)
         if names:
-            place = Label(names[-1], 1, chunk)
+            place = PhaseLabel(names[-1], 1, chunk)
             last = profiles[place]
             profiles = profiles | {place: dataclasses.replace(last, net=last.net - left)}
     row = [profiles.get(START, Segment(START))]
@@ -144,5 +144,5 @@ def walk(
             row += [profile(BACKWARD, 1, 0).times(left)]
             most, most_in_flight = most + left * profile(FORWARD, 1, 0).net, most_in_flight + left
         else:
-            row.append(joined(between, Label("micro-batches")).times(left))
+            row.append(joined(between, PhaseLabel("micro-batches")).times(left))
     return row, most, most_in_flight

@@ -21,7 +21,7 @@ _aten: Any = torch.ops.aten
 _c10d: Any = torch.ops.c10d
 
 
-class Sent(NamedTuple):
+class Transfer(NamedTuple):
     """A collective or a message of a rank, with the bytes that it contributes.
 
     ``axis`` is ``"tp"``, ``"pp"``, ``"dp"``, ``"embd"`` (the stages of a tied weight), ``"cp"``, ``"ep"`` or
@@ -33,7 +33,7 @@ class Sent(NamedTuple):
     num_bytes: int
 
 
-class Label(NamedTuple):
+class PhaseLabel(NamedTuple):
     """A part of a step on one micro-batch, such as ``"forward"`` of a chunk.
      ``span`` is 0 for what comes before the first span of layers (``spans_of``), then the number of the span from 1 in
     the order of the action, and one more for what comes after the last. None for the whole action.
@@ -53,12 +53,12 @@ class Segment:
     consists of, if they are known.
     """
 
-    place: Label
+    place: PhaseLabel
     peak: int = 0
     net: int = 0
     flops: int = 0
-    sent: Counter[Sent] = field(default_factory=Counter)
-    at: Label | None = None
+    sent: Counter[Transfer] = field(default_factory=Counter)
+    at: PhaseLabel | None = None
     parts: tuple[Segment, ...] = ()
 
     def then(self, other: Segment) -> Segment:
@@ -79,7 +79,7 @@ class Segment:
 
     def scaled(self, axis: str, name: str, factor: float) -> Segment:
         """This segment with ``factor`` times the bytes of a collective of an axis."""
-        sent: Counter[Sent] = Counter()
+        sent: Counter[Transfer] = Counter()
         for each, count in self.sent.items():
             is_meant = (each.axis, each.name) == (axis, name)
             sent[each._replace(num_bytes=round(each.num_bytes * factor)) if is_meant else each] += count
@@ -94,7 +94,7 @@ class Segment:
         return Segment(self.place, peak, number * self.net, number * self.flops, sent, self.at)
 
 
-def joined(segments: Sequence[Segment], place: Label) -> Segment:
+def joined(segments: Sequence[Segment], place: PhaseLabel) -> Segment:
     """Segments in a row as one."""
     total = Segment(place, at=segments[0].at or segments[0].place if segments else None)
     for segment in segments:
@@ -117,7 +117,7 @@ class Timeline(TorchDispatchMode):
         self._axes = axes
         self._sizes: dict[int, int] = {}
         self._counter = CollectiveCounter()
-        self._label: Label | None = None
+        self._label: PhaseLabel | None = None
         self._begin(None)
 
     def __enter__(self) -> Timeline:
@@ -129,22 +129,22 @@ class Timeline(TorchDispatchMode):
         super().__exit__(*exception)
         self._counter.__exit__(*exception)
 
-    def mark(self, label: Label | None) -> None:
+    def mark(self, label: PhaseLabel | None) -> None:
         """End the current segment and begin one at this place; None begins a part that is not recorded."""
         if self._label is not None:
             sent = Counter(self._sent)
             sent += Counter(
-                Sent(self._axes.get(each.group, ""), each.name, each.num_bytes) for each in self._counter.launches
+                Transfer(self._axes.get(each.group, ""), each.name, each.num_bytes) for each in self._counter.launches
             )
             peak, net = self._peak - self._start, self.live - self._start
             self.segments.append(Segment(self._label, peak, net, self._flops, sent))
         self._begin(label)
 
-    def _begin(self, label: Label | None) -> None:
+    def _begin(self, label: PhaseLabel | None) -> None:
         self._label = label
         self._start = self._peak = self.live
         self._flops = 0
-        self._sent: list[Sent] = []
+        self._sent: list[Transfer] = []
         self._counter.launches.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,7 +157,7 @@ class Timeline(TorchDispatchMode):
         if func is _aten.nonzero.default:
             return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
         if func is _c10d.send.default:
-            self._sent += [Sent("pp", "send", tensor.nbytes) for tensor in args[0]]
+            self._sent += [Transfer("pp", "send", tensor.nbytes) for tensor in args[0]]
         # PyTorch's fake form takes bf16 only.
         result = _grouped_product(*args) if func is _aten._grouped_mm.default else func(*args, **kwargs)
         if isinstance(result, Tensor):

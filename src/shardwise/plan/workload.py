@@ -357,7 +357,9 @@ def planned_workload(settings: RunSettings, model_dir: str | PathLike[str] | Non
     folder = os.fspath(model_dir)
     for name, value in settings.model.changed():
         if name not in ("model.sequence-length", "model.dropout"):
-            raise ConfigError(f"{name} {value} is given, and the model of {folder}; leave one out")
+            raise ConfigError(
+                f"{name} {value} cannot be used with the model of {folder}, which has its own; leave {name} out"
+            )
     model = read_config(Path(folder)).description
     settings, longest = settings.resolved(model.max_sequence_length), model.max_sequence_length
     if settings.sequence_length > longest:

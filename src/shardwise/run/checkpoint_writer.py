@@ -13,17 +13,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from shardwise.core.atomic_files import write_atomically
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.files import FolderLock, write_atomically
+from shardwise.core.folder_lock import FolderLock
 from shardwise.core.processes import clear_leftovers
 from shardwise.models.generation.generation import generate
 from shardwise.models.generation.sampling import Sampling
 from shardwise.models.gpt import GPT
 from shardwise.run.checkpoints import begin_save
 from shardwise.run.metrics import draw_loss, read_metrics
+from shardwise.run.out_of_memory import memory_for_copies
 from shardwise.run.processes.ranks import Ranks
-from shardwise.run.shortage import memory_for_copies
 from shardwise.run.tasks.task import Outcome, Session
 from shardwise.storage.checkpoint import PendingSave, Snapshot
 from shardwise.storage.checkpoint.folder import clear_unfinished
@@ -126,7 +127,7 @@ def finish(session: Session, outcome: Outcome) -> Outcome:
         attempt("picture", draw)
     stages, model = session.trainer.pp_group, session.trainer.model
     if stages is None and not model.splits_context:
-        attempt("sample", lambda: _leave_sample(session))
+        attempt("sample", lambda: _write_sample(session))
     else:
         hint = "" if session.task.identity else f"; read one with: shardwise generate {session.out}"
         what = "a model in pipeline stages" if stages is not None else "context-parallel ranks"
@@ -142,7 +143,7 @@ def compressed_bits_per_byte(content: bytes) -> dict[str, float]:
     return {name: 8 * len(each) / len(content) for name, each in compressed.items()}
 
 
-def _leave_sample(session: Session) -> None:
+def _write_sample(session: Session) -> None:
     """Generate the beginning of a new text and write it, for a model with one pipeline stage; every rank calls."""
     tokenizer, model = session.data.tokenizer, session.trainer.model
     assert isinstance(model, GPT)

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from shardwise.core.communication.agreement import agree, barrier
 from shardwise.core.errors import CheckpointError, ConfigError, DivergenceError
-from shardwise.core.files import shown
+from shardwise.core.json_text import shown
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.run.settings import CorpusSettings, LoraSettings, RunSettings
 from shardwise.run.settings.run_settings import without_removed

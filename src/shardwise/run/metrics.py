@@ -18,8 +18,9 @@ from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
+from shardwise.core.atomic_files import read_regular, write_atomically
 from shardwise.core.errors import ConfigError, UnwritableError
-from shardwise.core.files import parse_json, read_regular, write_atomically
+from shardwise.core.json_text import parse_json
 from shardwise.run.quantities import shown_bytes
 
 Metrics = dict[str, float]

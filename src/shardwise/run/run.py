@@ -12,13 +12,15 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from shardwise.core.atomic_files import cannot_write, write_atomically
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.communication.agreement import agree
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.context import validated_calls
 from shardwise.core.errors import REPORT, DivergenceError, UnwritableError
-from shardwise.core.files import cannot_write, read_json, write_atomically
+from shardwise.core.json_text import read_json
 from shardwise.kernels.host_memory import keep_freed_memory
+from shardwise.run.banner import banner
 from shardwise.run.checkpoint_writer import CheckpointWriter, finish, lock_folder
 from shardwise.run.checkpoints import find_newest, start_or_resume
 from shardwise.run.metrics import MetricsWriter, Progress
@@ -29,7 +31,6 @@ from shardwise.run.settings import RunSettings
 from shardwise.run.tasks import task_of
 from shardwise.run.tasks.task import Outcome, Session, Task
 from shardwise.run.utilisation import peak_memory, profiled
-from shardwise.run.wording import banner
 from shardwise.storage.checkpoint.saving import SaveProgress
 from shardwise.training.hooks import StepHooks
 
@@ -48,7 +49,7 @@ def run(settings: RunSettings, make_task: Callable[[Any], Task] = task_of) -> Ou
         with session.shortage.explained():
             session.task.method.before(session)
         outcome = train(session)
-        session.task.leave(session)
+        session.task.write(session)
         outcome = finish(session, outcome)
         if ranks.is_first:
             print(session.task.report(session, outcome))
@@ -70,7 +71,7 @@ def train(session: Session) -> Outcome:
             routing.check_steps(steps)
 
         agree(check_steps, group=session.ranks.control)
-    agree(lambda: _leave_settings(session), group=session.ranks.control)
+    agree(lambda: _write_settings(session), group=session.ranks.control)
     if checkpoint is not None and session.ranks.is_first:
         print(f"resumed at step {first_step}", flush=True)
     with signals_postponed() as signals, session.shortage.explained():
@@ -201,7 +202,7 @@ class _Training(StepHooks):
         if step > self.first_step and (due or signum or _is_due(step, self.session.settings.training.save_every)):
             self._save(step, signum)
         elif signum:
-            self._end(signum)
+            self._exit_for_signal(signum)
 
     def _save(self, done: int, signum: int) -> None:
         """Save, then stop if a signal came, including one during the save."""
@@ -212,7 +213,7 @@ class _Training(StepHooks):
             self.saves.save(done, at_once=at_once)
         self._saved_at = time.monotonic()
         if signum := signum or self._agreed():
-            self._end(signum)
+            self._exit_for_signal(signum)
 
     @contextmanager
     def _outside_the_step(self) -> Iterator[None]:
@@ -222,7 +223,7 @@ class _Training(StepHooks):
             yield
         self._started += time.perf_counter() - begun
 
-    def _end(self, signum: int) -> NoReturn:
+    def _exit_for_signal(self, signum: int) -> NoReturn:
         with self._outside_the_step():
             self.saves.complete()
         self._check_metrics()
@@ -294,7 +295,7 @@ def _recorded_there(session: Session) -> bool:
     return recorded is not None and recorded == session.settings.record_routing
 
 
-def _leave_settings(session: Session) -> None:
+def _write_settings(session: Session) -> None:
     """Write settings and tokenizer into the folder, after the check that its content belongs to this run."""
     try:
         session.out.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.core.communication.agreement import agree, gather_objects
-from shardwise.core.communication.overlap import Pass, Way, ways_of_layers
+from shardwise.core.communication.overlap import OverlapMethod, Pass, overlap_methods
 from shardwise.core.communication.transports import transport_name
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader, SampleRows
@@ -20,11 +20,11 @@ from shardwise.models.description import ModelChunks
 from shardwise.models.experts.routing import RoutingRecorder, RoutingReplay
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import named_param_layouts, replicas_of
-from shardwise.run.exact.surroundings import check_arithmetic, use_deterministic_algorithms
+from shardwise.run.exact.environment import check_arithmetic, use_deterministic_algorithms
 from shardwise.run.exact.trials import check_device, check_updates
+from shardwise.run.out_of_memory import MemoryShortage
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import RunSettings
-from shardwise.run.shortage import Shortage
 from shardwise.run.tasks import task_of
 from shardwise.run.tasks.task import Session, Task
 from shardwise.run.utilisation import Utilisation, model_flops_per_token, peak_of
@@ -51,7 +51,7 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
     torch.default_generator.manual_seed(settings.training.seed)
     described = task.source.describe(data)
     settings.parallel.check_experts(ranks.world_size, None if described.experts is None else described.experts.num)
-    shortage = Shortage.of(settings, described, ranks)
+    shortage = MemoryShortage.of(settings, described, ranks)
     # Over all ranks, not only ranks that share layers, because the banner reports on all ranks.
     params_dtype = PRECISIONS[settings.training.dtype].params_dtype
     agree_on_kernels(torch.empty(0, dtype=params_dtype, device=ranks.device), group=ranks.control)
@@ -66,10 +66,10 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
         if ranks.is_first:
             print(f"exact: trying the run's operations on {ranks.device} before the first step", file=sys.stderr)
         agree(lambda: _try_device(settings, model, groups, loader, shortage), group=ranks.control)
-    ways: list[tuple[Pass, Way]] = []
+    overlap: list[tuple[Pass, OverlapMethod]] = []
     if settings.parallel.tp_comm_overlap:
         is_even, has_bias = settings.sequence_length % groups.tp.size() == 0, model.config.add_qkv_bias
-        ways = ways_of_layers(group=groups.tp, device=ranks.device, even=is_even, column_has_bias=has_bias)
+        overlap = overlap_methods(group=groups.tp, device=ranks.device, even=is_even, column_has_bias=has_bias)
     return Session(
         task,
         settings,
@@ -79,7 +79,7 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
         loader,
         trainer,
         routing,
-        ways=ways,
+        overlap=overlap,
         transport=transport_name(groups.tp, ranks.device),
         num_parameters=count_parameters(model, topology),
         utilisation=_utilisation(task, ranks, described),
@@ -97,7 +97,7 @@ def _try_device(
     model: TransformerModel | ModelChunks,
     groups: Groups,
     loader: DataLoader,
-    shortage: Shortage,
+    shortage: MemoryShortage,
 ) -> None:
     with shortage.explained():
         check_device(

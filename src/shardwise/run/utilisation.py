@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from shardwise.core.atomic_files import write_atomically
 from shardwise.core.errors import UnwritableError
-from shardwise.core.files import write_atomically
 from shardwise.models.config import ModelConfig
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import ProfileSettings

@@ -20,11 +20,11 @@ class ExactReduction(Reduction):
                 "exact form; leave cp at 1, or use no exact mode"
             )
 
-    def of_evaluation(self, total: Total, largest: Tensor) -> Numbers:
+    def reduce_evaluation(self, total: Total, largest: Tensor) -> Numbers:
         _, largest = reduce_numbers([], largest, groups=self.groups)
         return Numbers(total.over(self.groups[1:]), largest.new_zeros(()), largest)
 
-    def of_step(self, total: Total, largest: Tensor, routing: Tensor | None) -> Numbers:
+    def reduce_step(self, total: Total, largest: Tensor, routing: Tensor | None) -> Numbers:
         norm = exact_grad_norm(
             self._model, tp_group=self._groups.tp, pp_group=self._pp_group, shares=self.shares, groups=self._groups
         )

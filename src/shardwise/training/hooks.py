@@ -54,7 +54,7 @@ class StepHooks:
         """The gradients are complete, and not clipped."""
 
     def clipped(self, parts: Parts) -> None:
-        """The gradients are clipped."""
+        """The gradients have their final size: unscaled and clipped."""
 
     def updated(self, parts: Parts) -> None:
         """The parameters are updated, or the update is skipped."""

@@ -53,7 +53,7 @@ class Objective:
         raise NotImplementedError
 
     @property
-    def of_evaluation(self) -> Objective:
+    def for_evaluation(self) -> Objective:
         """Objective for held-out data."""
         return self
 

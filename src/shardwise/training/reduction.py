@@ -52,12 +52,12 @@ class Reduction:
     def check_objective(self, objective: Objective) -> None:
         """Raise ConfigError if the sums of ``objective`` cannot be reduced."""
 
-    def of_evaluation(self, total: Total, largest: Tensor) -> Numbers:
+    def reduce_evaluation(self, total: Total, largest: Tensor) -> Numbers:
         """Reduce sums and maxima; the norm is 0."""
         (summed,), largest = reduce_numbers([(total.tensor, self.groups[1:])], largest, groups=self.groups)
         return Numbers(summed, largest.new_zeros(()), largest)
 
-    def of_step(self, total: Total, largest: Tensor, routing: Tensor | None) -> Numbers:
+    def reduce_step(self, total: Total, largest: Tensor, routing: Tensor | None) -> Numbers:
         """Reduce the numbers of a step, with its complete gradients; ``routing`` is None without experts."""
         squares = own_squares(
             self._model,

@@ -77,13 +77,12 @@ class ParallelSettings(Checked, prefix="parallel."):
     def _check_together(self) -> None:
         require(
             self.sequence_parallel or not self.tp_comm_overlap,
-            "parallel.tp-comm-overlap is about the gathers and sums of --parallel.sequence-parallel, which is off; use "
-            "both, or neither",
+            "parallel.tp-comm-overlap needs --parallel.sequence-parallel, whose gathers and sums it overlaps",
         )
         require(
             not (self.exact and self.tp_comm_overlap),
-            "parallel.exact and --parallel.tp-comm-overlap exclude each other: exact makes products and sums over "
-            "fixed parts at any number of ranks; leave one out",
+            "parallel.exact cannot be used with --parallel.tp-comm-overlap: exact makes products and sums over fixed "
+            "parts at any number of ranks",
         )
         require(
             self.cp > 1 or self.cp_comm_type == "auto",
@@ -101,11 +100,11 @@ class ParallelSettings(Checked, prefix="parallel."):
         )
         require(
             not (self.fsdp and self.zero),
-            "parallel.fsdp and --parallel.zero 1 exclude each other: fsdp splits optimizer state too; leave one out",
+            "parallel.fsdp cannot be used with --parallel.zero 1: fsdp splits optimizer state too",
         )
         require(
             not (self.fsdp and self.pp > 1 and self.pipeline_schedule == "zero-bubble"),
-            "parallel.fsdp and --parallel.pipeline-schedule 'zero-bubble' exclude each other: fully_shard sums the "
+            "parallel.fsdp cannot be used with --parallel.pipeline-schedule 'zero-bubble': fully_shard sums the "
             "gradients of a layer when its backward ends, and zero-bubble computes those of weights later; use '1f1b', "
             "'gpipe' or 'interleaved'",
         )
@@ -168,15 +167,15 @@ class ParallelSettings(Checked, prefix="parallel."):
             f"the {num_experts} experts of the model are not a multiple of parallel.ep {self.ep}; change one",
         )
         refuse(
-            "experts and {} exclude each other; leave one of them out",
-            (self.exact and etp > 1, f"parallel.exact with etp {etp}"),
+            "experts cannot be used with {}",
+            (self.exact and etp > 1, f"parallel.exact and etp {etp}"),
             # Otherwise the fused AdamW may update parts of a vector on a rank.
-            (self.exact and self.ep > self.exact_parts, f"parallel.exact with ep {self.ep} over exact-parts"),
-            (self.exact and self.cp > 1, f"parallel.exact with parallel.cp {self.cp}"),
-            (self.exact and self.ep_comm_type == "all_gather", "parallel.exact with parallel.ep-comm-type all_gather"),
+            (self.exact and self.ep > self.exact_parts, f"parallel.exact and ep {self.ep} over exact-parts"),
+            (self.exact and self.cp > 1, f"parallel.exact and parallel.cp {self.cp}"),
+            (self.exact and self.ep_comm_type == "all_gather", "parallel.exact and parallel.ep-comm-type all_gather"),
             (
                 self.exact and self.pp > 1 and self.pipeline_schedule == "zero-bubble",
-                "parallel.exact with parallel.pipeline-schedule zero-bubble",
+                "parallel.exact and parallel.pipeline-schedule zero-bubble",
             ),
         )
 
@@ -307,7 +306,7 @@ class OptimizerSettings(Checked, prefix="optimizer."):
         ):
             given = getattr(self, switch)
             for name, value in self.changed(*names):
-                words = f"{name} {value} is for --optimizer.{switch} {choice}, and it is {given!r}; leave one out"
+                words = f"{name} {value} is for --optimizer.{switch} {choice}, and it is {given!r}; change one"
                 require(given == choice, words)
 
     def learning_rate_at(self, step: int, steps: int) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -28,12 +28,12 @@ from shardwise.models.experts.router import METRICS, metrics_of
 from shardwise.models.transformer.layer import TransformerLayer
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.training.gradients import GradientBuffers, Total
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.gradients.replicas import check_replicas
 from shardwise.training.hooks import NO_HOOKS, StepHooks
 from shardwise.training.objective import CrossEntropy, Objective, means_of, outputs_of
 from shardwise.training.optimizer.choice import build_optimizer, fused_adamw
 from shardwise.training.optimizer.clipping import scale_gradients_
-from shardwise.training.optimizer.gradients import finalize_gradients_
 from shardwise.training.optimizer.mixed_precision import PRECISIONS, DynamicLossScale
 from shardwise.training.optimizer.optimizer import (
     ZeroOptimizer,
@@ -71,6 +71,13 @@ class StepResult:
     is_skipped: bool = False
     others: tuple[float, ...] = ()
     routing: dict[str, float] = field(default_factory=dict)
+
+
+class _ReadNumbers(NamedTuple):
+    losses: list[float]
+    grad_norm: float
+    rank_reports: list[float]
+    routing: dict[str, float]
 
 
 class Trainer:
@@ -207,8 +214,8 @@ class Trainer:
         self.gradients.finish()
         finalize_gradients_(self.model, tp_group=self.tp_group, dp_group=None, embd_group=self.embd_group)
         hooks.gradients(partial(self._split, "gradient"))
-        largest = self._own_largest(total, checks, hooks.rank_reports())
-        numbers = self._reduction.of_step(total, largest, self._own_routing())
+        largest = self._local_maxima(total, checks, hooks.rank_reports())
+        numbers = self._reduction.reduce_step(total, largest, self._own_routing())
         scale_gradients_(
             self.model,
             numbers.norm.div_(scale),
@@ -219,21 +226,22 @@ class Trainer:
         )
         if meanwhile is not None:
             meanwhile()
-        (mean_loss, *others), grad_norm, rank_reports, routing = self._read(numbers, checks)
+        read = self._read(numbers, checks)
         # Both are sums over all ranks, so that all ranks decide the same way, before any weight changes.
-        wrong = {"loss": mean_loss, "norm of the gradient": grad_norm}
+        wrong = {"loss": read.losses[0], "norm of the gradient": read.grad_norm}
         wrong = {what: value for what, value in wrong.items() if not math.isfinite(value)}
         if wrong and self.loss_scale is None:
             what, value = next(iter(wrong.items()))
             raise DivergenceError(f"the {what} is {value} at step {step}")
-        hooks.before_update(step, rank_reports)
+        hooks.before_update(step, read.rank_reports)
         learning_rate = settings.optimizer.learning_rate_at(step, settings.training.steps)
         if wrong:
             self._skip(step, hooks)
         else:
             self._update(learning_rate, numbers, hooks)
         used = None if self.loss_scale is None else scale
-        return StepResult(mean_loss, grad_norm, learning_rate, used, bool(wrong), tuple(others), routing)
+        mean_loss, *others = read.losses
+        return StepResult(mean_loss, read.grad_norm, learning_rate, used, bool(wrong), tuple(others), read.routing)
 
     def _seed_step(self, step: int) -> None:
         """Seed dropout by the step, so that a resumed run draws the same masks."""
@@ -338,7 +346,7 @@ class Trainer:
             found[param] = whole.view(param.shape), {"dp": ["P"], "cp": ["P"]}
         return found
 
-    def _own_largest(self, total: Total, checks: DeferredChecks | None, rank_reports: Sequence[float] = ()) -> Tensor:
+    def _local_maxima(self, total: Total, checks: DeferredChecks | None, rank_reports: Sequence[float] = ()) -> Tensor:
         """Return the rank reports, and whether a check failed, without waiting for the device."""
         largest = numbers_without_sync(rank_reports, total.tensor)
         if checks is None:
@@ -357,9 +365,7 @@ class Trainer:
             every[number] = layer.statistics
         return every.view(-1)
 
-    def _read(
-        self, numbers: Numbers, checks: DeferredChecks | None
-    ) -> tuple[list[float], float, list[float], dict[str, float]]:
+    def _read(self, numbers: Numbers, checks: DeferredChecks | None) -> _ReadNumbers:
         """Read the numbers of a step. This is the only place where the host waits for the device, once per step."""
         routing = numbers.norm.new_zeros(0)
         if numbers.routing is not None:
@@ -371,7 +377,8 @@ class Trainer:
         metrics, read = dict(zip(METRICS, read[: len(routing)], strict=False)), read[len(routing) :]
         if checks is not None and read.pop():
             agree(checks.run, group=self._reduction.groups)
-        return read[: len(numbers.sums)], norm, read[len(numbers.sums) :], metrics
+        num_losses = len(numbers.sums)
+        return _ReadNumbers(read[:num_losses], norm, read[num_losses:], metrics)
 
     def wait_for_weights(self) -> None:
         """Wait until the last step's weights are complete; needed before code other than a forward reads them."""
@@ -410,14 +417,14 @@ class Trainer:
 
     def evaluate(self, held_out: HeldOut) -> dict[str, float]:
         """Return the objective's metrics on held-out rows by name, the same on every rank."""
-        objective = self.objective.of_evaluation
+        objective = self.objective.for_evaluation
         total = self._new_total(objective)
         with self._deferred_checks() as checks:
             self.measure(
                 held_out, lambda output, batch: total.add(means_of(objective, output, batch, 1, torch.float64)[1])
             )
-        numbers = self._reduction.of_evaluation(total, self._own_largest(total, checks))
-        return objective.held_out(self._read(numbers, checks)[0], held_out)
+        numbers = self._reduction.reduce_evaluation(total, self._local_maxima(total, checks))
+        return objective.held_out(self._read(numbers, checks).losses, held_out)
 
     @torch.no_grad()
     def measure(self, held_out: HeldOut, each: Callable[[Tensor, Batch], None]) -> None:
@@ -428,7 +435,7 @@ class Trainer:
             each: callback for the output and the batch, called on the last stage.
         """
         self.wait_for_weights()
-        inputs = self.objective.of_evaluation.inputs
+        inputs = self.objective.for_evaluation.inputs
         rank, num_ranks = self.sample_rank, self.num_sample_ranks
         micro = self.settings.micro_batch_size(num_ranks)
         batches = held_out.batches(micro, rank, num_ranks, with_lengths=self._needs_lengths)

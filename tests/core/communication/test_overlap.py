@@ -13,7 +13,7 @@ from shardwise.core.communication import overlap, symmetric_memory
 from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.communication.collectives import all_gather, reduce_scatter
 from shardwise.core.communication.context import GlobalMemoryBuffer, context_of, validated_calls
-from shardwise.core.communication.overlap import PASSES, Way, choose_way, ways_of_layers
+from shardwise.core.communication.overlap import PASSES, OverlapMethod, choose_overlap, overlap_methods
 from shardwise.core.communication.trees import sum_in_parts
 from shardwise.core.errors import DesyncError, ShardingError
 from shardwise.core.sharding import balanced_sizes
@@ -133,35 +133,35 @@ def test_disagreement_and_wrong_sizes_are_told(group):
 @pytest.mark.ranks(2)
 def test_the_way_and_why(group, monkeypatch):
     refused = "symmetric memory is memory of CUDA devices, and this is a cpu"
-    expected = {pass_: Way("parts", refused) for pass_ in PASSES}
-    expected["column backward"] = choose_way("column backward", group=group, device=CPU)
+    expected = {pass_: OverlapMethod("parts", refused) for pass_ in PASSES}
+    expected["column backward"] = choose_overlap("column backward", group=group, device=CPU)
     assert "weight's gradient" in expected["column backward"].why
-    found = ways_of_layers(group=group, device=CPU, even=False, column_has_bias=True)
+    found = overlap_methods(group=group, device=CPU, even=False, column_has_bias=True)
     assert dict(found) == expected
 
     own = dist.new_group([0, 1])
     cuda = torch.device("cuda", 0)
     context_of(own).symmetric_refusals[cuda] = None
     options = {"group": own, "device": cuda}
-    fused = Way("symmetric memory", "always")
-    names = {pass_: way.name for pass_, way in ways_of_layers(**options, even=True, column_has_bias=True)}
+    fused = OverlapMethod("symmetric memory", "always")
+    names = {pass_: way.name for pass_, way in overlap_methods(**options, even=True, column_has_bias=True)}
     fused_names = dict.fromkeys(("row forward", "row backward"), "symmetric memory")
     assert names == dict.fromkeys(("column forward", "column backward"), "parts") | fused_names
-    assert choose_way("column forward", **options) == fused
-    assert choose_way("column forward", **options, even=False).why == "the ranks do not divide the sequence"
-    assert choose_way("column forward", **options, has_bias=True).why == "the fused operator adds no bias"
+    assert choose_overlap("column forward", **options) == fused
+    assert choose_overlap("column forward", **options, even=False).why == "the ranks do not divide the sequence"
+    assert choose_overlap("column forward", **options, has_bias=True).why == "the fused operator adds no bias"
     with validated_calls([own]):
-        assert choose_way("row forward", **options).name == "parts"
+        assert choose_overlap("row forward", **options).name == "parts"
     sum_in_parts(own, 2)
-    assert choose_way("row forward", **options).name == "whole"
+    assert choose_overlap("row forward", **options).name == "whole"
 
 
 @pytest.mark.ranks(2)
 def test_ranks_of_one_gpu_have_no_symmetric_memory(group, monkeypatch):
     own = dist.new_group([0, 1])
     monkeypatch.setattr(symmetric_memory, "_gpu", lambda device: "GPU-1")
-    way = choose_way("row forward", group=own, device=torch.device("cuda", 0))
-    assert way == Way("parts", "ranks share a GPU")
+    way = choose_overlap("row forward", group=own, device=torch.device("cuda", 0))
+    assert way == OverlapMethod("parts", "ranks share a GPU")
 
 
 @contextlib.contextmanager
@@ -228,8 +228,8 @@ def test_a_fused_operator_that_fails_in_its_first_call_is_left_by_all_ranks(grou
     for found, expected in zip(*results, strict=True):
         assert_bit_equal(found, expected)
     assert calls == ["gathered"]
-    way = choose_way("row forward", group=own, device=CPU)
-    assert way == Way("parts", "fused_all_gather_matmul failed on rank 1: RuntimeError: no such operator")
+    way = choose_overlap("row forward", group=own, device=CPU)
+    assert way == OverlapMethod("parts", "fused_all_gather_matmul failed on rank 1: RuntimeError: no such operator")
 
 
 @pytest.mark.ranks(2)

@@ -18,8 +18,8 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.models.adapters import LoraConfig, LoraExperts, LoraRouter
 from shardwise.models.experts.moe import MoELayer
 from shardwise.nn.replicated import named_param_layouts, replicas_of
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.optimizer.grad_norm import global_grad_norm
-from shardwise.training.optimizer.gradients import finalize_gradients_
 
 # Ranks that nothing divides, of which four ranks can split each.
 CONFIGS = {

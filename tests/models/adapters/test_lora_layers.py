@@ -19,8 +19,8 @@ from shardwise.models.adapters.adapter import LoraAdapter
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_layers import LoraColumn, LoraLinear
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, named_param_layouts
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.optimizer.grad_norm import global_grad_norm
-from shardwise.training.optimizer.gradients import finalize_gradients_
 
 # Sums over ranks are taken in another order than on one.
 TIGHT = 1e-13

@@ -18,7 +18,7 @@ from shardwise.models import GPT, Bert
 from shardwise.models.experts import Experts
 from shardwise.models.experts.moe import MoELayer
 from shardwise.models.experts.router import RoutedBatch, metrics_of
-from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.gradients.finalize import finalize_gradients_
 
 BATCH = 4
 # Numbers of ranks, and whether tensor-parallel ranks split the sequence.

@@ -19,7 +19,7 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.models.experts import Experts
 from shardwise.models.experts.moe import MoELayer
 from shardwise.models.experts.router import METRICS, RoutedBatch, metrics_of
-from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.gradients.finalize import finalize_gradients_
 
 
 def defined(layer: MoELayer, tokens: Tensor) -> tuple[Tensor, int]:

@@ -25,7 +25,7 @@ from shardwise.models.experts import ClampedGate, Experts
 from shardwise.models.experts.exact_moe import ExactMoELayer
 from shardwise.models.experts.moe import MoELayer
 from shardwise.models.experts.router import RoutedBatch
-from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.gradients.finalize import finalize_gradients_
 
 PARTS, LENGTH, BATCH = 4, 8, 3
 # Number of tokens of each sequence; the others are padding.
@@ -158,9 +158,9 @@ def test_settings_of_experts_that_have_no_exact_form_are_refused():
         ({"gate": ClampedGate()}, "gate"),
         ({"shared_ffn_hidden_size": 8, "shared_gate": True}, "shared_gate"),
     ):
-        with pytest.raises(ConfigError, match=f"experts.{name} and exact_parts exclude each other"):
+        with pytest.raises(ConfigError, match=f"experts.{name} cannot be used with exact_parts"):
             config(dataclasses.replace(MIXTRAL, **values), exact_parts=4)
-    with pytest.raises(ConfigError, match="ep_comm_type 'all_gather' and exact_parts exclude each other"):
+    with pytest.raises(ConfigError, match="ep_comm_type 'all_gather' cannot be used with exact_parts"):
         config(MIXTRAL, exact_parts=4, ep_comm_type="all_gather")
     # Also where another run would gather the tokens; the banner reports it.
     assert config(dataclasses.replace(MIXTRAL, per_token=8), exact_parts=4).ep_comm_type == "a2a"

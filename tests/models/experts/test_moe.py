@@ -24,8 +24,8 @@ from shardwise.models.experts import ClampedGate, Experts
 from shardwise.models.experts.moe import MoELayer
 from shardwise.models.transformer.heads import LatentAttention
 from shardwise.nn.replicated import named_param_layouts
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.optimizer.grad_norm import global_grad_norm
-from shardwise.training.optimizer.gradients import finalize_gradients_
 
 VOCABULARY, LENGTH, WIDTH = 97, 13, 20
 MIXTRAL = Experts(num=8, per_token=2, ffn_hidden_size=22, aux_loss=0.1)

@@ -154,7 +154,7 @@ def test_what_cannot_be_recorded_or_replayed(group, tmp_path):
         for kind in (RoutingRecorder, RoutingReplay):
             with pytest.raises(ConfigError, match=message):
                 kind(trainer(tmp_path, **size).model, folder)
-    with pytest.raises(ConfigError, match="no experts, whose routing could be"):
+    with pytest.raises(ConfigError, match="no experts, so there is no routing"):
         RoutingRecorder(trainer_of(tmp_path).model, folder)
     with pytest.raises(ConfigError, match=r"step_00000001\.safetensors exists already; record into another folder"):
         recorder.check_steps(range(1, 3))

@@ -40,7 +40,7 @@ from shardwise.models.transformer.masks import (
 )
 from shardwise.models.transformer.visibility import Rule
 from shardwise.tensor_parallel.layers import named_param_layouts
-from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.gradients.finalize import finalize_gradients_
 
 
 @pytest.mark.ranks(1, 2, 4, slow=(4,))

@@ -7,7 +7,7 @@ from harness.on_pretended_gpu import fake_tensors, join
 from harness.parity import assert_close_to
 from layer_cases import CASES, B, H, S, config_of, layer_of
 
-from shardwise.cli.machine import _grouped_heads, fast_paths
+from shardwise.cli.env_report import _grouped_heads, fast_paths
 from shardwise.kernels.dispatch import why_repeat_keys
 from shardwise.models.transformer import attention_kernels
 from shardwise.models.transformer.attention import SelfAttention

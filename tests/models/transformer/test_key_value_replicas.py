@@ -15,10 +15,10 @@ from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.heads import split_heads
 from shardwise.storage.checkpoint import load, save
 from shardwise.tensor_parallel.layers import named_param_layouts
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.clipping import clip_grad_norm_
 from shardwise.training.optimizer.grad_norm import global_grad_norm
-from shardwise.training.optimizer.gradients import finalize_gradients_
 
 S, B, H = 5, 3, 10
 SHAPES = {

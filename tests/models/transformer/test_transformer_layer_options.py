@@ -17,7 +17,7 @@ from shardwise.core.sharding import balanced_range
 from shardwise.models.transformer import attention_kernels, masks
 from shardwise.models.transformer.masks import AttnMaskType
 from shardwise.tensor_parallel.layers import named_param_layouts
-from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.gradients.finalize import finalize_gradients_
 
 
 @pytest.mark.sample(3)

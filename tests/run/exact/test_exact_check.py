@@ -24,9 +24,9 @@ from shardwise.nn.arithmetic import Activation
 from shardwise.run import session
 from shardwise.run.build import build_model, config_fields, describe
 from shardwise.run.exact import layer_trials, trials
-from shardwise.run.exact.surroundings import deterministic_algorithms
+from shardwise.run.exact.environment import deterministic_algorithms
 from shardwise.run.exact.trials import check_device
-from shardwise.run.shortage import Shortage
+from shardwise.run.out_of_memory import MemoryShortage
 from shardwise.storage.huggingface import build_model as build_described, model_config
 
 SIZES = {"micro_batch_size": 1, "sequence_length": LENGTH}
@@ -299,9 +299,9 @@ def test_deterministic_algorithms_of_cuda_only(monkeypatch):
 @pytest.mark.ranks(1)
 def test_a_session_tells_of_packing_and_explains_what_runs_out_of_memory(group, monkeypatch):
     settings = settings_of("gpt")
-    shortage = Shortage(settings, describe(settings.model, VOCAB), ranks=None, available=0)
+    shortage = MemoryShortage(settings, describe(settings.model, VOCAB), ranks=None, available=0)
     # Not a process for each.
-    monkeypatch.setattr(Shortage, "_details", lambda self: "")
+    monkeypatch.setattr(MemoryShortage, "_details", lambda self: "")
     encoded = Encoded(np.arange(1, 6), np.full(5, True), np.full(5, 3))
     samples = TokenSamples.of("some", [encoded] * 4, eos_id=0)
     for packing in (True, False):

@@ -24,10 +24,10 @@ from shardwise.run.settings import (
         (lambda: ModelSettings(hidden_size=100, num_heads=3), "hidden-size 100 is not a multiple of model.num-heads 3"),
         (lambda: ModelSettings(hidden_size=12, num_heads=4), "12 / 4 is odd"),
         (lambda: ModelSettings(num_heads=4, num_query_groups=3), "num-heads 4 is not a multiple"),
-        (lambda: ParallelSettings(tp=2, tp_comm_overlap=True), "--parallel.sequence-parallel, which is off; use both"),
+        (lambda: ParallelSettings(tp=2, tp_comm_overlap=True), "tp-comm-overlap needs --parallel.sequence-parallel"),
         (
             lambda: ParallelSettings(tp=2, sequence_parallel=True, tp_comm_overlap=True, exact=True),
-            "parallel.exact and --parallel.tp-comm-overlap exclude each other",
+            "parallel.exact cannot be used with --parallel.tp-comm-overlap",
         ),
         (lambda: RecomputeSettings(num_layers=2), "num-layers 2 needs --recompute.granularity full (it is 'none')"),
         (lambda: RecomputeSettings("full", modules=("mlp",)), "needs --recompute.granularity selective"),

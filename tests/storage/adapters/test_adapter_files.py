@@ -27,7 +27,7 @@ from shardwise.storage.adapters import (
 )
 from shardwise.storage.adapters.targets import adapter_targets
 from shardwise.storage.huggingface import load_pretrained, read_config
-from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.gradients.finalize import finalize_gradients_
 
 KINDS = ("llama", "gpt2", "bloom")
 # Both sides compute in fp32, in other orders.

@@ -28,7 +28,7 @@ from shardwise.storage.adapters import (
 from shardwise.storage.adapters.adapter_files import _key_of
 from shardwise.storage.adapters.targets import adapter_targets, paths_in_files
 from shardwise.storage.huggingface import load_pretrained, read_config, save_pretrained
-from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.gradients.finalize import finalize_gradients_
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 # Each a model and peft's options: names that stand for parameters, one of two parameters, other ranks, and routers.

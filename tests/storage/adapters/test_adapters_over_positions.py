@@ -14,7 +14,7 @@ from shardwise.models.adapters import LoraConfig
 from shardwise.storage.adapters.model import add_lora_
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.tensor_parallel.layers import named_param_layouts
-from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.gradients.finalize import finalize_gradients_
 
 LAYOUTS = {2: ({"cp": 2},), 3: ({"cp": 3},), 4: ({"cp": 2, "tp": 2, "sp": True}, {"cp": 2, "tp": 2})}
 

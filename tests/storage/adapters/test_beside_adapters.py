@@ -26,7 +26,7 @@ from shardwise.storage.adapters.adapter_files import _key_of, _key_of_base
 from shardwise.storage.adapters.model import trained_of
 from shardwise.storage.adapters.targets import adapter_targets
 from shardwise.storage.huggingface import load_pretrained, read_config, save_pretrained
-from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.gradients.finalize import finalize_gradients_
 
 # Each a model and what of it is trained; "gpt2" has one weight for embedding and output layer.
 CASES = {
@@ -81,7 +81,7 @@ def gradients_of(model, architecture, group):
             found[_key_of(site.path, name)] = gather_shards(site.adapter.get_parameter(name).grad, layout, group)
     for each in trained_of(model).parameters:
         whole = gather_shards(each.base.param.grad, each.base.layout, group)
-        for name, tensor in each.base.composition.take_apart(whole).items():
+        for name, tensor in each.base.composition.to_stored(whole).items():
             if name in each.tensors:
                 found[_key_of_base(name, adapted)] = tensor
             else:

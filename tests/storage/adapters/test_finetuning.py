@@ -188,7 +188,7 @@ def test_what_is_written_and_said_after_a_run_with_state_split(group, root, tmp_
         settings = settings_of(root, "gpt2", out, lora=lora, steps=4, dtype="float64", **parallel)
         session, base = open_run(settings, root, monkeypatch)
         train(session)
-        base.leave(session)
+        base.write(session)
         said = generate(session.trainer.model, [3, 4], max_new_tokens=8, sampling=Sampling(temperature=0.0), seed=1)
         dist.barrier(group=group)
         (file,) = out.glob("*model.safetensors")
@@ -210,7 +210,7 @@ def test_a_resumed_run_of_adapters_is_the_run(group, root, tmp_path, monkeypatch
     whole = settings_of(root, "gpt2", tmp_path / "whole", tp=2, lora=lora, steps=8)
     session, base = open_run(whole, root, monkeypatch)
     train(session)
-    base.leave(session)
+    base.write(session)
     session.topology.destroy()
     saves = {"save_every": 6, "asynchronous_saves": False}
     broken = settings_of(root, "gpt2", tmp_path / "run", tp=2, lora=lora, steps=8, **saves)
@@ -226,7 +226,7 @@ def test_a_resumed_run_of_adapters_is_the_run(group, root, tmp_path, monkeypatch
     again = settings_of(root, "gpt2", tmp_path / "run", tp=1, lora=lora, steps=8, resume="auto", save_every=6)
     session, base = open_run(again, root, monkeypatch)
     train(session)
-    base.leave(session)
+    base.write(session)
     dist.barrier(group=group)
     session.topology.destroy()
     losses = [[row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("run", "whole")]
@@ -259,7 +259,7 @@ def test_what_is_trained_beside_adapters_goes_on_from_a_checkpoint(group, root, 
                 interrupted_at(5, session)
             else:
                 train(session)
-                base.leave(session)
+                base.write(session)
             dist.barrier(group=group)
             session.topology.destroy()
         found[name] = load_file(tmp_path / name / "adapter_model.safetensors")
@@ -317,7 +317,10 @@ def test_settings_that_contradict_each_other():
         ({"lora_merge": True}, "--lora-merge without --lora-rank"),
         ({"lora_from": "x", "lora_rank": 2}, "--lora-rank with --lora-from"),
         ({"lora_rank": 2, "lora_target_pattern": "("}, "'\\(' is no regular expression: missing \\)"),
-        ({"lora_rank": 2, "lora_target_pattern": "a", "lora_targets": ("b",)}, "leave one out"),
+        (
+            {"lora_rank": 2, "lora_target_pattern": "a", "lora_targets": ("b",)},
+            "--lora-targets cannot be used with --lora-target-pattern",
+        ),
         ({"lora_rank": 2, "lora_rank_pattern": ("q_proj",)}, "--lora-rank-pattern has 'q_proj'; write a name and"),
         ({"lora_rank": 2, "lora_rank_pattern": ("q_proj=0",)}, "the LoRA rank is 0"),
         ({"lora_rank": 2, "lora_alpha_pattern": ("q_proj=nan",)}, "the alpha of q_proj is nan"),

@@ -99,7 +99,7 @@ def test_any_layout_is_read(tmp_path: Path, transposed: bool, dim: int) -> None:
     whole = torch.cat([top[:4], bottom[2:], top[4:], bottom[:2]])
     pieces = (Piece("top", 0, 4), Piece("bottom", 2, 2), Piece("top", 4, 2), Piece("bottom", 0, 2))
     composition = Composition((10, 10), pieces, transposed)
-    stored = composition.take_apart(whole)
+    stored = composition.to_stored(whole)
     for name, tensor in (("top", top), ("bottom", bottom)):
         assert_bit_equal(stored[name], tensor.t() if transposed else tensor, name=name)
     save_file(stored, tmp_path / "model.safetensors")
@@ -121,7 +121,7 @@ def test_gate_and_up_in_turns_are_read_at_once(tmp_path: Path, transposed: bool)
     whole = torch.cat([each[first::2] for each in stored for first in (0, 1)])
     source = joint_experts("{layer}.gate_up", sections=2, transposed=transposed)
     composition = source(tuple(whole.shape), Heads(1, 1, 1), {"layer": "7", "experts": "2"})
-    taken = composition.take_apart(whole)
+    taken = composition.to_stored(whole)
     assert taken.keys() == {"7.gate_up"}
     assert_bit_equal(taken["7.gate_up"], stored.transpose(1, 2) if transposed else stored)
     save_file(taken, tmp_path / "model.safetensors")

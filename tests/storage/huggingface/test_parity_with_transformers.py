@@ -17,7 +17,7 @@ from shardwise.megatron.schedules import get_forward_backward_func
 from shardwise.models.generation import GREEDY, PreallocatedCache, generate, generate_batch
 from shardwise.storage.huggingface import load_pretrained, read_config
 from shardwise.storage.huggingface.mapping import compose
-from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.gradients.finalize import finalize_gradients_
 
 # Of the norm. fp32, and transformers has its rotary angles in fp32 too.
 RTOL = 2e-5
@@ -84,7 +84,7 @@ def gathered_gradients(model: Any, reference: Reference) -> dict[str, Tensor]:
         whole = gather_shards(grad, shard.layout, group)
         description = config.description
         composition = compose(table, key, shard.layout.global_shape, description.heads, description.num_experts)
-        gradients |= composition.take_apart(whole)
+        gradients |= composition.to_stored(whole)
     return gradients
 
 

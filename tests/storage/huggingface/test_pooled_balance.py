@@ -17,7 +17,7 @@ from shardwise.core.topology import Groups, Topology
 from shardwise.models import Recomputation
 from shardwise.models.experts.moe import MoELayer
 from shardwise.storage.huggingface import config_from_json, config_to_json, load_pretrained
-from shardwise.training.optimizer.gradients import finalize_gradients_
+from shardwise.training.gradients.finalize import finalize_gradients_
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe"]
 # transformers has scores, norms and angles in fp32.

@@ -12,13 +12,13 @@ from shardwise.core.communication.accounting import CollectiveCounter
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.errors import ConfigError, DesyncError
 from shardwise.core.topology import Groups, Topology
-from shardwise.kernels.planning import planning_for
+from shardwise.kernels.fake_device import planning_for
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
 from shardwise.nn import ColumnLinear, RowLinear
 from shardwise.training.gradients import GradientBuffers, default_bucket_size, gradient_buffers
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.optimizer.clipping import clip_grad_norm_
-from shardwise.training.optimizer.gradients import finalize_gradients_
 
 
 def make_model(*, dtype=torch.float64, unused=False):

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from harness.parity import assert_bit_equal, assert_close_to, assert_unmodified
 from training.pipeline.pipelines import random_batch, run_whole, staged_gpt
 
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.clipping import clip_grad_norm_
 from shardwise.training.optimizer.grad_norm import global_grad_norm
-from shardwise.training.optimizer.gradients import finalize_gradients_
 from shardwise.training.pipeline import forward_only, make_schedule
 
 CASES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.cli.arguments import parse_command
-from shardwise.cli.trainings import TrainArguments
+from shardwise.cli.training import TrainArguments
 
 PAGE = Path(__file__).parents[3] / "docs" / "pipeline.md"
 

@@ -42,10 +42,10 @@ from shardwise.nn.recompute import recomputed
 from shardwise.nn.replicated import set_replicas_
 from shardwise.storage import checkpoint
 from shardwise.training.gradients import GradientBuffers
+from shardwise.training.gradients.finalize import finalize_gradients_, gradient_of, summed_over_other_groups
 from shardwise.training.optimizer.adamw import AdamW
 from shardwise.training.optimizer.clipping import clip_grad_norm_
 from shardwise.training.optimizer.grad_norm import global_grad_norm
-from shardwise.training.optimizer.gradients import finalize_gradients_, gradient_of, summed_over_other_groups
 from shardwise.training.optimizer.optimizer import ZeroOptimizer, optimizer_state, stored_weights
 from shardwise.training.pipeline import Pipeline, make_schedule
 from shardwise.training.pipeline.stage import hidden_shape

@@ -42,7 +42,9 @@ class Move(Protocol[_Arguments, _Result]):
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result: ...
 
 
-def _between(source: Layout, target: Layout) -> Callable[[Callable[_Arguments, _Result]], Move[_Arguments, _Result]]:
+def _move_between(
+    source: Layout, target: Layout
+) -> Callable[[Callable[_Arguments, _Result]], Move[_Arguments, _Result]]:
     """Set the layouts of a move as attributes of the function."""
 
     def state(function: Callable[_Arguments, _Result]) -> Move[_Arguments, _Result]:
@@ -130,7 +132,7 @@ def split_sizes(tensor: Tensor, dim: int, group: ProcessGroup, sizes: Sizes = No
     return sizes or uneven_sizes(tensor.size(checked_dim(dim, tensor.shape)), group.size())
 
 
-@_between(I, R)
+@_move_between(I, R)
 def copy(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
     """Enter a region in which every rank computes its part from a replicated tensor.
 
@@ -149,7 +151,7 @@ def copy(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
     return result
 
 
-@_between(I, R)
+@_move_between(I, R)
 def copies(tensor: Tensor, number: int, *, group: ProcessGroup | None) -> tuple[Tensor, ...]:
     """Return one view of a replicated tensor for each part that this rank computes from it.
 
@@ -169,7 +171,7 @@ def copies(tensor: Tensor, number: int, *, group: ProcessGroup | None) -> tuple[
     return result
 
 
-@_between(P, I)
+@_move_between(P, I)
 def reduce(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
     """Sum a partial result over the ranks of a group.
 
@@ -188,7 +190,7 @@ def reduce(tensor: Tensor, *, group: ProcessGroup) -> Tensor:
     return result
 
 
-@_between(I, V())
+@_move_between(I, V())
 def scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
     """Keep this rank's shard of a replicated tensor.
 
@@ -211,7 +213,7 @@ def scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = Non
     return result
 
 
-@_between(V(), I)
+@_move_between(V(), I)
 def gather(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
     """Concatenate the shards of all ranks.
 
@@ -234,7 +236,7 @@ def gather(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None
     return result
 
 
-@_between(V(), R)
+@_move_between(V(), R)
 def gather_for_parts(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
     """Concatenate the shards of all ranks, for a region in which every rank computes its part from the whole tensor.
 
@@ -257,7 +259,7 @@ def gather_for_parts(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Si
     return result
 
 
-@_between(P, V())
+@_move_between(P, V())
 def reduce_scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Sizes = None) -> Tensor:
     """Sum a partial result over the ranks and keep this rank's shard.
 
@@ -284,7 +286,7 @@ def reduce_scatter(tensor: Tensor, *, dim: int, group: ProcessGroup, sizes: Size
     return result
 
 
-@_between(V(), V())
+@_move_between(V(), V())
 def all_to_all(tensor: Tensor, *, group: ProcessGroup, output_sizes: Sizes = None, input_sizes: Sizes = None) -> Tensor:
     """Send a block of rows to every rank and receive one from every rank, in rank order.
 

@@ -7,7 +7,7 @@ and sums bf16 and fp16 in fp32 with one rounding. The results therefore equal th
 is NCCL, whose reduce-scatter sums in the order of its own ring.
 
 If CUDA devices can access each other's memory, PyTorch's fused operators (``torch.ops.symm_mem``) do the same with
-copies that occupy no multiprocessor of the GPU. ``choose_way`` selects the implementation.
+copies that occupy no multiprocessor of the GPU. ``choose_overlap`` selects the implementation.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ Pass = Literal["column forward", "column backward", "row forward", "row backward
 PASSES: tuple[Pass, ...] = get_args(Pass)
 
 
-class Way(NamedTuple):
+class OverlapMethod(NamedTuple):
     """The implementation of a product with a collective, and the reason why no faster one is available.
 
     Attributes:
@@ -49,14 +49,14 @@ class Way(NamedTuple):
     why: str
 
 
-def choose_way(
+def choose_overlap(
     pass_: Pass,
     *,
     group: ProcessGroup,
     device: torch.device,
     even: bool = True,
     has_bias: bool = False,
-) -> Way:
+) -> OverlapMethod:
     """Choose the implementation of an overlapped product. The first call for a device is collective.
 
     Args:
@@ -67,34 +67,34 @@ def choose_way(
         has_bias: True if the layer adds a bias to the product.
     """
     if group.size() == 1:
-        return Way("whole", "there is one rank")
+        return OverlapMethod("whole", "there is one rank")
     if (refusal := context_of(group).why_not_overlapped) is not None:
-        return Way("whole", refusal)
+        return OverlapMethod("whole", refusal)
     if torch.compiler.is_compiling():
-        return Way("parts", "torch.compile traces what it can plan itself")
+        return OverlapMethod("parts", "torch.compile traces what it can plan itself")
     if pass_ == "column backward":
-        return Way(
+        return OverlapMethod(
             "parts", "sums also travel next to the weight's gradient, for which the fused operator does not wait"
         )
     if device.type == "cuda":
         if not even:
-            return Way("parts", "the ranks do not divide the sequence")
+            return OverlapMethod("parts", "the ranks do not divide the sequence")
         if has_bias:
-            return Way("parts", "the fused operator adds no bias")
+            return OverlapMethod("parts", "the fused operator adds no bias")
         if context_of(group).validates:
-            return Way("parts", "the group compares calls between its ranks")
+            return OverlapMethod("parts", "the group compares calls between its ranks")
     refusal = why_not_symmetric(group, device)
-    return Way("symmetric memory", "always") if refusal is None else Way("parts", refusal)
+    return OverlapMethod("symmetric memory", "always") if refusal is None else OverlapMethod("parts", refusal)
 
 
-def ways_of_layers(
+def overlap_methods(
     *, group: ProcessGroup, device: torch.device, even: bool, column_has_bias: bool
-) -> list[tuple[Pass, Way]]:
+) -> list[tuple[Pass, OverlapMethod]]:
     """Return the implementation of each pass. Collective."""
 
-    def way(pass_: Pass) -> Way:
+    def way(pass_: Pass) -> OverlapMethod:
         has_bias = column_has_bias and pass_ == "column forward"
-        return choose_way(pass_, group=group, device=device, even=even, has_bias=has_bias)
+        return choose_overlap(pass_, group=group, device=device, even=even, has_bias=has_bias)
 
     return [(pass_, way(pass_)) for pass_ in PASSES]
 

@@ -40,7 +40,7 @@ class OrdinaryMemory:
 
 
 @dataclass(frozen=True, eq=False)
-class Left:
+class StoredOutput:
     """The output that a row-parallel layer in fused mode leaves for the column-parallel layer after it.
 
     Attributes:
@@ -81,7 +81,7 @@ class GlobalSymmetricMemoryBuffer:
         self.buffer = made[0]
         self.handle: Any = made[1]
         self.fused: dict[tuple[torch.dtype, int], bool] = {}
-        self._left: Left | None = None
+        self._stored: StoredOutput | None = None
 
     @property
     def is_symmetric(self) -> bool:
@@ -104,14 +104,14 @@ class GlobalSymmetricMemoryBuffer:
             return {"tensor": None, "handle": None}
         return {"tensor": self.buffer[:num_bytes].view(dtype).view(tuple(tensor_shape)), "handle": self.handle}
 
-    def leave(self, left: Left | None) -> None:
+    def store(self, output: StoredOutput | None) -> None:
         """Record the block's content for the next layer; None while a layer overwrites it."""
-        self._left = left
+        self._stored = output
 
-    def take(self) -> Left | None:
+    def take(self) -> StoredOutput | None:
         """Return the content recorded since the last call, if any, and clear it."""
-        left, self._left = self._left, None
-        return left
+        output, self._stored = self._stored, None
+        return output
 
 
 def symmetric_buffer_of(group: ProcessGroup, device: torch.device | None = None) -> GlobalSymmetricMemoryBuffer:

@@ -23,8 +23,9 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
+from shardwise.core.atomic_files import read_regular
 from shardwise.core.errors import DataError
-from shardwise.core.files import MAX_CONFIG_BYTES, read_json, read_regular
+from shardwise.core.json_text import MAX_CONFIG_BYTES, read_json
 from shardwise.data.tokenizer.library import CONFIG_NAME, DeclaredTokens
 from shardwise.data.tokenizer.template_authors import Authors, Run
 from shardwise.data.tokenizer.template_limits import LimitedEnvironment, render

@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from shardwise.core.errors import DataError
-from shardwise.core.files import read_json
+from shardwise.core.json_text import read_json
 
 MAX_PART_CHARS = 1 << 20
 """Maximum length of a part, in characters."""

@@ -17,8 +17,9 @@ from typing import Protocol
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from shardwise.core.atomic_files import read_regular, write_atomically
 from shardwise.core.errors import ConfigError, DataError, VocabularyError
-from shardwise.core.files import read_json, read_regular, write_atomically
+from shardwise.core.json_text import read_json
 from shardwise.data.tokenizer import library
 from shardwise.data.tokenizer.growth import check_growth
 from shardwise.data.tokenizer.library import CONFIG_NAME, DeclaredTokens, panics_as_errors, shown
@@ -359,7 +360,7 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of special tokens."""
+        """Ids of the added tokens that the tokenizer's file marks as special."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 

@@ -27,8 +27,8 @@ from shardwise.megatron.core.transformer.transformer_config import TransformerCo
 from shardwise.models.experts.moe import MoELayer
 from shardwise.nn.replicated import replicas_of
 from shardwise.training.gradients import GradientBuffers, default_bucket_size
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.gradients.replicas import check_replicas, fingerprints
-from shardwise.training.optimizer.gradients import finalize_gradients_
 from shardwise.training.pipeline.stage import deferred_buffers
 
 __all__ = ["DistributedDataParallel", "DistributedDataParallelConfig", "finalize_model_grads"]

@@ -25,7 +25,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import Replicas
 from shardwise.core.topology import Groups
 from shardwise.exact.expert_products import linear_by_source
-from shardwise.kernels.planning import counts_on_host
+from shardwise.kernels.fake_device import counts_on_host
 from shardwise.models.config import ModelConfig
 from shardwise.models.experts.moe import ExpertWeights, MoELayer
 from shardwise.models.experts.router import RoutedBatch, Router, Routing, Sequences

@@ -96,7 +96,7 @@ class ExpertWeights(ShardedModule):
             if not isinstance(down_init, CounterNormal):
                 raise ConfigError(
                     f"experts: init_scale {experts.init_scale} is a factor of init_method_std, and this model has "
-                    "another output_layer_init_method; leave one out"
+                    "another output_layer_init_method; use one of them"
                 )
             down_init = dataclasses.replace(down_init, std=down_init.std * experts.init_scale)
         for name, layout, init in (
@@ -244,7 +244,7 @@ class MoELayer(GroupModule):
 
     @property
     def output_layout(self) -> Layout:
-        """Same as ``input_layout``."""
+        """Layout of the result, which has the input's shape."""
         return self.input_layout
 
     def forward(

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from shardwise.core.atomic_files import cannot_write, write_atomically
 from shardwise.core.communication.agreement import agree, check_same
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.errors import CheckpointError, ConfigError, DataError, ShardingError
-from shardwise.core.files import cannot_write, read_json, shown, write_atomically
+from shardwise.core.json_text import read_json, shown
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.tensor_files import read_box, read_header
 from shardwise.core.typed_json import Count, problem
@@ -54,7 +55,7 @@ class _Routing:
         self._chunks = [each for each in model.modules() if isinstance(each, TransformerModel)]
         groups, config = self._chunks[0].groups, self._chunks[0].config
         if config.experts is None:
-            raise ConfigError("the model has no experts, whose routing could be recorded or replayed")
+            raise ConfigError("the model has no experts, so there is no routing to record or replay")
         self._groups = [group for group in (groups.tp, groups.dp, groups.pp) if group is not None]
         self._rank, self._num_ranks = groups.data.samples
         self._numbers: dict[nn.Module, int] = {
@@ -87,7 +88,7 @@ class _Routing:
         finally:
             for chunk in self._chunks:
                 chunk.rerouting = None
-        self._end(number)
+        self._finish_step(number)
 
     def check_steps(self, steps: range) -> None:
         """Raise ConfigError if one of these steps cannot be recorded or replayed."""
@@ -103,7 +104,7 @@ class _Routing:
         """Begin a forward pass of ``b`` samples; ``first`` is the number of this rank's samples before, in the step."""
         raise NotImplementedError
 
-    def _end(self, number: int) -> None:
+    def _finish_step(self, number: int) -> None:
         raise NotImplementedError
 
     def _rerouting(self, place: int) -> Any:
@@ -195,7 +196,7 @@ class RoutingRecorder(_Routing):
 
         return reroute
 
-    def _end(self, number: int) -> None:
+    def _finish_step(self, number: int) -> None:
         facts = sorted(set(self._counts)), sorted(self._lengths)
         for group in self._groups:
             check_same(facts, "the samples of a step and their lengths", group=group)
@@ -346,7 +347,7 @@ class RoutingReplay(_Routing):
 
         return reroute
 
-    def _end(self, number: int) -> None:
+    def _finish_step(self, number: int) -> None:
         def check() -> None:
             if any(count != len(self._hashes) for count in self._counts):
                 raise ConfigError(

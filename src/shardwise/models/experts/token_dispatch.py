@@ -20,7 +20,7 @@ from shardwise.core.communication import moves
 from shardwise.core.communication.collectives import all_gather, all_to_all
 from shardwise.core.layout import R, V
 from shardwise.core.typed import check_move, computed_locally
-from shardwise.kernels.planning import counts_on_host
+from shardwise.kernels.fake_device import counts_on_host
 from shardwise.models.config import ExpertWay
 from shardwise.models.experts.router import Routing, counts_of
 from shardwise.models.experts.spec import Experts

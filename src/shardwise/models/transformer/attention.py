@@ -120,9 +120,9 @@ class SelfAttention(CoreAttention):
     def _project(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, sequence: SequenceView | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.take_apart(self.linear_qkv(hidden, sequence=sequence), rotary)
+        return self.split_projection(self.linear_qkv(hidden, sequence=sequence), rotary)
 
-    def take_apart(self, mixed: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def split_projection(self, mixed: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Split ``[s, b, rows/t]`` into ``[s, b, heads/t, d]`` and two ``[s, b, groups/t, d]``.
 
         They are normed, clipped and rotated, in this order.

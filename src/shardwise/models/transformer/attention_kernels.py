@@ -20,8 +20,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.random import streams
 from shardwise.kernels.decode_attention import attend_to_cache
 from shardwise.kernels.dispatch import FLEXIBLE_ATTENTION, WIDEST_HEAD, why_repeat_keys
+from shardwise.kernels.fake_device import device_type_of
 from shardwise.kernels.partial_attention import has_flash_for_parts, is_causal_bias, takes_packed
-from shardwise.kernels.planning import device_type_of
 from shardwise.models.transformer.attention_backends import kernels_of
 from shardwise.models.transformer.attention_blocks import (
     Block,

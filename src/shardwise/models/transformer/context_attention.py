@@ -26,7 +26,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]
 """Attention of queries ``[b, heads, s, d]`` to keys and values ``[b, groups, keys, d]`` under a mask."""
 
 
-class Way(Protocol):
+class ContextMethod(Protocol):
     """Attention of this rank's positions to those of all context-parallel ranks.
 
     Args:
@@ -126,7 +126,7 @@ def attend_with_own_heads(
     return whole.view(own_size, b, -1, value_width).permute(1, 2, 0, 3)
 
 
-WAYS: dict[str, Way] = {"all_gather": attend_to_gathered, "a2a": attend_with_own_heads}
+METHODS: dict[str, ContextMethod] = {"all_gather": attend_to_gathered, "a2a": attend_with_own_heads}
 """Functions by ``config.cp_comm_type``."""
 
 
@@ -147,7 +147,7 @@ def _choice(heads: LocalHeads, ranks: int, *, draws: bool) -> tuple[str, str]:
     return "a2a", f"{ranks} ranks divide {groups} key-value heads"
 
 
-def chosen_way(asked: str, heads: LocalHeads, ranks: int, *, draws: bool) -> str:
+def choose_context_method(asked: str, heads: LocalHeads, ranks: int, *, draws: bool) -> str:
     """Return the name of the way in which attention works.
 
     Args:
@@ -159,8 +159,8 @@ def chosen_way(asked: str, heads: LocalHeads, ranks: int, *, draws: bool) -> str
     return asked if asked != "auto" else _choice(heads, ranks, draws=draws)[0]
 
 
-def described_way(asked: str, heads: LocalHeads, ranks: int, *, draws: bool) -> str:
-    """Return the name of the way, and the reason of ``"auto"``, for people; arguments as for ``chosen_way``."""
+def describe_context_method(asked: str, heads: LocalHeads, ranks: int, *, draws: bool) -> str:
+    """Return the method's name, and for ``"auto"`` the reason; arguments as for ``choose_context_method``."""
     return asked if asked != "auto" else ": ".join(_choice(heads, ranks, draws=draws))
 
 

@@ -16,7 +16,7 @@ from shardwise.core.random import streams
 from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention_kernels import KERNELS, Call, Options, choose, for_flash
-from shardwise.models.transformer.context_attention import WAYS, Attend, Way, chosen_way
+from shardwise.models.transformer.context_attention import METHODS, Attend, ContextMethod, choose_context_method
 from shardwise.models.transformer.heads import HeadSplit, LocalHeads
 from shardwise.models.transformer.masks import AttentionMask, AttentionSinks, AttnMaskType
 from shardwise.models.transformer.ring_attention import attend_in_ring
@@ -69,7 +69,7 @@ class CoreAttention(GroupModule):
         self.attn_mask_type = attn_mask_type
         self.head_dim = config.heads.width
         self.dropout = config.attention_dropout
-        self._way_asked = config.cp_comm_type
+        self._cp_comm_type = config.cp_comm_type
         self.softmax_scale = config.softmax_scale or 1 / math.sqrt(self.head_dim)
         self.logit_softcap = config.attention_logit_softcap
         self.window_size = config.window_size if config.windows(layer_number) else None
@@ -152,25 +152,25 @@ class CoreAttention(GroupModule):
             key, value = cache.append(self.layer_number, key, value)
         attend: Callable[..., Tensor] = self._attend
         if mask.context is not None:
-            attend = partial(self._way(mask.context), attend, shard=mask.context, heads=self.local_heads)
+            attend = partial(self._context_method(mask.context), attend, shard=mask.context, heads=self.local_heads)
         if self.recomputes_core and cache is None:
             attend = partial(recomputed, attend)
         context = attend(query, key, value, mask)
         return context.permute(2, 0, 1, 3).reshape(s, b, -1)
 
-    def _way(self, shard: ContextShard) -> Way:
+    def _context_method(self, shard: ContextShard) -> ContextMethod:
         draws = self.training and self.dropout > 0 and streams().rule == "global"
         if self._context is not None:
             # A sum of gradients of keys and values would round in another order.
-            return WAYS["a2a"]
-        way = chosen_way(self._way_asked, self.local_heads, shard.group.size(), draws=draws)
+            return METHODS["a2a"]
+        way = choose_context_method(self._cp_comm_type, self.local_heads, shard.group.size(), draws=draws)
         if draws and way == "all_gather":
             raise ConfigError(
                 f"attention_dropout {self.dropout} with training.rng global draws the mask of whole sequences, which "
                 "context-parallel ranks (cp) do not hold when they gather keys; use cp_comm_type a2a with at most as "
                 "many ranks as heads, training.rng per_rank, or attention_dropout 0"
             )
-        return self._attend_in_ring if way == "p2p" else WAYS[way]
+        return self._attend_in_ring if way == "p2p" else METHODS[way]
 
     def _attend_in_ring(
         self,
@@ -183,7 +183,7 @@ class CoreAttention(GroupModule):
         shard: ContextShard,
         heads: LocalHeads,
     ) -> Tensor:
-        """Attend to the keys and values of all context-parallel ranks as they arrive; a ``Way``."""
+        """Attend to the keys and values of all context-parallel ranks as they arrive; a ``ContextMethod``."""
         width = value.size(-1)
         query, key, value = for_flash(query, key, value, heads)
         own = torch.cat([key, value], dim=-1).permute(2, 0, 1, 3).contiguous()

@@ -106,7 +106,7 @@ class HiddenToHidden(GroupModule):
 
     @property
     def output_layout(self) -> Layout:
-        """Same as ``input_layout``."""
+        """Layout of the result, which has the input's shape."""
         return self.input_layout
 
 
@@ -179,27 +179,27 @@ class TransformerLayer(HiddenToHidden):
         ``batch`` is that of ``MoELayer.forward``; other keyword arguments are those of ``CoreAttention.forward``.
         """
         sequence = sequence or SequenceView.of(hidden, self._tp_group if self._sequence_parallel else None)
-        residual, input_, norm = self._before(hidden, self.input_layernorm)
+        residual, input_, norm = self._normed_input(hidden, self.input_layernorm)
         attended = self.self_attention(input_, sequence=sequence, **attention)
         if norm is not None:
             norm.discard_(attended)
-        added = self._branch(attended, self.post_self_attn_layernorm, sequence)
+        added = self._branch_output(attended, self.post_self_attn_layernorm, sequence)
         if self.is_parallel:
             residual = residual + added
-            _, input_, norm = self._before(hidden, self.pre_mlp_layernorm)
+            _, input_, norm = self._normed_input(hidden, self.pre_mlp_layernorm)
         else:
-            residual, input_, norm = self._between(residual, added)
+            residual, input_, norm = self._mlp_input(residual, added)
         mlp = partial(self.mlp, sequence=sequence, **({"batch": batch} if self._has_experts else {}))
         mixed = recomputed(mlp, input_) if self.recomputes_mlp else mlp(input_)
         if norm is not None:
             norm.discard_(mixed)
-        added = self._branch(mixed, self.post_mlp_layernorm, sequence)
+        added = self._branch_output(mixed, self.post_mlp_layernorm, sequence)
         # The norm after a pre-norm layer's sum belongs to the next layer, because layers are recomputed, sharded and
         # placed on stages one by one.
         norm_after = self.post_mlp_layernorm if self._norms_sum else None
         return residual + added if norm_after is None else self._norm.add_and_norm(norm_after, residual, added)[1]
 
-    def _branch(self, output: Tensor, norm: nn.Module | None, sequence: SequenceView) -> Tensor:
+    def _branch_output(self, output: Tensor, norm: nn.Module | None, sequence: SequenceView) -> Tensor:
         if norm is not None and not self._norms_sum:
             output = self._norm(norm, output)
         if self.residual_multiplier != 1.0:
@@ -207,7 +207,7 @@ class TransformerLayer(HiddenToHidden):
         added: Tensor = self.dropout(output, sequence)
         return added
 
-    def _before(self, hidden: Tensor, norm: nn.Module | None) -> _Input:
+    def _normed_input(self, hidden: Tensor, norm: nn.Module | None) -> _Input:
         if norm is None:
             return _Input(hidden, hidden, None)
         recomputation = OutputRecomputation() if self.recomputes_norms else None
@@ -215,13 +215,13 @@ class TransformerLayer(HiddenToHidden):
         normed = apply(hidden) if recomputation is None else recomputation.run(apply, hidden)
         return _Input(normed if self.residual_is_normed else hidden, normed, recomputation)
 
-    def _between(self, residual: Tensor, added: Tensor) -> _Input:
+    def _mlp_input(self, residual: Tensor, added: Tensor) -> _Input:
         """Add attention's output to the residual stream, and compute the MLP's input."""
         if self._norms_sum:
             assert self.post_self_attn_layernorm is not None
             _, normed = self._norm.add_and_norm(self.post_self_attn_layernorm, residual, added)
             return _Input(normed, normed, None)
         if self.recomputes_norms or self.pre_mlp_layernorm is None:
-            return self._before(residual + added, self.pre_mlp_layernorm)
+            return self._normed_input(residual + added, self.pre_mlp_layernorm)
         total, normed = self._norm.add_and_norm(self.pre_mlp_layernorm, residual, added)
         return _Input(normed if self.residual_is_normed else total, normed, None)

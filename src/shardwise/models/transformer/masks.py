@@ -15,8 +15,8 @@ from shardwise.core.errors import ShardingError
 from shardwise.core.initialization import CounterNormal
 from shardwise.core.sequence_view import ContextShard
 from shardwise.core.sharding import Interval, ParamLayout
+from shardwise.kernels.fake_device import device_type_of, outside_of_plans, planned_device
 from shardwise.kernels.flexible_attention import Functions
-from shardwise.kernels.planning import device_type_of, outside_of_plans, planned_device
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.attention_blocks import Block, Packed, Part, Run, runs_of_documents
 from shardwise.models.transformer.distance_bias import DistanceBias

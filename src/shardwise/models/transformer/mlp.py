@@ -155,7 +155,7 @@ class MLP(GroupModule):
 
     @property
     def output_layout(self) -> Layout:
-        """Same as ``input_layout``."""
+        """Layout of the result, which has the input's shape."""
         return self.linear_fc2.output_layout
 
     def forward(self, hidden: Tensor, *, sequence: SequenceView | None = None) -> Tensor:

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 import torch
 
+from shardwise.core.atomic_files import read_regular
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.core.files import MAX_CONFIG_BYTES, read_regular
+from shardwise.core.json_text import MAX_CONFIG_BYTES
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import Tokenizer

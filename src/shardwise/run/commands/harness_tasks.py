@@ -9,9 +9,9 @@ from importlib import import_module
 from os import PathLike
 from typing import Annotated, Any, Literal
 
+from shardwise.core.atomic_files import check_output, write_output
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import DataError, ShardwiseError
-from shardwise.core.files import check_output, write_output
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.tokenizer.library import DeclaredTokens
 from shardwise.models.gpt import GPT

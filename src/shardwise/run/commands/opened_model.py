@@ -12,7 +12,7 @@ import torch
 
 from shardwise.core.communication.agreement import agree, decide
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
-from shardwise.core.files import shown
+from shardwise.core.json_text import shown
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import ChatTemplate, PaddedTokenizer, Tokenizer

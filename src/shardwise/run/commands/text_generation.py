@@ -67,8 +67,8 @@ class OpenPrompt:
         ids, beginning = self.prompt_ids, list(self.tokenizer.beginning)
         if beginning and ids[len(beginning) : 2 * len(beginning)] == beginning:
             yield (
-                f"the prompt begins with {self.tokenizer.decode(beginning)}, which the tokenizer puts in front of "
-                "every text: it stands there twice"
+                f"the prompt begins with {self.tokenizer.decode(beginning)}, and the tokenizer adds it to every text, "
+                "so the model reads it twice"
             )
         if len(ids) > longest:
             yield f"the prompt has {len(ids)} tokens, of which the model reads the last {longest}"

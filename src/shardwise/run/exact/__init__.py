@@ -1,1 +1,1 @@
-"""The surroundings that exact runs fix, and trials of the operations that they rely on."""
+"""The environment that exact runs fix, and trials of the operations that they rely on."""

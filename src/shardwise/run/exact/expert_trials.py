@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.exact.expert_products import linear_by_source
 from shardwise.models.experts.exact_moe import ExactExperts, ExactRouter
-from shardwise.run.exact.layer_trials import MOST_MULTIPLICATIONS, Sides, TrialRun, on_several_threads, on_threads
+from shardwise.run.exact.layer_trials import MOST_MULTIPLICATIONS, ResultPair, TrialRun, on_several_threads, on_threads
 
 
 class ExpertKind(NamedTuple):
@@ -50,7 +50,7 @@ def expert_kinds(run: TrialRun) -> set[ExpertKind]:
     return kinds
 
 
-def try_experts(run: TrialRun, kind: ExpertKind, parts: int) -> Iterator[Sides]:
+def try_experts(run: TrialRun, kind: ExpertKind, parts: int) -> Iterator[ResultPair]:
     """Compare the output and all gradients of two matrices with those of each."""
     widths = (kind.rows, kind.columns) if kind.transposed else (kind.columns, kind.rows)
     most = max(1, min(run.rows, MOST_MULTIPLICATIONS // (kind.rows * kind.columns)))
@@ -63,7 +63,7 @@ def try_experts(run: TrialRun, kind: ExpertKind, parts: int) -> Iterator[Sides]:
         names = ("output", "input gradient", "weight gradient", "bias gradient")
         shapes = f"{[number, widths[0]]} by {[widths[1], widths[0]]}"
         for name, expected, *found in zip(names, whole, *each, strict=False):
-            yield Sides(torch.cat(found), expected, f"the {name} of {kind.what} product, {shapes}, on one thread,")
+            yield ResultPair(torch.cat(found), expected, f"the {name} of {kind.what} product, {shapes}, on one thread,")
 
 
 def router_softmaxes(run: TrialRun) -> dict[int, ExactRouter]:
@@ -71,7 +71,7 @@ def router_softmaxes(run: TrialRun) -> dict[int, ExactRouter]:
     return {len(router.weight): router for router in run.layers(ExactRouter)}
 
 
-def try_router_softmax(run: TrialRun, num: int, _: int) -> Iterator[Sides]:
+def try_router_softmax(run: TrialRun, num: int, _: int) -> Iterator[ResultPair]:
     """Compare the softmax of a micro-batch's tokens over ``num`` experts, and its gradient."""
     logits, incoming = (
         each.to(torch.promote_types(run.dtype, torch.float32)) for each in run.numbers(2, run.rows, num)
@@ -87,7 +87,7 @@ def try_router_softmax(run: TrialRun, num: int, _: int) -> Iterator[Sides]:
 
     each = zip(("softmax", "gradient of the softmax"), on_threads(1, scored), on_several_threads(scored), strict=True)
     for name, found, expected in each:
-        yield Sides(found, expected, f"the {name} of {run.rows:,} tokens over {num} experts, on one thread,")
+        yield ResultPair(found, expected, f"the {name} of {run.rows:,} tokens over {num} experts, on one thread,")
 
 
 def _multiplied(*given: Any, transposed: bool) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Trials of the layers that exact runs rely on: linear layers, attention, norms, biases and factors of adapters.
 
-A trial computes the same values in two ways, for a number of parts, and yields both as ``Sides``. ``trials`` has
+A trial computes the same values in two ways, for a number of parts, and yields both as ``ResultPair``. ``trials`` has
 the table of all trials and compares the bits.
 
 Linear layers: an output dimension that is not summed is compared column by column: the whole layer on several threads
@@ -62,7 +62,7 @@ _MOST_SCORES = 1 << 26
 _T = TypeVar("_T")
 
 
-class Sides(NamedTuple):
+class ResultPair(NamedTuple):
     """Two results that must have the same bits.
 
     Attributes:
@@ -224,7 +224,7 @@ def _cut(width: int, most: int) -> int:
     return width if width <= most else min(width, rest + max(_LEAST, (most - rest) // _PERIOD * _PERIOD))
 
 
-def try_split(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[Sides]:
+def try_split(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[ResultPair]:
     """Compare products whose columns or rows are split: each rank's against the same part of the whole product."""
     rows, (length, rest) = run.rows, divmod(kind.size // kind.sections, parts)
     most = min(MOST_ELEMENTS // kind.other, MOST_ELEMENTS // rows, MOST_MULTIPLICATIONS // (rows * kind.other))
@@ -260,15 +260,17 @@ def try_split(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[Sides]:
     for ranks, tokens in run.tokens():
         name, _, expected = whole[0]
         found = on_threads(1, partial(of_tokens, ranks, tokens))
-        yield Sides(found, expected[tokens], f"{kind.named(name, rows, 1)} of 1 in {ranks} tokens,")
+        yield ResultPair(found, expected[tokens], f"{kind.named(name, rows, 1)} of 1 in {ranks} tokens,")
     for ranks, layout, owns in kind.shards(section, kind.other, parts):
         for rank in {0, ranks // 2, ranks - 1} if ranks == parts else {ranks // 2}:
             results = on_threads(1, partial(of_rank, layout, rank, owns[rank]))
             for (name, dim, found), (_, _, expected) in zip(results, whole, strict=True):
-                yield Sides(found, _intervals(expected, layout.intervals[rank], dim), kind.named(name, rows, ranks))
+                yield ResultPair(
+                    found, _intervals(expected, layout.intervals[rank], dim), kind.named(name, rows, ranks)
+                )
 
 
-def try_summed(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[Sides]:
+def try_summed(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[ResultPair]:
     """Compare products that are summed over parts: the sum over ranks with some parts against one rank with all."""
     rows, sizes, held = run.rows, balanced_sizes(kind.size // kind.sections, parts), parts
     while held > 2 and rows * kind.sections * sum(sizes[:held]) > MOST_ELEMENTS:
@@ -289,7 +291,7 @@ def try_summed(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[Sides]:
     _, one, (everything,) = layouts[0]
     ranks, each, owns = layouts[-1]
     whole = on_several_threads(partial(of_rank, one, 0, everything))
-    yield Sides(on_threads(1, partial(of_rank, one, 0, everything)), whole, kind.named(name, rows, 1))
+    yield ResultPair(on_threads(1, partial(of_rank, one, 0, everything)), whole, kind.named(name, rows, 1))
 
     def of_tokens(ranks: int, tokens: slice) -> Tensor:
         products, own = kind.products(everything, held, ranks), left[tokens].clone()
@@ -297,13 +299,13 @@ def try_summed(run: TrialRun, kind: LinearKind, parts: int) -> Iterator[Sides]:
 
     for number, tokens in run.tokens():
         found = on_threads(1, partial(of_tokens, number, tokens))
-        yield Sides(found, whole[tokens], f"{kind.named(name, rows, 1)} of 1 in {number} tokens,")
+        yield ResultPair(found, whole[tokens], f"{kind.named(name, rows, 1)} of 1 in {number} tokens,")
     terms = [on_threads(1, partial(of_rank, each, rank, owns[rank])) for rank in range(ranks)]
-    yield Sides(tree_sum(terms), whole, kind.named(name, rows, ranks))
+    yield ResultPair(tree_sum(terms), whole, kind.named(name, rows, ranks))
     for fewer, layout, owns in layouts[1:-1]:
         rank, count = fewer // 2, ranks // fewer
         found = on_threads(1, partial(of_rank, layout, rank, owns[rank]))
-        yield Sides(found, tree_sum(terms[rank * count : (rank + 1) * count]), kind.named(name, rows, fewer))
+        yield ResultPair(found, tree_sum(terms[rank * count : (rank + 1) * count]), kind.named(name, rows, fewer))
 
 
 class RowOperation(NamedTuple):
@@ -358,7 +360,7 @@ def row_operations(run: TrialRun) -> Iterator[RowOperation]:
         yield RowOperation(what, partial(multiplied, factor), [factor], in_features, out_features)
 
 
-def try_rows(run: TrialRun, operation: RowOperation, parts: int) -> Iterator[Sides]:
+def try_rows(run: TrialRun, operation: RowOperation, parts: int) -> Iterator[ResultPair]:
     """Compare output, input gradient and parameter gradients: of all tokens at once against each rank's tokens."""
     what, function, params, in_features, out_features = operation
     input_, incoming = (run.numbers(run.length, run.batch, width) for width in (in_features, out_features))
@@ -379,7 +381,7 @@ def try_rows(run: TrialRun, operation: RowOperation, parts: int) -> Iterator[Sid
     for ranks in powers_of_two(parts):
         for number, (found, expected) in enumerate(zip(on_threads(1, partial(by_ranks, ranks)), whole, strict=True)):
             of = ("", "the input gradient of ", "a gradient of ")[min(number, 2)]
-            yield Sides(found, expected, f"{of}{what}, {list(input_.shape)}, {how_split(ranks)},")
+            yield ResultPair(found, expected, f"{of}{what}, {list(input_.shape)}, {how_split(ranks)},")
 
 
 def attention_layers(run: TrialRun) -> list[tuple[SelfAttention, bool]]:
@@ -389,7 +391,7 @@ def attention_layers(run: TrialRun) -> list[tuple[SelfAttention, bool]]:
     return [(layer, on) for layer in kinds.values() for on in {run.model.config.attention_dropout > 0, False}]
 
 
-def try_attention(run: TrialRun, kind: tuple[SelfAttention, bool], parts: int) -> Iterator[Sides]:
+def try_attention(run: TrialRun, kind: tuple[SelfAttention, bool], parts: int) -> Iterator[ResultPair]:
     """Compare the output and the gradient of the projected queries, keys and values: all heads against a rank's."""
     layer, has_dropout = kind
     heads, groups, width = run.model.config.heads
@@ -426,14 +428,14 @@ def try_attention(run: TrialRun, kind: tuple[SelfAttention, bool], parts: int) -
         with torch.enable_grad():
             own = of_input(mixed, split, rank).requires_grad_()
             mask = AttentionMask(document_ids=documents, alibi_slopes=slopes)
-            output = of_rank.attended(*of_rank.take_apart(own, tables), mask)
+            output = of_rank.attended(*of_rank.split_projection(own, tables), mask)
             (gradient,) = torch.autograd.grad(output, own, of_queries(incoming, split, rank))
         return output.detach(), gradient
 
     one = split_heads(heads, groups, 1)
     whole = on_several_threads(partial(attended, one, 0))
     for found, expected in zip(on_several_threads(partial(attended, one, 0)), whole, strict=True):
-        yield Sides(found, expected, name, NOT_DETERMINISTIC)
+        yield ResultPair(found, expected, name, NOT_DETERMINISTIC)
     for ranks in powers_of_two(min(parts, heads)):
         split = split_heads(heads, groups, ranks)
         try:
@@ -444,5 +446,5 @@ def try_attention(run: TrialRun, kind: tuple[SelfAttention, bool], parts: int) -
             continue
         for rank in {0, ranks // 2, ranks - 1}:
             output, gradient = on_threads(1, partial(attended, split, rank))
-            yield Sides(output, of_queries(whole[0], split, rank), f"{name}, {how_split(ranks)},")
-            yield Sides(gradient, of_input(whole[1], split, rank), f"the gradient of {name}, {how_split(ranks)},")
+            yield ResultPair(output, of_queries(whole[0], split, rank), f"{name}, {how_split(ranks)},")
+            yield ResultPair(gradient, of_input(whole[1], split, rank), f"the gradient of {name}, {how_split(ranks)},")

@@ -8,7 +8,7 @@ from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ParityError
 from shardwise.core.topology import Topology
 from shardwise.models.config import ModelConfig
-from shardwise.run.exact.surroundings import deterministic_algorithms
+from shardwise.run.exact.environment import deterministic_algorithms
 from shardwise.run.exact.trials import check_device
 from shardwise.run.parity import Parity, compare_layouts
 from shardwise.run.tasks.task import Session

@@ -42,7 +42,7 @@ from shardwise.run.exact.expert_trials import expert_kinds, router_softmaxes, tr
 from shardwise.run.exact.layer_trials import (
     MOST_ELEMENTS,
     NOT_DETERMINISTIC,
-    Sides,
+    ResultPair,
     TrialRun,
     attention_layers,
     how_split,
@@ -134,25 +134,25 @@ class Trial(NamedTuple):
     Attributes:
         run: class of the runs that the trial is for.
         cases: returns the cases to try in a run, such as its kinds of layers.
-        sides: yields the pairs of results that must have the same bits, for a case and a number of parts.
+        pairs: yields the pairs of results that must have the same bits, for a case and a number of parts.
     """
 
     run: type[TrialRun]
     cases: Callable[[Any], Iterable[Any]]
-    sides: Callable[[Any, Any, int], Iterator[Sides]]
+    pairs: Callable[[Any, Any, int], Iterator[ResultPair]]
 
 
 def _differences(run: TrialRun) -> tuple[list[str], int]:
     """Return the first difference of each trial and case, and the largest number of parts without a difference."""
     found, fitting, before = [], run.parts, streams().snapshot()
-    tried = ((trial.sides, case) for trial in TRIALS if trial.run is type(run) for case in trial.cases(run))
+    tried = ((trial.pairs, case) for trial in TRIALS if trial.run is type(run) for case in trial.cases(run))
     try:
         with torch.no_grad():
-            for sides, case in tried:
-                if difference := _first_difference(sides(run, case, run.parts)):
+            for pairs, case in tried:
+                if difference := _first_difference(pairs(run, case, run.parts)):
                     found.append(difference)
                     parts = run.parts // 2
-                    while parts and _first_difference(sides(run, case, parts)):
+                    while parts and _first_difference(pairs(run, case, parts)):
                         parts //= 2
                     fitting = min(fitting, parts)
     finally:
@@ -160,8 +160,8 @@ def _differences(run: TrialRun) -> tuple[list[str], int]:
     return found, fitting
 
 
-def _first_difference(sides: Iterable[Sides]) -> str | None:
-    for found, expected, what, differs in sides:
+def _first_difference(pairs: Iterable[ResultPair]) -> str | None:
+    for found, expected, what, differs in pairs:
         if not torch.equal(found, expected):
             number = f"{int((found != expected).sum()):,} of {expected.numel():,} elements"
             return f"{what} {differs or f'has other bits: {number}'}"
@@ -192,7 +192,7 @@ def _embeddings(run: TrialRun) -> Iterator[tuple[int, int, bool, Tensor]]:
         yield rows, width, deterministic, run.ids(rows, run.length, run.batch)
 
 
-def _try_embedding(run: TrialRun, kind: tuple[int, int, bool, Tensor], parts: int) -> Iterator[Sides]:
+def _try_embedding(run: TrialRun, kind: tuple[int, int, bool, Tensor], parts: int) -> Iterator[ResultPair]:
     rows, width, deterministic, ids = kind
     weight, incoming = run.numbers(rows, width), run.numbers(*ids.shape, width)
 
@@ -207,15 +207,15 @@ def _try_embedding(run: TrialRun, kind: tuple[int, int, bool, Tensor], parts: in
     name = f"an embedding {[rows, width]}"
     output, gradient = on_several_threads(partial(embedded, 0, rows))
     again = on_several_threads(partial(embedded, 0, rows))[1]
-    yield Sides(again, gradient, f"the gradient of {name}", NOT_DETERMINISTIC)
+    yield ResultPair(again, gradient, f"the gradient of {name}", NOT_DETERMINISTIC)
     for ranks in powers_of_two(min(parts, rows)):
         shards = intervals_of_sizes(balanced_sizes(rows, ranks))
         for rank in {0, ranks // 2, ranks - 1}:
             start, stop = shards[rank]
             found, found_gradient = on_threads(1, partial(embedded, start, stop))
             own = ((ids >= start) & (ids < stop)).unsqueeze(-1)
-            yield Sides(found, output.masked_fill(~own, 0.0), f"{name}, {how_split(ranks)},")
-            yield Sides(found_gradient, gradient[start:stop], f"the gradient of {name}, {how_split(ranks)},")
+            yield ResultPair(found, output.masked_fill(~own, 0.0), f"{name}, {how_split(ranks)},")
+            yield ResultPair(found_gradient, gradient[start:stop], f"the gradient of {name}, {how_split(ranks)},")
 
 
 def _vocabularies(run: TrialRun) -> set[int]:
@@ -224,7 +224,7 @@ def _vocabularies(run: TrialRun) -> set[int]:
     return {each.vocab_size for each in ends if each.vocab_size is not None}
 
 
-def _try_loss(run: TrialRun, vocab_size: int, parts: int) -> Iterator[Sides]:
+def _try_loss(run: TrialRun, vocab_size: int, parts: int) -> Iterator[ResultPair]:
     """Compare two parts of the vocabulary as views of one tensor against the same parts in separate tensors."""
     config = run.model.config
     options = LossOptions(softcap=config.final_logit_softcap, temperature=config.logits_scaling)
@@ -254,20 +254,20 @@ def _try_loss(run: TrialRun, vocab_size: int, parts: int) -> Iterator[Sides]:
 
     whole = on_several_threads(partial(losses, True))
     for found, expected, what in zip(on_threads(1, partial(losses, False)), whole, ("loss", "gradient"), strict=True):
-        yield Sides(
+        yield ResultPair(
             found, expected, f"the {what} of {tokens:,} tokens over parts of {vocab_size:,} ids, on one thread,"
         )
 
 
-def _try_sum_of_losses(run: TrialRun, _: object, __: int) -> Iterator[Sides]:
+def _try_sum_of_losses(run: TrialRun, _: object, __: int) -> Iterator[ResultPair]:
     losses = run.numbers(run.batch, run.length).to(torch.promote_types(run.dtype, torch.float32))
     for dtype in (None, torch.float64):
         summed = partial(deterministic_sum, losses, dtype)
         what = f"the sum of the losses of {list(losses.shape)} tokens, on one thread,"
-        yield Sides(on_threads(1, summed), on_several_threads(summed), what)
+        yield ResultPair(on_threads(1, summed), on_several_threads(summed), what)
 
 
-def _try_activation(run: TrialRun, _: object, parts: int) -> Iterator[Sides]:
+def _try_activation(run: TrialRun, _: object, parts: int) -> Iterator[ResultPair]:
     config = run.model.config
     assert config.ffn_hidden_size is not None
     width = config.ffn_hidden_size * (1 + config.gated_linear_unit)
@@ -293,11 +293,11 @@ def _try_activation(run: TrialRun, _: object, parts: int) -> Iterator[Sides]:
         each = (pieces(inner, sections, ranks), pieces(output, 1, ranks), pieces(gradient, sections, ranks))
         for part, expected, expected_gradient in zip(*each, strict=True):
             found, found_gradient = on_threads(1, partial(activated, part))
-            yield Sides(found, expected, f"the activation {where}")
-            yield Sides(found_gradient, expected_gradient, f"the activation's gradient {where}")
+            yield ResultPair(found, expected, f"the activation {where}")
+            yield ResultPair(found_gradient, expected_gradient, f"the activation's gradient {where}")
 
 
-def _try_squares(run: TrialRun, _: object, __: int) -> Iterator[Sides]:
+def _try_squares(run: TrialRun, _: object, __: int) -> Iterator[ResultPair]:
     """Compare the gradient of some columns of a weight, as a view, against the same elements in a separate tensor."""
     part = run.numbers(257, 1024)[:, 301:702]
     sums = (
@@ -305,7 +305,7 @@ def _try_squares(run: TrialRun, _: object, __: int) -> Iterator[Sides]:
         on_several_threads(partial(sums_of_squares, part)),
     )
     found, expected = (torch.tensor(each, dtype=torch.float64) for each in sums)
-    yield Sides(found, expected, f"the sum of squares of a gradient {list(part.shape)}, on one thread,")
+    yield ResultPair(found, expected, f"the sum of squares of a gradient {list(part.shape)}, on one thread,")
 
 
 _Update = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
@@ -330,7 +330,7 @@ def _updates(run: UpdateRun) -> Iterator[tuple[_Update, list[int], str]]:
         yield _muon, _ELEMENTS, "Muon"
 
 
-def _try_update(run: UpdateRun, case: tuple[_Update, list[int], str], _: int) -> Iterator[Sides]:
+def _try_update(run: UpdateRun, case: tuple[_Update, list[int], str], _: int) -> Iterator[ResultPair]:
     """Compare the update of a whole tensor against the updates of its pieces."""
     update, sizes, name = case
     weight, gradient = run.numbers(2, sum(sizes))
@@ -338,7 +338,7 @@ def _try_update(run: UpdateRun, case: tuple[_Update, list[int], str], _: int) ->
     pieces = update(weight.split(sizes), gradient.split(sizes))
     for number, expected in enumerate(whole):
         found = torch.cat(list(pieces[number :: len(whole)]))
-        yield Sides(found, expected, f"an update of {name} of a piece of {sum(sizes)} elements")
+        yield ResultPair(found, expected, f"an update of {name} of a piece of {sum(sizes)} elements")
 
 
 def _matrices(run: UpdateRun) -> list[tuple[int, ...]]:
@@ -346,11 +346,11 @@ def _matrices(run: UpdateRun) -> list[tuple[int, ...]]:
     return sorted(matrix_shapes(run.model)) if is_tried else []
 
 
-def _try_orthogonalized(run: UpdateRun, shape: tuple[int, ...], _: int) -> Iterator[Sides]:
+def _try_orthogonalized(run: UpdateRun, shape: tuple[int, ...], _: int) -> Iterator[ResultPair]:
     matrix = run.numbers(*shape).to(product_dtype(PRECISIONS[run.settings.training.dtype].params_dtype))
     # The products of every step have the same shapes.
     step = partial(orthogonalized, matrix, 1)
-    yield Sides(on_threads(1, step), step(), f"Muon's product of a matrix {list(shape)} on one thread")
+    yield ResultPair(on_threads(1, step), step(), f"Muon's product of a matrix {list(shape)} on one thread")
 
 
 def _adamw(

@@ -82,9 +82,9 @@ class Watch:
         self._interval = min(_LONGEST_INTERVAL, self._patience / 5)
         self._waits_in_stream = waits_in_stream
         host = socket.gethostname()
-        self._own = Beat(rank, 0, os.getpid(), os.environ.get("GROUP_RANK", host), host, "preparing")
+        self._own = Heartbeat(rank, 0, os.getpid(), os.environ.get("GROUP_RANK", host), host, "preparing")
         self._doing, self._is_limited = "preparing", False
-        self._heard: dict[int, tuple[Beat, float]] = {}
+        self._heard: dict[int, tuple[Heartbeat, float]] = {}
         self._answered = time.monotonic()
         # Listen to all ranks at first, to learn their hosts, and always to the next rank, so that each has a listener.
         self._next = (rank + 1) % world_size
@@ -100,7 +100,7 @@ class Watch:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start watching."""
+        """Publish the first heartbeat, and start the threads that exchange heartbeats and look for lost ranks."""
         self._store.set(str(self._own.rank), self._own.to_text())
         for name, body in (("shardwise-beats", self._exchange), ("shardwise-watch", self._watch)):
             thread = threading.Thread(target=body, name=name, daemon=True)
@@ -129,7 +129,7 @@ class Watch:
             with contextlib.suppress(Exception):
                 self._store.set(str(self._own.rank), self._own.to_text())
                 for rank in sorted(self._wanted):
-                    beat = Beat.from_text(self._store.get(str(rank)))
+                    beat = Heartbeat.from_text(self._store.get(str(rank)))
                     known = self._heard.get(rank)
                     if known is None or known[0].number != beat.number:
                         self._heard[rank] = beat, time.monotonic()
@@ -142,7 +142,7 @@ class Watch:
             while not self._stopping.wait(self._interval):
                 self._look()
         except DesyncError:
-            self._end()
+            self._exit()
 
     def _wake(self, cause: Cause) -> None:
         """Continue stopped processes of this host, so that they receive the signals of their launcher."""
@@ -152,7 +152,7 @@ class Watch:
                 with contextlib.suppress(OSError):
                     os.kill(beat.pid, signal.SIGCONT)
 
-    def _end(self) -> NoReturn:
+    def _exit(self) -> NoReturn:
         kind, error, trace = sys.exc_info()
         assert kind is not None
         try:
@@ -174,7 +174,7 @@ class Watch:
             return  # The group was destroyed in the meantime.
         self._own = own
         if len(self._heard) == self._world_size - 1:
-            self._listen_to({self._next} | (self._suspects() if own.waits >= self._patience / 3 else set()))
+            self._listen_to({self._next} | (self._suspected_ranks() if own.waits >= self._patience / 3 else set()))
         if own.waits >= self._patience:
             cause = cause_of_waiting(own, self._others(now), quiet=self._quiet, unheard=now - self._answered)
             if wait is not None:
@@ -184,13 +184,15 @@ class Watch:
                 self._wake(cause)
                 raise DesyncError(cause.text)
 
-    def _observe(self, thread: int, wait: agreement.Wait | None, now: float) -> Beat:
+    def _observe(self, thread: int, wait: agreement.Wait | None, now: float) -> Heartbeat:
         collectives = _collectives()
         progress = (self._doing, collectives, None if wait is None else wait.since)
         if progress != self._progress:
             self._progress, self._progressed = progress, now
         last = self._own
-        own = Beat(last.rank, last.number + 1, last.pid, last.node, last.host, self._doing, collectives=collectives)
+        own = Heartbeat(
+            last.rank, last.number + 1, last.pid, last.node, last.host, self._doing, collectives=collectives
+        )
         if wait is None:
             return self._with_suspicion(own, now - self._progressed, now)
         waits = now - max(wait.since, self._awake)
@@ -204,7 +206,7 @@ class Watch:
             missing=None if wait.missing is None else tuple(wait.missing()),
         )
 
-    def _with_suspicion(self, own: Beat, idle: float, now: float) -> Beat:
+    def _with_suspicion(self, own: Heartbeat, idle: float, now: float) -> Heartbeat:
         """Add a suspected wait to a beat without one: no progress may be work, or a wait in a library or stream."""
         if idle < self._patience / 3:
             return own
@@ -222,7 +224,7 @@ class Watch:
         both = (own.rank, self._next)
         return dataclasses.replace(own, waits=silent, call="another operation", ranks=both, missing=(self._next,))
 
-    def _suspects(self) -> set[int]:
+    def _suspected_ranks(self) -> set[int]:
         """Return the ranks that this one waits for, directly or through other ranks."""
         found, left = set(), set(self._own.ranks)
         while left:
@@ -233,9 +235,9 @@ class Watch:
                     left |= set(self._heard[rank][0].ranks)
         return found
 
-    def _others(self, now: float) -> dict[int, Heard]:
+    def _others(self, now: float) -> dict[int, PeerStatus]:
         return {
-            rank: Heard(
+            rank: PeerStatus(
                 beat,
                 0.0 if beat.left else now - max(since, self._listened.get(rank, now)),
                 since >= self._listened.get(rank, now),
@@ -269,7 +271,7 @@ def _collectives() -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A heartbeat of a rank.
 
     Attributes:
@@ -305,7 +307,7 @@ class Beat:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_text(cls, text: str | bytes) -> Beat:
+    def from_text(cls, text: str | bytes) -> Heartbeat:
         """Parse the JSON of ``to_text``."""
         value: dict[str, Any] = json.loads(text)
         missing = value["missing"]
@@ -313,7 +315,7 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Heard:
+class PeerStatus:
     """The last heartbeat that one rank received from another.
 
     Attributes:
@@ -322,7 +324,7 @@ class Heard:
         fresh: True if the heartbeat arrived after this rank started listening.
     """
 
-    beat: Beat
+    beat: Heartbeat
     silent: float
     fresh: bool = True
 
@@ -344,7 +346,7 @@ class Cause:
     stuck: float
 
 
-def cause_of_waiting(own: Beat, heard: Mapping[int, Heard], *, quiet: float, unheard: float = 0.0) -> Cause:
+def cause_of_waiting(own: Heartbeat, heard: Mapping[int, PeerStatus], *, quiet: float, unheard: float = 0.0) -> Cause:
     """Find the cause of this rank's wait.
 
     Args:
@@ -354,7 +356,7 @@ def cause_of_waiting(own: Beat, heard: Mapping[int, Heard], *, quiet: float, unh
         unheard: seconds since the store last answered; the beats are outdated by this time.
     """
     lost = unheard >= quiet
-    known = {**heard, own.rank: Heard(own, 0.0)}
+    known = {**heard, own.rank: PeerStatus(own, 0.0)}
     first = _missing(own, known, quiet, lost)
     roots: dict[int, None] = {}
     circle: list[float] = [own.waits]
@@ -391,7 +393,7 @@ def cause_of_waiting(own: Beat, heard: Mapping[int, Heard], *, quiet: float, unh
     return Cause(ranks, text, max(silence.values(), default=0.0), stuck)
 
 
-def ranks_behind(own: Beat, heard: Mapping[int, Heard], *, quiet: float) -> tuple[int, ...]:
+def ranks_behind(own: Heartbeat, heard: Mapping[int, PeerStatus], *, quiet: float) -> tuple[int, ...]:
     """Return the ranks that are silent or have started fewer collectives than ``own`` in a group that both are in."""
     return tuple(
         rank
@@ -404,7 +406,7 @@ def ranks_behind(own: Beat, heard: Mapping[int, Heard], *, quiet: float) -> tupl
     )
 
 
-def _missing(beat: Beat, known: Mapping[int, Heard], quiet: float, lost: bool) -> list[int]:
+def _missing(beat: Heartbeat, known: Mapping[int, PeerStatus], quiet: float, lost: bool) -> list[int]:
     """Return the ranks that the sender of ``beat`` waits for directly."""
     if beat.missing is not None:
         return list(beat.missing)
@@ -425,7 +427,7 @@ def _missing(beat: Beat, known: Mapping[int, Heard], quiet: float, lost: bool) -
     return silent + behind or others
 
 
-def _silence(rank: int, known: Mapping[int, Heard], lost: bool, unheard: float, node: str) -> float:
+def _silence(rank: int, known: Mapping[int, PeerStatus], lost: bool, unheard: float, node: str) -> float:
     if rank not in known:
         return unheard
     if lost:
@@ -433,7 +435,7 @@ def _silence(rank: int, known: Mapping[int, Heard], lost: bool, unheard: float, 
     return known[rank].silent
 
 
-def _names(ranks: Sequence[int], known: Mapping[int, Heard], own: Beat) -> str:
+def _names(ranks: Sequence[int], known: Mapping[int, PeerStatus], own: Heartbeat) -> str:
     """Format ranks: "rank 1", or "ranks 1 on b and 3 on c" if there are several hosts."""
     several = len({heard.beat.node for heard in known.values()}) > 1
     names = [

@@ -90,7 +90,7 @@ class LoraSettings(Checked, prefix="--"):
                 )
             if self.lora_merge:
                 raise ConfigError(
-                    f"{flag} and --lora-merge exclude each other: adapters have no room in a quantised base; write the "
+                    f"{flag} cannot be used with --lora-merge: adapters have no room in a quantised base; write the "
                     "adapters, and merge them into the base as it is: shardwise export-hf OUT --out MERGED --merge"
                 )
         if self.lora_from is not None:
@@ -108,7 +108,7 @@ class LoraSettings(Checked, prefix="--"):
             )
             require(
                 self.lora_target_pattern is None or not self.changed("lora_targets"),
-                "--lora-targets and --lora-target-pattern both say which layers get adapters; leave one out",
+                "--lora-targets cannot be used with --lora-target-pattern: both say which layers get adapters",
             )
             self.config()
 
@@ -250,9 +250,9 @@ class FinetuneSettings(RunSettings):
         super()._check_together()
         if (kind := self.lora.base_quantization) != "none":
             cases = (self.parallel.fsdp, "--fsdp"), (self.parallel.exact, "--exact")
-            refuse(f"--base-quantization {kind} and {{}} exclude each other; leave one out", *cases)
+            refuse(f"--base-quantization {kind} cannot be used with {{}}", *cases)
         if self.lora.is_on and self.parallel.virtual_stages > 1:
-            raise ConfigError("adapters and --virtual-stages over 1 exclude each other; use another schedule")
+            raise ConfigError("adapters cannot be used with --virtual-stages over 1; use another schedule")
         if self.lora.is_on and self.optimizer.name == "muon":
             raise ConfigError(
                 "--optimizer.name muon is for the weight matrices of transformer layers, and adapters leave them "
@@ -260,8 +260,8 @@ class FinetuneSettings(RunSettings):
             )
         if self.samples.epochs is not None and self.training.steps != _STEPS:
             raise ConfigError(
-                f"--epochs {self.samples.epochs:g} and --training.steps {self.training.steps} exclude each other; "
-                "leave one of them out"
+                f"--epochs {self.samples.epochs:g} cannot be used with --training.steps {self.training.steps}: both "
+                "say how long to train"
             )
         if self.optimizer.learning_rate is None:
             rate = self.learning_rates[self.lora.is_on]
@@ -291,7 +291,7 @@ class PreferenceSettings(Checked, prefix="--"):
     def _check_together(self) -> None:
         if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
             raise ConfigError(
-                f"--label-smoothing {self.label_smoothing:g} and --loss-type {self.loss_type} exclude each other; use "
+                f"--label-smoothing {self.label_smoothing:g} cannot be used with --loss-type {self.loss_type}; use "
                 "sigmoid or robust"
             )
 
@@ -313,10 +313,10 @@ class DpoSettings(FinetuneSettings):
     def _check_together(self) -> None:
         super()._check_together()
         refuse(
-            "dpo has no {}; leave it out",
+            "dpo cannot be used with {}",
             (self.samples.packing, "--packing: the answers of a pair are rows of one batch"),
-            (not self.samples.mask_prompts, "--no-mask-prompts: what is compared are the answers to one prompt"),
-            (self.samples.too_long == "split", "--too-long split: a part of an answer is not what people chose; cut"),
+            (not self.samples.mask_prompts, "--no-mask-prompts: it compares answers, so prompts are always masked"),
+            (self.samples.too_long == "split", "--too-long split: a pair cannot be split; use --too-long cut"),
             (self.parallel.exact, "--exact: the loss of preferences has no exact form"),
         )
         if self.model.dropout is None:

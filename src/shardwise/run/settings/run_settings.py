@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 import tyro
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import shown
+from shardwise.core.json_text import shown
 from shardwise.models.experts import Balanced, Dropped
 from shardwise.models.recomputation import Recomputation
 from shardwise.training import bounds
@@ -241,7 +241,7 @@ class RunSettings(StepSettings):
         self.profile.check_steps(0, self.training.steps)
         require(
             self.record_routing is None or self.replay_routing is None,
-            "record-routing and replay-routing exclude each other; leave one of them out",
+            "record-routing cannot be used with --replay-routing: a replayed run makes the choices of its recording",
         )
 
     @property

@@ -12,7 +12,7 @@ def task_of(settings: RunSettings) -> Task:
         assert isinstance(settings, Settings)
         return Task(settings, NewModel(settings), NewTexts(settings))
     from shardwise.run.tasks.pretrained_model import PretrainedModel
-    from shardwise.run.tasks.results import leave_adapters, leave_model
+    from shardwise.run.tasks.results import write_adapters, write_model
 
     source = PretrainedModel(settings)
     method: Method
@@ -25,4 +25,4 @@ def task_of(settings: RunSettings) -> Task:
 
         method = Examples(source)
     keeps_adapters = settings.lora.is_on and not settings.lora.lora_merge
-    return Task(source.settings, source, method, leave_adapters if keeps_adapters else leave_model)
+    return Task(source.settings, source, method, write_adapters if keeps_adapters else write_model)

@@ -5,17 +5,17 @@ import shutil
 import sys
 from pathlib import Path
 
+from shardwise.core.atomic_files import write_atomically
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import write_atomically
+from shardwise.run.banner import banner
+from shardwise.run.exact.environment import fix_order_of_mkl
 from shardwise.run.exact.parity import check_exact_parity
-from shardwise.run.exact.surroundings import fix_order_of_mkl
 from shardwise.run.parity import Parity, check_parity
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import Settings
 from shardwise.run.tasks.task import Outcome, Session, Task, compared
 from shardwise.run.tasks.task_data import TaskData
 from shardwise.run.tasks.texts import NewModel, NewTexts
-from shardwise.run.wording import banner
 
 _EXACT_STEPS = 10
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 import shardwise
-from shardwise.core.files import read_regular
+from shardwise.core.atomic_files import read_regular
 from shardwise.run.metrics import read_metrics
 from shardwise.storage.huggingface.tensor_folder import BASE_README_NAME, README_NAME, own_file
 

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardwise.core.atomic_files import open_regular, write_atomically
 from shardwise.core.communication import moves
 from shardwise.core.communication.agreement import agree, decide
 from shardwise.core.communication.collectives import all_reduce, split_for_rank
 from shardwise.core.errors import CheckpointError, DivergenceError
-from shardwise.core.files import open_regular, write_atomically
 from shardwise.core.topology import Groups
 from shardwise.data import (
     IGNORE_INDEX,

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise.core.atomic_files import open_regular, read_regular
 from shardwise.core.errors import CheckpointError, ConfigError
-from shardwise.core.files import MAX_CONFIG_BYTES, open_regular, read_regular
+from shardwise.core.json_text import MAX_CONFIG_BYTES
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import PaddedTokenizer
 from shardwise.models.config import ModelConfig

@@ -5,9 +5,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardwise.core.atomic_files import write_atomically
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import write_atomically
 from shardwise.models.description import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.settings import FinetuneSettings
@@ -20,7 +20,7 @@ from shardwise.storage.huggingface.pretrained import CONFIG_NAME
 from shardwise.storage.huggingface.tensor_folder import README_NAME
 
 
-def leave_adapters(session: Session) -> None:
+def write_adapters(session: Session) -> None:
     """Write the run's adapters into its folder; every rank calls.
 
     ``adapter_config.json`` is written last: if it exists, the adapters are complete.
@@ -43,7 +43,7 @@ def leave_adapters(session: Session) -> None:
     agree(lambda: add_files() if session.ranks.is_first else None, group=control)
 
 
-def leave_model(session: Session) -> None:
+def write_model(session: Session) -> None:
     """Write the fine-tuned model, or the one with its adapters merged, into the run's folder; every rank calls.
 
     ``config.json`` is written last: if it exists, the model is complete.

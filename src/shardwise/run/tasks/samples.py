@@ -18,8 +18,8 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from shardwise.core.atomic_files import write_atomically
 from shardwise.core.errors import ConfigError, DataError
-from shardwise.core.files import write_atomically
 from shardwise.data import (
     Corpus,
     Encoded,

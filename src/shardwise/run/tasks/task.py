@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardwise.core.communication.overlap import Pass, Way
+from shardwise.core.communication.overlap import OverlapMethod, Pass
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader
 from shardwise.models.config import ModelConfig
@@ -30,7 +30,7 @@ from shardwise.training.objective import Objective
 from shardwise.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from shardwise.run.shortage import Shortage
+    from shardwise.run.out_of_memory import MemoryShortage
 
 
 class Source(Protocol):
@@ -91,7 +91,7 @@ class Session:
         loader: loader of the training batches.
         trainer: model and optimizer.
         routing: the recorder or the replay of the experts that tokens choose, if the settings name one.
-        ways: how each pass of the layers overlaps with its collective, with ``parallel.tp_comm_overlap``.
+        overlap: how each pass of the layers overlaps with its collective, with ``parallel.tp_comm_overlap``.
         transport: transport of tensors between the tensor-parallel ranks.
         num_parameters: number of parameters of the whole model, tied weights counted once.
         utilisation: reference for the hardware utilisation of the steps.
@@ -106,15 +106,15 @@ class Session:
     loader: DataLoader
     trainer: Trainer
     routing: StepRouting | None
-    ways: list[tuple[Pass, Way]]
+    overlap: list[tuple[Pass, OverlapMethod]]
     transport: str
     num_parameters: int
     utilisation: Utilisation
-    shortage: Shortage
+    shortage: MemoryShortage
 
     @property
     def out(self) -> Path:
-        """The run's folder."""
+        """Folder for checkpoints, metrics and the final files (``--out``)."""
         return Path(self.settings.out)
 
     @property
@@ -158,7 +158,7 @@ class Outcome:
 def summary(session: Session, outcome: Outcome) -> str:
     """Format the result of a run and its folder."""
     references = f" ({compared(outcome)})" if outcome.references else ""
-    lines = [session.trainer.objective.of_evaluation.outcome(outcome.held_out) + references]
+    lines = [session.trainer.objective.for_evaluation.outcome(outcome.held_out) + references]
     if outcome.first_loss is not None and outcome.last_loss is not None:
         lines.append(f"loss {outcome.first_loss:.3f} -> {outcome.last_loss:.3f} in {outcome.seconds:.0f} s")
     lines.append(f"files: {session.out} (checkpoint {outcome.checkpoint.name})")
@@ -170,7 +170,7 @@ def compared(outcome: Outcome) -> str:
     return ", ".join(f"{name} {value:.3f}" for name, value in outcome.references.items())
 
 
-def leave_nothing(session: Session) -> None:
+def write_nothing(session: Session) -> None:
     """Write nothing; the run has no files other than its checkpoints."""
 
 
@@ -182,14 +182,14 @@ class Task:
         settings: settings of the run.
         source: source of the model.
         method: data and objective.
-        leave: callback that writes the final files after the last step is saved; every rank calls.
+        write: callback that writes the final files after the last step is saved; every rank calls.
         report: callback that returns the text printed at the end.
     """
 
     settings: RunSettings
     source: Source
     method: Method
-    leave: Callable[[Session], None] = leave_nothing
+    write: Callable[[Session], None] = write_nothing
     report: Callable[[Session, Outcome], str] = summary
 
     @property

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from shardwise.core.atomic_files import check_folder
 from shardwise.core.communication.agreement import agree, check_same
 from shardwise.core.errors import DataError, UnwritableError
-from shardwise.core.files import check_folder
 from shardwise.data import HeldOut, Rows
 from shardwise.data.json_records import counted
 from shardwise.data.tokenizer import Tokenizer

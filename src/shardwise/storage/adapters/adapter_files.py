@@ -18,9 +18,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from shardwise.core.atomic_files import write_atomically
 from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import CheckpointError, ConfigError
-from shardwise.core.files import first_of, write_atomically
+from shardwise.core.json_text import first_of
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.sharding import ParamLayout
 from shardwise.core.tensor_files import StoredTensor, check_finite, read_box, read_header
@@ -135,7 +136,7 @@ def save_adapter(
     }
     for each in trained_of(model).parameters:
         whole = gather_parameter(each.base.param, each.base.layout, group=model.tp_group).cpu()
-        parts = each.base.composition.take_apart(whole)
+        parts = each.base.composition.to_stored(whole)
         # Tensors that share memory cannot be stored.
         tensors |= {_key_of_base(name, adapted): parts[name].clone() for name in each.tensors}
     facts = [

@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from shardwise.core.atomic_files import open_regular
 from shardwise.core.errors import CheckpointError
-from shardwise.core.files import open_regular
 from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest
 
 PUBLISHED = re.compile(r"(step-\d{8,})")

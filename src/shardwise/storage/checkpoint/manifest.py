@@ -15,8 +15,9 @@ from typing import Annotated, Any, TypedDict
 
 import torch
 
+from shardwise.core.atomic_files import can_be_a_name, open_regular, read_regular
 from shardwise.core.errors import CheckpointError
-from shardwise.core.files import can_be_a_name, open_regular, parse_json, read_regular, shown
+from shardwise.core.json_text import parse_json, shown
 from shardwise.core.sharding import ParamShard
 from shardwise.core.tensor_files import MAX_ELEMENTS, is_shape, some_tensors
 from shardwise.core.typed_json import Count, problem

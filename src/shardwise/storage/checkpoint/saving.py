@@ -348,10 +348,10 @@ class PendingSave:
                 raise
         except CheckpointError as error:
             raise CheckpointError(
-                f"cannot save a checkpoint in {self._root}: {error}; {self._what_is_left()}"
+                f"cannot save a checkpoint in {self._root}: {error}; {self._remaining_files()}"
             ) from error
 
-    def _what_is_left(self) -> str:
+    def _remaining_files(self) -> str:
         if self._partial is not None and not self._root.is_dir():
             return "the folder is gone, and what was in it: something removed it while the program was at work"
         is_first = not any(self._root.glob("step-*"))

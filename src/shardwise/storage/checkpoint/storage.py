@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from shardwise.core.errors import CheckpointError
-from shardwise.core.files import shown
+from shardwise.core.json_text import shown
 from shardwise.core.sharding import ParamShard, TensorPieces
 from shardwise.core.tensor_files import StoredTensor, TensorFile, read_box, read_header
 from shardwise.storage.checkpoint.manifest import REMEDY, ChunkRecord, FileRecord, Manifest, damaged, overlap
@@ -88,7 +88,7 @@ class FolderStorage:
         """Do nothing: there is no state between two saves or loads."""
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """Return the plan unchanged."""
+        """Keep the plan: each rank reads and writes its own tensors."""
         return plan
 
     @classmethod

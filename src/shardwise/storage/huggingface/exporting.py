@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.agreement import agree, gather_objects
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import FolderLock, lock_of_target
+from shardwise.core.folder_lock import FolderLock, lock_of_target
 from shardwise.core.sharded_state import gather_parameter
 from shardwise.core.sharding import ParamShard
 from shardwise.core.sharding.balanced import is_sharded
@@ -217,7 +217,7 @@ def _write_files(
             if is_mine and failure is None:
                 try:
                     file = file or TensorFile(partial / name, tensors)
-                    for key, tensor in part.composition.take_apart(whole).items():
+                    for key, tensor in part.composition.to_stored(whole).items():
                         check_finite(tensor, f"tensor {key!r}", dtype=part.dtype)
                         file.write(key, tensor.to(part.dtype))
                 except Exception as error:

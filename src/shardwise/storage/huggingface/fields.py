@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import shown
+from shardwise.core.json_text import shown
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.mlp import gelu_tanh, quick_gelu, squared_relu
 from shardwise.models.transformer.rotary import RotaryScaling

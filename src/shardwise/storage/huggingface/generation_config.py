@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.core.atomic_files import write_atomically
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import first_of, shown, write_atomically
+from shardwise.core.json_text import first_of, shown
 from shardwise.models.generation import Sampling
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME

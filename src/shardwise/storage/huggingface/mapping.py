@@ -67,7 +67,7 @@ class Composition:
         """Row of the parameter at which each piece begins."""
         return [0, *accumulate(piece.rows for piece in self.pieces)][:-1]
 
-    def take_apart(self, whole: Tensor) -> dict[str, Tensor]:
+    def to_stored(self, whole: Tensor) -> dict[str, Tensor]:
         """Split the whole parameter, which is not modified, into contiguous tensors as stored."""
         if len(self.pieces) == 1 and not self.turns:
             return {name: whole.contiguous().view(shape) for name, shape in self.stored_shapes.items()}
@@ -116,7 +116,7 @@ def stacked(*names: str) -> Source:
     return compose
 
 
-def of_experts(*names: str, transposed: bool = False) -> Source:
+def stacked_experts(*names: str, transposed: bool = False) -> Source:
     """Stack, for each expert, the rows of its tensors of equal size; names have the placeholder ``{expert}``."""
 
     def compose(shape: Shape, heads: Heads, values: Mapping[str, str]) -> Composition:

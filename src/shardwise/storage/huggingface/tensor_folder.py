@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core import files
+from shardwise.core import json_text
+from shardwise.core.atomic_files import can_be_a_name
 from shardwise.core.errors import CheckpointError, DataError
-from shardwise.core.files import MAX_CONFIG_BYTES, MAX_TABLE_BYTES, can_be_a_name
+from shardwise.core.json_text import MAX_CONFIG_BYTES, MAX_TABLE_BYTES
 from shardwise.core.tensor_files import DTYPES, StoredTensor, read_box, read_header, some_tensors
 from shardwise.data.tokenizer.chat_template import TEMPLATE_NAME, TOOLS_TEMPLATE_NAME, ChatTemplate
 
@@ -135,9 +136,9 @@ class TensorFolder:
 
 
 def read_json(path: Path, *, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Read a JSON file as ``core.files.read_json`` does; any error is a CheckpointError that names the file."""
+    """Read a JSON file as ``core.json_text.read_json`` does; any error is a CheckpointError that names the file."""
     try:
-        return files.read_json(path, limit=limit)
+        return json_text.read_json(path, limit=limit)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from shardwise.core.communication.collectives import all_reduce, reduce_numbers
 from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.sharding import Interval
-from shardwise.kernels.planning import device_type_of
+from shardwise.kernels.fake_device import device_type_of
 
 
 class Total:

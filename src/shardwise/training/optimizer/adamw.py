@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from shardwise.core.sharding import ParamLayout, has_copies
 from shardwise.kernels import dispatch
 from shardwise.kernels.dispatch import why_not_fused_optimizer
-from shardwise.kernels.planning import planned_device
+from shardwise.kernels.fake_device import planned_device
 from shardwise.nn import named_param_layouts
 from shardwise.training.gradients import Division
 

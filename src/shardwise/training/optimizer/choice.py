@@ -20,8 +20,8 @@ from shardwise.nn.replicated import replicas_of
 from shardwise.training.bounds import refuse
 from shardwise.training.exact_reduction import ExactReduction
 from shardwise.training.gradients import GradientBuffers, Gradients, GradientTrees
+from shardwise.training.gradients.finalize import summed_over_other_groups
 from shardwise.training.optimizer.adamw import AdamW
-from shardwise.training.optimizer.gradients import summed_over_other_groups
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 from shardwise.training.optimizer.optimizer import LocalShards, MasterWeights, ShardedOptimizer, ZeroOptimizer
 from shardwise.training.reduction import Reduction
@@ -65,7 +65,7 @@ def build_optimizer(
             sum_in_parts(group, max(parts, group.size()))
     if others and parts is not None:
         refuse(
-            "{} and experts exclude each other in exact mode; leave one of them out",
+            "{} cannot be used with experts in exact mode; use adamw",
             (settings.optimizer.name == "muon", "optimizer.name muon"),
         )
     if settings.parallel.shards_fully(num_ranks):

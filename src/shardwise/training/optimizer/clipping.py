@@ -10,8 +10,8 @@ from torch.nn import Parameter
 
 from shardwise.core.topology import Groups
 from shardwise.training.gradients import Share
+from shardwise.training.gradients.finalize import gradients_of
 from shardwise.training.optimizer.grad_norm import global_grad_norm
-from shardwise.training.optimizer.gradients import gradients_of
 
 
 def clip_grad_norm_(

@@ -71,7 +71,7 @@ def exact_squares(
                 continue
             sharing = division.group
             held = [
-                (_before(low, layout, rank, start, stop), _before(high, layout, rank, start, stop))
+                (_offset_before(low, layout, rank, start, stop), _offset_before(high, layout, rank, start, stop))
                 for low, high in division.intervals
             ]
             whole, cut = _rows_of_a_share(part, layout.dim or 0, held, sharing.rank())
@@ -100,7 +100,7 @@ def _parts(layout: ParamLayout, rank: int, number: int) -> Iterator[Interval]:
         yield from part
 
 
-def _before(place: int, layout: ParamLayout, rank: int, start: int, stop: int) -> int:
+def _offset_before(place: int, layout: ParamLayout, rank: int, start: int, stop: int) -> int:
     """Return the number of elements of a part that come before this rank's element ``place`` in row-major order."""
     if layout.dim is None:
         return place

@@ -12,10 +12,10 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamLayout, ParamShard, has_copies, holders, segments
 from shardwise.core.sharding.balanced import first_row, group_of_rows, is_sharded
 from shardwise.core.topology import Groups
-from shardwise.kernels.planning import device_type_of
+from shardwise.kernels.fake_device import device_type_of
 from shardwise.nn.replicated import named_param_layouts, replicas_of
 from shardwise.training.gradients import Share
-from shardwise.training.optimizer.gradients import gradient_of, part_of
+from shardwise.training.gradients.finalize import gradient_of, part_of
 
 # On a CPU, a norm over this many elements is one fp32 sum, with an error of at most 2e-7. A sum of two-byte numbers is
 # not vectorised there, and rounds more often.

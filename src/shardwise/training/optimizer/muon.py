@@ -146,7 +146,7 @@ def _weights(model: nn.Module) -> Iterator[_Weight]:
         fused = {}
         for attention in layer.modules():
             if isinstance(attention, LatentSelfAttention):
-                raise ConfigError("muon and latent attention exclude each other; use adamw")
+                raise ConfigError("muon cannot be used with latent attention; use adamw")
             if isinstance(attention, SelfAttention):
                 heads = attention.linear_proj.in_features // attention.head_dim
                 blocks = attention.linear_qkv.out_features // attention.head_dim

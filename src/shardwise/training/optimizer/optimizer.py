@@ -17,8 +17,8 @@ from torch.nn import Parameter
 from shardwise.core.sharding import Interval, ParamLayout, ParamShard
 from shardwise.core.sharding.balanced import interval_of_rows, local_rows
 from shardwise.training.gradients import Division, GradientBuffers, GradientTrees, ParameterBuffers
+from shardwise.training.gradients.finalize import gradient_of
 from shardwise.training.optimizer.adamw import AdamW
-from shardwise.training.optimizer.gradients import gradient_of
 
 if TYPE_CHECKING:
     from shardwise.training.gradients.fully_sharded import FullyShardedModel

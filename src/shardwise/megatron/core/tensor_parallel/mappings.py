@@ -192,7 +192,7 @@ def all_to_all(
         ``[sum(output_split_sizes_), ...]``.
     """
     return moves.all_to_all(
-        input_, group=_given(group), output_sizes=output_split_sizes_, input_sizes=input_split_sizes
+        input_, group=_checked_group(group), output_sizes=output_split_sizes_, input_sizes=input_split_sizes
     )
 
 
@@ -266,7 +266,7 @@ def _shares(
     return sizes, balanced_sizes(other, t)
 
 
-def _given(group: ProcessGroup | None) -> ProcessGroup:
+def _checked_group(group: ProcessGroup | None) -> ProcessGroup:
     if group is None:
         raise AssertedTopologyError(
             "group is None; pass a group, such as parallel_state.get_tensor_model_parallel_group()"
@@ -413,41 +413,41 @@ def _in_buffer(result: Tensor, buffer: GlobalMemoryBuffer | bool) -> Tensor:
 
 def _reduce(input_: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return the sum of all ranks' tensors; the argument is not modified."""
-    return all_reduce(input_, group=_given(group))
+    return all_reduce(input_, group=_checked_group(group))
 
 
 def _split_along_last_dim(input_: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return this rank's part of the last dimension."""
-    return split_for_rank(input_, group=_given(group), dim=-1)
+    return split_for_rank(input_, group=_checked_group(group), dim=-1)
 
 
 def _split_along_first_dim(input_: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return this rank's part of the first dimension."""
-    return split_for_rank(input_, group=_given(group), dim=0)
+    return split_for_rank(input_, group=_checked_group(group), dim=0)
 
 
 def _gather_along_last_dim(input_: Tensor, group: ProcessGroup | None) -> Tensor:
     """Concatenate all ranks' tensors along the last dimension."""
-    return all_gather(input_, group=_given(group), dim=-1)
+    return all_gather(input_, group=_checked_group(group), dim=-1)
 
 
 def _gather_along_first_dim(
     input_: Tensor, group: ProcessGroup | None, output_split_sizes: Sizes = None, use_global_buffer: bool = False
 ) -> Tensor:
     """Concatenate all ranks' tensors along the first dimension."""
-    return _in_buffer(all_gather(input_, group=_given(group), sizes=output_split_sizes), use_global_buffer)
+    return _in_buffer(all_gather(input_, group=_checked_group(group), sizes=output_split_sizes), use_global_buffer)
 
 
 def _reduce_scatter_along_first_dim(
     input_: Tensor, group: ProcessGroup | None, input_split_sizes: Sizes = None, use_global_buffer: bool = False
 ) -> Tensor:
     """Sum all ranks' tensors and return this rank's part along the first dimension."""
-    return _in_buffer(reduce_scatter(input_, group=_given(group), sizes=input_split_sizes), use_global_buffer)
+    return _in_buffer(reduce_scatter(input_, group=_checked_group(group), sizes=input_split_sizes), use_global_buffer)
 
 
 def _reduce_scatter_along_last_dim(input_: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum all ranks' tensors and return this rank's part along the last dimension."""
-    return reduce_scatter(input_, group=_given(group), dim=-1)
+    return reduce_scatter(input_, group=_checked_group(group), dim=-1)
 
 
 offer(globals())

@@ -248,7 +248,7 @@ class MegatronLinear(MegatronLayer, ParallelLinear):
         """
 
     def set_extra_state(self, state: Any) -> None:
-        """Ignore ``state``."""
+        """Accept the extra state of another layer, which says nothing about this one."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

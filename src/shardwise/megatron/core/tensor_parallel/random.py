@@ -427,13 +427,13 @@ class CheckpointWithoutOutput(recompute.OutputRecomputation):
         if self._latest is not None:
             self._latest.recompute(_)
 
-    def _begin(self, held: Any, outputs: Any, args: tuple[Any, ...]) -> None:
-        super()._begin(held, outputs, args)
+    def _store(self, held: Any, outputs: Any, args: tuple[Any, ...]) -> None:
+        super()._store(held, outputs, args)
         self._latest, self.ctx = held, held.node
         self._keep_states(held.first.parts())
         self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
 
-    def _end(self, held: Any) -> None:
+    def _after_recomputation(self, held: Any) -> None:
         if held is self._latest:
             self._latest = self.ctx = self.outputs = self.run_function = None
             self._keep_states(None)

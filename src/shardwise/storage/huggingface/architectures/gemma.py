@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import shown
+from shardwise.core.json_text import shown
 from shardwise.models.config import ModelConfig
 from shardwise.storage.huggingface.architectures.architecture import ActivationSetting, Setting
 from shardwise.storage.huggingface.architectures.llama import (

@@ -26,7 +26,7 @@ from shardwise.storage.huggingface.architectures.llama import (
     decoder_settings,
 )
 from shardwise.storage.huggingface.fields import Fields, read_rope, rope_json
-from shardwise.storage.huggingface.mapping import Table, joint_experts, of_experts, stacked, whole
+from shardwise.storage.huggingface.mapping import Table, joint_experts, stacked, stacked_experts, whole
 
 _MLP = "decoder.layers.{layer}.mlp."
 _STORED = "model.layers.{layer}.mlp."
@@ -35,8 +35,8 @@ _STORED = "model.layers.{layer}.mlp."
 def _table_of_experts(router: str, gate: str, up: str, down: str) -> Table:
     return {
         _MLP + "router.weight": whole(router),
-        _MLP + "experts.up": of_experts(gate, up),
-        _MLP + "experts.down": of_experts(down, transposed=True),
+        _MLP + "experts.up": stacked_experts(gate, up),
+        _MLP + "experts.down": stacked_experts(down, transposed=True),
     }
 
 

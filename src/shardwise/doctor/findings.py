@@ -179,7 +179,7 @@ class Judge:
 
         ``order`` is for an axis the kind that is known from other tensors.
         """
-        entries = self._suspects(other or key)
+        entries = self._compared_entries(other or key)
         if not entries:
             return None
         originals = self.reference.entries(key)
@@ -236,7 +236,7 @@ class Judge:
         found = apart(key, one, other)
         return max((value / expected[name] for name, value in found.items() if name in expected), default=math.inf)
 
-    def _suspects(self, key: Key) -> dict[int, Entry]:
+    def _compared_entries(self, key: Key) -> dict[int, Entry]:
         if self._micro_batches is None or key.micro_batch < 0 or key.what == "accumulated":
             return self.suspect.entries(key)
         found = {}

@@ -21,8 +21,8 @@ from shardwise.cli.launch import physical_cores
 from shardwise.core.communication.symmetric_memory import why_no_symmetric_memory
 from shardwise.core.communication.transports.shared_memory import why_not_here
 from shardwise.kernels.dispatch import REDUCE_NORM, Call, Choice, report, why_repeat_keys
+from shardwise.run.banner import tf32
 from shardwise.run.processes.ranks import choose_device
-from shardwise.run.wording import tf32
 
 _REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "tyro", "tqdm")
 _OPTIONAL = ("matplotlib", "tensorboard", "triton")

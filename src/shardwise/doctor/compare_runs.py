@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.core.atomic_files import read_regular
 from shardwise.core.errors import ConfigError, OutOfMemoryError
-from shardwise.core.files import parse_json, read_regular, shown
-from shardwise.doctor.judging import MOST_ROUNDING, RARE
+from shardwise.core.json_text import parse_json, shown
+from shardwise.doctor.findings import MOST_ROUNDING, RARE
 from shardwise.doctor.repeating import Repetition, command_of, repeat, settings_on_one_rank
 from shardwise.doctor.sketches import Sketch, distance
 from shardwise.storage.checkpoint.comparing import StoredCheckpoint
@@ -331,7 +332,7 @@ def _meaning(
     if judgement.tensors and tensors is not None:
         at = 0 if wrong[0] == runs[0].folder else 1
         stored = StoredCheckpoint(runs[at].checkpoints[tensors[0]])
-        lines += [f"  {line}" for line in _suspects(stored, judgement, own, has_factor=_BACKWARD in part)]
+        lines += [f"  {line}" for line in _suspected_parameters(stored, judgement, own, has_factor=_BACKWARD in part)]
     lines.append(f"  shardwise doctor {command}, with the flags of {wrong[0]}, names the first wrong module")
     return lines + later
 
@@ -351,7 +352,9 @@ def _part(judgement: Judgement) -> str:
     return ""
 
 
-def _suspects(stored: StoredCheckpoint, judgement: Judgement, own: Repetition, *, has_factor: bool) -> list[str]:
+def _suspected_parameters(
+    stored: StoredCheckpoint, judgement: Judgement, own: Repetition, *, has_factor: bool
+) -> list[str]:
     """Name the parameters whose gradients differ most, after a factor that all have in common."""
     step = judgement.tensors[0].step
     judged = {each.name: each for each in judgement.tensors if _kind(each.name) in _OF_GRADIENTS}

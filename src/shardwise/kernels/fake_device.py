@@ -18,8 +18,8 @@ _plain: tuple[type[Tensor], ...] = (Tensor, Parameter)
 def planning_for(device_type: str) -> Iterator[None]:
     """In the block fake CPU tensors stand for tensors of a device, and every kernel for it is assumed to run.
 
-    No kernel is launched: C functions return before their loops, ``kernels.planned`` allocates what Triton's kernels
-    allocate, and loops over blocks of rows do the first two.
+    No kernel is launched: C functions return before their loops, ``kernels.fake_kernels`` allocates what Triton's
+    kernels allocate, and loops over blocks of rows do the first two.
     """
     global _planned_device, _plain
     # Its import takes time, which a run does not need.

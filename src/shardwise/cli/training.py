@@ -11,7 +11,7 @@ import tyro
 from shardwise.cli.arguments import LaunchArguments, RunArguments
 from shardwise.cli.reporting import allow_any_character, has_colours
 from shardwise.core.errors import ConfigError
-from shardwise.core.files import check_free
+from shardwise.core.folder_lock import check_free
 from shardwise.run.settings import DpoSettings, FinetuneSettings, Settings
 from shardwise.training.bounds import DEFAULT_TIMEOUT, LOCAL_RANKS, TIMEOUT, Folder, Range, with_values
 

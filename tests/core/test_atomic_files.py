@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from harness.watchdog import WATCHDOG_SECONDS
 
+from shardwise.core.atomic_files import check_output, write_atomically, write_output
 from shardwise.core.errors import ConfigError, UnwritableError
-from shardwise.core.files import check_output, write_atomically, write_output
 
 
 def test_a_file_in_a_new_folder(tmp_path):
@@ -136,7 +136,7 @@ def test_an_output_that_is_larger_than_a_pipe(tmp_path):
 
 def test_an_output_to_the_own_standard_output_follows_what_was_printed(tmp_path):
     program = (
-        "from shardwise.core.files import write_output; print('before')\n"
+        "from shardwise.core.atomic_files import write_output; print('before')\n"
         "write_output('/dev/stdout', lambda file: file.write(b'content\\n'), flag='--flag'); print('after')"
     )
     with (tmp_path / "log").open("wb") as log:

@@ -13,8 +13,8 @@ from harness.faults import Fault, plant
 from run.compared_runs import TEXT
 from run.run_processes import run_command, run_commands
 
+from shardwise.doctor.compare_runs import OneRun, _metrics
 from shardwise.doctor.comparison import compare
-from shardwise.doctor.judged_runs import OneRun, _metrics
 from shardwise.doctor.repeating import Repetition
 
 STEPS = 6

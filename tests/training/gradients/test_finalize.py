@@ -17,10 +17,10 @@ from shardwise.core.topology import Topology
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.nn.replicated import set_replicas_
 from shardwise.tensor_parallel.layers import ColumnParallelLinear, named_param_layouts
-from shardwise.training.optimizer import gradients as gradients_module
+from shardwise.training.gradients import finalize
+from shardwise.training.gradients.finalize import finalize_gradients_, sum_tied_embedding_gradients_
 from shardwise.training.optimizer.clipping import clip_grad_norm_
 from shardwise.training.optimizer.grad_norm import global_grad_norm
-from shardwise.training.optimizer.gradients import finalize_gradients_, sum_tied_embedding_gradients_
 
 PARTIAL, TIED = Replicas(summed_over=("tp",)), Replicas(summed_over=("embd",))
 
@@ -185,7 +185,7 @@ def test_partial_sums_of_sequence_parallelism_are_completed(group):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("bucket", [1, 40, 1 << 24])
 def test_data_parallel_sums_in_buckets(group, monkeypatch, bucket):
-    monkeypatch.setattr(gradients_module, "_BUCKET_ELEMENTS", bucket)
+    monkeypatch.setattr(finalize, "_BUCKET_ELEMENTS", bucket)
     me, own = group.rank(), alone(group)
     model = nn.Module()
     shapes = [(4, 5), (20,), (), (50,), (3, 1, 2)]

@@ -41,7 +41,7 @@ def gradient_(*tensors: Any, **options: Any) -> None:
 
 
 def swiglu(inner: Tensor) -> Tensor:
-    """As ``elementwise.swiglu``."""
+    """Allocate the ``[..., f]`` product of SwiGLU on ``[..., 2 f]``."""
     output = inner.new_empty(*inner.shape[:-1], inner.size(-1) // 2)
     _read = _rows(inner)
     return output

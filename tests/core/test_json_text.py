@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from shardwise.core.files import MAX_DEPTH, parse_json, read_json, shown
+from shardwise.core.json_text import MAX_DEPTH, parse_json, read_json, shown
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -40,7 +40,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True)
-class Shortage:
+class MemoryShortage:
     """The message of a rank that runs out of memory."""
 
     settings: RunSettings
@@ -49,7 +49,7 @@ class Shortage:
     available: int
 
     @classmethod
-    def of(cls, settings: RunSettings, model: ModelConfig, ranks: Ranks) -> Shortage:
+    def of(cls, settings: RunSettings, model: ModelConfig, ranks: Ranks) -> MemoryShortage:
         """Measure this rank's memory before its model is built."""
         return cls(settings, model, ranks, available_memory(ranks.device))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise.core.errors import ConfigError
-from shardwise.run.exact.surroundings import arithmetic, check_arithmetic
+from shardwise.run.exact.environment import arithmetic, check_arithmetic
 
 
 def test_what_decides_is_known():

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.core.communication.overlap import Way
+from shardwise.core.communication.overlap import OverlapMethod
 from shardwise.core.sharding import fitting_ranks
 from shardwise.kernels import dispatch
 from shardwise.models.experts.token_dispatch import gathers_tokens
-from shardwise.models.transformer.context_attention import described_way
+from shardwise.models.transformer.context_attention import describe_context_method
 from shardwise.models.transformer.heads import LocalHeads, split_heads
 from shardwise.nn import named_param_layouts
 from shardwise.nn.replicated import replicas_of
@@ -37,7 +37,7 @@ def banner(session: Session) -> str:
         f"model  {settings.model_name}, {_size(session.num_parameters)} parameters, {settings.training.dtype}, "
         f"vocabulary {data.tokenizer.vocab_size:,}\n"
         f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
-        + ("" if cp == 1 else f"context parallel {cp} ({_way(session)}), ")
+        + ("" if cp == 1 else f"context parallel {cp} ({_context_method(session)}), ")
         + f"data parallel {dp}"
         + shared
         + _experts(session)
@@ -49,19 +49,19 @@ def banner(session: Session) -> str:
         + _parts(session)
         + _device(session)
         + _dropout(session)
-        + _ways(session)
+        + _overlap(session)
         + speed(session)
     )
 
 
-def _way(session: Session) -> str:
+def _context_method(session: Session) -> str:
     """Return how attention reaches the positions of other context-parallel ranks."""
     topology, config = session.topology, session.trainer.model.config
     heads, groups, _ = config.heads
     split = split_heads(heads, groups, topology.size("tp"))
     local = LocalHeads(split.queries_of_groups(topology.rank("tp")))
     draws = config.attention_dropout > 0 and session.settings.training.rng == "global"
-    return described_way(config.cp_comm_type, local, topology.size("cp"), draws=draws)
+    return describe_context_method(config.cp_comm_type, local, topology.size("cp"), draws=draws)
 
 
 def _experts(session: Session) -> str:
@@ -139,7 +139,7 @@ def _device(session: Session) -> str:
             + (" and gathers" if session.trainer.model.config.sequence_parallel else "")
             + f" behind weight gradients ({queues} is {os.environ.get(queues, 'not set')})"
         )
-        if not session.ways:
+        if not session.overlap:
             bare.append("the tensor-parallel collectives of the forward, and gathers of output gradients")
     if topology.size("dp") > 1:
         hidden.append("sums over data-parallel ranks behind the backward")
@@ -182,10 +182,10 @@ def _dropout(session: Session) -> str:
     )
 
 
-def _ways(session: Session) -> str:
+def _overlap(session: Session) -> str:
     """Describe how each pass of the linear layers overlaps with its collective, and why not in a faster way."""
-    passes: dict[Way, list[str]] = {}
-    for pass_, way in session.ways:
+    passes: dict[OverlapMethod, list[str]] = {}
+    for pass_, way in session.overlap:
         passes.setdefault(way, []).append(pass_)
     names = {"whole": "at once", "parts": "in parts", "symmetric memory": "through symmetric memory"}
     return "".join(f"\nlayers {names[way.name]}: {', '.join(those)} ({way.why})" for way, those in passes.items())

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from shardwise.cli.arguments import Arguments, LaunchArguments, RunArguments
-from shardwise.core.files import check_free, check_output
+from shardwise.core.atomic_files import check_output
+from shardwise.core.folder_lock import check_free
 from shardwise.run.settings import DpoSettings, FinetuneSettings, Settings
 from shardwise.training.bounds import Folder, Range, with_values
 

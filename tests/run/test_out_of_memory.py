@@ -17,8 +17,8 @@ from shardwise.models.recomputation import Recomputation
 from shardwise.plan.advice import advice, changes
 from shardwise.plan.workload import Mesh
 from shardwise.run.build import describe as model_of
+from shardwise.run.out_of_memory import MemoryShortage, is_out_of_memory
 from shardwise.run.processes.ranks import Ranks
-from shardwise.run.shortage import Shortage, is_out_of_memory
 
 CPU = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory: you tried to allocate 4294967296 bytes."
 
@@ -63,10 +63,10 @@ def test_advice_where_nothing_fits_or_all_should(tmp_path):
 
 @pytest.mark.slow
 def test_a_fresh_process_advises(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardwise.run.shortage._SECONDS", 3600)
+    monkeypatch.setattr("shardwise.run.out_of_memory._SECONDS", 3600)
     settings = tiny_settings(tmp_path, global_batch_size=16)
     ranks = Ranks(0, 0, 1, torch.device("cpu"))
-    shortage = Shortage(settings, model_of(settings.model, 301), ranks, 2_500_000)
+    shortage = MemoryShortage(settings, model_of(settings.model, 301), ranks, 2_500_000)
     with pytest.raises(OutOfMemoryError) as found, shortage.explained():
         raise RuntimeError(CPU)
     text, code = describe(found.value)
@@ -78,7 +78,7 @@ def test_a_fresh_process_advises(tmp_path, monkeypatch):
 
 def test_other_errors_pass(tmp_path):
     settings = tiny_settings(tmp_path)
-    shortage = Shortage(settings, model_of(settings.model, 301), Ranks(0, 0, 1, torch.device("cpu")), 0)
+    shortage = MemoryShortage(settings, model_of(settings.model, 301), Ranks(0, 0, 1, torch.device("cpu")), 0)
     with pytest.raises(RuntimeError, match="shapes"), shortage.explained():
         raise RuntimeError("shapes")
 

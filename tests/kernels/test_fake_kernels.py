@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.peaks import LivePeak
 
-from shardwise.kernels import planned
+from shardwise.kernels import fake_kernels
 
 S, B, D, PER_GROUP, GROUPS = 3, 2, 10, 2, 3
 
@@ -90,15 +90,15 @@ def test_functions_allocate_what_the_kernels_allocate(monkeypatch, random, dtype
             monkeypatch.setattr(module, name, Unlaunched())
     for name, args, options in cases(dtype, partial(random, dtype=dtype)):
         original = next(getattr(module, name) for module in modules if hasattr(module, name))
-        found, expected = (made_by(function, args, options) for function in (getattr(planned, name), original))
+        found, expected = (made_by(function, args, options) for function in (getattr(fake_kernels, name), original))
         assert found == expected, name
         called.add(name)
-    assert planned._PROGRAMS == norms_triton._PROGRAMS
-    functions = inspect.getmembers(planned, inspect.isfunction)
+    assert fake_kernels._PROGRAMS == norms_triton._PROGRAMS
+    functions = inspect.getmembers(fake_kernels, inspect.isfunction)
     assert called == {
         name
         for name, each in functions
-        if each.__module__ == planned.__name__ and name not in SEPARATE and not name.startswith("_")
+        if each.__module__ == fake_kernels.__name__ and name not in SEPARATE and not name.startswith("_")
     }
 
 
@@ -106,7 +106,7 @@ def test_functions_allocate_what_the_kernels_allocate(monkeypatch, random, dtype
 def test_attention_has_the_results_of_flexible_attention(has_sums):
     """FlexAttention keeps them and its inputs for the backward, as PyTorch's other kernels of attention do."""
     query, key = torch.randn(2, 4, 5, 6, dtype=torch.bfloat16), torch.randn(2, 2, 7, 6, dtype=torch.bfloat16)
-    output, sums = planned.attend(query, key, key, pytest.fail, scale=0.5, has_sums=has_sums)
+    output, sums = fake_kernels.attend(query, key, key, pytest.fail, scale=0.5, has_sums=has_sums)
     assert (output.shape, output.dtype) == (query.shape, query.dtype)
     assert (sums is not None) == has_sums
     if sums is not None:
