@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import CheckpointError, ConfigError
-from shardwise.core.files import shown
+from shardwise.core.json_text import shown
 from shardwise.core.tensor_files import StoredTensor, read_box
 from shardwise.storage.huggingface.gguf.header import GgufTensor, library, read_header
 from shardwise.storage.huggingface.gguf.tokenizer import write_tokenizer

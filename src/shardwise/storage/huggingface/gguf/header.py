@@ -16,8 +16,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from shardwise.core.atomic_files import open_regular
 from shardwise.core.errors import CheckpointError, ConfigError
-from shardwise.core.files import MAX_TABLE_BYTES, open_regular, shown
+from shardwise.core.json_text import MAX_TABLE_BYTES, shown
 from shardwise.core.tensor_files import is_shape
 
 _VERSIONS = (2, 3)

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from shardwise.core.errors import DataError
-from shardwise.core.files import shown
+from shardwise.core.json_text import shown
 from shardwise.data.tokenizer.library import panics_as_errors
 
 _CONTROL, _USER_DEFINED = 3, 4
