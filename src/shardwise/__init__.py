@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Groups", "Topology"]
+__all__ = ["Groups", "Topology", "parallelize"]
 
 
 class _Doors:
@@ -39,9 +39,13 @@ sys.meta_path.append(_Doors)
 
 
 def __getattr__(name: str) -> object:
-    # The first access to a class imports PyTorch.
+    # The first access to a name imports PyTorch.
     if name in ("Groups", "Topology"):
         from shardwise.core import topology
 
         return getattr(topology, name)
+    if name == "parallelize":
+        from shardwise.models.by_plan.parallelize import parallelize
+
+        return parallelize
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

@@ -23,8 +23,8 @@ def sharded_state_dict(
     """Return this rank's part of every parameter and persistent buffer of ``module``, by name, for a checkpoint.
 
     A module with a ``sharded_state_dict`` method, such as a tensor-parallel layer, provides the entries of itself and
-    its submodules. All other tensors are replicated on the ranks of the group. A tied parameter appears once, under
-    its first name.
+    its submodules. Other tensors have the layouts of their module's ``param_layouts``, or are replicated on the ranks
+    of the group. A tied parameter appears once, under its first name.
 
     Args:
         module: any module.
@@ -61,10 +61,11 @@ def state_of_parts(
     """
     entries: dict[str, ParamShard] = {}
     stated: dict[str, Replicas] = getattr(module, "param_replicas", {})
+    layouts: dict[str, ParamLayout] = getattr(module, "param_layouts", {})
     for name, tensor in module.state_dict(keep_vars=True).items():
         # Only the names of a child's tensors contain a dot.
         if "." not in name and isinstance(tensor, Tensor):
-            layout = ParamLayout.replicated(tensor.shape, group.size())
+            layout = layouts.get(name) or ParamLayout.replicated(tensor.shape, group.size())
             offsets, replicas = tuple(sharded_offsets), stated.get(name, Replicas())
             entries[prefix + name] = ParamShard(
                 prefix + name, tensor, layout, group.rank(), offsets, is_copy=is_copy_by(metadata), replicas=replicas

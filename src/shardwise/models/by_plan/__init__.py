@@ -1,0 +1,1 @@
+"""Tensor parallelism of a model of transformers by the model's own plan."""

@@ -1,0 +1,326 @@
+"""``parallelize``: split a model of transformers over tensor-parallel ranks by the plan that it brings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from shardwise.core.communication.agreement import agree, check_same
+from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.sharding import ParamLayout, Replicas
+from shardwise.core.topology import Groups
+from shardwise.models.by_plan.attention import READERS, AttentionHeads, heads_of
+from shardwise.models.by_plan.hooks import Hooks, SharedCopies
+from shardwise.models.by_plan.styles import STYLES, Style
+from shardwise.nn.column import ColumnLinear
+from shardwise.nn.linear import LinearParallelism
+from shardwise.nn.replicated import set_replicas_
+from shardwise.nn.row import RowLinear
+
+_WRAPPERS = {
+    "_orig_mod": "it is compiled; compile it afterwards",
+    "hf_quantizer": "it is quantized; load it without quantization",
+    "hf_device_map": "it was placed by a device map; load it without one",
+    "peft_config": "it has adapters; add them afterwards",
+}
+
+
+class _Place(NamedTuple):
+    """One entry of the plan, for one module or parameter."""
+
+    name: str
+    style_name: str
+    style: Style
+    owner: nn.Module
+    parameter: str | None
+
+
+@dataclass
+class _Work:
+    """Results so far, so that a tied parameter or a reused module is split once."""
+
+    group: ProcessGroup
+    config: Any
+    modules: dict[str, nn.Module]
+    copies: SharedCopies
+    layouts: dict[Parameter, tuple[str, ParamLayout]] = field(default_factory=dict)
+    parameters: dict[Parameter, Parameter] = field(default_factory=dict)
+    replaced: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    heads: dict[nn.Module, AttentionHeads | None] = field(default_factory=dict)
+
+
+def parallelize(model: nn.Module, groups: Groups) -> nn.Module:
+    """Split a model of transformers over the ranks of ``groups.tp`` by its own tensor-parallel plan, in place.
+
+    Linear layers become ``ColumnLinear`` and ``RowLinear``; other modules keep their class, and hooks move their
+    inputs and outputs between layouts (``models.by_plan.styles``). Parameters have a ``ParamLayout`` and ``Replicas``,
+    so that ``finalize_gradients_``, gradient norms, optimizers and checkpoints work as for other models. Logits are
+    whole. Heads are split at key-value heads; with fewer of them than ranks, ranks hold copies.
+
+    Args:
+        model: a model of transformers with a plan, whole and with the same values on every rank, or on the meta device.
+        groups: process groups; only ``tp`` is read.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: the model has no plan, is quantized, compiled or wrapped; a style is unknown, or cannot be carried
+            out for its module; heads cannot be split. The model is unchanged.
+        DesyncError: ranks have different plans or parameters. The model is unchanged.
+    """
+    places, work = agree(partial(_prepared, model, groups), group=groups.tp)
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    check_same([[place[:2] for place in places], shapes], "the plan and the shapes of the model", group=groups.tp)
+    for place in places:
+        _carry_out_(place, work)
+    for module, heads in work.heads.items():
+        if heads is not None:
+            heads.rewrite_(module, groups.tp.rank())
+    model.register_forward_hook(work.copies.forget, always_call=True)
+    _tie_again_(model, work)
+    vars(model)["parallel_groups"] = groups
+    return model
+
+
+def _prepared(model: nn.Module, groups: Groups) -> tuple[list[_Place], _Work]:
+    """Find the places of the plan and all layouts, so that errors leave the model unchanged."""
+    config: Any = getattr(model, "config", None)
+    plan: Any = getattr(model, "_tp_plan", None)
+    if config is None or not isinstance(plan, dict):
+        raise ConfigError(
+            f"{type(model).__name__} is not a model of transformers; pass one, such as AutoModelForCausalLM's"
+        )
+    _check_model(model)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    modules = dict(model.named_modules(remove_duplicate=False))
+    work = _Work(groups.tp, text, modules, SharedCopies(groups.tp))
+    places = list(_places(model, _with_tied_embedding(model, plan), modules))
+    if not places:
+        raise ConfigError(
+            f"{type(model).__name__} has no tensor-parallel plan (base_model_tp_plan of {type(config).__name__} is "
+            "empty, or names no module of this model); use one tensor-parallel rank"
+        )
+    for place in places:
+        _lay_out(place, work)
+    return places, work
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, reason in _WRAPPERS.items():
+        if getattr(model, name, None) is not None:
+            raise ConfigError(f"{type(model).__name__} cannot be split: {reason}")
+    if "parallel_groups" in vars(model) or any(hasattr(module, "param_layouts") for module in model.modules()):
+        raise ConfigError(f"{type(model).__name__} is split already; load a new model, or use this one")
+    for name, param in model.named_parameters():
+        if type(param) is not Parameter or not param.is_floating_point():
+            raise ConfigError(
+                f"{type(model).__name__} cannot be split: {name} is a {type(param).__name__} of {param.dtype}, and "
+                "parameters must be plain, of a floating-point dtype; load the model without quantization or a device "
+                "mesh"
+            )
+
+
+def _with_tied_embedding(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
+    """Split an embedding that the plan leaves out if a head of the plan has the same weight."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    heads = {
+        id(param)
+        for name, param in params.items()
+        if plan.get(name.rpartition(".")[0]) in ("colwise", "colwise_gather_output", "colwise_rep")
+    }
+    added = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and id(module.weight) in heads and _wildcard(name) not in plan:
+            added[name] = "embedding_rowwise"
+    return plan | added
+
+
+def _wildcard(name: str) -> str:
+    """Replace the numbers of a name's parts, as plans do.
+
+    >>> _wildcard("layers.10.mlp")
+    'layers.*.mlp'
+    """
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _places(model: nn.Module, plan: dict[str, str], modules: dict[str, nn.Module]) -> Iterator[_Place]:
+    for name, module in modules.items():
+        names = {name: None} | {f"{name}.{own}".lstrip("."): own for own in module._parameters}
+        for each, parameter in names.items():
+            style_name = plan.get(each, plan.get(_wildcard(each)))
+            if style_name is None or (parameter is not None and module._parameters[parameter] is None):
+                continue
+            style = STYLES.get(style_name)
+            refusal = f"styles are {', '.join(STYLES)}" if style is None else style.refusal
+            if style is None or refusal:
+                raise ConfigError(
+                    f"{each}: the plan of {type(model).__name__} has the style {style_name!r}, which cannot be carried "
+                    f"out: {refusal}"
+                )
+            yield _Place(each, style_name, style, module, parameter)
+    # Modules that read split features, which the plan leaves out: their gradients are partial sums.
+    for name, module in modules.items():
+        parent, _, own = name.rpartition(".")
+        source = READERS.get(own)
+        if source and _wildcard(name) not in plan and plan.get(_wildcard(f"{parent}.{source}")) == "colwise":
+            yield _Place(name, "replicated_with_grad_allreduce", STYLES["replicated_with_grad_allreduce"], module, None)
+
+
+def _params_of(place: _Place) -> dict[str, Parameter]:
+    names = [place.parameter] if place.parameter else list(place.owner._parameters)
+    return {name: param for name in names if (param := place.owner._parameters[name]) is not None}
+
+
+def _lay_out(place: _Place, work: _Work) -> None:
+    """Choose the layout of the parameters of a place."""
+    style, size = place.style, work.group.size()
+    if style.dim is None and not style.is_partial:
+        _rotary_width(place, work)
+        return
+    heads, inner = _attention(place, work)
+    for param in _params_of(place).values():
+        shape = tuple(param.shape)
+        if style.dim is None:
+            is_of_heads = heads is not None and style.is_partial and len(shape) > 1
+            layout = heads.layout(shape, 0, inner) if heads and is_of_heads else ParamLayout.replicated(shape, size)
+        elif style.dim == -1 and len(shape) == 1:
+            # A bias is added once, to the sum.
+            layout = ParamLayout.replicated(shape, size)
+        else:
+            dim = len(shape) - 1 if style.dim == -1 else max(0, len(shape) - 2)
+            if heads is not None and style.keeps_features and style.sections == 1:
+                layout = heads.layout(shape, dim, inner)
+            else:
+                layout = _balanced(shape, dim, size, style, place)
+        earlier = work.layouts.setdefault(param, (f"{place.name}: {place.style_name}", layout))
+        if earlier[1] != layout:
+            raise ConfigError(
+                f"{place.name}: {place.style_name} splits a parameter that {earlier[0]} splits otherwise (a tied "
+                "weight, or a reused module); untie them (tie_word_embeddings), or use one tensor-parallel rank"
+            )
+
+
+def _balanced(shape: tuple[int, ...], dim: int, size: int, style: Style, place: _Place) -> ParamLayout:
+    # A gate and an up projection without sections alternate row by row.
+    unit = 2 if place.parameter == "gate_up_proj" and style.sections == 1 else 1
+    if shape[dim] % (unit * style.sections) or shape[dim] // unit // style.sections < size:
+        raise ConfigError(
+            f"{place.name}: {place.style_name} splits dimension {dim} of {list(shape)}, in {style.sections * unit} "
+            f"parts, over {size} tensor-parallel ranks; use fewer ranks"
+        )
+    sizes = ParamLayout.split((shape[dim] // unit,), 0, size, stride=style.sections)
+    if unit == 1:
+        return ParamLayout.split(shape, dim, size, stride=style.sections)
+    return ParamLayout.of_intervals(
+        shape, dim, [[(start * unit, stop * unit) for start, stop in runs] for runs in sizes.intervals]
+    )
+
+
+def _attention(place: _Place, work: _Work) -> tuple[AttentionHeads | None, str]:
+    """Return the heads of the attention module that a place is in, and the place's name there."""
+    parts = place.name.split(".")
+    for length in (1, 2):
+        parent = work.modules.get(".".join(parts[:-length])) if length < len(parts) else None
+        if parent is None or not (place.style.keeps_features or place.style.is_partial):
+            continue
+        if parent not in work.heads:
+            work.heads[parent] = heads_of(parent, work.config, work.group.size())
+        if (heads := work.heads[parent]) is not None:
+            return heads, ".".join(parts[-length:])
+    return None, ""
+
+
+def _carry_out_(place: _Place, work: _Work) -> None:
+    module, style = place.owner, place.style
+    if place.parameter is None and type(module).forward is nn.Linear.forward and style.dim is not None:
+        if module not in work.replaced:
+            work.replaced[module] = _linear(module, style, work)
+        parent, _, own = place.name.rpartition(".")
+        # An enclosing module may have been replaced, too: linear layers have no children.
+        work.modules[parent]._modules[own] = work.replaced[module]
+        return
+    for name, param in _params_of(place).items():
+        if param in work.layouts and work.layouts[param][1].dim is not None:
+            _set_part_(module, name, param, work)
+        elif style.is_partial:
+            set_replicas_(module, Replicas(summed_over=("tp",)), name)
+    if place.parameter is not None or module in work.replaced:
+        return
+    if style.dim == -1 and style.source is not None and getattr(module, "bias", None) is not None:
+        raise ShardingError(f"{place.name}: {type(module).__name__} adds its bias on every rank")
+    work.replaced[module] = module
+    layout = getattr(module, "param_layouts", {}).get("weight")
+    hooks = Hooks(style, work.group, work.copies, layout, _rotary_width(place, work))
+    if place.style_name == "embedding_rowwise":
+        hooks.install_vocabulary_(module)
+    else:
+        hooks.install_(module)
+
+
+def _rotary_width(place: _Place, work: _Work) -> int:
+    """Return the width of the rotary part at the end of a latent; 0 if the style has none."""
+    if place.style_name != "mla_kv_a_proj":
+        return 0
+    parent = work.modules[place.name.rpartition(".")[0]]
+    for owner in (parent, getattr(parent, "config", None), work.config):
+        if type(width := getattr(owner, "qk_rope_head_dim", None)) is int:
+            return width
+    raise ConfigError(f"{place.name}: mla_kv_a_proj needs qk_rope_head_dim, and neither module nor config has it")
+
+
+def _set_part_(module: Any, name: str, param: Parameter, work: _Work) -> None:
+    layout = work.layouts[param][1]
+    module._parameters[name] = _part(param, layout, work)
+    module.param_layouts = getattr(module, "param_layouts", {}) | {name: layout}
+    module.param_replicas = getattr(module, "param_replicas", {}) | {name: Replicas()}
+
+
+@torch.no_grad()
+def _part(param: Parameter, layout: ParamLayout, work: _Work) -> Parameter:
+    """Return this rank's part of a parameter in its own memory; the same object for a tied one."""
+    if param not in work.parameters:
+        own = layout.take(param.detach(), work.group.rank()).clone()
+        work.parameters[param] = Parameter(own, requires_grad=param.requires_grad)
+    return work.parameters[param]
+
+
+def _linear(module: Any, style: Style, work: _Work) -> nn.Module:
+    """Make the tensor-parallel layer of a linear layer, with its values, between hooks that move."""
+    weight, bias = module.weight, module.bias
+    layout = work.layouts[weight][1]
+    options: dict[str, Any] = {"group": work.group, "device": "meta", "dtype": weight.dtype, "initialize": False}
+    sizes = (module.in_features, module.out_features, bias is not None)
+    layer: Any
+    if style.dim == -2:
+        apart = {"sections": layout.stride} if layout.stride > 1 else {"intervals": layout.intervals}
+        gathers = style.target is not None and style.target[0] != style.target[1]
+        options |= {} if gathers else apart
+        layer = ColumnLinear(*sizes, parallelism=LinearParallelism.LOCAL, **options)
+    else:
+        own = [layout.local_size(rank) // layout.stride for rank in range(work.group.size())]
+        layer = RowLinear(*sizes, sizes=own, sections=layout.stride, **options)
+    layer.weight = _part(weight, layout, work)
+    if bias is not None:
+        layer.bias = _part(bias, layer.param_layouts["bias"], work)
+    layer.train(module.training)
+    Hooks(style, work.group, work.copies, layout).install_(layer, sums=style.dim == -1)
+    made: nn.Module = layer
+    return made
+
+
+def _tie_again_(model: nn.Module, work: _Work) -> None:
+    """Give modules outside the plan the parts of the parameters that they share with split ones."""
+    for name, module in model.named_modules():
+        for own, param in list(module._parameters.items()):
+            if param is not None and param in work.parameters:
+                raise ShardingError(f"{name}.{own}: shares a split parameter, and the plan has no style for it")

@@ -1,0 +1,215 @@
+"""Models of transformers that their own plan splits equal the whole model: logits, all gradients, norm, checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from harness.parity import assert_bit_equal
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from shardwise import Groups, parallelize
+from shardwise.core.errors import ConfigError
+from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
+from shardwise.models.by_plan.styles import STYLES
+from shardwise.nn import named_param_layouts
+from shardwise.nn.replicated import replicas_of
+from shardwise.training.optimizer.grad_norm import global_grad_norm
+from shardwise.training.optimizer.gradients import finalize_gradients_
+
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 22,
+    "moe_intermediate_size": 10,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+LATENT = {
+    "num_key_value_heads": 6,
+    "head_dim": 2,
+    "n_routed_experts": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+# Name of the model's classes, other sizes, and the number of ranks.
+MODELS = {
+    "dense": ("Llama", {}, 3),
+    "fewer key-value heads than ranks": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}, 3),
+    "uneven groups, biases": ("Qwen2", {"num_key_value_heads": 3}, 2),
+    "packed": ("Phi3", {}, 3),
+    "norms of heads": ("Qwen3", {"tie_word_embeddings": True}, 2),
+    "norms that the plan leaves out": ("Glm4Moe", {"use_qk_norm": True, "first_k_dense_replace": 2}, 2),
+    "norms with weights for each head": ("Cohere", {"use_qk_norm": True, "num_key_value_heads": 3}, 2),
+    "activations with parameters": ("Apertus", {}, 2),
+    "experts": ("Qwen3Moe", {}, 3),
+    "latent attention": ("DeepseekV2", LATENT, 3),
+}
+
+
+def made(kind: str, sizes: dict[str, Any]) -> Any:
+    config = getattr(transformers, f"{kind}Config")(**SIZES | sizes)
+    # Grouped products of PyTorch have no fp64.
+    config._attn_implementation = config._experts_implementation = "eager"
+    torch.manual_seed(5)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).double().train()
+    with torch.no_grad():
+        for param in model.parameters():
+            # Norms are not 1 and biases not 0.
+            param.add_(torch.randn_like(param), alpha=0.2)
+    return model
+
+
+def run(model: nn.Module) -> Tensor:
+    """Accumulate the gradients of two micro-batches with different numbers of labels; return the logits."""
+    ids = torch.randint(1, 37, (2, 2, 7), generator=torch.Generator().manual_seed(6))
+    labels = ids.clone()
+    labels[1, :, 2:] = -100
+    logits = []
+    for each, learned in zip(ids, labels, strict=True):
+        logits.append(model(input_ids=each, use_cache=False).logits)
+        loss = F.cross_entropy(logits[-1].flatten(0, 1), learned.flatten(), reduction="sum") / 18
+        loss.backward()
+    return torch.stack(logits).detach()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_split_by_its_plan_equals_the_whole_one(group: ProcessGroup, name: str) -> None:
+    kind, sizes, num_ranks = MODELS[name]
+    members = torch.distributed.new_group(list(range(num_ranks)))
+    if group.rank() >= num_ranks:
+        return
+    group = members
+    whole = made(kind, sizes)
+    model = parallelize(copy.deepcopy(whole), Groups(tp=group))
+    torch.testing.assert_close(run(model), run(whole), rtol=1e-6, atol=1e-6)
+    finalize_gradients_(model, tp_group=group, dp_group=None)
+    dense = {name: param.grad for name, param in whole.named_parameters()}
+    for own, param, layout in named_param_layouts(model, num_ranks):
+        expected = dense.pop(own)
+        assert (param.grad is None) == (expected is None), own
+        if expected is not None:
+            found = gather_parameter(param.grad, layout, group=group)
+            # Rotary positions are computed in fp32.
+            torch.testing.assert_close(
+                found, expected, rtol=1e-6, atol=1e-6, msg=lambda text, own=own: f"{own}: {text}"
+            )
+    assert not dense
+    norm = torch.stack([param.grad.norm() for param in whole.parameters() if param.grad is not None]).norm()
+    torch.testing.assert_close(global_grad_norm(model, tp_group=group), norm, rtol=1e-6, atol=0)
+    # The parts of all ranks, by their names in a checkpoint, are the whole parameters.
+    stored = sharded_state_dict(model, group=group)
+    values = dict(whole.named_parameters())
+    assert stored.keys() >= values.keys()
+    for own, value in values.items():
+        assert_bit_equal(gather_parameter(stored[own].data, stored[own].layout, group=group), value.detach())
+
+
+@pytest.mark.ranks(2)
+def test_a_model_on_meta_has_the_layouts_of_a_loaded_one(group: ProcessGroup) -> None:
+    with torch.device("meta"):
+        unloaded = made("Qwen3", {})
+    unloaded = parallelize(unloaded, Groups(tp=group))
+    loaded = parallelize(made("Qwen3", {}), Groups(tp=group))
+    assert all(param.is_meta for param in unloaded.parameters())
+    both = [
+        [(name, param.shape, layout) for name, param, layout in named_param_layouts(model, 2)]
+        for model in (unloaded, loaded)
+    ]
+    assert both[0] == both[1]
+    assert list(replicas_of(unloaded).values()) == list(replicas_of(loaded).values())
+
+
+@pytest.mark.ranks(2)
+def test_two_models_and_a_copy_live_in_one_process(group: ProcessGroup) -> None:
+    first, second = (parallelize(made("Llama", {}), Groups(tp=group)) for _ in range(2))
+    copied = copy.deepcopy(first)
+    ids = torch.arange(1, 9).view(1, 8)
+    expected = first(input_ids=ids).logits
+    with torch.no_grad():
+        for param in second.parameters():
+            param.zero_()
+    assert_bit_equal(copied(input_ids=ids).logits, expected)
+    assert not second(input_ids=ids).logits.any()
+
+
+@pytest.mark.ranks(2)
+def test_generation_with_the_cache_and_checkpointed_gradients_equal_the_whole_model(group: ProcessGroup) -> None:
+    whole = made("Qwen3", {"num_key_value_heads": 1})
+    model = parallelize(copy.deepcopy(whole), Groups(tp=group))
+    ids = torch.arange(1, 9).view(1, 8)
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(model.eval().generate(ids, **options), whole.eval().generate(ids, **options))
+    plain = copy.deepcopy(model).train()
+    run(plain)
+    model.train().activation_checkpointing_enable()
+    run(model)
+    for own, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_models_that_cannot_be_split_are_refused_and_unchanged(group: ProcessGroup) -> None:
+    groups = Groups(tp=group)
+
+    def refused(model: Any, message: str) -> None:
+        before = [(name, type(module)) for name, module in model.named_modules()]
+        with pytest.raises(ConfigError, match=message):
+            parallelize(model, groups)
+        assert before == [(name, type(module)) for name, module in model.named_modules()]
+
+    refused(nn.Linear(2, 2), "Linear is not a model of transformers; pass one")
+    without_plan = made("Llama", {})
+    without_plan._tp_plan = {}
+    refused(without_plan, "LlamaForCausalLM has no tensor-parallel plan")
+    of_another_version = made("Llama", {})
+    of_another_version._tp_plan = of_another_version._tp_plan | {"model.norm": "diagonal"}
+    refused(
+        of_another_version, r"model.norm: the plan of LlamaForCausalLM has the style 'diagonal'.*styles are colwise"
+    )
+    of_sequences = made("Llama", {})
+    of_sequences._tp_plan = of_sequences._tp_plan | {"model.norm": "sequence_parallel"}
+    refused(of_sequences, "model.norm: .*'sequence_parallel', which cannot be carried out: it splits the sequence")
+    tied = made("Llama", {"tie_word_embeddings": True})
+    tied._tp_plan = tied._tp_plan | {"lm_head": "rowwise_split_input"}
+    refused(tied, "lm_head: rowwise_split_input splits a parameter that model.embed_tokens: embedding_rowwise splits")
+    refused(torch.compile(made("Llama", {}), backend="eager"), "it is compiled")
+    quantized = made("Llama", {})
+    quantized.hf_quantizer = object()
+    refused(quantized, "it is quantized")
+    refused(made("Llama", {"num_attention_heads": 1, "num_key_value_heads": 1}), "1 attention heads cannot be split")
+    refused(made("Llama", {"intermediate_size": 1}), r"mlp.gate_proj: colwise splits dimension 0 of \[1, 24\]")
+    split = parallelize(made("Llama", {}), groups)
+    refused(split, "is split already")
+
+
+def test_each_style_of_transformers_has_a_row_with_its_layouts() -> None:
+    import transformers.distributed.expert_parallel
+    import transformers.distributed.tensor_parallel  # noqa: F401  # Registers them.
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    assert set(ALL_PARALLEL_STYLES.keys()) == set(STYLES)
+    from shardwise.models.by_plan import styles
+
+    assert styles.__doc__ is not None
+    for name, style in STYLES.items():
+        assert style.refusal or f"\n{name} " in styles.__doc__, name
