@@ -6,7 +6,9 @@ A turn whose flag says so, such as ``"weight": 0``, is not trained.
 In a prompt with a completion, the tokens are trained from the first that differs from the tokens of the prompt alone.
 """
 
+import math
 import re
+import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardwise.core.errors import DataError
 from shardwise.data.examples import Example, Messages, Preference, check_flags, common_length
-from shardwise.data.tokenizer import ChatTemplate, Tokenizer, template_meter
+from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 from shardwise.data.tokenizer.chat_template import Rendered, Span, TemplateError
 from shardwise.data.turns import Turn, UnusableExampleError, run_of, shows, turns_of
 
@@ -56,16 +58,12 @@ class ExampleEncoder:
         self.mask_prompts = mask_prompts
         self.parse_special = parse_special
         self.ends_turns = ends_turns
-        self._steps = 0
+        self._until = math.inf
 
     def encode(self, example: Example) -> Encoded:
-        """Encode an example; UnusableExampleError if nothing in it can be trained on."""
-        self._steps = 0
-        try:
-            encoded = self._chat(example) if example.is_chat else self._text(example)
-        except UnusableExampleError as error:
-            # The limit of steps is the cause of any later error.
-            raise (UnusableExampleError(_TOO_SLOW) if self._is_too_slow else error) from error
+        """Encode an example; UnusableExampleError if nothing in it can be trained on, DataError after a minute."""
+        self._until = time.monotonic() + _MOST_SECONDS
+        encoded = self._chat(example) if example.is_chat else self._text(example)
         # The first token of a sequence has no prediction.
         if not encoded.learned[1:].any():
             raise UnusableExampleError("nothing in it is learned")
@@ -215,16 +213,17 @@ class ExampleEncoder:
                 "the model's folder has no chat template, which chats need; put its chat_template.jinja there, or a "
                 "chat_template into tokenizer_config.json"
             )
-        if self._is_too_slow:
-            raise UnusableExampleError(_TOO_SLOW)
+        if time.monotonic() > self._until:
+            raise DataError(
+                f"{example.where}: rendering this chat takes more than a minute; leave it out, or use the chat "
+                "template that the model was published with"
+            )
         try:
-            rendered = self.template.render(
+            return self.template.render(
                 messages, tools=example.tools, add_generation_prompt=prompt, **example.variables
             )
         except TemplateError as error:
             raise UnusableExampleError(str(error)) from error
-        self._steps += rendered.steps
-        return rendered
 
     def _spans(
         self, messages: Messages, example: Example, rendered: Rendered, numbers: Container[int] | None = None
@@ -239,10 +238,6 @@ class ExampleEncoder:
             after = None if not self.ends_turns or self._own_ends[0] else self._added_after(rendered.text, end)
             spans += [*others, (begin, after.end() if after else end)]
         return spans
-
-    @property
-    def _is_too_slow(self) -> bool:
-        return self._steps > _RENDERINGS * template_meter.MAX_STEPS
 
     def _turns(self, messages: Messages, example: Example, rendered: Rendered) -> list[Turn]:
         return turns_of(messages, rendered, partial(self._render, example=example), self._token_spans)
@@ -263,9 +258,7 @@ class ExampleEncoder:
     def _own_ends(self) -> tuple[bool, bool]:
         """Whether the template ends an answer with an added token: one that a turn follows, and the last one."""
         asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}
-        own, steps = [], self._steps
-        # The chat that is first must not decide for all others.
-        self._steps = 0
+        own = []
         for messages in ((asked, answer, asked), (asked, answer)):
             example = Example("", None, messages)
             try:
@@ -274,7 +267,6 @@ class ExampleEncoder:
                 own.append(bool(self._added.search(rendered.text[begin:end].rpartition(_PROBE)[2])))
             except UnusableExampleError:
                 own.append(True)
-        self._steps = steps
         return own[0], own[1]
 
     def _end_of_last(self, messages: Messages, example: Example, rendered: Rendered) -> list[int]:
@@ -311,9 +303,8 @@ class ExampleEncoder:
 
 # An answer that no template contains.
 _PROBE = "q7q"
-# All renderings of one chat together may take as many steps as this many of the longest.
-_RENDERINGS = 10
-_TOO_SLOW = "the chat template takes too many steps to find what the assistant says"
+# Longest time for all renderings of one chat.
+_MOST_SECONDS = 60.0
 
 
 def _messages_of(example: Example) -> Messages:

@@ -52,7 +52,6 @@ class Rendered:
     text: str
     spans: tuple[Span, ...]
     runs: tuple[Run, ...] = ()
-    steps: int = 0
 
 
 class TemplateError(DataError):
@@ -162,7 +161,7 @@ class ChatTemplate:
         values = self.tokens | variables | {"messages": given, "tools": tools, "documents": None}
         try:
             authors = Authors(given, (self._opening, self._closing))
-            text, steps = render(self._template, values | {"add_generation_prompt": add_generation_prompt}, authors)
+            text = render(self._template, values | {"add_generation_prompt": add_generation_prompt}, authors)
         except LimitError as error:
             raise DataError(f"{self._where} {error} for these messages; {_REMEDY}") from error
         except jinja2.TemplateError as error:
@@ -170,7 +169,7 @@ class ChatTemplate:
         except Exception as error:  # an untrusted program may raise any exception
             raise TemplateError(f"{self._where} fails: {type(error).__name__}: {error!s:.1000}") from error
         unmarked, spans = _without_marks(text, self._opening, self._closing)
-        return Rendered(unmarked, spans, authors.runs, steps)
+        return Rendered(unmarked, spans, authors.runs)
 
 
 def _as_given(message: Message) -> Message:

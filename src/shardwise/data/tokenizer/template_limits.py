@@ -90,7 +90,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if isinstance(plain, BuiltinMethodType):
             if plain.__name__ == "join" and args:
                 args = (_listed(args[0]), *args[1:])
-            _check_operation(meter, _METHODS, plain.__name__, plain.__self__, args, kwargs)
+            _check_operation(meter, plain.__name__, plain.__self__, args, kwargs)
         else:
             for each in (*args, *kwargs.values()):
                 meter.weigh(each)
@@ -99,17 +99,15 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return found
 
 
-def render(template: jinja2.Template, values: Mapping[str, Any], authors: Authors) -> tuple[str, int]:
-    """Render a template of ``LimitedEnvironment.limited_template``; return the text and the number of steps.
+def render(template: jinja2.Template, values: Mapping[str, Any], authors: Authors) -> str:
+    """Render a template of ``LimitedEnvironment.limited_template``; return the text.
 
     ``authors`` receives the message that each part of the text belongs to.
     """
-    meter = Meter()
-    token, authors_token = _METER.set(meter), AUTHORS.set(authors)
+    token, authors_token = _METER.set(Meter()), AUTHORS.set(authors)
     try:
         # As ``Template.render``, which does not give the pieces.
-        text = _concat(authors.watch(template.root_render_func(template.new_context(dict(values)))))
-        return text, meter.steps
+        return _concat(authors.watch(template.root_render_func(template.new_context(dict(values)))))
     finally:
         _METER.reset(token)
         AUTHORS.reset(authors_token)
@@ -253,7 +251,7 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         meter.step(_FILTER_STEPS)
         if name in _CONSUMING:
             value = _listed(value)
-        _check_operation(meter, _FILTERS, "%" if name == "format" else name, value, args, kwargs)
+        _check_operation(meter, "%" if name == "format" else name, value, args, kwargs)
         before = {"context": (context,), "eval_context": (context.eval_ctx,), "environment": (context.environment,)}
         found = function(*before.get(first or "", ()), value, *args, **kwargs)
         if isinstance(found, GeneratorType):
@@ -282,12 +280,10 @@ _COMPARING_TESTS = (
 _CONSUMING = frozenset(("batch", "groupby", "join", "max", "min", "slice", "sort", "sum", "unique"))
 
 
-def _check_operation(
-    meter: Meter, kinds: Mapping[str, frozenset[str]], name: str, value: Any, args: Any, kwargs: Any
-) -> None:
+def _check_operation(meter: Meter, name: str, value: Any, args: Any, kwargs: Any) -> None:
     """Count the input of a filter or a method, and refuse it if its result would be too large."""
     given = (*args, *kwargs.values())
-    if name in kinds["shallow"]:
+    if _SHALLOW.fullmatch(name):
         meter.step(1 + (len(value) >> 3 if isinstance(value, SIZED) else 0))
         for each in given:
             meter.weigh(each)
@@ -296,13 +292,10 @@ def _check_operation(
     numbers = sum(abs(each) for each in given if isinstance(each, int))
     if isinstance(value, int | float):
         meter.check_bits(numbers)
-    if name in kinds["linear"] or (name == "sum" and not any(isinstance(each, list | tuple) for each in given)):
-        return
-    if name in kinds["searching"]:
-        meter.step(size * (1 + others) >> 6)
-        return
-    if name in kinds["quadratic"]:
-        meter.step(size * size >> 6)
+    # As if each part of the value were compared with the arguments, or with each other part.
+    adds_lists = name == "sum" and any(isinstance(each, list | tuple) for each in given)
+    is_quadratic = adds_lists or _QUADRATIC.fullmatch(name)
+    meter.step(size * (size if is_quadratic else 1 + others) >> 6)
     meter.make(_bound(meter, name, value, size, given, others, numbers))
 
 
@@ -315,13 +308,11 @@ def _bound(meter: Meter, name: str, value: Any, size: int, given: tuple[Any, ...
         return size + len(value) * len(given[0])
     if name == "join" and isinstance(value, str) and isinstance(given[0] if given else None, list | tuple):
         return others + len(given[0]) * size
-    if name in ("center", "ljust", "rjust", "zfill"):
-        return size + numbers
     if name == "indent" and isinstance(value, str):
         return size + (value.count("\n") + 1) * (4 + numbers + others)
     if name in ("%", "format", "format_map"):
         return _formatted(meter, value, given, by_percent=name == "%")
-    return size * (1 + others + numbers)
+    return size * (1 + others + numbers) if _MULTIPLYING.fullmatch(name) else size + others + numbers
 
 
 _NUMBER = r"\d+"
@@ -349,31 +340,12 @@ def _formatted(meter: Meter, value: Any, given: Any, *, by_percent: bool) -> int
     return len(form) + sum(map(int, digits)) + places * (350 + sum(weights))
 
 
-def _set(names: str) -> frozenset[str]:
-    return frozenset(names.split())
-
-
-# Names by maximum cost: "shallow" operations do not read the contents of the value's items, "linear" ones read all of
-# it, "searching" ones compare its parts with the arguments' parts, and "quadratic" ones with each other. All others
-# count as if the result had the size of the value times that of the arguments.
-_FILTERS = {
-    "shallow": _set(
-        "attr count d default first items last length list map random reject rejectattr reverse select selectattr"
-    ),
-    "linear": _set(
-        "abs capitalize dictsort e escape filesizeformat float forceescape groupby int lower max min safe sort string "
-        "title trim truncate unique upper urlencode wordcount"
-    ),
-    "searching": _set(""),
-    "quadratic": _set("pprint striptags sum urlize wordwrap xmlattr"),
-}
-_METHODS = {
-    "shallow": _set("copy get items keys values"),
-    "linear": _set(
-        "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower "
-        "isnumeric isprintable isspace istitle isupper lower partition removeprefix removesuffix split splitlines "
-        "startswith swapcase title upper"
-    ),
-    "searching": _set("lstrip rfind rindex rpartition rsplit rstrip strip"),
-    "quadratic": _set("decode encode"),
-}
+# Operations that do not read the contents of the value's items.
+_SHALLOW = re.compile(
+    "attr|copy|d|default|first|get|items|keys|last|length|list|map|random|reject|rejectattr|reverse|select|selectattr|"
+    "values"
+)
+# Operations that may read the value again for each of its parts.
+_QUADRATIC = re.compile("decode|encode|pprint|striptags|urlize|wordwrap|xmlattr")
+# Operations whose result may have the arguments, or as many blanks, for each part of the value.
+_MULTIPLYING = re.compile(f"{_QUADRATIC.pattern}|expandtabs|indent|join|replace|tojson|translate")
