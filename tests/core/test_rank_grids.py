@@ -15,6 +15,7 @@ from shardwise.core.rank_grid import (
     default_position_embedding_ranks,
     generate_masked_orthogonal_rank_groups,
 )
+from shardwise.megatron.sizes import MegatronSizes
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 TOKENS = [
@@ -143,18 +144,18 @@ def test_every_group(data, dense, order):
     middle = data.draw(divisors(dense["cp"] // inner))
     hcp = data.draw(st.sampled_from([None, (dense["cp"],), (inner, middle, dense["cp"] // inner // middle)]))
     instances = data.draw(divisors(math.gcd(per_stage // etp // ep, dense["dp"] * dense["cp"])))
-    sizes = ParallelSizes(dense["tp"], dense["pp"], dense["cp"], ep, etp, "-".join(order), hcp, instances)
+    sizes = MegatronSizes(dense["tp"], dense["pp"], dense["cp"], ep, etp, "-".join(order), hcp, instances)
     check_every_group(sizes, per_stage * dense["pp"])
 
 
 @pytest.mark.parametrize(
     "sizes",
     [
-        ParallelSizes(tp=8, pp=8, cp=2, ep=4),
-        ParallelSizes(tp=8, pp=4, cp=4, ep=8, etp=2, hcp=(2, 2), num_distributed_optimizer_instances=4),
-        ParallelSizes(tp=4, pp=2, cp=8, ep=16, etp=1, order="cp-dp-tp-ep-pp", hcp=(4, 2)),
-        ParallelSizes(tp=4, pp=8, ep=4, etp=1, order="tp-cp-pp-ep-dp"),
-        ParallelSizes(tp=4, pp=8, ep=4, order="tp-cp-pp-ep-dp", num_distributed_optimizer_instances=2),
+        MegatronSizes(tp=8, pp=8, cp=2, ep=4),
+        MegatronSizes(tp=8, pp=4, cp=4, ep=8, etp=2, hcp=(2, 2), num_distributed_optimizer_instances=4),
+        MegatronSizes(tp=4, pp=2, cp=8, ep=16, etp=1, order="cp-dp-tp-ep-pp", hcp=(4, 2)),
+        MegatronSizes(tp=4, pp=8, ep=4, etp=1, order="tp-cp-pp-ep-dp"),
+        MegatronSizes(tp=4, pp=8, ep=4, order="tp-cp-pp-ep-dp", num_distributed_optimizer_instances=2),
     ],
     ids=str,
 )
@@ -165,11 +166,11 @@ def test_every_group_of_a_thousand_ranks(sizes):
 ONE_OF_A_THOUSAND = """
 import sys, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from shardwise.core.rank_grid import ParallelSizes
+from shardwise.megatron.sizes import MegatronSizes
 from shardwise.core.topology import Topology
 
 dist.init_process_group("fake", store=FakeStore(), rank=777, world_size=1024)
-sizes = ParallelSizes(tp=8, pp=4, cp=4, ep=8, etp=2, hcp=(2, 2), num_distributed_optimizer_instances=2)
+sizes = MegatronSizes(tp=8, pp=4, cp=4, ep=8, etp=2, hcp=(2, 2), num_distributed_optimizer_instances=2)
 topology = Topology.create(sizes)
 for name, lists in sizes.rank_lists(1024).items():
     (mine,) = [ranks for ranks in lists if 777 in ranks] or [None]
@@ -274,4 +275,4 @@ def test_a_token_must_name_axes():
 )
 def test_sizes_that_cannot_be(sizes, error, message):
     with pytest.raises(error, match=message):
-        ParallelSizes(**sizes).rank_lists(8)
+        MegatronSizes(**sizes).rank_lists(8)

@@ -15,6 +15,7 @@ from shardwise.core.communication import context
 from shardwise.core.errors import ConfigError, DesyncError, TopologyError
 from shardwise.core.rank_grid import ParallelSizes
 from shardwise.core.topology import Topology
+from shardwise.megatron.sizes import MegatronSizes
 
 
 def num_groups():
@@ -37,7 +38,7 @@ def test_a_topology_needs_torch_distributed():
         ParallelSizes(tp=2, ep=2, etp=1),
         ParallelSizes(cp=2, tp=2, order="cp-tp-dp"),
         ParallelSizes(pp=4),
-        ParallelSizes(cp=4, hcp=(2, 2), num_distributed_optimizer_instances=2),
+        MegatronSizes(cp=4, hcp=(2, 2), num_distributed_optimizer_instances=2),
     ],
     ids=str,
 )
@@ -107,11 +108,11 @@ def made_by(rank, world_size, monkeypatch, sizes):
     [
         (8, ParallelSizes(tp=8), 1),
         (8, ParallelSizes(), 1),
-        (8, ParallelSizes(separate_all_gather=True), 2),
-        (2, ParallelSizes(tp=2, separate_all_gather=True), 1),
-        (512, ParallelSizes(tp=8, pp=8), 273),
+        (8, MegatronSizes(separate_all_gather=True), 2),
+        (2, MegatronSizes(tp=2, separate_all_gather=True), 1),
+        (512, ParallelSizes(tp=8, pp=8), 272),
         # The ranks of the second stage are in no group of one.
-        (16, ParallelSizes(tp=2, pp=2, cp=2, ep=2), 53),
+        (16, ParallelSizes(tp=2, pp=2, cp=2, ep=2), 52),
     ],
     ids=str,
 )
@@ -127,7 +128,7 @@ def test_groups_of_one_rank_have_no_communicator(monkeypatch, world_size, sizes,
         assert len(several) == number
         assert all(len(ranks) > 1 and device == GPU for ranks, device in several)
         distinct = {ranks for ranks, _ in several}
-        assert len(distinct) == number - (sizes.separate_all_gather and number > 1)
+        assert len(distinct) == number - (bool(sizes.unshared) and number > 1)
         assert num_splits == sum(rank not in ranks for ranks, _ in several)
         everywhere.add(tuple(several))
         for ranks, name in own_names.items():

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from shardwise import parallel_state
 from shardwise.core.errors import ConfigError
-from shardwise.core.rank_grid import ParallelSizes
 from shardwise.core.topology import Topology
 from shardwise.megatron.errors import NotInitializedError
 from shardwise.megatron.process_groups_config import _GETTERS, ProcessGroupCollection
+from shardwise.megatron.sizes import MegatronSizes
 
 NAMES = ["tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "hcp", "ep", "expt_tp", "tp_ep", "tp_ep_pp", "tp_dp_cp"]
 NAMES += ["dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "intra_dist_opt"]
@@ -59,10 +59,10 @@ def test_the_ambient_groups_come_from_the_getters_that_tests_replace(monkeypatch
 @pytest.mark.parametrize(
     "sizes",
     [
-        ParallelSizes(tp=2, pp=2),
-        ParallelSizes(pp=4),
-        ParallelSizes(cp=4, hcp=(2, 2), num_distributed_optimizer_instances=2),
-        ParallelSizes(tp=2, ep=2, etp=1),
+        MegatronSizes(tp=2, pp=2),
+        MegatronSizes(pp=4),
+        MegatronSizes(cp=4, hcp=(2, 2), num_distributed_optimizer_instances=2),
+        MegatronSizes(tp=2, ep=2, etp=1),
     ],
     ids=str,
 )

@@ -11,10 +11,11 @@ from harness.parity import assert_bit_equal, assert_unmodified
 from shardwise import parallel_state as ps, tensor_parallel
 from shardwise.core import errors
 from shardwise.core.errors import ConfigError, ShardingError, TopologyError
-from shardwise.core.rank_grid import ParallelSizes, RankGenerator
+from shardwise.core.rank_grid import RankGenerator
 from shardwise.megatron import errors as asserted_errors, utils
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.errors import AssertedTopologyError
+from shardwise.megatron.sizes import MegatronSizes
 from shardwise.megatron.utils import divide
 from shardwise.tensor_parallel import ColumnParallelLinear, RowParallelLinear, layers, mappings, random
 from shardwise.tensor_parallel.cross_entropy import _VocabParallelCrossEntropy, vocab_parallel_cross_entropy
@@ -297,13 +298,13 @@ def test_a_second_group_for_gathering_and_groups_for_long_samples(group):
 
 
 def test_parts_of_the_ranks_by_powers_of_two():
-    lists = ParallelSizes(tp=2, cp=2, hybrid_context_parallel=True).rank_lists(24)
+    lists = MegatronSizes(tp=2, cp=2, hybrid_context_parallel=True).rank_lists(24)
     # Of 12 ranks 2 and 4 divide; 8 does not.
     assert [name for name in lists if name.startswith("hybrid")] == ["hybrid2", "hybrid4"]
     assert lists["hybrid4"][:3] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]
-    assert not [name for name in ParallelSizes().rank_lists(8) if name.startswith("hybrid")]
+    assert not [name for name in MegatronSizes().rank_lists(8) if name.startswith("hybrid")]
     with pytest.raises(ConfigError, match="halves the dp x cp = 3 ranks"):
-        ParallelSizes(hybrid_context_parallel=True).rank_lists(3)
+        MegatronSizes(hybrid_context_parallel=True).rank_lists(3)
 
 
 @pytest.mark.ranks(2)

@@ -25,7 +25,6 @@ from shardwise.core.communication.context import device_of, is_gloo, is_rehearsa
 from shardwise.core.communication.transports.shared_memory import close_channel
 from shardwise.core.errors import ConfigError, TopologyError
 from shardwise.core.rank_grid import (
-    SEPARATE_ALL_GATHER,
     EmbeddingRanks,
     ParallelSizes,
     default_embedding_ranks,
@@ -43,14 +42,9 @@ class Topology:
     dense layers          ``tp cp dp pp``, and together ``dp_cp mp tp_cp tp_dp tp_dp_cp``; ``mp`` is tp and pp
     expert layers         ``expt_tp ep expt_dp``, and together ``tp_ep tp_ep_pp``
     embeddings            ``embd pos_embd``: stages that hold the word embedding, and the position embedding
-    levels of cp          ``hcp0 hcp1 ...``, innermost first; with ``sizes.hcp``
-    parts of dp_cp        ``hybrid2 hybrid4 ...``, of 2, 4, ... ranks; with ``sizes.hybrid_context_parallel``
-    optimizer instances   ``intra_dp_cp intra_expt_dp``: the part of ``dp_cp``, of ``expt_dp``, that holds one copy of
-                          the optimizer state; ``intra_dist_opt``: all ranks of that copy; ``inter_dist_opt``: the same
-                          shard of every copy, if there are several
     ====================  ==================================================================================
 
-    Groups of the same ranks share one process group, except ``dp_cp_all_gather`` (``sizes.separate_all_gather``). All
+    Groups of the same ranks share one process group, except those of ``sizes.unshared``. All
     groups of this rank alone also share one, and its first collective creates its communicator. The other communicators
     are created here if the default group is bound to a device (``init_process_group(device_id=...)``).
 
@@ -127,7 +121,7 @@ class Topology:
                 made[ranks, False] = _new_group("alone", ranks, own_rank, timeout)
             for name, lists in rank_lists.items():
                 for ranks in map(tuple, lists):
-                    key = ranks, name == SEPARATE_ALL_GATHER and len(ranks) > 1
+                    key = ranks, name in sizes.unshared and len(ranks) > 1
                     # Every rank takes part in creating every other group, in the same order.
                     if len(ranks) > 1 and key not in made:
                         made[key] = _new_group(name, ranks, own_rank, timeout)

@@ -101,8 +101,8 @@ class ProcessGroupCollection:
         """
         wanted = _requested(required_pgs)
         groups: dict[str, Any] = {name: topology.group(name) if name in topology else None for name in wanted}
-        if "hcp" in wanted and topology.sizes.hcp is not None:
-            groups["hcp"] = [topology.group(f"hcp{level}") for level in range(len(topology.sizes.hcp))]
+        if "hcp" in wanted and (levels := getattr(topology.sizes, "hcp", None)) is not None:
+            groups["hcp"] = [topology.group(f"hcp{level}") for level in range(len(levels))]
         return cls(**groups)
 
     @classmethod

@@ -12,9 +12,10 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication.context import GlobalMemoryBuffer, backend_of, context_of, device_of
 from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer, symmetric_buffer_of
 from shardwise.core.errors import ConfigError, TopologyError
-from shardwise.core.rank_grid import DEFAULT_ORDER, EmbeddingRanks, ParallelSizes
+from shardwise.core.rank_grid import DEFAULT_ORDER, EmbeddingRanks
 from shardwise.core.topology import Topology
 from shardwise.megatron.errors import AssertedConfigError, AssertedTopologyError, NotInitializedError, asserting
+from shardwise.megatron.sizes import MegatronSizes
 from shardwise.megatron.surface import given, offer
 
 
@@ -181,7 +182,7 @@ def initialize_model_parallel(
     _check_backend(pipeline_model_parallel_comm_backend)
     _check_interleaving(virtual_pipeline_model_parallel_size, pipeline_model_parallel_size)
     levels = hierarchical_context_parallel_sizes
-    sizes = ParallelSizes(
+    sizes = MegatronSizes(
         tp=tensor_model_parallel_size,
         pp=pipeline_model_parallel_size,
         cp=context_parallel_size,

@@ -4,9 +4,9 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.communication.context import backends_of
 from shardwise.core.errors import ConfigError, TopologyError
-from shardwise.core.rank_grid import HYBRID, SEPARATE_ALL_GATHER
-from shardwise.megatron.core.parallel_state.ambient import _AMBIENT, get_topology
+from shardwise.megatron.core.parallel_state.ambient import _AMBIENT
 from shardwise.megatron.errors import AssertedConfigError
+from shardwise.megatron.sizes import HYBRID, SEPARATE_ALL_GATHER
 from shardwise.megatron.surface import offer
 
 
@@ -178,9 +178,9 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup] | None:
     """Return the levels of the context-parallel group, innermost first; without levels, raise unless unchecked."""
-    if not check_initialized and (_AMBIENT.topology is None or _AMBIENT.topology.sizes.hcp is None):
+    levels = None if _AMBIENT.topology is None else getattr(_AMBIENT.topology.sizes, "hcp", None)
+    if not check_initialized and levels is None:
         return None
-    levels = get_topology().sizes.hcp
     # Without levels, looking up the first level raises the error.
     return [_AMBIENT.group(f"hcp{level}") for level in range(len(levels or (1,)))]
 

@@ -4,9 +4,9 @@ They are read-only: assigning to one hides the value and has no other effect.
 """
 
 from shardwise.core.communication.context import backends_of
-from shardwise.core.rank_grid import HYBRID, SEPARATE_ALL_GATHER
 from shardwise.megatron.core.parallel_state.ambient import _AMBIENT
 from shardwise.megatron.core.parallel_state.groups import get_hierarchical_context_parallel_groups
+from shardwise.megatron.sizes import HYBRID, SEPARATE_ALL_GATHER
 
 _GROUPS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
