@@ -51,6 +51,7 @@ def banner(session: Session) -> str:
         + _dropout(session)
         + _overlap(session)
         + speed(session)
+        + "".join(f"\nattn   {kernel}" for kernel in session.trainer.attention_kernels())
     )
 
 
@@ -206,10 +207,6 @@ def speed(session: Session) -> str:
     if config.normalization == "RMSNorm":
         sizes[dispatch.RMS_NORM] = sizes[dispatch.ELEMENTWISE] = tokens * config.hidden_size
         sizes[dispatch.ADD_NORM_TRITON] = sizes[dispatch.ELEMENTWISE_TRITON] = tokens * config.hidden_size
-    changes_scores = config.attention_sinks or config.attention_logit_softcap is not None
-    if changes_scores and config.attention_dropout == 0 and settings.parallel.parts is None:
-        heads = config.num_attention_heads // tp
-        sizes[dispatch.FLEXIBLE_ATTENTION] = tokens * settings.sequence_length * heads
     precision = PRECISIONS[settings.training.dtype]
     updates_fp32 = precision.has_masters or precision.params_dtype == torch.float32
     if settings.optimizer.name == "adamw" and updates_fp32 and settings.parallel.parts is None:

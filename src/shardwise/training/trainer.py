@@ -25,7 +25,9 @@ from shardwise.data.batch import BatchMover
 from shardwise.models.description import ModelChunks
 from shardwise.models.experts.moe import MoELayer
 from shardwise.models.experts.router import METRICS, metrics_of
+from shardwise.models.transformer.core_attention import CoreAttention
 from shardwise.models.transformer.layer import TransformerLayer
+from shardwise.models.transformer.masks import AttentionMask
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.training.gradients import GradientBuffers, Total
 from shardwise.training.gradients.finalize import finalize_gradients_
@@ -154,6 +156,17 @@ class Trainer:
         self._seed_micro_batch = self._seed_in_order if self.gradients.seeds_micro_batches else _draw_on
         self.loss_scale = DynamicLossScale() if PRECISIONS[settings.training.dtype].scales_loss else None
         self.num_skipped = 0
+
+    def attention_kernels(self) -> list[str]:
+        """Return the kernels of the layers for samples without padding and documents, each with its reason."""
+        self._seed_step(self._step)
+        num_samples, model = self.settings.micro_batch_size(self.num_sample_ranks), self._chunks[0]
+        view = self._model_groups.data.view(self.settings.sequence_length, None)
+        like = torch.empty((), dtype=self._model_config.params_dtype, device=self.device)
+        mask = AttentionMask(alibi_slopes=model.alibi_slopes, context=view.context)
+        layers = (each for each in model.modules() if isinstance(each, CoreAttention))
+        found = (layer.described_kernel(like.expand(num_samples, view.whole_length), mask) for layer in layers)
+        return list(dict.fromkeys(found))
 
     def step(
         self,

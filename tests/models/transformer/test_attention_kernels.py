@@ -12,7 +12,7 @@ from shardwise.core.sequence_view import ContextShard
 from shardwise.exact.context_terms import Place
 from shardwise.exact.strategies import ExactActivation
 from shardwise.models.transformer import attention_kernels
-from shardwise.models.transformer.attention_kernels import AT_POSITION, KERNELS, Call, Options, choose
+from shardwise.models.transformer.attention_kernels import AT_POSITION, KERNELS, Call, Options, choose, described
 from shardwise.models.transformer.distance_bias import alibi_slopes
 from shardwise.models.transformer.heads import LocalHeads
 from shardwise.models.transformer.masks import AttentionMask
@@ -152,7 +152,12 @@ def test_the_kernel_of_a_case(row, monkeypatch):
     seed_streams(5, 0, rng="global" if "shared-dropout" in words else "per_rank")
     call = call_of(words)
     kernels = call.options.activation.kernels(KERNELS)
-    assert type(choose(kernels, call)).__name__ in names
+    kernel = choose(kernels, call)
+    assert type(kernel).__name__ in names
+    # The banner has its name, and a reason for each kernel before it.
+    before = [each for each in kernels[: kernels.index(kernel)] if each is not AT_POSITION]
+    assert described(kernels, call).startswith(kernel.name)
+    assert all(f"{each.name}: {each.refusal(call)}" in described(kernels, call) for each in before)
 
 
 def test_no_kernel_is_left():

@@ -294,6 +294,13 @@ KERNELS: tuple[Kernel, ...] = (
 """All kernels, in order. A layer has those that its arithmetic allows (``nn.arithmetic.Activation.kernels``)."""
 
 
+def described(kernels: Sequence[Kernel], call: Call) -> str:
+    """Return the name of the kernel that takes a call, and a line for each one before it that says why it does not."""
+    chosen = choose(kernels, call)
+    before = [each for each in kernels[: kernels.index(chosen)] if each is not AT_POSITION]
+    return chosen.name + "".join(f"\n       no {kernel.name}: {kernel.refusal(call)}" for kernel in before)
+
+
 def choose(kernels: Sequence[Kernel], call: Call) -> Kernel:
     """Return the first kernel that takes a call; raise ConfigError if there is none."""
     for kernel in kernels:

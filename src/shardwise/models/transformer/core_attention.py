@@ -15,7 +15,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.random import streams
 from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.models.config import ModelConfig
-from shardwise.models.transformer.attention_kernels import KERNELS, Call, Options, choose, for_flash
+from shardwise.models.transformer.attention_kernels import KERNELS, Call, Options, choose, described, for_flash
 from shardwise.models.transformer.context_attention import METHODS, Attend, ContextMethod, choose_context_method
 from shardwise.models.transformer.heads import HeadSplit, LocalHeads
 from shardwise.models.transformer.masks import AttentionMask, AttentionSinks, AttnMaskType
@@ -198,6 +198,24 @@ class CoreAttention(GroupModule):
         # A new dictionary, because the copy shares the original's.
         other._modules = {**self._modules, "q_layernorm": None, "k_layernorm": None}
         return other
+
+    def described_kernel(self, like: Tensor, mask: AttentionMask) -> str:
+        """Return the kernel for samples like ``[b, s]`` under a mask, and why others do not; see ``described``."""
+        (b, keys), heads, shard = like.shape, self.local_heads, mask.context
+        queries, method = keys, None if shard is None else self._context_method(shard)
+        if shard is not None and method is METHODS["a2a"]:
+            heads = heads.over(shard.group.size())[shard.group.rank()]
+            mask = mask.of_heads(heads, self.local_heads)
+        elif shard is not None:
+            queries = shard.size
+        if method == self._attend_in_ring:
+            return "flash attention to the keys of one rank after the other"
+        # Without memory: kernels choose by shapes, dtype and device.
+        query, key = (
+            like.new_empty(()).expand(b, last - first, length, self.head_dim)
+            for (first, last), length in ((heads.queries, queries), (heads.groups, keys))
+        )
+        return described(self._kernels, Call(query, key, key, mask, self._options(heads)))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         call = Call(query, key, value, mask, self._options(mask.heads or self.local_heads))
