@@ -19,8 +19,8 @@ from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.models.by_plan.styles import STYLES
 from shardwise.nn import named_param_layouts
 from shardwise.nn.replicated import replicas_of
+from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.optimizer.grad_norm import global_grad_norm
-from shardwise.training.optimizer.gradients import finalize_gradients_
 
 SIZES = {
     "vocab_size": 37,

@@ -173,6 +173,12 @@ def _places(model: nn.Module, plan: dict[str, str], modules: dict[str, nn.Module
         parent, _, own = name.rpartition(".")
         source = READERS.get(own)
         if source and _wildcard(name) not in plan and plan.get(_wildcard(f"{parent}.{source}")) == "colwise":
+            features = getattr(modules.get(f"{parent}.{source}"), "out_features", None)
+            if any(param is not None and tuple(param.shape) == (features,) for param in module._parameters.values()):
+                raise ConfigError(
+                    f"{name}: the plan of {type(model).__name__} splits {source}, and {own} normalizes the features of "
+                    "all heads together; use one tensor-parallel rank"
+                )
             yield _Place(name, "replicated_with_grad_allreduce", STYLES["replicated_with_grad_allreduce"], module, None)
 
 
@@ -211,18 +217,20 @@ def _lay_out(place: _Place, work: _Work) -> None:
 
 
 def _balanced(shape: tuple[int, ...], dim: int, size: int, style: Style, place: _Place) -> ParamLayout:
-    # A gate and an up projection without sections alternate row by row.
-    unit = 2 if place.parameter == "gate_up_proj" and style.sections == 1 else 1
-    if shape[dim] % (unit * style.sections) or shape[dim] // unit // style.sections < size:
+    # A gate and an up projection in one are halves, which both are split, or alternate row by row.
+    is_joint, halves = place.parameter == "gate_up_proj", getattr(place.owner, "is_concatenated", True)
+    sections = 2 if is_joint and halves else style.sections
+    unit = 1 if not is_joint or halves else 2
+    if shape[dim] % (unit * sections) or shape[dim] // (unit * sections) < size:
         raise ConfigError(
-            f"{place.name}: {place.style_name} splits dimension {dim} of {list(shape)}, in {style.sections * unit} "
+            f"{place.name}: {place.style_name} splits dimension {dim} of {list(shape)}, in {sections * unit} "
             f"parts, over {size} tensor-parallel ranks; use fewer ranks"
         )
-    sizes = ParamLayout.split((shape[dim] // unit,), 0, size, stride=style.sections)
     if unit == 1:
-        return ParamLayout.split(shape, dim, size, stride=style.sections)
+        return ParamLayout.split(shape, dim, size, stride=sections)
+    pairs = ParamLayout.split((shape[dim] // unit,), 0, size).intervals
     return ParamLayout.of_intervals(
-        shape, dim, [[(start * unit, stop * unit) for start, stop in runs] for runs in sizes.intervals]
+        shape, dim, [[(start * unit, stop * unit) for start, stop in runs] for runs in pairs]
     )
 
 
