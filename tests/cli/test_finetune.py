@@ -93,7 +93,7 @@ def test_all_weights(folder, capsys):
     assert main(["generate", str(folder / "tuned"), "--prompt", "import", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("import")
     assert main(["generate", str(folder / "tuned" / "checkpoints")]) == 2
-    assert "is of shardwise finetune, whose --out is a Hugging Face folder" in capsys.readouterr().err
+    assert "is of shardwise finetune, whose --out becomes a Hugging Face folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_killed_and_interrupted_and_resumed(tmp_path):
         # Launcher and ranks at once.
         run.interrupt()
         said = run.finish(exit_code=130).stdout + run.stderr
-    assert f"interrupted; the last checkpoint is {out}/checkpoints/step-{reached(out):08d}; run the same" in said
+    assert f"interrupted; the run stopped at step {reached(out)}; add --resume auto to its command to go on" in said
     assert f"resumed at step {resumed_at}\n" in said
     assert "Traceback" not in said
     found = losses(out)

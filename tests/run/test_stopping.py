@@ -24,9 +24,10 @@ from shardwise.run.checkpoint_writer import finish
 from shardwise.run.checkpoints import first_not_finite, run_state
 from shardwise.run.metrics import Progress
 from shardwise.run.processes import stopping
-from shardwise.run.processes.stopping import Interrupted, resume_hint, signals_postponed
+from shardwise.run.processes.stopping import Interrupted, signals_postponed
 from shardwise.run.run import train
 from shardwise.run.settings import ParallelSettings
+from shardwise.run.unfinished import resume_hint
 from shardwise.storage import checkpoint
 from shardwise.storage.checkpoint import latest, read_meta
 
@@ -181,7 +182,9 @@ def test_a_step_has_its_time(monkeypatch):
 
 def test_the_way_on_is_true():
     assert resume_hint(None) == "no checkpoint was saved; run the same command again to start anew"
-    assert "runs/x/step-7; run the same command with --resume auto" in resume_hint(Path("runs/x/step-7"))
+    assert resume_hint(Path("runs/x/step-00000007")) == (
+        "the run stopped at step 7; add --resume auto to its command to go on"
+    )
 
 
 @pytest.mark.sample(2)

@@ -265,7 +265,11 @@ def test_a_range_is_what_it_says(value, low, size, ends):
     assert (value in limits) == expected
 
 
-def test_wrong_numbers_are_said_without_torch():
+def test_mistakes_are_said_without_torch(tmp_path):
+    (tmp_path / "stopped/checkpoints/step-00000003").mkdir(parents=True)
+    manifest = {"serial": 1, "meta": {"settings": {"training": {"steps": 9}}, "base_sha256": "0"}}
+    (tmp_path / "stopped/checkpoints/step-00000003/meta.json").write_text(json.dumps(manifest))
+    (tmp_path / "text.txt").write_text("text")
     code = """
 import sys
 from shardwise.cli.main import main
@@ -273,10 +277,20 @@ for argv in (["train", "--data", "x", "--optimizer.epsilon", "inf"], ["generate"
              ["finetune", "base", "--data", "x", "--lora-rank", "99999999999"], ["demo", "--steps", "0"],
              ["export-hf", "run", "--out", "x", "--max-file-gb", "inf"], ["import-hf", "f", "--out", "x", "--nproc=0"]):
     assert main(argv) == 2, argv
+for argv in ("train --data none", "finetune none --data text.txt", "chat none", "chat stopped",
+             "import-hf none --out x", "eval stopped --data text.txt", "eval . --data none", "export-hf none --out x",
+             "train --data text.txt --out stopped", "finetune . --data text.txt --out stopped"):
+    argv = argv.split()
+    assert main(argv) == 2, argv
 assert "torch" not in sys.modules
 """
-    done = run("-c", code)
-    assert done.stderr.count("\n") == 6
+    done = run("-c", code, folder=tmp_path)
+    said = done.stderr.splitlines()
+    assert len(said) == 16
+    assert sum("data path 'none' does not exist" in line for line in said) == 2
+    assert sum("there is no folder none" in line for line in said) == 4
+    # A run that was stopped has one way on, whichever command finds it.
+    assert sum("the run stopped at step 3; add --resume auto to its command to go on" in line for line in said) == 4
 
 
 def test_a_path_may_begin_with_the_home_folder_and_may_not_be_empty(monkeypatch, tmp_path):

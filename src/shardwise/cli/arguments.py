@@ -6,6 +6,7 @@ Flags are parsed in one pass and override the settings of a TOML file. A mistake
 
 import dataclasses
 import inspect
+import os
 import re
 import textwrap
 import tomllib
@@ -17,11 +18,11 @@ from typing import Annotated, Any, ClassVar, TypeVar, cast, get_origin
 
 import tyro
 
-from shardwise.core.atomic_files import read_regular
-from shardwise.core.errors import CheckpointError, ConfigError
+from shardwise.core.atomic_files import no_data, no_folder, read_regular
+from shardwise.core.errors import CheckpointError, ConfigError, DataError
 from shardwise.core.folder_lock import check_free
-from shardwise.run.processes.stopping import resume_hint
-from shardwise.run.settings import RunSettings
+from shardwise.run.settings import DpoSettings, FinetuneSettings, RunSettings, Settings
+from shardwise.run.unfinished import check_unused, resume_hint
 from shardwise.training.bounds import (
     DEFAULT_TIMEOUT,
     LOCAL_RANKS,
@@ -41,6 +42,9 @@ _T = TypeVar("_T")
 _TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 _MAX_BYTES = 1_000_000
 _MAX_DEPTH = 16
+_SETTINGS = {"train": Settings, "finetune": FinetuneSettings, "dpo": DpoSettings}
+_NAME = "'([^']*)'"
+_TUPLE = re.compile(rf"\((?:{_NAME}, ?)*(?:{_NAME})?\)")
 # A key of many parts. For each part, tomllib stores all parts before it.
 _LONG_KEY = re.compile(
     r"""^[ \t\[]*+(?:[ \t]*+(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.){17}""",
@@ -59,6 +63,10 @@ class Arguments(Checked, prefix="--"):
 
     debug: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     lasts: ClassVar[bool] = False
+
+    def begins(self) -> str:
+        """Return what the command does first, for the line that is printed before PyTorch is imported."""
+        return "starting"
 
     def work(self) -> Callable[[], object] | None:
         """Do the work of the command on one rank, or return the function that does it.
@@ -163,8 +171,20 @@ class RunArguments(SettingsArguments, LaunchArguments):
     def check_world(self, world_size: int) -> None:
         self.settings.check_world(world_size)
 
+    def begins(self) -> str:
+        return f"starting a run in {self.settings.out}"
+
     def check(self) -> None:
         check_free(Path(self.settings.out))
+        if self.settings.resume == "never":
+            check_unused(Path(self.settings.out))
+        self.check_inputs()
+
+    def check_inputs(self) -> None:
+        """Raise an error if the data or the model to train is not there."""
+        if isinstance(self.settings, FinetuneSettings):
+            check_model(self.settings.base)
+        check_data(self.settings.data)
 
     def resume_hint(self) -> str:
         folder = Path(self.settings.out) / "checkpoints"
@@ -336,7 +356,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error.strerror}") from error
     # This covers TOMLDecodeError, text that is not UTF-8, and integers with more digits than Python reads.
     except ValueError as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+        # tomllib shows a table's name as a tuple.
+        reason = _TUPLE.sub(lambda match: f"[{'.'.join(re.findall(_NAME, match[0]))}]", str(error))
+        raise ConfigError(f"{path} is not TOML: {reason}") from error
     except RecursionError:
         pass  # Nested even deeper.
     raise ConfigError(f"{path} is nested more than {_MAX_DEPTH} deep; settings stand in tables of one level")
@@ -370,7 +392,7 @@ def parse_command(cls: type[_T], argv: Sequence[str], prog: str) -> _T:
     values = FlagReader(cls).read(argv)
     if issubclass(cls, SettingsArguments):
         path, settings_class = values.get("config"), annotations_of(cast(Any, cls))["settings"][0]
-        table = {} if path is None else checked(settings_class, read_toml(Path(path)), f"{path}: ")
+        table = {} if path is None else checked(settings_class, read_toml(Path(path)), f"{path}: ", _SETTINGS)
         values = _merged({"settings": table}, values)
     return with_values(cls, values)
 
@@ -378,6 +400,19 @@ def parse_command(cls: type[_T], argv: Sequence[str], prog: str) -> _T:
 def _merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     inner = {key: _merged(values.get(key, {}), value) for key, value in over.items() if isinstance(value, dict)}
     return values | over | inner
+
+
+def check_model(folder: str, hint: str = "") -> None:
+    """Raise CheckpointError if there is nothing at the path of a model."""
+    if not os.path.exists(folder):
+        raise CheckpointError(no_folder(Path(folder), hint))
+
+
+def check_data(paths: Sequence[str]) -> None:
+    """Raise DataError if there is nothing at a path of data."""
+    for path in paths:
+        if path != "stdlib" and not os.path.exists(path):
+            raise DataError(no_data(Path(path)))
 
 
 VARIABLES = {

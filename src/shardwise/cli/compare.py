@@ -30,6 +30,9 @@ class CompareArguments(Arguments):
     run_b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_B"), Folder("")]
     rerun: bool = True
 
+    def begins(self) -> str:
+        return f"comparing {self.run_a} with {self.run_b}"
+
     def work(self) -> None:
         from shardwise.run import compare
 

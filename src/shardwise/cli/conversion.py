@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from shardwise.cli.arguments import SplitArguments
+from shardwise.cli.arguments import SplitArguments, check_model
 from shardwise.cli.reporting import is_first_rank, print_note
 from shardwise.core.folder_lock import check_free, check_free_target
 from shardwise.training.bounds import DEFAULT_FILE_GB, FILE_GB, Folder
@@ -29,8 +29,12 @@ class ImportArguments(SplitArguments):
     out: Annotated[str, Folder()]
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
 
+    def begins(self) -> str:
+        return f"reading {self.folder}"
+
     def check(self) -> None:
         check_free(Path(self.out))
+        check_model(self.folder)
 
     def prepare(self, world_size: int) -> None:
         from shardwise.run.commands.conversion import open_for_import
@@ -76,8 +80,12 @@ class ExportArguments(SplitArguments):
     max_file_gb: Annotated[float, FILE_GB] = DEFAULT_FILE_GB
     merge: bool = False
 
+    def begins(self) -> str:
+        return f"reading {self.checkpoint}"
+
     def check(self) -> None:
         check_free_target(Path(self.out))
+        check_model(self.checkpoint, "give the --out of a training run or one of its checkpoints")
 
     def prepare(self, world_size: int) -> None:
         from shardwise.run.commands.conversion import open_for_export

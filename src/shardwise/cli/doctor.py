@@ -82,7 +82,8 @@ class _DoctorRunArguments(RunArguments):
     json: bool = False
 
     def check(self) -> None:
-        super().check()
+        check_free(Path(self.settings.out))
+        self.check_inputs()
         if self.html is not None:
             check_output(self.html, flag="--html")
 

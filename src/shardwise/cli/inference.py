@@ -5,14 +5,16 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from shardwise.cli.arguments import SplitArguments
+from shardwise.cli.arguments import SplitArguments, check_data, check_model
 from shardwise.cli.reporting import is_first_rank, print_note
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.run.settings import CorpusSettings
+from shardwise.run.unfinished import check_done
 from shardwise.training.bounds import BATCH, DEFAULT_BATCH, SEED, SEQUENCE, STEPS, TEMPERATURE, TOP_P, Folder, Range
 
 if TYPE_CHECKING:
@@ -20,13 +22,31 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GeneratingArguments(SplitArguments):
-    """Arguments of the commands that generate text.
+class ModelArguments(SplitArguments):
+    """Arguments of the commands that use a model.
 
     Attributes:
         checkpoint: folder of a run or an import (its newest checkpoint is used), of one checkpoint, of a Hugging Face
             model, fine-tuned or not, or of adapters, which name their base model.
         adapter: folder of LoRA adapters, in the peft library's format, to use with the model.
+    """
+
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]
+    adapter: Annotated[str | None, Folder()] = None
+
+    def begins(self) -> str:
+        return f"opening {self.checkpoint}"
+
+    def check(self) -> None:
+        check_model(self.checkpoint, "give the --out of a training run or one of its checkpoints")
+        check_done(Path(self.checkpoint))
+
+
+@dataclass(frozen=True)
+class GeneratingArguments(ModelArguments):
+    """Arguments of the commands that generate text.
+
+    Attributes:
         max_new_tokens: most tokens to add. Default, here and below: the model's generation_config.json, or else 200.
         temperature: under 1 favours likely tokens; 0 always takes the likeliest. Default: see above, or else 0.8.
         top_k: choose among this many likeliest tokens; 0 is off. Default: see above, or else 50.
@@ -38,8 +58,6 @@ class GeneratingArguments(SplitArguments):
             layers if the model supports them, because they were the fastest where measured.
     """
 
-    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]
-    adapter: Annotated[str | None, Folder()] = None
     max_new_tokens: Annotated[int | None, STEPS] = None
     temperature: Annotated[float | None, TEMPERATURE] = None
     top_k: Annotated[int | None, STEPS] = None
@@ -153,7 +171,7 @@ _OF_DATA = {"data", "sequence_length", "mask_prompts", "special_tokens", "text_k
 
 
 @dataclass(frozen=True)
-class EvalArguments(SplitArguments):
+class EvalArguments(ModelArguments):
     """Measure a model from shardwise train, demo, finetune or import-hf, or from a Hugging Face folder, on data.
 
     Prints the loss in nats per token, the perplexity, and bits per byte, which are comparable between tokenizers.
@@ -161,10 +179,7 @@ class EvalArguments(SplitArguments):
     With --tasks, runs tasks of EleutherAI's lm-evaluation-harness (pip install 'shardwise[eval]').
 
     Attributes:
-        checkpoint: folder of a run or an import (its newest checkpoint is used), of one checkpoint, of a Hugging Face
-            model, fine-tuned or not, or of adapters, which name their base model.
         data: files and folders, in the forms that shardwise finetune reads.
-        adapter: folder of LoRA adapters, in the peft library's format, to use with the model.
         sequence_length: number of tokens that the model reads at once; longer texts are cut into windows, longer chats
             are split. Default: 512, or the model's maximum if that is less.
         batch_size: number of windows at once.
@@ -180,9 +195,7 @@ class EvalArguments(SplitArguments):
         device: device to compute on; "auto" takes a GPU if there is one for each rank.
     """
 
-    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]
     data: tuple[str, ...] = ()
-    adapter: Annotated[str | None, Folder()] = None
     sequence_length: Annotated[int | None, SEQUENCE] = None
     batch_size: Annotated[int, BATCH] = DEFAULT_BATCH
     mask_prompts: bool = True
@@ -211,6 +224,10 @@ class EvalArguments(SplitArguments):
         of_data |= {"--text-key": self.text_key != CorpusSettings.text_key}
         if self.tasks and (named := [flag for flag, is_given in of_data.items() if is_given]):
             raise ConfigError(f"{named[0]} is for --data, which --tasks replaces; leave it out")
+
+    def check(self) -> None:
+        super().check()
+        check_data(self.data)
 
     def prepare(self, world_size: int) -> None:
         from shardwise.run.commands.text_generation import open_causal

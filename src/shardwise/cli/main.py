@@ -192,6 +192,7 @@ def start_ranks(command: str, argv: Sequence[str], arguments: Arguments) -> int 
     number of ranks, or ``--nproc`` differs from the launcher's number.
     """
     if not isinstance(arguments, LaunchArguments):
+        announce(command, arguments)
         return None
     environment = RankEnvironment.read()
     world_size = environment.world_size if environment is not None else arguments.nproc or arguments.num_ranks
@@ -202,14 +203,17 @@ def start_ranks(command: str, argv: Sequence[str], arguments: Arguments) -> int 
     try:
         arguments.check_world(world_size)
     except ConfigError as error:
-        if environment is None:
+        if environment is None or environment.launcher_pid is not None or "MASTER_ADDR" in os.environ:
             raise
         raise ConfigError(
             f"{error} (WORLD_SIZE={world_size} is in the environment; unset it and RANK if no launcher set them)"
         ) from error
     if environment is not None:
+        if environment.rank == 0 and environment.reports is None:
+            announce(command, arguments, world_size)
         return None
     arguments.check()
+    announce(command, arguments, world_size)
     if world_size == 1:
         return None
     arguments.prepare(world_size)
@@ -222,6 +226,13 @@ def start_ranks(command: str, argv: Sequence[str], arguments: Arguments) -> int 
         resume_hint=arguments.resume_hint,
         once_started=arguments.import_hint,
     )
+
+
+def announce(command: str, arguments: Arguments, world_size: int = 1) -> None:
+    """Print what begins, because importing PyTorch takes seconds; nothing if it is imported, or for a program."""
+    if "torch" not in sys.modules and not getattr(arguments, "json", False):
+        ranks = f" on {world_size} ranks" if world_size > 1 else ""
+        print_note(f"shardwise {command}", f"{arguments.begins()}{ranks}; PyTorch is loaded first")
 
 
 @contextlib.contextmanager

@@ -72,8 +72,13 @@ class FinetuneArguments(RunArguments):
         if not self.show:
             super().check_world(world_size)
 
+    def begins(self) -> str:
+        return f"showing samples of {' '.join(self.settings.data)}" if self.show else super().begins()
+
     def check(self) -> None:
-        if not self.show:
+        if self.show:
+            self.check_inputs()
+        else:
             super().check()
 
     def resume_hint(self) -> str:

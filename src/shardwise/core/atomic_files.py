@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 import sys
@@ -172,3 +173,31 @@ def check_folder(folder: Path, *, flag: str = "--out") -> None:
 def cannot_write(folder: Path, reason: str, flag: str) -> UnwritableError:
     """Return the error for a folder that cannot be written to."""
     return UnwritableError(f"cannot write to {str(folder)!r}: {reason}; choose another {flag} or free it")
+
+
+# Users type an organisation and a name, or only the name of an old model, with or without the hub's address.
+_HUB_ID = re.compile(
+    r"(?:https?:/+)?(?:(?:huggingface\.co|hf\.co)/)?((?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95})/?"
+)
+
+
+def no_folder(folder: Path, hint: str = "") -> str:
+    """Return the message for a missing folder, with ``hint``, or how to download it if it may be a model on the hub."""
+    exists = os.path.exists(folder)
+    said = f"{folder} is not a folder" if exists else f"there is no folder {folder}"
+    said += hint and f"; {hint}"
+    match = _HUB_ID.fullmatch(str(folder))
+    # If the first part of the path is a folder here, this is a misspelt path, not a name on the hub.
+    if match is None or exists or (len(folder.parts) > 1 and os.path.isdir(folder.parts[0])):
+        return said
+    name = match[1].rpartition("/")[2]
+    return (
+        f"{said}; a model of the Hugging Face hub is downloaded first (pip install huggingface_hub): hf download "
+        f"{match[1]} --exclude 'original/*' --local-dir {name}, and its folder given: {name}"
+    )
+
+
+def no_data(path: Path) -> str:
+    """Return the message for a missing file or folder of data."""
+    link = " (a link to nothing)" if path.is_symlink() else ""
+    return f"data path {str(path)!r} does not exist{link}; check its spelling and the folder"

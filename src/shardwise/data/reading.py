@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from shardwise.core.atomic_files import open_regular
+from shardwise.core.atomic_files import no_data, open_regular
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.core.json_text import first_of
 from shardwise.data.corpus import Corpus, text_size
@@ -102,8 +102,7 @@ def _status(path: Path) -> os.stat_result:
     try:
         return path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        link = " (a link to nothing)" if path.is_symlink() else ""
-        raise DataError(f"data path {str(path)!r} does not exist{link}; check its spelling and the folder") from None
+        raise DataError(no_data(path)) from None
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
 

@@ -20,6 +20,7 @@ from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.run.settings import CorpusSettings, LoraSettings, RunSettings
 from shardwise.run.settings.run_settings import without_removed
 from shardwise.run.tasks.task import Session
+from shardwise.run.unfinished import already_there
 from shardwise.storage import checkpoint
 from shardwise.storage.adapters import lora_layers
 from shardwise.storage.checkpoint import ParamShard
@@ -204,10 +205,7 @@ def find_newest(settings: RunSettings) -> Path | None:
         return None
     newest = checkpoint.latest(Path(settings.out) / "checkpoints")
     if newest is not None and settings.resume == "never":
-        raise ConfigError(
-            f"{settings.out} has a checkpoint already ({newest.name}); continue it with --resume auto, start over with "
-            "--resume restart, or choose another --out"
-        )
+        raise ConfigError(already_there(Path(settings.out), newest.name, checkpoint.read_meta(newest)))
     return newest
 
 

@@ -20,6 +20,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import date, time
 from difflib import get_close_matches
 from typing import (
     Annotated,
@@ -278,13 +279,17 @@ def _problem(value: Any, annotation: Any, limits: Range | None) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    """Format ``value`` for a message, truncated if it is long."""
+    """Format ``value`` for a message as a file has it, truncated if it is long."""
     # Python refuses to write out an integer of thousands of digits.
     if isinstance(value, int) and value.bit_length() > 4 * _LONGEST_SHOWN:
         return f"an integer of {value.bit_length()} bits"
-    # Show a tuple as a list, as in a file.
-    value = list(value) if isinstance(value, tuple) else value
-    text = str(value) if isinstance(value, int | float) else repr(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        text = f"[{', '.join(map(_shown, value[:_LONGEST_SHOWN]))}]"
+    else:
+        # TOML has dates and times.
+        text = str(value) if isinstance(value, int | float | date | time) else repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
@@ -314,12 +319,16 @@ def with_values(cls: type[_T], values: Mapping[str, Any], defaults: _T | None = 
     return made
 
 
-def checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def checked(
+    cls: type, values: Mapping[str, Any], where: str, others: Mapping[str, type] = types.MappingProxyType({})
+) -> dict[str, Any]:
     """Check the types of a file's values, and return the values by field name.
+
+    An unknown setting that ``others`` has, the settings of other commands by name, is said to be theirs.
 
     Ranges and contradictions are checked by the dataclass, because a flag may still override a value.
     """
-    return _checked(values, where, "", _types_of(cls))
+    return _checked(values, where, "", _types_of(cls), {name: _types_of(each) for name, each in others.items()})
 
 
 def from_keywords(cls: type[_T], values: Mapping[str, Any]) -> _T:
@@ -348,7 +357,13 @@ def _types_of(cls: type, prefix: str = "") -> dict[str, Any]:
     return types
 
 
-def _checked(values: Mapping[str, Any], where: str, prefix: str, known: dict[str, Any]) -> dict[str, Any]:
+def _checked(
+    values: Mapping[str, Any],
+    where: str,
+    prefix: str,
+    known: dict[str, Any],
+    others: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         last = key.replace("-", "_")
@@ -359,11 +374,10 @@ def _checked(values: Mapping[str, Any], where: str, prefix: str, known: dict[str
         if name not in known or "." in last:
             if last in REMOVED:
                 raise ConfigError(f"{where}{name} is not a setting any more: {REMOVED[last]}")
-            close = nearest(name, known)
-            raise ConfigError(f"{where}unknown setting {name}{f'; did you mean {close}?' if close else ''}")
+            raise ConfigError(f"{where}{_unknown(name, known, others)}")
         kind = kind_of(known[name])
         if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-            found[last] = _checked(value, where, f"{name}.", known)
+            found[last] = _checked(value, where, f"{name}.", known, others)
             continue
         if isinstance(value, list) and get_origin(kind) is tuple:
             value = tuple(value)
@@ -374,6 +388,17 @@ def _checked(values: Mapping[str, Any], where: str, prefix: str, known: dict[str
                 value = float(value)
         found[last] = value
     return found
+
+
+def _unknown(name: str, known: Iterable[str], others: Mapping[str, Mapping[str, Any]]) -> str:
+    last = name.rpartition(".")[2]
+    theirs = [of for of, names in others.items() if last in (each.rpartition(".")[2] for each in names)]
+    if len(name) <= _LONGEST_SHOWN:
+        if theirs and last not in (each.rpartition(".")[2] for each in known):
+            return f"{name} is a setting of shardwise {' and '.join(theirs)}, not of this command; leave it out"
+        if close := nearest(name, known):
+            return f"unknown setting {name}; did you mean {close}?"
+    return f"unknown setting {name if len(name) <= _LONGEST_SHOWN else name[:_LONGEST_SHOWN] + '...'}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

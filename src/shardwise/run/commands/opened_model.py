@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from shardwise.core.atomic_files import no_folder
 from shardwise.core.communication.agreement import agree, decide
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
 from shardwise.core.json_text import shown
@@ -21,9 +22,10 @@ from shardwise.models.description import Model, ModelChunks
 from shardwise.run.build import describe
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import Settings
+from shardwise.run.unfinished import check_done, stopped_at
 from shardwise.storage import checkpoint, huggingface
 from shardwise.storage.adapters import load_adapter_, read_adapter_config
-from shardwise.storage.checkpoint.folder import PUBLISHED, held
+from shardwise.storage.checkpoint.folder import PUBLISHED, held, step_of
 from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest, check_state_fits
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.generation_config import GENERATION_CONFIG_NAME, GenerationDefaults
@@ -33,7 +35,6 @@ from shardwise.storage.huggingface.pretrained import (
     CONFIG_NAME,
     PretrainedFolder,
     holds_adapters_alone,
-    no_folder,
 )
 from shardwise.storage.huggingface.tensor_folder import read_json
 from shardwise.training.bounds import DEFAULT_SEQUENCE
@@ -279,6 +280,7 @@ def _open_pretrained(path: Path, adapter: Path | None) -> OpenCheckpoint:
 
 def open_checkpoint(path: Path, *, otherwise: str = "") -> OpenCheckpoint:
     """Find a checkpoint (see ``find_checkpoint``) and read it without its tensors."""
+    check_done(path)
     with held_checkpoint(path, otherwise=otherwise) as folder:
         return _open_checkpoint(folder)
 
@@ -295,8 +297,8 @@ def _open_checkpoint(folder: Path) -> OpenCheckpoint:
         return OpenCheckpoint(folder, origin.description, origin.dtype, origin, own)
     if "base_sha256" in meta:
         raise CheckpointError(
-            f"{folder} is of shardwise finetune, whose --out is a Hugging Face folder, or adapters, once it is done: "
-            "give that folder, after the same command with --resume auto if the run is not done"
+            f"{folder} is of shardwise finetune, whose --out becomes a Hugging Face folder, or adapters: give that "
+            f"folder; if it has none yet, {stopped_at(step_of(folder))}"
         )
     missing = [name for name in ("settings", "tokenizer_sha256") if name not in meta]
     if missing:

@@ -327,10 +327,3 @@ class _Guard:
         self._signum = signum
         os.kill(os.getpid(), signum)
         return True
-
-
-def resume_hint(checkpoint: Path | None) -> str:
-    """Return the hint after a run that ended early; ``checkpoint`` is the newest checkpoint, or None."""
-    if checkpoint is None:
-        return "no checkpoint was saved; run the same command again to start anew"
-    return f"the last checkpoint is {checkpoint}; run the same command with --resume auto to go on from it"

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
+from shardwise.core.atomic_files import no_folder
 from shardwise.core.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.core.typed_json import problem
 from shardwise.models.adapters.config import ALL_LINEAR, LoraConfig
-from shardwise.storage.huggingface.pretrained import ADAPTER_CONFIG_NAME, no_folder
+from shardwise.storage.huggingface.pretrained import ADAPTER_CONFIG_NAME
 from shardwise.storage.huggingface.tensor_folder import read_json
 
 CONFIG_NAME = ADAPTER_CONFIG_NAME

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.atomic_files import no_folder
 from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.tensor_files import some_tensors
 from shardwise.data.json_records import counted
@@ -330,11 +331,6 @@ _WRAPPER = re.compile(rf"(?<![^.])(?:{'|'.join(_WRAPPERS)})\.")
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 """Name of the file that marks a folder of adapters of the ``peft`` library."""
 
-# Users type an organisation and a name, or only the name of an old model, with or without the hub's address.
-_HUB_ID = re.compile(
-    r"(?:https?:/+)?(?:(?:huggingface\.co|hf\.co)/)?((?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95})/?"
-)
-
 
 def check_model_folder(folder: Path) -> None:
     """Raise CheckpointError, with a remedy, if the folder is missing or has only adapters."""
@@ -351,19 +347,3 @@ def holds_adapters_alone(folder: Path) -> bool:
     """True if the folder has adapters and no model, even if it has a copy of the model's configuration."""
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
     return (folder / ADAPTER_CONFIG_NAME).exists() and all(file.name.startswith("adapter_") for file in weights)
-
-
-def no_folder(folder: Path, hint: str = "") -> str:
-    """Return the message for a missing folder, with ``hint``, or how to download it if it may be a model on the hub."""
-    exists = os.path.exists(folder)
-    said = f"{folder} is not a folder" if exists else f"there is no folder {folder}"
-    said += hint and f"; {hint}"
-    match = _HUB_ID.fullmatch(str(folder))
-    # If the first part of the path is a folder here, this is a misspelt path, not a name on the hub.
-    if match is None or exists or (len(folder.parts) > 1 and os.path.isdir(folder.parts[0])):
-        return said
-    name = match[1].rpartition("/")[2]
-    return (
-        f"{said}; a model of the Hugging Face hub is downloaded first (pip install huggingface_hub): hf download "
-        f"{match[1]} --exclude 'original/*' --local-dir {name}, and its folder given: {name}"
-    )
