@@ -103,8 +103,12 @@ def test_the_last_tokens_of_validation_are_a_padded_sample_where_asked(extra):
 
 
 def test_what_is_wrong_is_said():
-    with pytest.raises(ConfigError, match="blend and blend_per_split name Megatron's indexed files"):
+    with pytest.raises(ConfigError, match="blend needs split"):
         build(blend=(["data"], None))
+    with pytest.raises(ConfigError, match="the blend of 2 names has 1 weights"):
+        build(blend=(["a", "b"], [1.0]), split="1,1,1")
+    with pytest.raises(ConfigError, match="blend_per_split has 1 blends"):
+        build(blend_per_split=[(["a"], None)])
     with pytest.raises(ConfigError, match="GPTDatasetConfig needs eod_mask_loss"):
         build(eod_mask_loss=None)
     with pytest.raises(ConfigError, match=r"sizes are \[1\]; give one for each of train, valid, test"):

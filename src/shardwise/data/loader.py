@@ -62,6 +62,10 @@ class Rows(Protocol):
         """Return the rows of an epoch; they differ between epochs only if each cuts texts differently."""
         return self
 
+    def schedule(self, global_batch_size: int, seed: int) -> BatchSchedule:
+        """Return the order in which batches go through the rows."""
+        return BatchSchedule(len(self), global_batch_size, seed)
+
 
 # Separate random numbers for each purpose make an epoch's order and offset independent.
 _FOR_ORDER, FOR_OFFSET = 0, 1
@@ -74,7 +78,8 @@ def random_uint64(seed: int, epoch: int, purpose: int, count: int) -> NDArray[np
     return np.asarray(bits.random_raw(count), dtype=np.uint64)
 
 
-@lru_cache(maxsize=2)
+# A batch of a blend needs the orders of all sources.
+@lru_cache(maxsize=32)
 def _epoch_order(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
     order = np.argsort(random_uint64(seed, epoch, _FOR_ORDER, num_samples), kind="stable").astype(np.int64)
     order.setflags(write=False)
@@ -106,26 +111,29 @@ class BatchSchedule:
                 f"and seed {self.seed} at least 0"
             )
 
-    def _places(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the epoch, and the position in it, of each sample of a step."""
+    def _numbers(self, step: int) -> NDArray[np.int64]:
+        """Return the numbers of a step's samples, counted from the first step."""
         if step < 0:
             raise ConfigError(f"step {step} must be at least 0")
         first = step * self.global_batch_size
-        epochs, places = np.divmod(np.arange(first, first + self.global_batch_size, dtype=np.int64), self.num_samples)
-        return epochs, places
+        return np.arange(first, first + self.global_batch_size, dtype=np.int64)
 
-    def epochs(self, step: int) -> NDArray[np.int64]:
-        """Return the epoch, from 0, of each sample of a step, ``[global_batch_size]``."""
-        return self._places(step)[0]
-
-    def global_batch(self, step: int) -> NDArray[np.int64]:
-        """Return the samples of a step (from 0) in order, ``[global_batch_size]``."""
-        epochs, places = self._places(step)
+    def samples(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the epoch, from 0, and the sample of each of ``numbers``, which are counted from the first step."""
+        epochs, places = np.divmod(numbers, self.num_samples)
         samples = np.empty_like(places)
         for epoch in np.unique(epochs):
             of_epoch = epochs == epoch
             samples[of_epoch] = _epoch_order(self.seed, int(epoch), self.num_samples)[places[of_epoch]]
-        return samples
+        return epochs, samples
+
+    def epochs(self, step: int) -> NDArray[np.int64]:
+        """Return the epoch, from 0, of each sample of a step, ``[global_batch_size]``."""
+        return self.samples(self._numbers(step))[0]
+
+    def global_batch(self, step: int) -> NDArray[np.int64]:
+        """Return the samples of a step (from 0) in order, ``[global_batch_size]``."""
+        return self.samples(self._numbers(step))[1]
 
     def micro_batches(self, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[slice]:
         """Return the slices of the global batch that are one rank's micro-batches, in order.
@@ -146,6 +154,14 @@ class BatchSchedule:
         return [slice(start, start + micro_batch_size) for start in range(first, first + of_rank, micro_batch_size)]
 
 
+class SequentialSchedule(BatchSchedule):
+    """Order of samples that are shuffled already: as they come."""
+
+    def samples(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return epochs and samples; see ``BatchSchedule``."""
+        return np.divmod(numbers, self.num_samples)
+
+
 class DataLoader:
     """Makes batches of rows.
 
@@ -160,7 +176,7 @@ class DataLoader:
 
     def __init__(self, rows: Rows, global_batch_size: int, seed: int) -> None:
         self.rows = rows
-        self.schedule = BatchSchedule(len(rows), global_batch_size, seed)
+        self.schedule = rows.schedule(global_batch_size, seed)
 
     def num_labels(self, step: int) -> int:
         """Number of labels in a step that are not ignored, over all data-parallel ranks."""

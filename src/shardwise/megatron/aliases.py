@@ -17,6 +17,7 @@ _CORE = "shardwise.megatron.core"
 # ``megatron.core``, where "=" is its own path and ".name" is a name below that path.
 _TABLE = """
 datasets megatron.datasets .gpt_dataset .utils .blended_megatron_dataset_builder .blended_megatron_dataset_config
+datasets - .blended_dataset .indexed_dataset
 dist_checkpointing megatron.dist_checkpointing .core .mapping .serialization .validation
 distributed megatron.distributed .distributed_data_parallel .distributed_data_parallel_config .finalize_model_grads
 enums megatron.enums = transformer.enums

@@ -34,7 +34,8 @@ def banner(session: Session) -> str:
     stages = "" if pp == 1 else f"{pp} stages" + (f" of {chunks} chunks" if chunks > 1 else "") + f" ({schedule}), "
     return (
         f"text   {data.name}, sha256 {data.sha256[:12]}\n"
-        f"model  {settings.model_name}, {_size(session.num_parameters)} parameters, {settings.training.dtype}, "
+        + "".join(f"       {line}\n" for line in data.blend)
+        + f"model  {settings.model_name}, {_size(session.num_parameters)} parameters, {settings.training.dtype}, "
         f"vocabulary {data.tokenizer.vocab_size:,}\n"
         f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
         + ("" if cp == 1 else f"context parallel {cp} ({_context_method(session)}), ")

@@ -258,6 +258,8 @@ class FinetuneSettings(RunSettings):
                 "--optimizer.name muon is for the weight matrices of transformer layers, and adapters leave them "
                 "as they are; use adamw"
             )
+        if self.corpus.tokenizer is not None:
+            raise ConfigError("--corpus.tokenizer is for shardwise train, and a model has its own; leave it out")
         if self.samples.epochs is not None and self.training.steps != _STEPS:
             raise ConfigError(
                 f"--epochs {self.samples.epochs:g} cannot be used with --training.steps {self.training.steps}: both "

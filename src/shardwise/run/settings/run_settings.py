@@ -143,10 +143,15 @@ class CorpusSettings(Checked, prefix="corpus."):
     Attributes:
         held_out_fraction: fraction of the text, by bytes, for evaluation instead of training; between 0 and 1.
         text_key: field of a JSON record that holds the text.
+        split: weights of the training, validation and test part of token files (.idx), by sequences, as in Megatron,
+            such as 969,30,1; if not given, held_out_fraction is the validation part.
+        tokenizer: tokenizer.json, or its folder, that made the token files; finetune uses the model's own.
     """
 
     held_out_fraction: Annotated[float, Range(0, 1, low_included=False, high_included=False)] = 0.03
     text_key: str = "text"
+    split: str | None = None
+    tokenizer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,7 @@ class RunSettings(StepSettings):
 
     Attributes:
         data: files and folders of text, JSON lines, JSON arrays, Parquet or Arrow; "stdlib" is this machine's Python
-            standard library.
+            standard library; NAME.idx is a pair of Megatron's token files. With weights, a blend: 0.7 web 0.3 code.
         out: folder for checkpoints, metrics, pictures and the tokenizer.
         resume: "auto" continues from the newest checkpoint in ``out`` if there is one; "never" starts anew and refuses
             a folder that has checkpoints; "restart" starts anew and deletes them.

@@ -22,7 +22,7 @@ from shardwise.core.atomic_files import open_regular, write_atomically
 from shardwise.core.communication import moves
 from shardwise.core.communication.agreement import agree, decide
 from shardwise.core.communication.collectives import all_reduce, split_for_rank
-from shardwise.core.errors import CheckpointError, DivergenceError
+from shardwise.core.errors import CheckpointError, ConfigError, DivergenceError
 from shardwise.core.topology import Groups
 from shardwise.data import (
     IGNORE_INDEX,
@@ -35,6 +35,7 @@ from shardwise.data import (
     preference_of,
     read_records,
 )
+from shardwise.data.blend import BlendedRows, parse_blend
 from shardwise.data.examples import common_length
 from shardwise.data.json_records import counted
 from shardwise.data.tokenizer import ChatTemplate
@@ -42,6 +43,7 @@ from shardwise.nn.loss.cross_entropy import preference_loss
 from shardwise.run.settings import DpoSettings, PreferenceSettings, SampleSettings
 from shardwise.run.tasks.pretrained_model import PretrainedModel
 from shardwise.run.tasks.samples import LOOKED_AT, prepare_rows
+from shardwise.run.tasks.sources import is_token_file, prepare_sources
 from shardwise.run.tasks.task import Method, Session
 from shardwise.run.tasks.task_data import TaskData
 from shardwise.training.objective import Objective
@@ -59,10 +61,12 @@ def set_reference_(session: Session, model: Mapping[str, str]) -> None:
 
     Every rank calls, before the first step and before a checkpoint is loaded.
     """
-    train, held_out = session.loader.rows, session.data.held_out.rows
-    assert isinstance(train, PairRows)
-    assert isinstance(held_out, PairRows)
-    datasets = dict(zip(_PARTS, (train, held_out), strict=True))
+    datasets: dict[str, PairRows] = {}
+    for part, rows in zip(_PARTS, (session.loader.rows, session.data.held_out.rows), strict=True):
+        sources = rows.parts if isinstance(rows, BlendedRows) else (rows,)
+        for number, each in enumerate(sources):
+            assert isinstance(each, PairRows)
+            datasets[part if len(sources) == 1 else f"{part} {number + 1}"] = each
     path, control = session.out / FILE_NAME, session.ranks.control
     shapes = {name: dataset.reference.shape for name, dataset in datasets.items()}
     identity = dict(model) | {name: dataset.sha256 for name, dataset in datasets.items()}
@@ -266,15 +270,20 @@ class Preferences(Method):
 
     def to_show(self) -> list[Preference]:
         """Return the pairs in the order of the data. Raises as ``read_records`` and ``preference_of``."""
-        return self._pairs(self.settings.data)[1]
+        return self._pairs(parse_blend(self.settings.data)[0])[1]
 
     def _pairs(self, paths: Sequence[str]) -> tuple[str, list[Preference]]:
         name, records = read_records(paths)
         return name, [preference_of(record) for record in records]
 
     def prepare(self) -> TaskData:
+        if any(map(is_token_file, self.settings.data)):
+            raise ConfigError("token files (.idx) hold no preferences; give records with 'chosen' and 'rejected'")
+        return prepare_sources(self.settings, self.source.tokenizer, self._prepare)
+
+    def _prepare(self, paths: Sequence[str]) -> TaskData:
         settings, measured = self.settings, self.settings.samples.held_out
-        name, examples = self._pairs(settings.data)
+        name, examples = self._pairs(paths)
         return prepare_pairs(
             name,
             examples,

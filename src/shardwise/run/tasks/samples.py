@@ -33,6 +33,7 @@ from shardwise.data import (
     example_of,
     read_records,
 )
+from shardwise.data.blend import parse_blend
 from shardwise.data.examples import has_text, is_plain_text, is_preference
 from shardwise.data.json_records import Record, counted
 from shardwise.data.reading import corpus_of
@@ -40,6 +41,7 @@ from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 from shardwise.data.turns import UNSHOWN
 from shardwise.run.settings import SampleSettings
 from shardwise.run.tasks.pretrained_model import FolderTokenizer, PretrainedModel
+from shardwise.run.tasks.sources import is_token_file, prepare_sources, sources_of
 from shardwise.run.tasks.task import Method
 from shardwise.run.tasks.task_data import TaskData, divided, sha256_of, with_cache
 from shardwise.run.tasks.texts import STDLIB, encode_texts, read_data
@@ -60,6 +62,9 @@ class _Documents(NamedTuple):
     held_out: Corpus | None
 
 
+_Examples = tuple[str, list[Example], list[Example] | None]
+
+
 class Examples(Method):
     """Train a pretrained model on chats, prompts with completions, or texts."""
 
@@ -78,7 +83,7 @@ class Examples(Method):
 
     def to_show(self) -> list[Example] | TaskData:
         """Return the examples in the order of the data, or one stream of texts. Raises as a run."""
-        data = self._read()
+        data = self._read(parse_blend(self.settings.data)[0])
         if not isinstance(data, _Documents):
             return data[1]
         return _as_examples(data.corpus) if self.settings.samples.packing else self._stream(*data)
@@ -86,14 +91,14 @@ class Examples(Method):
     def _records(self, paths: Sequence[str]) -> tuple[str, list[Record]]:
         return read_records(paths, has_text=partial(has_text, text_key=self.settings.corpus.text_key))
 
-    def _read(self) -> _Documents | tuple[str, list[Example], list[Example] | None]:
+    def _read(self, paths: Sequence[str]) -> _Documents | _Examples:
         """Return documents if all data is plain text; else the name, training examples and held-out examples."""
         settings, key = self.settings, self.settings.corpus.text_key
         measured = settings.samples.held_out
-        if STDLIB in (*settings.data, *measured):
+        if STDLIB in (*paths, *measured):
             held_out = read_data(measured, settings.corpus) if measured else None
-            return _Documents(read_data(settings.data, settings.corpus), held_out)
-        name, records = self._records(settings.data)
+            return _Documents(read_data(paths, settings.corpus), held_out)
+        name, records = self._records(paths)
         for record in records:
             # Some preference data sets also have the text that their preferences were made from.
             if is_preference(record) and is_plain_text(record, key) and key not in record.value:
@@ -106,9 +111,21 @@ class Examples(Method):
         return name, examples, None if others is None else [example_of(record, key) for record in others]
 
     def prepare(self) -> TaskData:
-        settings, data = self.settings, self._read()
+        settings, sources = self.settings, sources_of(self.settings.data)[0]
+        read = {each: self._read(each) for each in sources if not is_token_file(each[0])}
+        are_texts = all(isinstance(each, _Documents) for each in read.values())
+        apart = settings.samples.packing or not are_texts
+        if apart and len(read) < len(set(sources)):
+            raise ConfigError(
+                "token files (.idx) are one stream, without chats or --packing, which keep samples apart; blend them "
+                "with plain texts, or leave them out"
+            )
+        return prepare_sources(settings, self.source.tokenizer, lambda paths: self._prepare(read[paths], apart))
+
+    def _prepare(self, data: _Documents | _Examples, apart: bool) -> TaskData:
+        settings = self.settings
         if isinstance(data, _Documents):
-            if not settings.samples.packing:
+            if not apart:
                 return self._stream(*data)
             corpus, held_out = data
             train = corpus

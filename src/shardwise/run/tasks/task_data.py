@@ -34,6 +34,8 @@ class TaskData:
         bits_per_nat: factor from a loss in nats per token to bits per byte of the training text; 0 if no text is
             predicted.
         held_out_sha256: hex digest of the data of ``held_out``.
+        blend: share of each source of a blend, and how often the run takes it, one line each.
+        epoch_size: number of training rows that one pass over the data has; 0 stands for all.
     """
 
     name: str
@@ -46,6 +48,11 @@ class TaskData:
     held_out_bytes: bytes = b""
     bits_per_nat: float = 0.0
     held_out_sha256: str = ""
+    blend: tuple[str, ...] = ()
+    epoch_size: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "epoch_size", self.epoch_size or len(self.train))
 
 
 def share(prepare: Callable[[], TaskData], ranks: Ranks) -> TaskData:

@@ -15,6 +15,7 @@ from shardwise.models.description import ModelChunks
 from shardwise.models.gpt import GPT
 from shardwise.run.build import build_model, describe
 from shardwise.run.settings import CorpusSettings, RunSettings, Settings
+from shardwise.run.tasks.sources import is_token_file, prepare_sources, sources_of
 from shardwise.run.tasks.task import Method
 from shardwise.run.tasks.task_data import TaskData, with_cache
 
@@ -49,8 +50,35 @@ class NewTexts(Method):
 
     def prepare(self) -> TaskData:
         settings = self.settings
-        corpus = read_data(settings.data, settings.corpus)
-        train, _ = corpus.split(held_out_fraction=settings.corpus.held_out_fraction)
+        sources, _ = sources_of(settings.data)
+        corpora = {each: read_data(each, settings.corpus) for each in sources if not is_token_file(each[0])}
+        tokenizer = self._tokenizer([*corpora.values()], has_token_files=len(corpora) < len(set(sources)))
+        if tokenizer.vocab_size < settings.parallel.tp:
+            raise ConfigError(f"{tokenizer.vocab_size} token ids cannot be split over tp {settings.parallel.tp}")
+        return prepare_sources(
+            settings,
+            tokenizer,
+            lambda source: encode_texts(
+                corpora[source],
+                tokenizer,
+                settings.corpus,
+                sequence_length=settings.sequence_length,
+                parse_special=settings.special_tokens,
+            ),
+        )
+
+    def _tokenizer(self, corpora: Sequence[Corpus], *, has_token_files: bool) -> Tokenizer:
+        """Load the tokenizer of the settings, or train one on the training part of all corpora."""
+        settings = self.settings
+        if (path := settings.corpus.tokenizer) is not None:
+            return Tokenizer.load(path)
+        if has_token_files:
+            raise ConfigError(
+                "token files (.idx) do not have their tokenizer; name the one that made them, a tokenizer.json or its "
+                "folder: --corpus.tokenizer"
+            )
+        parts = [each.split(held_out_fraction=settings.corpus.held_out_fraction)[0] for each in corpora]
+        train = parts[0] if len(parts) == 1 else Corpus("blend", sum((part.documents for part in parts), ()))
         vocab_size = settings.model.vocab_size
         tokenizer, _ = with_cache(
             lambda cache: (
@@ -59,15 +87,7 @@ class NewTexts(Method):
                 else Tokenizer.train_cached(train, vocab_size, cache)
             )
         )
-        if tokenizer.vocab_size < settings.parallel.tp:
-            raise ConfigError(f"{tokenizer.vocab_size} token ids cannot be split over tp {settings.parallel.tp}")
-        return encode_texts(
-            corpus,
-            tokenizer,
-            settings.corpus,
-            sequence_length=settings.sequence_length,
-            parse_special=settings.special_tokens,
-        )
+        return tokenizer
 
 
 def read_data(data: Sequence[str], settings: CorpusSettings | None = None) -> Corpus:
