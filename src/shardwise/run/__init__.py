@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardwise.run.commands.text_generation import chat as chat, generate as generate
     from shardwise.run.commands.train import dpo as dpo, finetune as finetune, train as train
 
-_MODULES = {
+MODULES = {
     "chat": "run.commands.text_generation",
     "compare": "doctor.comparison",
     "dpo": "run.commands.train",
@@ -39,11 +39,12 @@ _MODULES = {
     "plan_run": "plan.plan",
     "train": "run.commands.train",
 }
+"""The module of each function."""
 
-__all__ = sorted(_MODULES)
+__all__ = sorted(MODULES)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
+    if name not in MODULES:
         raise AttributeError(f"module 'shardwise.run' has no attribute {name!r}")
-    return getattr(import_module(f"shardwise.{_MODULES[name]}"), name)
+    return getattr(import_module(f"shardwise.{MODULES[name]}"), name)

@@ -13,12 +13,12 @@ from typing import Any, cast
 import torch
 
 import shardwise
+from shardwise import run
 from shardwise.core.atomic_files import read_regular
 from shardwise.run.metrics import read_metrics
 from shardwise.storage.huggingface.tensor_folder import BASE_README_NAME, README_NAME, own_file
 
 _LARGEST_README = 16 << 20
-_COMMANDS = ("train", "finetune", "dpo")
 # Folder of a model in the hub's cache.
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 _LICENCE = re.compile(r"^(license(?:_name|_link)?):[ \t]*(\S.*)$", re.MULTILINE)
@@ -60,7 +60,7 @@ def model_card(
     versions = {"shardwise": shardwise.__version__, "torch": torch.__version__, "Python": platform.python_version()}
     rows["versions"] = ", ".join(f"{package} {version}" for package, version in versions.items())
     lines += [f"| {key} | {_cell(value)} |" for key, value in rows.items()]
-    if sys.argv[1:2] and sys.argv[1] in _COMMANDS:
+    if run.MODULES.get(next(iter(sys.argv[1:]), "")) == run.MODULES["train"]:
         lines += ["", "```", shlex.join(["shardwise", *sys.argv[1:]]), "```"]
     if changed := dict(_changed(settings)):
         lines += ["", "Settings that differ from the defaults:", "", "| setting | value |", "|---|---|"]
