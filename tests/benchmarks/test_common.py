@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-import pytest
-from common import Ratio, alternating_orders, format_table, machine_facts, measure_in_rounds, ratios_of, write_json
+from common import Ratio, alternating_orders, measure_in_rounds, ratios_of
 
 
 def test_orders_alternate():
@@ -37,20 +34,3 @@ def test_ratios_are_taken_within_a_round():
         "median": 0.5,
         "max": 1.0,
     }
-
-
-def test_table_aligns_its_columns():
-    assert (
-        format_table(("name", "ms"), [("a", "10.0"), ("longer", "1.0")]) == "name      ms\na       10.0\nlonger   1.0"
-    )
-
-
-def test_machine_facts_are_json(tmp_path):
-    write_json(tmp_path / "facts.json", machine_facts())
-    assert json.loads((tmp_path / "facts.json").read_text()).keys() >= {"processor", "usable_cores", "torch", "python"}
-
-
-def test_json_refuses_nan(tmp_path):
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json(tmp_path / "result.json", {"seconds": float("nan")})
-    assert not (tmp_path / "result.json").exists()

@@ -16,8 +16,6 @@ import experts
 import finetune
 import loss
 import pytest
-import tp_block
-import train_step
 from shared_workers import measured
 from steps.context_steps import PACKED_VARIANTS, WAYS, ContextSizes
 from steps.exact_steps import EXACT_VARIANTS
@@ -161,28 +159,3 @@ def test_what_is_to_be_proved_can_be_run(name):
     for ranks, flags in layouts:
         argv = f"{exact.COMMON} {exact.RUNS[name]} {flags} --exact --nproc {ranks}".split()
         parse_command(TrainArguments, argv, "train").check_world(ranks)
-
-
-ROUNDS = (["--rounds", "0"], "argument --rounds: 0 is not at least 1")
-NOWHERE = (["--json", "nowhere/result.json"], "--json nowhere/result.json: there is no folder nowhere")
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments", "message"),
-    [
-        *((script, *wrong) for script in (loss, tp_block, train_step) for wrong in (ROUNDS, NOWHERE)),
-        (loss, ["--contest", "theirs"], "argument --contest: invalid choice: 'theirs'"),
-        (loss, ["--vocab-size", "33"], "vocab_size 33 is not a multiple of the 2 ranks"),
-        (tp_block, ["--hidden-size", "64"], "hidden_size would apply to both sizes; choose one with --size"),
-        (tp_block, ["--size", "small", "--num-heads", "3"], "hidden_size 256 is not a multiple of num_heads 3"),
-        (tp_block, ["--size", "small", "--sequence-length", "7"], "7 is not a multiple of the 2 ranks"),
-        (train_step, ["--variants", "theirs"], "argument --variants: invalid choice: 'theirs'"),
-        (train_step, ["--hidden-size", "64"], "hidden_size would apply to both models; choose one with --model"),
-        (train_step, ["--model", "demo", "--num-heads", "3"], "hidden_size 128 over num_heads 3 must be an even"),
-    ],
-)
-def test_a_mistake_is_told_before_anything_starts(capsys, script, arguments, message):
-    with pytest.raises(SystemExit) as exit_:
-        script.main(arguments)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err

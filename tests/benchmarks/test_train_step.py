@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import train_step
-from harness.program import Program
-from harness.watchdog import wait_until_ended
 from shared_workers import SharedWorkers, run_script
 from steps.runner import RANK_VARIANTS, SINGLE_VARIANTS
 from train_step import check_parity
@@ -87,29 +83,6 @@ def test_all_variants_train_alike_and_the_json_is_whole(tmp_path, monkeypatch, c
     pairs = {(ratio["numerator"], ratio["denominator"]) for ratio in result["ratios"]}
     assert pairs == {pair for pair in train_step.RATIOS if set(pair) <= set(variants)}
     assert all(f"{numerator} / {denominator}" in printed.out for numerator, denominator in pairs)
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists child processes through /proc")
-def test_no_process_outlives_a_killed_benchmark():
-    command = [SCRIPT, "--model", "demo", *TINY, "--rounds", "100000", "--steps", "1", "--variants", "ours"]
-    with Program(sys.executable, *command) as process:
-        process.wait_until(lambda: len(ranks_of(process.pid)) == 2, "both workers have started")
-        ranks = ranks_of(process.pid)
-        # Somewhere in their start or in their steps.
-        time.sleep(2.0)
-        process.kill()
-        wait_until_ended(*ranks)
-
-
-def ranks_of(pid: int) -> list[int]:
-    """The worker processes of a benchmark; Python's own helper processes are not among them."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
-    except FileNotFoundError:
-        return []
 
 
 STEPS = [(4.0, 2.0), (3.0, 1.0)]

@@ -75,14 +75,9 @@ TRUNCATED = {
 }
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "init_method",
-    [
-        pytest.param(KNOWN[name], id=name, marks=pytest.mark.slow if "xavier" in name or "bare" in name else [])
-        for name in KNOWN
-    ],
-)
+@pytest.mark.parametrize("init_method", KNOWN.values(), ids=KNOWN)
 @pytest.mark.parametrize("block", [pytest.param(1 << 20, marks=pytest.mark.slow), 256])
 def test_known_methods_equal_dense(monkeypatch, init_method, dtype, block):
     monkeypatch.setattr(initialization, "_BLOCK_ELEMENTS", block)

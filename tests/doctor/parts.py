@@ -43,11 +43,6 @@ def sum_of(tensor: Tensor, group: Group) -> Tensor:
     return move(tensor, lambda term: summed(term, group), same)
 
 
-def part_of(tensor: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """This rank's part of a tensor that all ranks have."""
-    return move(tensor, lambda whole: own(whole, group, dim), lambda gradient: joined(gradient, group, dim))
-
-
 def whole_of(tensor: Tensor, group: Group, dim: int = 1, *, sums: bool = True) -> Tensor:
     """All parts, from which each rank computes its own term: gradients are summed, unless forgotten."""
 

@@ -2,8 +2,8 @@
 
 The tool records a run of a parallel model and the same run on one rank. From both it names the first wrong module and
 the kind of the fault. A ``Script`` is a run of a model that is not Shardwise's (``programs``). An ``OurFault`` is a
-change in Shardwise itself, and the arguments of the run in which it shows. ``test_planted.py`` shows that the sound
-programs equal one rank and that the faults show. Answers are not to be changed to suit the tool.
+change in Shardwise itself, and the arguments of the run in which it shows. Answers are not
+to be changed to suit the tool.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from doctor.programs import Options, Outcome, Watcher, by_hand, with_dtensor, with_transformers
+from doctor.programs import Options, Watcher, by_hand, with_dtensor, with_transformers
 from torch.distributed import ProcessGroup
 
 KINDS = (
@@ -47,7 +47,7 @@ KINDS = (
 Family = Literal["transformers", "dtensor", "by hand"]
 Passes = Literal["forward", "backward", "update"]
 
-_PROGRAMS: dict[Family, Callable[[ProcessGroup, Watcher, str, torch.dtype, Options], Outcome]] = {
+_PROGRAMS: dict[Family, Callable[[ProcessGroup, Watcher, str, torch.dtype, Options], None]] = {
     "by hand": by_hand,
     "dtensor": with_dtensor,
     "transformers": with_transformers,
@@ -83,10 +83,10 @@ class Script:
     dtype: torch.dtype = torch.float32
     fault: str = ""
 
-    def run(self, group: ProcessGroup, watcher: Watcher, planted: bool, dtype: torch.dtype | None = None) -> Outcome:
+    def run(self, group: ProcessGroup, watcher: Watcher, planted: bool, dtype: torch.dtype | None = None) -> None:
         """Train two steps."""
         program = _PROGRAMS[self.family]
-        return program(group, watcher, self.fault if planted else "", dtype or self.dtype, self.options)
+        program(group, watcher, self.fault if planted else "", dtype or self.dtype, self.options)
 
 
 _SEQUENCE = Options(sequence=True)

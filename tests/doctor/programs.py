@@ -14,7 +14,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -42,23 +42,6 @@ class Watcher(Protocol):
 
     def inputs(self, **tensors: Tensor) -> None:
         """Called before the forward of each micro-batch with this rank's ids and labels."""
-
-
-@dataclass
-class Outcome:
-    """What a run came to, the same on every rank unless ranks have drifted apart.
-
-    Attributes:
-        losses: mean loss of each step over the whole batch, before the update.
-        norms: norm of the gradient of each step before clipping.
-        gradients: whole gradients of each step, before clipping, by parameter.
-        weights: whole parameters after the last step.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -499,22 +482,21 @@ def _groups(group: ProcessGroup, tp: int | None) -> Iterator[tuple[ProcessGroup 
             dist.destroy_process_group(each)
 
 
-def by_hand(group: ProcessGroup, watcher: Watcher, fault: str, dtype: torch.dtype, options: Options) -> Outcome:
+def by_hand(group: ProcessGroup, watcher: Watcher, fault: str, dtype: torch.dtype, options: Options) -> None:
     """Train ``GPT`` for two steps of two micro-batches."""
     with _groups(group, options.tp) as (tp, dp):
         ranks = _Ranks(tp, dp, options.sequence and tp is not None, fault if group.size() > 1 else "")
-        return _train_by_hand(ranks, watcher, dtype, options)
+        _train_by_hand(ranks, watcher, dtype, options)
 
 
-def _train_by_hand(ranks: _Ranks, watcher: Watcher, dtype: torch.dtype, options: Options) -> Outcome:
-    model, fault, outcome = GPT(ranks, options).to(dtype), ranks.fault, Outcome()
+def _train_by_hand(ranks: _Ranks, watcher: Watcher, dtype: torch.dtype, options: Options) -> None:
+    model, fault = GPT(ranks, options).to(dtype), ranks.fault
     optimizer = _make_optimizer(model, options.optimizer)
     watcher.start(model, optimizer)
     for step in range(STEPS):
         batches = [_batch(step, number) for number in range(MICRO_BATCHES)]
         count = sum(_num_labels(labels) for _, labels in batches)
         optimizer.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
         for ids, labels in batches:
             share = BATCH // ranks.dp_size
             first = ranks.dp_rank * (share - (fault == "samples of two ranks overlap"))
@@ -522,16 +504,12 @@ def _train_by_hand(ranks: _Ranks, watcher: Watcher, dtype: torch.dtype, options:
             watcher.inputs(ids=ids, labels=labels)
             loss = model(ids, labels, count)
             loss.backward()
-            total += loss.detach().double()
             if fault == "gradient summed again with each micro-batch":
                 for param in model.layers[0].mlp.up.parameters():
                     param.grad = _summed(param.grad, ranks.dp)
         _complete(model, ranks)
         watcher.gradients()
-        outcome.losses.append(float(_summed(total, ranks.dp)))
-        outcome.gradients.append({n: _joined_of(p.grad, dim, ranks) for n, p, dim in model.named_splits()})
         norm = _norm_by_hand(model, ranks)
-        outcome.norms.append(norm)
         for param in model.parameters():
             param.grad.mul_(min(1.0, MAX_NORM / (norm + 1e-6)))
         kept = [param.detach().clone() for param in model.layers[1].norm1.parameters()]
@@ -541,13 +519,6 @@ def _train_by_hand(ranks: _Ranks, watcher: Watcher, dtype: torch.dtype, options:
                 param.data.lerp_(before, -0.5)
         if fault == "update of one weight lost on the last rank" and ranks.dp_rank == ranks.dp_size - 1:
             model.layers[1].norm1.weight.data.copy_(kept[0])
-    outcome.weights = {name: _joined_of(param, dim, ranks) for name, param, dim in model.named_splits()}
-    return outcome
-
-
-def _joined_of(tensor: Tensor, dim: int | None, ranks: _Ranks) -> Tensor:
-    whole = tensor.detach()
-    return (whole if dim is None else _joined(whole, ranks.tp, dim)).clone()
 
 
 def _complete(model: GPT, ranks: _Ranks) -> None:
@@ -654,12 +625,7 @@ def _fill(model: nn.Module) -> None:
             param.copy_(values + 1 if "norm" in name else values)
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    whole = tensor.detach()
-    return (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).clone()
-
-
-def with_dtensor(group: ProcessGroup, watcher: Watcher, fault: str, dtype: torch.dtype, options: Options) -> Outcome:
+def with_dtensor(group: ProcessGroup, watcher: Watcher, fault: str, dtype: torch.dtype, options: Options) -> None:
     """Train ``PlainModel``, split by ``parallelize_module``, for two steps of two micro-batches."""
     torch.manual_seed(0)
     model = PlainModel()
@@ -680,7 +646,7 @@ def with_dtensor(group: ProcessGroup, watcher: Watcher, fault: str, dtype: torch
             positions = torch.arange(len(positions))
         return model(ids[:, part], positions)
 
-    return _train_plain(model, forward, group, watcher, fault, options, summed=_partial_in_sequence(model, is_split))
+    _train_plain(model, forward, group, watcher, fault, options, summed=_partial_in_sequence(model, is_split))
 
 
 def _partial_in_sequence(model: nn.Module, is_split: bool) -> set[str]:
@@ -739,7 +705,7 @@ def _train_plain(
     *,
     summed: Collection[str] = (),
     cleared: Collection[str] = (),
-) -> Outcome:
+) -> None:
     """Train a model whose logits are whole on every rank.
 
     Args:
@@ -748,7 +714,7 @@ def _train_plain(
     """
     from torch.distributed.tensor import DTensor
 
-    outcome, size = Outcome(), group.size()
+    size = group.size()
     optimizer = _make_optimizer(model, options.optimizer)
     watcher.start(model, optimizer)
     for step in range(STEPS):
@@ -756,7 +722,6 @@ def _train_plain(
         count = sum(_num_labels(labels) for _, labels in batches)
         optimizer.zero_grad()
         kept: dict[str, Tensor] = {}
-        total = 0.0
         for ids, labels in batches:
             watcher.inputs(ids=ids, labels=labels)
             logits = forward(ids)
@@ -766,7 +731,6 @@ def _train_plain(
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
             loss = loss / count
             loss.backward()
-            total += float(loss.detach())
             for name, param in model.named_parameters():
                 if name in cleared:
                     kept[name] = param.grad + kept[name] if name in kept else param.grad
@@ -781,15 +745,10 @@ def _train_plain(
             if fault == "gradient averaged over ranks" and name == "layers.1.attention.value.weight":
                 param.grad = param.grad / size
         watcher.gradients()
-        outcome.losses.append(total)
-        outcome.gradients.append({name: _whole(param.grad) for name, param in model.named_parameters()})
         norm = _norm_of(model, group, fault)
-        outcome.norms.append(norm)
         for param in model.parameters():
             param.grad.mul_(min(1.0, MAX_NORM / (norm + 1e-6)))
         optimizer.step()
-    outcome.weights = {name: _whole(param) for name, param in model.named_parameters()}
-    return outcome
 
 
 def _norm_of(model: nn.Module, group: ProcessGroup, fault: str) -> float:
@@ -813,9 +772,7 @@ def _norm_of(model: nn.Module, group: ProcessGroup, fault: str) -> float:
 # The program with transformers.
 
 
-def with_transformers(
-    group: ProcessGroup, watcher: Watcher, fault: str, dtype: torch.dtype, options: Options
-) -> Outcome:
+def with_transformers(group: ProcessGroup, watcher: Watcher, fault: str, dtype: torch.dtype, options: Options) -> None:
     """Train a tiny Llama or Qwen 3, with its own plan, for two steps of two micro-batches."""
     fault = fault if group.size() > 1 else ""
     with _quiet():
@@ -831,7 +788,7 @@ def with_transformers(
     if fault == "gradient summed again with each micro-batch":
         # The hooks of transformers 5.23 sum all that was accumulated so far.
         cleared.remove("model.layers.1.self_attn.q_norm.weight")
-    return _train_plain(model, forward, group, watcher, fault, options, cleared=cleared)
+    _train_plain(model, forward, group, watcher, fault, options, cleared=cleared)
 
 
 @contextmanager

@@ -109,11 +109,6 @@ class Gated(nn.Module):
         return result
 
 
-def exchanged(rank: int, size: int) -> Tensor:
-    each = torch.arange(4 * WIDTH).chunk(size)[rank]
-    return torch.cat([each + 4 * WIDTH, each])
-
-
 class Attention(nn.Module):
     """Attention of two key-value heads and four query heads; ranks may hold copies of a key-value head."""
 
@@ -208,13 +203,6 @@ def averaged(model: nn.Module, group: Group) -> None:
 
 
 INSIDE = {"loss_of": loss_inside}
-
-
-def shifted_on_the_last(logits: Tensor, labels: Tensor, group: Group) -> Tensor:
-    if group is None:
-        return mean_of(logits, labels)
-    shifted = torch.cat([labels[:, : LENGTH // 2], labels[:, LENGTH // 2 :].roll(1, 1)], 1)
-    return mean_of(logits, shifted)
 
 
 def strange_loss(logits: Tensor, labels: Tensor, group: Group) -> Tensor:
@@ -390,35 +378,10 @@ def placed_as(kind: str) -> Callable[[nn.Module, Group], None]:
     return change
 
 
-def with_ignored(labels: Tensor) -> Tensor:
-    """Ignore more labels of each further sample."""
-    labels = labels.clone()
-    for sample in range(len(labels)):
-        labels[sample, : 3 * sample] = -100
-    return labels
-
-
-def loss_of_own_labels(model: nn.Module, ids: Tensor, labels: Tensor, group: Group) -> Tensor:
-    """The mean over this rank's labels, of which ranks have different numbers."""
-    result: Tensor = model(own(ids, group, 0), own(with_ignored(labels), group, 0))
-    return result
-
-
 def loss_of_same_samples(model: nn.Module, ids: Tensor, labels: Tensor, group: Group) -> Tensor:
     """The mean loss of samples that all replicas read."""
     half = slice(0, len(ids) // size_of(group))
     return mean_of(model(ids[half]), labels[half])
-
-
-def of_first(tensor: Tensor, group: Group) -> Tensor:
-    """What the first rank has, on every rank."""
-
-    def broadcast(own: Tensor) -> Tensor:
-        own = own.detach().clone()
-        dist.broadcast(own, group=group, group_src=0)
-        return own
-
-    return move(tensor, broadcast, same)
 
 
 def other_on_the_last(layer: nn.Module, group: Group) -> nn.Module:
@@ -432,14 +395,3 @@ def other_on_the_last(layer: nn.Module, group: Group) -> nn.Module:
 def loss_of_sum(model: nn.Module, ids: Tensor, labels: Tensor, group: Group) -> Tensor:
     """This replica's term of the mean loss of all samples."""
     return mean_of(model(own(ids, group, 0)), own(labels, group, 0)) / size_of(group)
-
-
-def gradients_of_first(model: nn.Module, group: Group) -> None:
-    """Sum the gradients, but for the output layer's, which are the first replica's."""
-    for name, param in model.named_parameters():
-        if group is None:
-            continue
-        if name.startswith("2."):
-            dist.broadcast(param.grad, group=group, group_src=0)
-        else:
-            param.grad = summed(param.grad, group)

@@ -26,9 +26,6 @@ from doctor.small_models import (
     WithPositions,
     WrongGradient,
     averaged,
-    exchanged,
-    gradients_of_first,
-    loss_of_own_labels,
     loss_of_parts,
     loss_of_replica,
     loss_of_same_samples,
@@ -36,13 +33,11 @@ from doctor.small_models import (
     loss_with_positions,
     mean_of,
     net,
-    of_first,
     of_mlp,
     of_sequence,
     other_on_the_last,
     placed_as,
     sequence_net,
-    shifted_on_the_last,
     size_of,
     split_by_dtensor,
     strange_loss,
@@ -74,8 +69,6 @@ class Case:
 _HALVES = torch.arange(4 * WIDTH).chunk(2)
 
 FAULTS: dict[str, Case] = {
-    "output not summed": Case(of_mlp(down={"joins": lambda x, group: x}), "never summed", ("2.layers.3",)),
-    "input gradient not summed": Case(of_mlp(up={"sums": False}), "never summed", ("2.layers.1",)),
     "input gradient of the first column not summed": Case(
         lambda group: net(nn.Sequential(Column(WIDTH, 16, group, sums=False), nn.Tanh(), Row(16, WIDTH, group))),
         "never summed",
@@ -106,22 +99,13 @@ FAULTS: dict[str, Case] = {
         "misplaced",
         ("2.layers.1", "2.layers.1.weight", "2.layers.1.bias"),
     ),
-    "halves exchanged on each rank": Case(
-        lambda group: net(Gated(group, exchanged)), "misplaced", ("1.up", "1.up.weight", "1.up.bias")
-    ),
     "joint weight split as one": Case(
         lambda group: net(Gated(group, lambda rank, size: torch.arange(8 * WIDTH).chunk(size)[rank])),
         "misplaced",
         ("1.up", "1.up.weight", "1.up.bias", "1"),
     ),
-    "positions restart": Case(
-        lambda group: sequence_net(group, restarts=True), "positions", ("0.positions",), SEQUENCE
-    ),
     "positions restart inside": Case(
         lambda group: sequence_net(group, restarts=True, is_joint=True), "positions", ("0",), SEQUENCE
-    ),
-    "labels shifted in the second half": Case(
-        lambda group: WithLoss(group, shifted_on_the_last), "labels", ("loss",), INSIDE
     ),
     "strange loss": Case(lambda group: WithLoss(group, strange_loss), "unexplained", ("loss",), INSIDE),
     "gradient behind an identity dropout": Case(lambda group: net(Dropped(group, times=3)), "scaled", ("1.down", "1")),
@@ -136,17 +120,6 @@ FAULTS: dict[str, Case] = {
         ("2.weight", "2.bias", "2"),
         {"loss_of": loss_of_sum, "sum_gradients": of_sequence(lambda name: not name.startswith("2."))},
     ),
-    "rows of the vocabulary of the first rank": Case(
-        lambda group: nn.Sequential(Tokens(group, of_first), mlp(group), nn.Linear(WIDTH, VOCAB)),
-        "one rank's copy",
-        ("0",),
-    ),
-    "gradients of the first replica": Case(
-        lambda group: net(mlp(None)),
-        "one rank's copy",
-        ("2.weight", "2.bias", "2"),
-        {"loss_of": loss_of_sum, "sum_gradients": gradients_of_first},
-    ),
     "gradients of replicas not averaged": Case(
         lambda group: net(mlp(None)),
         "scaled",
@@ -156,9 +129,6 @@ FAULTS: dict[str, Case] = {
             "sum_gradients": of_sequence(),
         },
     ),
-    "norm of another seed": Case(
-        lambda group: net(other_on_the_last(nn.LayerNorm(WIDTH), group), mlp(group)), "drifted", ("1", "1.weight")
-    ),
     "linear layer of another seed": Case(
         lambda group: net(mlp(group), other_on_the_last(nn.Linear(WIDTH, WIDTH), group)), "drifted", ("2", "2.weight")
     ),
@@ -167,12 +137,6 @@ FAULTS: dict[str, Case] = {
         "positions",
         ("1.angles",),
         {"sum_gradients": of_sequence()},
-    ),
-    "mean over the labels of each replica": Case(
-        lambda group: WithLoss(None, lambda logits, labels, _: mean_of(logits, labels)),
-        "labels",
-        ("loss",),
-        {"loss_of": loss_of_own_labels, "sum_gradients": averaged},
     ),
     "replicas read the same samples": Case(
         lambda group: net(mlp(None)), "samples", ("",), {"loss_of": loss_of_same_samples, "sum_gradients": averaged}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-import inspect
 import math
 import warnings
 
@@ -359,25 +358,6 @@ def test_the_word_is_said_for_the_parallel_part_too():
     with pytest.warns(UserWarning, match="^tp_comm_overlap_rs_dgrad changes nothing here") as caught:
         ModelParallelConfig(tp_comm_overlap_rs_dgrad=True)
     assert caught[0].filename == __file__
-
-
-def test_names_that_programs_set():
-    listed = """
-        tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size sequence_parallel
-        context_parallel_size expert_model_parallel_size expert_tensor_parallel_size perform_initialization
-        use_cpu_initialization fp16 bf16 params_dtype deterministic_mode gradient_accumulation_fusion
-        cross_entropy_loss_fusion defer_embedding_wgrad_compute wgrad_deferral_limit tp_comm_overlap pipeline_dtype
-        variable_seq_lengths delay_wgrad_compute cpu_offloading cpu_offloading_activations cpu_offloading_weights
-        finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func timers
-    """
-    names = listed.split()
-    parameters = inspect.signature(ModelParallelConfig).parameters
-    assert set(names) <= set(parameters)
-    # None is required, and every one has the same meaning in the config of a transformer.
-    whole = inspect.signature(TransformerConfig).parameters
-    for name in names:
-        assert parameters[name].default is not inspect.Parameter.empty
-        assert whole[name].default == parameters[name].default
 
 
 def test_the_types_of_fields_make_options_of_a_program():

@@ -371,18 +371,6 @@ def test_layouts_of_a_model(group):
 
 
 @pytest.mark.ranks(2)
-def test_descriptions_tell_the_truth(group):
-    rank = group.rank()
-    assert repr(column(group, 4, 9)) == "ColumnParallelLinear(in_features=4, out_features=9, bias=True, TP=2)"
-    assert "bias=False" in repr(column(group, 4, 9, bias=False))
-    assert "bias=True" in repr(row(group, 9, 4))
-    assert repr(row(group, 9, 4, bias=False)) == "RowParallelLinear(in_features=9, out_features=4, bias=False, TP=2)"
-    embedding = VocabParallelEmbedding(9, 4, init_method=Normal(1.0), config=config_of(), tp_group=group)
-    ids = "[0, 5)" if rank == 0 else "[5, 9)"
-    assert repr(embedding) == f"VocabParallelEmbedding(num_embeddings=9, embedding_dim=4, ids={ids}, tp={rank}/2)"
-
-
-@pytest.mark.ranks(2)
 def test_no_group_means_the_ambient_one(group):
     with pytest.raises(TopologyError, match="no group was given and model parallelism is not initialised"):
         column(None, 4, 6)
@@ -418,17 +406,3 @@ def test_a_collection_of_groups_says_which(group):
     parallel_state.initialize_model_parallel(2)
     layer = ColumnParallelLinear(4, 6, **options, pg_collection=ProcessGroupCollection(pp=alone))
     assert layer.tp_group is parallel_state.get_tensor_model_parallel_group()
-
-
-@pytest.mark.ranks(2)
-def test_what_cannot_be(group):
-    with pytest.raises(ConfigError, match="sequence_parallel needs input_is_parallel=True"):
-        row(group, 4, 6, config=config_of(True), input_is_parallel=False)
-    with pytest.raises(ShardingError, match=r"dimension 0 of shape \[6, 4\]: sizes \[3, 4\] must be 2 counts"):
-        column(group, 4, 6, sizes=[3, 4])
-    with pytest.raises(ShardingError, match=r"dimension 1 of shape \[6, 4\]: sizes \[1, 2\] must be 2 counts"):
-        row(group, 4, 6, sizes=[1, 2])
-    with pytest.raises(ShardingError, match="7 is not divisible by 2"):
-        column(group, 4, 7, stride=2)
-    with pytest.raises(ShardingError, match="the input has 5 features, the layer 4; it takes the whole input"):
-        row(group, 4, 6, input_is_parallel=False)(torch.randn(S, B, 5, dtype=torch.float64))

@@ -36,39 +36,6 @@ def is_of(tensor, nbytes):
     return tensor.untyped_storage().nbytes() == nbytes
 
 
-class TestCheckpoint:
-    @pytest.mark.parametrize("distribute", [False, None])
-    def test_gradients_are_those_of_a_plain_call(self, distribute):
-        x, weight = leaf(3, 5), leaf(5, 7)
-        gradients = []
-        for function in (stochastic, lambda *args: checkpoint(stochastic, distribute, *args)):
-            seed_streams(5, 0)
-            with assert_unmodified(x, weight):
-                output = function(x, weight)
-                gradients.append((output, *torch.autograd.grad(output.sum(), [x, weight])))
-        for actual, expected in zip(*reversed(gradients), strict=True):
-            assert_bit_equal(actual, expected)
-
-    def test_keyword_arguments_and_anything_else(self):
-        x = leaf(3, 5)
-
-        def function(kind, x, *, power, names):
-            return {"kind": kind, "y": (x.sin() ** power,), "names": names}
-
-        result = checkpoint(function, False, "k", x, power=3, names=["a"])
-        assert (result["kind"], result["names"]) == ("k", ["a"])
-        expected = torch.autograd.grad((x.sin() ** 3).sum(), x)[0]
-        assert_bit_equal(torch.autograd.grad(result["y"][0].sum(), x)[0], expected)
-
-    def test_a_frozen_input_does_not_cost_the_weights_their_gradient(self):
-        linear = torch.nn.Linear(5, 4, dtype=torch.float64)
-        x = torch.randn(3, 5, dtype=torch.float64)
-        checkpoint(lambda x: linear(x).tanh(), False, x).sum().backward()
-        expected = torch.autograd.grad(linear(x).tanh().sum(), [linear.weight, linear.bias])
-        assert_bit_equal(linear.weight.grad, expected[0])
-        assert_bit_equal(linear.bias.grad, expected[1])
-
-
 class TestDistributedSavedActivations:
     @pytest.mark.ranks(1, 3)
     @pytest.mark.parametrize("shape", [(5, 7), (1,), (0, 3)])

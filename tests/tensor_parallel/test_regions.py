@@ -20,49 +20,21 @@ class Move:
     source: str
     target: str
     dim: int | None = None
-    sized: bool = False
     arguments: tuple = ()
 
 
 MOVES = {
     "copy": Move(regions._CopyToModelParallelRegion, "I", "R"),
     "reduce": Move(regions._ReduceFromModelParallelRegion, "P", "I"),
-    "scatter": Move(regions._ScatterToModelParallelRegion, "I", "V", -1, True),
-    "gather": Move(regions._GatherFromModelParallelRegion, "V", "I", -1, True),
-    "scatter sequence": Move(regions._ScatterToSequenceParallelRegion, "I", "V", 0, True),
-    "gather sequence": Move(regions._GatherFromSequenceParallelRegion, "V", "R", 0, True, (True,)),
-    "gather sequence to I": Move(regions._GatherFromSequenceParallelRegion, "V", "I", 0, True, (False,)),
-    "reduce-scatter sequence": Move(regions._ReduceScatterToSequenceParallelRegion, "P", "V", 0, True),
-    "all-gather last": Move(regions._AllGatherFromTensorParallelRegion, "V", "R", -1, True),
-    "reduce-scatter last": Move(regions._ReduceScatterToTensorParallelRegion, "P", "V", -1, True),
+    "scatter": Move(regions._ScatterToModelParallelRegion, "I", "V", -1),
+    "gather": Move(regions._GatherFromModelParallelRegion, "V", "I", -1),
+    "scatter sequence": Move(regions._ScatterToSequenceParallelRegion, "I", "V", 0),
+    "gather sequence": Move(regions._GatherFromSequenceParallelRegion, "V", "R", 0, (True,)),
+    "gather sequence to I": Move(regions._GatherFromSequenceParallelRegion, "V", "I", 0, (False,)),
+    "reduce-scatter sequence": Move(regions._ReduceScatterToSequenceParallelRegion, "P", "V", 0),
+    "all-gather last": Move(regions._AllGatherFromTensorParallelRegion, "V", "R", -1),
+    "reduce-scatter last": Move(regions._ReduceScatterToTensorParallelRegion, "P", "V", -1),
 }
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("name", MOVES)
-def test_apply_is_the_dense_formula(group, name):
-    """Of uneven shards and a gradient of awkward strides; nothing is kept, and there is no second derivative."""
-    move, t, me, kept = MOVES[name], group.size(), group.rank(), []
-    dim = 0 if move.dim is None else move.dim
-    sizes = [4, 0, 1] if move.sized else [2] * t
-    shape = (sum(sizes), 3, sum(sizes))
-    inputs, together = drawn_by_all(VALUES[move.source], shape, dim, sizes, t)
-    gradients, gradient = drawn_by_all(GRADIENTS[move.target], shape, dim, sizes, t)
-    x = inputs[me].clone().requires_grad_()
-    awkward = gradients[me].transpose(0, 2).contiguous().transpose(0, 2)
-    arguments = [*move.arguments, *([sizes] if move.sized else [])]
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        y = move.function.apply(x, group, *arguments)
-    assert kept == []
-    with assert_unmodified(awkward, inputs[me]):
-        (found,) = torch.autograd.grad(y, x, awkward, retain_graph=True)
-    assert_bit_equal(y.detach(), taken_by_rank(VALUES[move.target], together, dim, sizes, me).contiguous())
-    expected = gradient if GRADIENTS[move.source] is Held.SAME else gradient.split(sizes, dim)[me]
-    assert_bit_equal(found, expected.contiguous())
-    if name != "reduce":
-        (found,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            found.sum().backward()
 
 
 @pytest.mark.ranks(2, 3)

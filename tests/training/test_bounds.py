@@ -88,6 +88,7 @@ def test_every_number_has_a_range():
 
 
 @pytest.mark.slow
+@pytest.mark.sample(40)
 @pytest.mark.parametrize(("command", "name"), FLAGS)
 def test_a_flag_takes_a_number_or_refuses_it_by_its_name(command, name):
     parser, others, cls = COMMANDS[command]

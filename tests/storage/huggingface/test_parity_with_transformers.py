@@ -131,7 +131,7 @@ def check(
         assert error <= RTOL * norm, f"gradient of {name} at tp {tp}, pp {pp}: {error / norm:.2e} of {norm:.2e}"
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(16)
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("reference", MODEL_PARAMS, indirect=True)
 def test_logits_loss_and_gradients(group: dist.ProcessGroup, reference: Reference) -> None:
@@ -142,7 +142,7 @@ def test_logits_loss_and_gradients(group: dist.ProcessGroup, reference: Referenc
             check(reference, reference.values(), tp, pp, ep=ep, sequence_parallel=tp == 2)
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(12)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("reference", MODEL_PARAMS, indirect=True)
 def test_padded_batches(group: dist.ProcessGroup, padded: Reference) -> None:

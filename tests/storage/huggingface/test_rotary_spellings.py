@@ -240,7 +240,14 @@ def is_close(theirs: Tensor, ours: Tensor) -> bool:
 
 @pytest.mark.parametrize(
     "family",
-    [name if name == "gemma3" else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+    [
+        "gemma3",
+        *(
+            pytest.param(name, marks=[pytest.mark.slow, *([pytest.mark.matrix] if place % 2 else [])])
+            for place, name in enumerate(FAMILIES)
+            if name != "gemma3"
+        ),
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_every_spelling(family: str) -> None:

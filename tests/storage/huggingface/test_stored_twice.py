@@ -63,7 +63,15 @@ def add_one(row: int, column: int = 0) -> Callable[[Tensor], object]:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("gpt2", "llama_tied") else pytest.param(name, marks=pytest.mark.slow) for name in GPT_LIKE],
+    [
+        "gpt2",
+        "llama_tied",
+        *(
+            pytest.param(name, marks=[pytest.mark.slow, *([pytest.mark.matrix] if place % 3 else [])])
+            for place, name in enumerate(GPT_LIKE)
+            if name not in ("gpt2", "llama_tied")
+        ),
+    ],
 )
 def test_a_head_that_differs_from_the_embedding_is_another_weight(
     tmp_path: Path, one_rank: Any, name: str, caplog: pytest.LogCaptureFixture
