@@ -85,6 +85,7 @@ class Bert(TransformerModel):
         layer_spec: parts of a layer. The default attention is not causal; for another mask, give
             ``functools.partial(SelfAttention, attn_mask_type=...)``.
         add_binary_head: whether there are a pooler and a head for the next sentence.
+        add_lm_head: False for a model without heads, whose result is the hidden states ``[s, b, h]`` of the last layer.
         options: ``pre_process`` and later arguments of ``GPT``.
 
     Attributes:
@@ -114,6 +115,7 @@ class Bert(TransformerModel):
         num_tokentypes: int | None = None,
         layer_spec: TransformerLayerSpec | None = None,
         add_binary_head: bool | None = None,
+        add_lm_head: bool | None = None,
         **options: Any,
     ) -> None:
         if config.exact_parts is not None:
@@ -127,6 +129,14 @@ class Bert(TransformerModel):
         # The base class creates all parts, and reads these attributes.
         self.num_tokentypes = config.num_tokentypes if num_tokentypes is None else num_tokentypes
         self.add_binary_head = config.add_binary_head if add_binary_head is None else add_binary_head
+        self.add_lm_head = config.add_lm_head if add_lm_head is None else add_lm_head
+        if not self.add_lm_head:
+            if config.final_layernorm:
+                raise ConfigError(
+                    "add_lm_head is False, and final_layernorm True; a model without heads has no last norm"
+                )
+            # The last stage is like one in the middle, and there is no output layer to tie.
+            options |= {"post_process": False, "share_embeddings_and_output_weights": False}
         self.pooler: Pooler | None = None
         self.binary_head: ReplicatedLinear | None = None
         super().__init__(config, vocab_size, max_sequence_length, groups=groups, layer_spec=spec, **options)

@@ -38,7 +38,7 @@ class ModelFields:
 
     Attributes:
         kind: class of the model, ``"gpt"`` or ``"bert"``.
-        num_tokentypes, add_binary_head: see ``Bert``.
+        num_tokentypes, add_binary_head, add_lm_head: see ``Bert``.
 
     Other fields are those of ``GPT``, whose arguments replace them.
     """
@@ -56,6 +56,7 @@ class ModelFields:
     window_rotary_base: float | None = None
     num_tokentypes: int = 0
     add_binary_head: bool = True
+    add_lm_head: bool = True
 
 
 @dataclass
@@ -180,7 +181,7 @@ class TransformerFields(ModelFields):
         if "learned_absolute" not in (self.position_embedding_type, other.position_embedding_type):
             skipped.add("max_sequence_length")
         if self.kind == other.kind == "gpt":
-            skipped |= {"num_tokentypes", "add_binary_head"}
+            skipped |= {"num_tokentypes", "add_binary_head", "add_lm_head"}
         return {
             spec.name: (mine, theirs)
             for spec in fields(TransformerFields)

@@ -267,26 +267,33 @@ _BERT_TABLE = {
 
 class _Bert(Architecture):
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-        is_pretraining = fields.values.get("architectures") == ["BertForPreTraining"]
-        return super().read_others(fields, values) | {"add_binary_head": is_pretraining}
+        classes = fields.values.get("architectures")
+        own: dict[str, Any] = {"add_binary_head": classes == ["BertForPreTraining"]}
+        if classes == ["BertModel"]:
+            own |= {"add_lm_head": False, "share_embeddings_and_output_weights": False}
+        return super().read_others(fields, values) | own
 
     def write_others(self, model: ModelConfig) -> dict[str, Any]:
         if model.num_tokentypes < 1:
             raise ConfigError(f"BERT in Hugging Face has at least 1 token type; this model has {model.num_tokentypes}")
-        return {}
+        return {} if model.add_lm_head else {"tie_word_embeddings": True}
 
     def class_of(self, model: ModelConfig) -> str:
-        return self.classes[0] if model.add_binary_head else self.classes[1]
+        return self.classes[2 if not model.add_lm_head else 0 if model.add_binary_head else 1]
 
     def adapt(self, model: ModelConfig, stored: Set[str]) -> ModelConfig:
         # A file may have more heads than ``architectures`` states, as in ``bert-base-uncased``.
         has_head = model.add_binary_head or "cls.seq_relationship.weight" in stored
-        return dataclasses.replace(model, add_binary_head=has_head)
+        if model.add_lm_head or "cls.predictions.bias" not in stored:
+            return dataclasses.replace(model, add_binary_head=has_head)
+        return dataclasses.replace(
+            model, add_binary_head=has_head, add_lm_head=True, share_embeddings_and_output_weights=True
+        )
 
 
 BERT = _Bert(
     model_type="bert",
-    classes=("BertForPreTraining", "BertForMaskedLM"),
+    classes=("BertForPreTraining", "BertForMaskedLM", "BertModel"),
     settings={
         "vocab_size": Setting("vocab_size", 30522),
         "hidden_size": Setting("hidden_size", 768),
