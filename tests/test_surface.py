@@ -361,8 +361,23 @@ def test_every_module_of_the_reference_is_offered_or_named_as_not():
     assert len(named) == len(set(named))
 
 
+def test_every_name_of_an_offered_module_is_there_or_refuses():
+    """``reference_names.json`` has the public names of Megatron's modules that are offered here."""
+    kept = json.loads((Path(__file__).parent / "reference_names.json").read_text())
+    shardwise.megatron.install()
+    try:
+        missing = [
+            f"{module}.{name}"
+            for module, names in kept.items()
+            for name in names.split()
+            if not hasattr(importlib.import_module(module), name)
+        ]
+    finally:
+        shardwise.megatron.uninstall()
+    assert missing == []
+
+
 def test_absent_names_are_in_the_guide_and_raise_when_they_are_used():
-    found = []
     shardwise.megatron.install()
     try:
         for module, names in ABSENT.items():
@@ -374,9 +389,16 @@ def test_absent_names_are_in_the_guide_and_raise_when_they_are_used():
                 for used in (value, type("Own", (value,), {})):
                     with pytest.raises(errors.ConfigError, match=f"^{name} is not offered here: "):
                         used(1, option=2)
-                found.append(name)
             with pytest.raises(ImportError, match="NoSuchName"):
                 exec(f"from megatron.core.{module} import NoSuchName")
     finally:
         shardwise.megatron.uninstall()
-    assert set(found) <= set(re.findall(r"`(\w+)", GUIDE))
+    section = GUIDE[GUIDE.index("\n## Names that refuse\n") : GUIDE.index("\n## Not offered\n")]
+    rows = [row[2:-2].split(" | ") for row in section.splitlines() if row.startswith("| `")]
+    told = {
+        (module, name): why
+        for names, why in rows
+        for module, row in re.findall(r"`([\w.]+)`: ((?:`\w+`(?:, )?)+)", names)
+        for name in re.findall(r"\w+", row)
+    }
+    assert told == {(module, name): why for module, names in ABSENT.items() for name, why in names.items()}

@@ -321,8 +321,6 @@ def test_what_a_layer_does_not_have_is_refused(case):
     make, message = WRONG[case]
     with pytest.raises(ConfigError, match=message):
         layer_spec_of(make(), config_of())
-    with pytest.raises(ConfigError, match="DotProductAttention is not offered here: attention between queries"):
-        DotProductAttention(config_of())
 
 
 def test_an_mlp_is_dense():

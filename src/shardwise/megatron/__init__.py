@@ -14,8 +14,11 @@ packages next to ``megatron.core``, such as ``megatron.bridge``, are found.
 
 import importlib
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from types import ModuleType
+from typing import Any
 
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.aliases import MEGATRON, PACKAGES, SHORT
@@ -56,6 +59,7 @@ def install(*, rng: str = "global") -> None:
         setattr(package, _MARK, True)
         for source in map(importlib.import_module, PACKAGES.get(name, ())):
             vars(package).update({public: getattr(source, public) for public in source.__all__})
+        package.__getattr__ = _absent_in(PACKAGES.get(name, ()))  # type: ignore[method-assign]
         modules[name] = package
     for name, target in MEGATRON.items():
         modules[name] = importlib.import_module(target)
@@ -73,6 +77,19 @@ def uninstall() -> None:
     for name in (*_PACKAGES, *MEGATRON):
         if name in sys.modules and _is_ours(sys.modules[name]):
             del sys.modules[name]
+
+
+def _absent_in(sources: tuple[str, ...]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package: the names that its modules refuse."""
+
+    def look_up(name: str) -> Any:
+        for source in map(sys.modules.__getitem__, sources):
+            # A module that refuses nothing has no such function.
+            with suppress(AttributeError, KeyError):
+                return vars(source)["__getattr__"](name)
+        raise AttributeError(f"a package of megatron has no attribute {name!r} here")
+
+    return look_up
 
 
 def _folders() -> list[str]:

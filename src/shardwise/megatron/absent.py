@@ -1,6 +1,7 @@
 """Megatron's names and settings for features that the engine lacks, each with the reason.
 
-``absent_names.json`` lists the names by module. They can be imported and compared; using one raises an error.
+``absent_names.json`` lists the names by module and reason. They can be imported and compared; using one raises an
+error.
 ``inert_settings.json`` lists the settings by class. Each is either ignored with a warning or raises an error.
 """
 
@@ -19,7 +20,11 @@ from torch import nn
 from shardwise.core.errors import ConfigError
 
 _FOLDER = os.path.join(os.path.dirname(__file__), "")
-ABSENT: dict[str, dict[str, str]] = json.loads((Path(_FOLDER) / "absent_names.json").read_text(encoding="utf-8"))
+# By module and name, the reason.
+ABSENT: dict[str, dict[str, str]] = {
+    module: {name: why for why, names in reasons.items() for name in names.split()}
+    for module, reasons in json.loads((Path(_FOLDER) / "absent_names.json").read_text(encoding="utf-8")).items()
+}
 _INERT = json.loads((Path(_FOLDER) / "inert_settings.json").read_text(encoding="utf-8"))
 _TYPES = {"int": int, "float": float, "Callable": Callable, "list": list, "object": object}
 _OF_NULL = {
@@ -27,22 +32,24 @@ _OF_NULL = {
 }
 
 
-def absent_names(module: str, base: type = nn.Module) -> Callable[[str], Any]:
-    """Return a module's ``__getattr__`` that defines the absent names of one of Megatron's modules.
+def absent_names(*modules: str, base: type = nn.Module) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a module that stands for some of Megatron's, which defines their absent names.
 
     Each name, even of a function, is a class that can be subclassed and used with ``isinstance``. Calling it or a
     subclass raises ConfigError.
 
     Args:
-        module: path below ``megatron.core``, such as ``"transformer.attention"``.
+        modules: paths below ``megatron.core``, such as ``"transformer.attention"``.
         base: base class of the classes.
     """
 
+    reasons = {name: why for module in modules for name, why in ABSENT[module].items()}
+
     @functools.cache
     def look_up(name: str) -> Any:
-        if name not in ABSENT[module]:
-            raise AttributeError(f"megatron.core.{module} has no attribute {name!r} here")
-        why = ABSENT[module][name]
+        if name not in reasons:
+            raise AttributeError(f"megatron.core.{modules[0]} has no attribute {name!r} here")
+        why = reasons[name]
 
         def refuse(cls: type, *_: Any, **__: Any) -> NoReturn:
             raise ConfigError(f"{name} is not offered here: {why}")

@@ -21,6 +21,10 @@ datasets - .blended_dataset .indexed_dataset
 dist_checkpointing megatron.dist_checkpointing .core .mapping .serialization .validation
 distributed megatron.distributed .distributed_data_parallel .distributed_data_parallel_config .finalize_model_grads
 enums megatron.enums = transformer.enums
+extensions - extensions.transformer_engine transformer.custom_layers.transformer_engine
+functions - jit activations fusions.fused_bias_gelu fusions.fused_bias_swiglu fusions.fused_bias_geglu
+inference - inference.contexts inference.contexts.base_context inference.contexts.static_context
+inference - inference_params
 models megatron.models
 models.language_module megatron.models.embedding models.common.language_module.language_module
 models.language_module - models.common.embeddings.language_model_embedding
@@ -30,12 +34,15 @@ models.rotary_pos_embedding megatron.rotary_pos_embedding models.common.embeddin
 models.rotary_pos_embedding - models.common.embeddings.rope_utils
 num_microbatches_calculator megatron.num_microbatches_calculator =
 optimizer megatron.optimizer =
+optimizer_param_scheduler - =
 packed_seq_params megatron.packed_seq_params =
 parallel_state parallel_state = mpu
 parallel_state.groups parallel_state.dense,parallel_state.experts
 parallel_state.ambient parallel_state.initialize,parallel_state.memory
 pipeline_parallel.schedules megatron.schedules,megatron.p2p_communication pipeline_parallel.p2p_communication
+pipeline_parallel.stages - pipeline_parallel.utils
 process_groups_config megatron.process_groups_config =
+services - config_logger msc_utils package_info
 symmetric_exchanges megatron.symmetric_exchanges inference.communication.torch_symm_triton
 tensor_parallel tensor_parallel =
 tensor_parallel.attributes tensor_parallel.private_names
@@ -51,6 +58,7 @@ transformer.layer_parts megatron.layer_parts transformer.attention transformer.d
 transformer.layer_parts - transformer.torch_norm fusions.fused_bias_dropout fusions.fused_layer_norm
 transformer.moe megatron.moe .moe_layer .router .experts
 transformer.module megatron.module,megatron.spec_utils = transformer.spec_utils transformer.identity_op
+transformer.transformer_block - =
 transformer.transformer_config megatron.config = model_parallel_config
 transformer.transformer_layer megatron.transformer_layer,megatron.layer_specs = models.gpt.gpt_layer_specs
 utils megatron.utils = transformer.utils
@@ -82,7 +90,7 @@ MEGATRON |= {f"megatron.mpu.{name}": f"{_CORE}.tensor_parallel.{name}" for name 
 PACKAGES = {
     f"megatron.{package}": tuple(f"{_CORE}.{module}" for module in modules.split())
     for package, modules in {
-        "core": "transformer.transformer_config distributed",
+        "core": "transformer.transformer_config distributed inference services",
         "core.dist_checkpointing": "dist_checkpointing",
         "core.distributed": "distributed",
         "core.models.bert": "models.transformer_models",

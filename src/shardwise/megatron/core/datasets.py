@@ -23,7 +23,10 @@ from shardwise.core.errors import ConfigError
 from shardwise.data.blend import blend_order, normalized, parse_blend
 from shardwise.data.gpt_samples import GPTSamples, documents_of, split_bounds
 from shardwise.data.indexed import DTYPES, IndexedTokens, IndexedWriter, cached_arrays
+from shardwise.megatron.absent import absent_names
 from shardwise.megatron.surface import offer
+
+__getattr__ = absent_names("datasets.utils", "datasets.blended_megatron_dataset_config")
 
 
 class Split(Enum):

@@ -19,9 +19,18 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication.agreement import decide
 from shardwise.core.errors import CheckpointError, ConfigError, ShardingError
 from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset
+from shardwise.megatron.absent import absent_names
 from shardwise.megatron.surface import offer
 from shardwise.storage import checkpoint
+from shardwise.storage.checkpoint.comparing import StoredCheckpoint
 from shardwise.storage.checkpoint.folder import held_latest
+
+__getattr__ = absent_names(
+    "dist_checkpointing.core",
+    "dist_checkpointing.mapping",
+    "dist_checkpointing.serialization",
+    "dist_checkpointing.validation",
+)
 
 _COMMON, _CONTENT = "common", "content_metadata"
 
@@ -49,6 +58,16 @@ class StrictHandling(Enum):
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
     RAISE_UNEXPECTED = "raise_unexpected"
     RAISE_ALL = "raise_all"
+
+
+CheckpointingException = CheckpointError
+# Programs ask whether an entry of a state is a shard.
+ShardedBase = ParamShard
+
+
+def is_main_replica(replica_id: int | tuple[int, ...]) -> bool:
+    """True for 0, and for a tuple of zeros."""
+    return not any((replica_id,) if isinstance(replica_id, int) else replica_id)
 
 
 class ShardedTensor(ParamShard):
@@ -231,6 +250,19 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
     """Read the plain values of the checkpoint in a folder, or raise CheckpointError; not collective."""
     common: dict[str, Any] = _decoded(_meta_in(Path(checkpoint_dir)).get(_COMMON) or {})
     return common
+
+
+def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Tensor]:
+    """Read every tensor of the checkpoint in a folder whole, to the CPU; not collective.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    with _checkpoint_in(Path(checkpoint_dir)) as path:
+        checkpoint.verify(path)
+        stored = StoredCheckpoint(path)
+        shapes = {name: record.shape for name, record in stored.manifest.tensors.items()}
+        return {name: stored.read(name, (0,) * len(shape), shape) for name, shape in shapes.items()}
 
 
 def load_content_metadata(checkpoint_dir: str | Path) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from shardwise.core.communication.collectives import all_gather, all_reduce, bro
 from shardwise.core.communication.context import device_of, device_of_host_facts
 from shardwise.core.errors import ConfigError, DivergenceError
 from shardwise.core.validation import validation_applies
-from shardwise.megatron.absent import check_inert, inert_settings_of
+from shardwise.megatron.absent import absent_names, check_inert, inert_settings_of
 from shardwise.megatron.core import parallel_state
 from shardwise.megatron.core.models.language_module import LanguageModule, _output_weight_of
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _group_of
@@ -30,6 +30,8 @@ from shardwise.training.gradients import GradientBuffers, default_bucket_size
 from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.gradients.replicas import check_replicas, fingerprints
 from shardwise.training.pipeline.stage import deferred_buffers
+
+__getattr__ = absent_names("distributed.finalize_model_grads")
 
 __all__ = ["DistributedDataParallel", "DistributedDataParallelConfig", "finalize_model_grads"]
 

@@ -1,10 +1,13 @@
 """Megatron's enums."""
 
-from enum import Enum
+from enum import Enum, StrEnum
 
+from shardwise.megatron.absent import absent_names
 from shardwise.models.transformer.masks import AttnMaskType
 
-__all__ = ["AttnBackend", "AttnMaskType", "AttnType", "LayerType", "ModelType"]
+__getattr__ = absent_names("enums", "transformer.enums")
+
+__all__ = ["AttnBackend", "AttnMaskType", "AttnType", "Fp8Recipe", "LayerType", "ModelType"]
 
 
 class ModelType(Enum):
@@ -12,6 +15,18 @@ class ModelType(Enum):
 
     encoder_or_decoder = 1
     encoder_and_decoder = 2
+    retro_encoder = 3
+    retro_decoder = 4
+
+
+class Fp8Recipe(StrEnum):
+    """Scaling of products in fp8, which the config refuses; for programs that compare with it."""
+
+    delayed = "delayed"
+    tensorwise = "tensorwise"
+    mxfp8 = "mxfp8"
+    blockwise = "blockwise"
+    custom = "custom"
 
 
 class LayerType(Enum):

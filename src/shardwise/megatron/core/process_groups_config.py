@@ -10,8 +10,11 @@ from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups, Topology
+from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core import parallel_state
 from shardwise.megatron.core.parallel_state.ambient import _AMBIENT
+
+__getattr__ = absent_names("process_groups_config")
 
 __all__ = ["ProcessGroupCollection"]
 

@@ -13,18 +13,19 @@ from torch.distributed import ProcessGroup
 from shardwise.core import initialization
 from shardwise.core.communication.context import GlobalMemoryBuffer as GlobalMemoryBuffer, default_device
 from shardwise.core.communication.symmetric_memory import GlobalSymmetricMemoryBuffer as GlobalSymmetricMemoryBuffer
-from shardwise.core.errors import ContradictionError, ShardingError
+from shardwise.core.errors import ShardingError
 from shardwise.core.sequence_view import ContextShard
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.sharding import ParamLayout, ParamShard, ShardedOffset, is_copy_by
 from shardwise.megatron.absent import absent_names
-from shardwise.megatron.core import parallel_state
+from shardwise.megatron.core import parallel_state, program_utils
 from shardwise.megatron.core.dist_checkpointing import ShardedObject
+from shardwise.megatron.core.program_utils import *  # noqa: F403
 from shardwise.megatron.core.tensor_parallel import attributes, linear_functions
 from shardwise.megatron.errors import AssertedShardingError
 from shardwise.megatron.surface import offer
 
-__getattr__ = absent_names("transformer.utils")
+__getattr__ = absent_names("utils", "transformer.utils")
 
 _T = TypeVar("_T")
 
@@ -348,46 +349,6 @@ def make_sharded_tensors_for_checkpoint(
     return entries
 
 
-def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
-    """Return the attribute ``attr`` of a model, or of the model that it wraps as its ``module``.
-
-    Args:
-        model: a model.
-        attr: name of the attribute.
-        allow_none: whether the attribute may be None; otherwise the search continues in the wrapped model.
-        return_model_obj: whether to return the model with the attribute instead.
-
-    Raises:
-        ContradictionError: no model has the attribute, or ``model`` is a list.
-    """
-    found = model
-    while not hasattr(found, attr) or (not allow_none and getattr(found, attr) is None):
-        if not hasattr(found, "module"):
-            hint = "; give one model of the list" if isinstance(model, list) else ""
-            raise ContradictionError(f"a {type(model).__name__} has no attribute {attr!r}, nor what it wraps{hint}")
-        found = found.module
-    return found if return_model_obj else getattr(found, attr)
-
-
-def get_model_config(model: Any) -> Any:
-    """Return the config of a model, or of the model that it wraps."""
-    return get_attr_wrapped_model(model, "config", allow_none=False)
-
-
-def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
-    """Return the model inside wrappers with a ``module``, or a list of models.
-
-    Args:
-        model: a model or a list of models.
-        module_instances: classes of wrappers; None means any object with a ``module``.
-    """
-    if isinstance(model, list):
-        return [unwrap_model(each, module_instances) for each in model]
-    while hasattr(model, "module") and (module_instances is None or isinstance(model, module_instances)):
-        model = model.module
-    return model
-
-
 def prepare_input_tensors_for_wgrad_compute(grad_output: Tensor, all_gathered_input: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factors of a weight's gradient: contiguous, and flattened from ``[s, b, n]`` to ``[s * b, n]``."""
     if grad_output.dim() != 3:
@@ -397,6 +358,7 @@ def prepare_input_tensors_for_wgrad_compute(grad_output: Tensor, all_gathered_in
 
 offer(
     globals(),
+    program_utils,
     "GlobalMemoryBuffer GlobalSymmetricMemoryBuffer divide drain_embedding_wgrad_compute ensure_divisibility",
     "init_method_normal scaled_init_method_normal",
 )

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.sequence_view import ContextShard
 from shardwise.kernels.elementwise import rotate
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core.packed_seq_params import PackedSeqParams
@@ -15,9 +16,9 @@ from shardwise.megatron.core.transformer.transformer_config import TransformerCo
 from shardwise.models.transformer import rotary
 from shardwise.models.transformer.rotary import RotaryScaling
 
-__all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]
+__all__ = ["RotaryEmbedding", "apply_rotary_pos_emb", "get_pos_emb_on_this_cp_rank"]
 
-__getattr__ = absent_names("models.common.embeddings.rotary_pos_embedding")
+__getattr__ = absent_names("models.common.embeddings.rotary_pos_embedding", "models.common.embeddings.rope_utils")
 
 
 class RotaryEmbedding(rotary.RotaryEmbedding):
@@ -139,6 +140,17 @@ def apply_rotary_pos_emb(
         return whole.squeeze(1)
     cos, sin = (mscale * value for value in _cos_and_sin(freqs, config, torch.float32))
     return rotate(t, cos.to(t.dtype), sin.to(t.dtype), interleaved=config.rotary_interleaved)
+
+
+def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: ProcessGroup) -> Tensor:
+    """Return the positions of a tensor that a context-parallel rank has, which are two runs of equal length.
+
+    Args:
+        pos_emb: any tensor of all positions, such as angles ``[s, 1, 1, d]``.
+        seq_dim: dimension of the positions.
+        cp_group: context-parallel group.
+    """
+    return ContextShard(pos_emb.size(seq_dim), cp_group).own(pos_emb, dim=seq_dim)
 
 
 def _check_alone(cp_group: ProcessGroup | None) -> None:

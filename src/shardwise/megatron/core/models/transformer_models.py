@@ -16,6 +16,7 @@ from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sequence_view import ContextShard, SequenceView
 from shardwise.core.topology import Groups
 from shardwise.megatron.absent import say_once
+from shardwise.megatron.core.enums import ModelType as ModelType
 from shardwise.megatron.core.models.language_module import LanguageModule
 from shardwise.megatron.core.packed_seq_params import PackedSeqParams
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
@@ -52,6 +53,7 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
             ``drain_embedding_wgrad_compute`` after the last backward and before the optimizer's step.
     """
 
+    model_type = ModelType.encoder_or_decoder
     set_input_tensor = asserting(AssertedShardingError)(TransformerModel.set_input_tensor)
 
     def _enter(self, pg_collection: ProcessGroupCollection | None) -> Groups:

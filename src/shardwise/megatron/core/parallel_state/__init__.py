@@ -17,6 +17,7 @@ from shardwise.core.rank_grid import (
     default_position_embedding_ranks as default_position_embedding_ranks,
     generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
 )
+from shardwise.megatron.absent import ABSENT, absent_names
 from shardwise.megatron.core.parallel_state import ambient, groups, stages
 from shardwise.megatron.core.parallel_state.ambient import *  # noqa: F403
 from shardwise.megatron.core.parallel_state.groups import *  # noqa: F403
@@ -27,9 +28,12 @@ from shardwise.megatron.surface import offer
 create_group = dist.new_group
 
 
+_absent = absent_names("parallel_state")
+
+
 def __getattr__(name: str) -> object:
-    # Only Megatron's globals; other names are defined above.
-    return _look_up(name)
+    # Megatron's globals, and names that are refused; other names are defined above.
+    return _absent(name) if name in ABSENT["parallel_state"] else _look_up(name)
 
 
 offer(

@@ -14,6 +14,7 @@ from shardwise.core.communication.collectives import Transfer, exchange
 from shardwise.core.communication.context import default_device
 from shardwise.core.communication.transports.transport import Pending
 from shardwise.core.errors import ConfigError, DataError
+from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core import parallel_state
 from shardwise.megatron.core.models.language_module import _output_weight_of
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
@@ -28,6 +29,9 @@ from shardwise.training.pipeline.schedules import forward_only as forward_only_s
 hidden_shape = engine.hidden_shape
 
 _ForwardStepFunc = Callable[..., tuple[Tensor, Callable[..., Any]]]
+
+
+__getattr__ = absent_names("pipeline_parallel.schedules")
 
 
 def get_forward_backward_func(
@@ -389,4 +393,31 @@ def _each(function: Callable[..., Any], *arguments: Any, at_end: bool) -> Any:
     return results if lists[0] is arguments[0] else results[0]
 
 
-offer(globals())
+def _named(schedule: str) -> Callable[..., list[Any]]:
+    def run(
+        *,
+        adjust_tensor_shapes_fn: None = None,
+        p2p_communicator: P2PCommunicator | None = None,
+        force_all_reduce: bool = False,
+        **arguments: Any,
+    ) -> list[Any]:
+        """Run one schedule, with the arguments of ``forward_backward_func``; ``p2p_communicator`` has no effect."""
+        if adjust_tensor_shapes_fn is not None or force_all_reduce:
+            raise ConfigError(
+                "adjust_tensor_shapes_fn or force_all_reduce is given, which is not offered here: stages exchange the "
+                "hidden state of the config's size, and gradients are summed once; leave it out"
+            )
+        return _forward_backward_func(schedule=schedule, **arguments)
+
+    return run
+
+
+forward_backward_no_pipelining = _named("1f1b")
+forward_backward_pipelining_without_interleaving = _named("1f1b")
+forward_backward_pipelining_with_interleaving = _named("interleaved")
+
+offer(
+    globals(),
+    "forward_backward_no_pipelining forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)

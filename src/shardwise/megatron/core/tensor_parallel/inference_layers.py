@@ -13,6 +13,7 @@ from shardwise.core.communication import moves
 from shardwise.core.errors import ConfigError
 from shardwise.core.initialization import InitMethod
 from shardwise.kernels.norms import rms_norm
+from shardwise.megatron.absent import ABSENT, absent_names
 from shardwise.megatron.core import symmetric_exchanges
 from shardwise.megatron.core.parallel_state import resolve_tensor_model_parallel_group
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
@@ -212,9 +213,12 @@ def inference_reduce_scatter_to_sequence_parallel_region(
     return moves.reduce_scatter(x, dim=0, group=resolve_tensor_model_parallel_group(tp_group))
 
 
+_absent = absent_names("tensor_parallel.inference_layers")
+
+
 def __getattr__(name: str) -> Any:
     # Programs also import Megatron's exchanges from this module.
-    return getattr(symmetric_exchanges, name)
+    return _absent(name) if name in ABSENT["tensor_parallel.inference_layers"] else getattr(symmetric_exchanges, name)
 
 
 offer(globals())

@@ -15,6 +15,7 @@ from shardwise.core.errors import ConfigError, ContradictionError, WeightError
 from shardwise.core.initialization import InitMethod
 from shardwise.core.layout import I, Layout
 from shardwise.core.sharding import Interval
+from shardwise.megatron.absent import ABSENT, absent_names
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.core.tensor_parallel import attributes, linear_functions
 from shardwise.megatron.core.tensor_parallel.attributes import *  # noqa: F403
@@ -298,9 +299,12 @@ class RowParallelLinear(MegatronLinear, RowLinear):
         return RowLinear.forward(self, input_), None
 
 
+_absent = absent_names("tensor_parallel.layers")
+
+
 def __getattr__(name: str) -> Any:
     # Megatron's private names, which programs import from this module.
-    return getattr(attributes, name)
+    return _absent(name) if name in ABSENT["tensor_parallel.layers"] else getattr(attributes, name)
 
 
 offer(globals(), attributes, linear_functions, "named_param_layouts")

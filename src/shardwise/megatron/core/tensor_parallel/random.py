@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core import random as engine
 from shardwise.core.communication.context import default_device
 from shardwise.core.errors import ConfigError
+from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core import parallel_state
 from shardwise.megatron.core.tensor_parallel.attributes import HAVE_TE  # noqa: F401
 from shardwise.megatron.core.tensor_parallel.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
@@ -113,11 +114,14 @@ def _fork_rng() -> Iterator[None]:
         engine.streams().restore(state)
 
 
+_absent = absent_names("tensor_parallel.random")
+
+
 def __getattr__(name: str) -> Any:
     # A global of Megatron, which tests written for Megatron read.
     if name == "_CUDA_RNG_STATE_TRACKER":
         return engine.streams()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _absent(name)
 
 
 def get_all_rng_states() -> dict[str, Any]:

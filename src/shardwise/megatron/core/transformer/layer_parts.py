@@ -23,11 +23,14 @@ from shardwise.megatron.core.transformer.transformer_config import TransformerCo
 from shardwise.megatron.surface import offer
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer import attention, mlp
+from shardwise.models.transformer.core_attention import CoreAttention
+from shardwise.models.transformer.heads import split_heads
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.models.transformer.mlp import make_norm
 
-__getattr__ = absent_names("transformer.attention")
-DotProductAttention = __getattr__("DotProductAttention")
+__getattr__ = absent_names("transformer.attention", "transformer.mlp", "transformer.torch_norm")
+# In a spec it stands for a norm and the linear layer after it.
+TELayerNormColumnParallelLinear = __getattr__("TELayerNormColumnParallelLinear")
 
 
 class FusedLayerNorm:
@@ -58,14 +61,32 @@ class FusedLayerNorm:
 WrappedTorchNorm = FusedLayerNorm
 
 
-def get_bias_dropout_add(training: bool, fused: bool) -> Any:
-    """Return a function of ``((x, bias or None), residual, p)`` that computes ``residual + dropout(x + bias)``.
+class L2Norm(nn.Module):
+    """Divide by the root of the mean square of the last dimension, in fp32; it has no weight.
 
     Args:
-        training: whether to apply dropout.
-        fused: no effect.
+        hidden_size: no effect.
+        eps: constant added to the mean square.
+        options: no effect.
     """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, **options: Any) -> None:
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized ``x``, in its dtype."""
+        return F.rms_norm(x.float(), (x.size(-1),), eps=self.eps).type_as(x)
+
+
+def bias_dropout_add_unfused(training: bool) -> Any:
+    """Return a function of ``((x, bias or None), residual, p)`` that computes ``residual + dropout(x + bias)``."""
     return functools.partial(_bias_dropout_add, training=training)
+
+
+def get_bias_dropout_add(training: bool, fused: bool) -> Any:
+    """Return ``bias_dropout_add_unfused(training)``; ``fused`` has no effect."""
+    return bias_dropout_add_unfused(training)
 
 
 def _bias_dropout_add(
@@ -73,6 +94,88 @@ def _bias_dropout_add(
 ) -> Tensor:
     x, bias = x_with_bias
     return residual + F.dropout(x if bias is None else x + bias, p=prob, training=training)
+
+
+bias_dropout_add_fused_train = bias_dropout_add_unfused(True)
+bias_dropout_add_fused_inference = bias_dropout_add_unfused(False)
+
+
+class DotProductAttention(CoreAttention, MegatronModule):
+    """Attention between this rank's queries, keys and values, without projections: the engine's kernels.
+
+    Args:
+        config: numbers of heads, their width, window, dropout and kernel.
+        layer_number: number of the layer, from 1.
+        attn_mask_type: mask that needs no tensor.
+        attention_type: "self".
+        attention_dropout: dropout probability; None means the config's.
+        softmax_scale: factor of the scores; None means the config's.
+        cp_comm_type: no effect; the config's field applies.
+        pg_collection: collection with the group ``tp``; None means the ambient topology's.
+
+    Raises:
+        ConfigError: cross-attention, or fewer query heads than ranks.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        if attention_type != "self":
+            raise ConfigError(f"attention_type is {attention_type!r}; attention is self-attention here")
+        config.check_complete()
+        self.tp_group = _group_of(pg_collection, "tp")
+        heads = split_heads(config.heads.queries, config.heads.groups, self.tp_group.size())
+        super().__init__(config, max(1, layer_number), heads, self.tp_group, attn_mask_type)
+        if attention_dropout is not None:
+            self.dropout = attention_dropout
+        self.softmax_scale = softmax_scale or self.softmax_scale
+        mark_replicas(self)
+        self.config = config
+        config.note_read()
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``[s, b, heads/t, d]``, rotated if the positions are.
+            key, value: ``[s, b, groups/t, d]``.
+            attention_mask: bools ``[b, 1, s, s]``, True where attention is forbidden, besides ``attn_mask_type``.
+            attn_mask_type: the constructor's, or None.
+            attention_bias: None.
+            packed_seq_params: the sequences of a packed row, or None.
+
+        Returns:
+            ``[s, b, heads/t * d]``.
+
+        Raises:
+            ConfigError: another ``attn_mask_type``, or an ``attention_bias``.
+        """
+        _refuse(attention_bias=attention_bias)
+        if attn_mask_type not in (None, self.attn_mask_type):
+            raise ConfigError(
+                f"attn_mask_type is {attn_mask_type}, and {self.attn_mask_type} in the constructor; give it there"
+            )
+        documents = None
+        if packed_seq_params is not None:
+            documents, _ = packed_seq_params.documents_and_positions(torch.Size(query.shape[1::-1]))
+        return self.attended(query, key, value, AttentionMask(attention_mask, document_ids=documents))
 
 
 @dataclass
@@ -87,7 +190,7 @@ class SelfAttentionSubmodules:
 
     def check(self, config: ModelConfig) -> None:
         """Raise ConfigError for other parts, and for norms without ``qk_layernorm`` in the config."""
-        _check_part(self, "linear_qkv", ColumnParallelLinear)
+        _check_part(self, "linear_qkv", ColumnParallelLinear, TELayerNormColumnParallelLinear)
         _check_part(self, "core_attention", DotProductAttention)
         _check_part(self, "linear_proj", RowParallelLinear)
         for name in ("q_layernorm", "k_layernorm"):
@@ -108,7 +211,7 @@ class MLPSubmodules:
 
     def check(self) -> None:
         """Raise ConfigError for other parts."""
-        _check_part(self, "linear_fc1", ColumnParallelLinear)
+        _check_part(self, "linear_fc1", ColumnParallelLinear, TELayerNormColumnParallelLinear)
         _check_part(self, "linear_fc2", RowParallelLinear)
         if self.activation_func is not None:
             raise ConfigError("activation_func of MLPSubmodules is given; set the config's activation_func")
@@ -140,7 +243,11 @@ class _CalledAsMegatrons:
         return engine.forward(hidden_states, **given), None
 
 
-class SelfAttention(_CalledAsMegatrons, attention.SelfAttention, MegatronModule):  # type: ignore[misc]
+class Attention:
+    """Base class of attention, for ``isinstance``."""
+
+
+class SelfAttention(_CalledAsMegatrons, attention.SelfAttention, MegatronModule, Attention):  # type: ignore[misc]
     """The engine's ``SelfAttention`` with Megatron's arguments.
 
     Args:
@@ -232,9 +339,9 @@ class MLP(mlp.MLP, MegatronModule):
         return super().forward(hidden_states), None
 
 
-def _check_part(parts: Any, name: str, only: Any) -> None:
+def _check_part(parts: Any, name: str, only: Any, *others: Any) -> None:
     found = get_module(getattr(parts, name))
-    if found is not only:
+    if found not in (only, *others):
         raise ConfigError(
             f"{name} of {type(parts).__name__} is {getattr(found, '__name__', found)}; here it is "
             f"{getattr(only, '__name__', only)}, and a program may replace norms, attention and MLP as wholes"
@@ -282,4 +389,7 @@ def _cos_and_sin(angles: Tensor, config: ModelConfig, dtype: torch.dtype) -> tup
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-offer(globals(), "DotProductAttention", "WrappedTorchNorm")
+offer(
+    globals(),
+    "WrappedTorchNorm bias_dropout_add_fused_inference bias_dropout_add_fused_train",
+)

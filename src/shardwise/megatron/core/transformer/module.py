@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharded_state import sharded_state_dict, state_of_parts
 from shardwise.core.sharding import ParamShard, ShardedOffset
+from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core import parallel_state
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
 from shardwise.megatron.surface import offer
 from shardwise.nn.module import GroupModule
 from shardwise.training.pipeline.stage import wrapped
+
+__getattr__ = absent_names("transformer.module")
 
 
 def param_is_not_shared(param: Tensor) -> bool:

@@ -22,7 +22,7 @@ from shardwise.megatron.core.transformer.transformer_config import TransformerCo
 from shardwise.megatron.surface import offer
 from shardwise.models.experts import Experts, moe, router
 
-__getattr__ = absent_names("transformer.moe.moe_layer")
+__getattr__ = absent_names("transformer.moe.moe_layer", "transformer.moe.experts", "transformer.moe.router")
 
 
 class TopKRouter(router.Router, MegatronModule):

@@ -19,6 +19,8 @@ from shardwise.models.config import LayerConfig, ModelConfig, ModelFields
 from shardwise.models.experts import Experts
 from shardwise.models.recomputation import Recomputation, RecomputedModule
 
+__getattr__ = absent_names("transformer.transformer_config", "model_parallel_config")
+
 __all__ = ["MLATransformerConfig", "ModelParallelConfig", "TransformerConfig"]
 
 
@@ -357,7 +359,7 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
 for _field in fields(TransformerConfig):
     _field.type = get_type_hints(TransformerConfig)[_field.name]
 
-MLATransformerConfig = absent_names("transformer.transformer_config", TransformerConfig)("MLATransformerConfig")
+MLATransformerConfig = absent_names("transformer.transformer_config", base=TransformerConfig)("MLATransformerConfig")
 
 
 # Fields that Megatron reads at each forward. These take effect at each forward here, too. Layers read those of

@@ -5,7 +5,7 @@ A program's own attention, MLP or norm in a spec is built as in Megatron and cal
 
 import functools
 import inspect
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from shardwise.models.transformer import attention as engine_attention, layer as
 from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 
-__getattr__ = absent_names("transformer.transformer_layer")
+__getattr__ = absent_names("transformer.transformer_layer", "models.gpt.gpt_layer_specs")
 
 
 @dataclass
@@ -56,6 +56,19 @@ class TransformerLayerSubmodules:
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass
+class TransformerBlockSubmodules:
+    """Parts of a model's layers.
+
+    Attributes:
+        layer_specs: a spec of each layer, all equal; the config says which of them have experts.
+        layer_norm: the norm after the last layer, which is of the layers' class; or None.
+    """
+
+    layer_specs: list[Any] | None = None
+    layer_norm: Any = None
+
+
 _NEEDED = ("input_layernorm", "self_attention", "mlp")
 # Key in the ``metainfo`` of experts that only the layers of the config's ``moe_layer_freq`` have.
 _BY_LAYER = "moe_layer_freq"
@@ -74,9 +87,14 @@ def get_transformer_layer_offset(
     Raises:
         ConfigError: there is no such stage or chunk.
     """
+    return _chunk_of_layers(config, vp_stage, pp_rank).start
+
+
+def _chunk_of_layers(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> range:
+    """Return the layers of a stage's chunk, counted from 0 in the model; see ``get_transformer_layer_offset``."""
     stages = config.stage_layers()
     if len(stages) == 1 and len(stages[0]) == 1:
-        return 0
+        return stages[0][0]
     stage = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
     if not 0 <= stage < len(stages) or (vp_stage is None and len(stages[0]) > 1):
         raise ConfigError(
@@ -86,7 +104,7 @@ def get_transformer_layer_offset(
     chunks = stages[stage]
     if not 0 <= (vp_stage or 0) < len(chunks):
         raise ConfigError(f"vp_stage is {vp_stage}; it must be from 0 to {len(chunks) - 1}")
-    return chunks[vp_stage or 0].start
+    return chunks[vp_stage or 0]
 
 
 class BaseTransformerLayer:
@@ -151,12 +169,40 @@ def layer_spec_of(spec: Any, config: TransformerConfig) -> TransformerLayerSpec:
     """
     if isinstance(spec, TransformerLayerSpec):
         return spec
+    spec = _of_one_layer(spec)
     if not isinstance(spec, module.ModuleSpec) or module.get_module(spec) is not TransformerLayer:
         raise ConfigError(
             f"transformer_layer_spec is {spec!r}; give a ModuleSpec of TransformerLayer, whose norms, attention and "
             "MLP may be a program's own, or a shardwise.models.transformer.layer.TransformerLayerSpec"
         )
     return _of_submodules(spec.submodules, config)
+
+
+def _of_one_layer(spec: Any) -> Any:
+    """Return the spec of each layer, of the spec of a block."""
+    parts = getattr(spec, "submodules", spec)
+    if not isinstance(parts, TransformerBlockSubmodules):
+        return spec
+    first, *others = parts.layer_specs or [None]
+    if any(other != first for other in others):
+        raise ConfigError(
+            "the layer_specs of a TransformerBlockSubmodules differ; all layers have one spec here, and the config's "
+            "moe_layer_freq says which have experts"
+        )
+    norm = parts.layer_norm
+    if norm is not None and norm not in (layer_parts.FusedLayerNorm, first and first.submodules.input_layernorm):
+        raise ConfigError(f"layer_norm of a TransformerBlockSubmodules is {norm!r}; it is of the layers' class here")
+    return first
+
+
+def _norm_before(parts: TransformerLayerSubmodules, norm: str, part: Any, linear: str) -> Any:
+    """Return the norm ``norm`` of a layer, which may be in the linear layer after it, in ``part``."""
+    fused = getattr(getattr(part, "submodules", None), linear, None)
+    if module.get_module(fused) is not layer_parts.TELayerNormColumnParallelLinear:
+        return getattr(parts, norm)
+    if module.get_module(getattr(parts, norm)) is not module.IdentityOp:
+        raise ConfigError(f"{norm} is given, and {linear} has a norm already; leave one of them out")
+    return layer_parts.FusedLayerNorm
 
 
 def _of_submodules(parts: TransformerLayerSubmodules, config: TransformerConfig) -> TransformerLayerSpec:
@@ -167,6 +213,9 @@ def _of_submodules(parts: TransformerLayerSubmodules, config: TransformerConfig)
             layer_parts._check_part(parts, part.name, module.IdentityOp)
     for name in ("self_attn_bda", "mlp_bda"):
         layer_parts._check_part(parts, name, layer_parts.get_bias_dropout_add)
+    before_attention = _norm_before(parts, "input_layernorm", parts.self_attention, "linear_qkv")
+    before_mlp = _norm_before(parts, "pre_mlp_layernorm", parts.mlp, "linear_fc1")
+    parts = replace(parts, input_layernorm=before_attention, pre_mlp_layernorm=before_mlp)
     for name in _NEEDED:
         if module.get_module(getattr(parts, name)) in (module.IdentityOp, None):
             raise ConfigError(f"{name} of a layer's submodules is not given; a layer has norms, attention and an MLP")
@@ -389,6 +438,40 @@ def get_gpt_decoder_block_spec(
     )
     spec.submodules.mlp.metainfo[_BY_LAYER] = True
     return spec
+
+
+def get_gpt_decoder_layer_specs(
+    config: TransformerConfig,
+    use_transformer_engine: bool,
+    normalization: str | None = None,
+    qk_l2_norm: bool | None = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> list[module.ModuleSpec]:
+    """Return the spec of ``get_gpt_decoder_block_spec`` once for each layer of the model."""
+    return [get_gpt_decoder_block_spec(**given(locals()))] * config.num_layers
+
+
+def get_gpt_layer_local_submodules(*args: Any, **kwargs: Any) -> TransformerLayerSubmodules:
+    """Return the submodules of ``get_gpt_layer_local_spec``, with its arguments."""
+    parts: TransformerLayerSubmodules = get_gpt_layer_local_spec(*args, **kwargs).submodules
+    return parts
+
+
+def get_gpt_layer_with_transformer_engine_submodules(*args: Any, **kwargs: Any) -> TransformerLayerSubmodules:
+    """Return the submodules of ``get_gpt_layer_with_transformer_engine_spec``, with its arguments."""
+    parts: TransformerLayerSubmodules = get_gpt_layer_with_transformer_engine_spec(*args, **kwargs).submodules
+    return parts
+
+
+def get_gpt_mtp_block_spec(
+    config: TransformerConfig,
+    spec: Any,
+    use_transformer_engine: bool,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> None:
+    """Return None, the value of ``GPTModel(mtp_block_spec=)``: a config with ``mtp_num_layers`` is refused."""
 
 
 offer(globals())

@@ -1,0 +1,71 @@
+"""What programs ask Megatron's services for: a version, logs of configs, and a client of object stores."""
+
+import json
+import os
+from collections import Counter
+from typing import Any, NoReturn
+
+from shardwise.core.errors import ConfigError
+from shardwise.megatron.core import parallel_state
+
+# Megatron's release whose names programs find here; see docs/porting.md.
+__version__ = "0.16.1"
+__all__ = ["MultiStorageClientFeature", "__version__", "has_config_logger_enabled", "log_config_to_disk", "open_file"]
+
+_COUNTS: Counter[str] = Counter()
+
+
+def has_config_logger_enabled(config: Any) -> bool:
+    """True if a config has a ``config_logger_dir``."""
+    return bool(getattr(config, "config_logger_dir", ""))
+
+
+def log_config_to_disk(config: Any, dict_data: dict[str, Any], prefix: str = "", rank_str: str = "") -> None:
+    """Write values as JSON to ``{prefix}.rank_{ranks}.iter{n}.json`` in ``config.config_logger_dir``.
+
+    Args:
+        config: config with the folder.
+        dict_data: values by name, for which text stands where JSON has no form; ``self`` is left out, and its class is
+            the default ``prefix``.
+        prefix: beginning of the file's name.
+        rank_str: this rank in the name; by default its ranks in tp, dp, cp, pp and ep.
+    """
+    values = {name: value for name, value in dict_data.items() if name != "self"}
+    prefix = prefix or (type(dict_data["self"]).__name__ if "self" in dict_data else "")
+    path = os.path.join(config.config_logger_dir, f"{prefix}.rank_{rank_str or _ranks()}")
+    os.makedirs(config.config_logger_dir, exist_ok=True)
+    with open(f"{path}.iter{_COUNTS[path]}.json", "w", encoding="utf-8") as file:
+        json.dump(values, file, default=str)
+    _COUNTS[path] += 1
+
+
+def _ranks() -> str:
+    getters = ("tensor_model", "data", "context", "pipeline_model", "expert_model")
+    return "_".join(str(getattr(parallel_state, f"get_{name}_parallel_rank")()) for name in getters)
+
+
+class _NoObjectStore:
+    """The feature flag of ``multistorageclient``, which is off: files are opened as files."""
+
+    def enable(self) -> NoReturn:
+        """Raise ConfigError."""
+        raise ConfigError("multistorageclient is not used here; give paths of files, and leave the call out")
+
+    def disable(self) -> None:
+        """Do nothing."""
+
+    def is_enabled(self) -> bool:
+        """Return False."""
+        return False
+
+    def import_package(self) -> NoReturn:
+        """Raise ConfigError."""
+        self.enable()
+
+
+MultiStorageClientFeature = _NoObjectStore()
+
+
+def open_file(*args: Any, **kwargs: Any) -> Any:
+    """Open a file, as ``open`` does."""
+    return open(*args, **kwargs)
