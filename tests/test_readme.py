@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from harness.forked import run_forked
+from harness.program import run
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -23,7 +24,7 @@ def run_as_rank(script: Path, store: Path, rank: int, ranks: int) -> None:
     """As under torchrun, without its agent: a file for the rendezvous, so that no port is needed."""
     join = dist.init_process_group
     meeting = dist.FileStore(str(store), ranks)
-    dist.init_process_group = lambda backend: join(backend, store=meeting, rank=rank, world_size=ranks)
+    dist.init_process_group = lambda backend, **alone: join(backend, store=meeting, rank=rank, world_size=ranks)
     runpy.run_path(str(script))
 
 
@@ -34,6 +35,16 @@ def run_example(document: str, folder: Path, ranks: int) -> str:
     done = run_forked(run_as_rank, calls, folder)
     assert [code for code, _ in done] == [0] * ranks, done
     return "".join(line for line in done[0][1].splitlines(keepends=True) if not line.startswith("[Gloo] Rank "))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/tensor_parallel.md"])
+def test_an_example_runs_alone(tmp_path, page):
+    blocks = re.findall(r"^```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    (tmp_path / "example.py").write_text("\n".join(blocks[:1] if page == "README.md" else blocks), encoding="utf-8")
+    # What one rank prints; nothing about a launcher that is missing.
+    done = run("-u", tmp_path / "example.py")
+    assert re.match(r"loss 1|1 ranks: ", done.stdout)
 
 
 def test_the_readme_shows_the_engine_and_the_guide_its_door():
