@@ -277,7 +277,13 @@ def test_commands_of_the_documents_are_read():
 
 @pytest.mark.parametrize(
     "flags",
-    [("--sequence-length", "8"), ("--no-mask-prompts",), ("--no-special-tokens",), ("--text-key", "x")],
+    [
+        ("--sequence-length", "8"),
+        ("--no-mask-prompts",),
+        ("--no-special-tokens",),
+        ("--text-key", "x"),
+        ("--prompt-template", "x"),
+    ],
     ids=str,
 )
 def test_flags_of_data_are_not_of_tasks(flags):

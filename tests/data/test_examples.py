@@ -14,6 +14,13 @@ TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+_CONTENT = "message.content + '<|end|>'"
+MARKED = TEMPLATE.replace(f"'<|' + message.role + '|>' + {_CONTENT}", "'<|' + message.role + '|>'").replace(
+    "{% endfor %}",
+    "{% if message.role == 'assistant' %}{% generation %}{{ " + _CONTENT + " }}{% endgeneration %}"
+    "{% else %}{{ " + _CONTENT + " }}{% endif %}{% endfor %}",
+    1,
+)
 ASKED = {"role": "user", "content": "Who?"}
 SAID = {"role": "assistant", "content": "I."}
 
@@ -133,15 +140,7 @@ def test_examples_of_no_use(tokenizer, value, reason):
 @pytest.mark.parametrize("marks", [False, True])
 @pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"trainable": 0.0}, {"loss_mask": 0}, {"masked": 1}])
 def test_turns_that_are_not_learned(tokenizer, flag, marks):
-    said, template = SAID | {"content": "You."}, TEMPLATE
-    if marks:
-        content = "message.content + '<|end|>'"
-        template = template.replace(f"'<|' + message.role + '|>' + {content}", "'<|' + message.role + '|>'").replace(
-            "{% endfor %}",
-            "{% if message.role == 'assistant' %}{% generation %}{{ " + content + " }}{% endgeneration %}"
-            "{% else %}{{ " + content + " }}{% endif %}{% endfor %}",
-            1,
-        )
+    said, template = SAID | {"content": "You."}, MARKED if marks else TEMPLATE
     encoder = ExampleEncoder(tokenizer, ChatTemplate(template))
     whole = "<|user|>Who?<|end|><|assistant|>I.<|end|><|user|>Who?<|end|><|assistant|>You.<|end|>"
     no = dict.fromkeys(flag, not next(iter(flag.values())))
@@ -158,6 +157,40 @@ def test_turns_that_are_not_learned(tokenizer, flag, marks):
     plain = example({"messages": [ASKED, SAID]})
     assert example({"messages": [ASKED, SAID | flag]}).sha256 != example({"messages": [ASKED, SAID | no]}).sha256
     assert plain.sha256 == digest_of([None, plain.completion, None, {}])
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_only_the_last_answer_is_learned(tokenizer, template):
+    said, no = SAID | {"content": "You."}, {"weight": 0}
+    every, last = (ExampleEncoder(tokenizer, ChatTemplate(template), learn=learn) for learn in ("all", "last"))
+    called = SAID | {"tool_calls": [{"function": {"name": "I", "arguments": {}}}]}
+    two = [ASKED, SAID, ASKED, said]
+    for value, both, only in (
+        ({"messages": two}, "I.<|end|>You.<|end|>", "You.<|end|>"),
+        ({"messages": [*two, ASKED]}, "I.<|end|>You.<|end|>", "You.<|end|>"),
+        (
+            {"messages": [ASKED, called, {"role": "tool", "content": "Who?"}, said]},
+            "I.<|end|>You.<|end|>",
+            "You.<|end|>",
+        ),
+        ({"messages": [ASKED, said]}, "You.<|end|>", "You.<|end|>"),
+        ({"prompt": two[:2], "completion": two[2:]}, "<|user|>Who?<|end|><|assistant|>You.<|end|>", "You.<|end|>"),
+        ({"prompt": two[:3], "completion": two[3:]}, "You.<|end|>", "You.<|end|>"),
+        ({"messages": [ASKED, SAID | no, ASKED, said | {"weight": 1}]}, "You.<|end|>", "You.<|end|>"),
+        ({"prompt": "Who?", "completion": " I."}, " I.<|end|>", " I.<|end|>"),
+        ({"text": "Who? I."}, "Who? I.<|end|>", "Who? I.<|end|>"),
+    ):
+        whole = learned(every, value)
+        assert whole[1] == both, value
+        assert learned(last, value) == (whole[0], only), value
+    for value, reason in (
+        ({"messages": [ASKED, SAID, ASKED, said | no]}, "nothing in it is learned"),
+        ({"prompt": [ASKED, SAID], "completion": [ASKED]}, "no turn of the assistant in the completion"),
+    ):
+        with pytest.raises(UnusableExampleError, match=reason):
+            last.encode(example(value))
+    with pytest.raises(DataError, match=r"user message 'Who.*'weight' is 1, so it is to be learned"):
+        last.encode(example({"prompt": [ASKED], "completion": [SAID, ASKED | {"weight": 1}, said]}))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,12 @@ from shardwise.data import (
     IGNORE_INDEX,
     BatchSchedule,
     DataLoader,
+    Encoded,
     HeldOut,
+    PairRows,
+    SampleRows,
     TokenRows,
+    TokenSamples,
     TokenStream,
     WindowRows,
 )
@@ -95,6 +99,49 @@ def test_a_batch_is_made_of_the_samples_of_the_schedule():
             assert tokens[row].tolist() == expected["tokens"].tolist()
             assert labels[row].tolist() == expected["labels"].tolist()
     assert set(epochs) == {0, 1}
+
+
+def pair_rows() -> PairRows:
+    """Seven pairs of samples of different lengths, of which two tokens are the prompt."""
+    lengths = [4 + each % 5 for each in range(14)]
+    encoded = [Encoded(np.arange(n), np.arange(n) >= 2, np.ones(n, np.int64)) for n in lengths]
+    made = PairRows(TokenSamples.of("pairs", encoded, 0), 9)
+    made.reference = np.arange(14.0).reshape(7, 2)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["stream", "pairs", "packed", "unpacked"])
+def test_after_the_last_sample_there_is_padding(kind):
+    """A batch keeps its order and shape; without an end, its places have samples of the next epoch."""
+    if kind in ("stream", "pairs"):
+        made = loader_of(4).rows if kind == "stream" else pair_rows()
+    else:
+        made = SampleRows(pair_rows().samples, 9, packing=kind == "packed")
+    end = len(made) + 1 + len(made) % 2
+    loader, filled = DataLoader(made, 4, 3, end=end), DataLoader(made, 4, 3)
+    learned = []
+    for step in range(-(-end // 4)):
+        whole = {name: [] for name in next(loader.batch(step, with_lengths=True)).tensors}
+        for part in (0, 1):
+            for batch in loader.batch(step, part, 2, 1, with_lengths=True):
+                for name, tensor in batch.tensors.items():
+                    whole[name].append(tensor)
+        whole = {name: torch.cat(tensors) for name, tensors in whole.items()}
+        (before,) = filled.batch(step, with_lengths=True)
+        rows_of_sample = len(before.tokens) // 4
+        kept = min(4, end - 4 * step) * rows_of_sample
+        for name, tensor in before.tensors.items():
+            assert torch.equal(whole[name][:kept], tensor[:kept]), name
+            assert whole[name].shape == tensor.shape
+        rest = {name: tensor[kept:] for name, tensor in whole.items()}
+        assert (rest["labels"] == IGNORE_INDEX).all()
+        assert (rest.get("lengths", torch.zeros(1)) == 0).all()
+        assert (rest.get("document_ids", torch.tensor(-1)) == -1).all()
+        assert loader.num_learned(step) == (whole["labels"] != IGNORE_INDEX).sum()
+        learned += loader.schedule.global_batch(step)[: loader.num_samples(step)].tolist()
+    assert loader.num_samples(step) < 4, "the last batch is not full"
+    assert sorted(set(learned)) == list(range(len(made)))
+    assert len(learned) == end
 
 
 def test_any_step_can_be_asked_for_first():

@@ -17,6 +17,7 @@ from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader, Example, SampleRows
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.run.commands.shown_samples import shown_samples
 from shardwise.run.metrics import read_metrics
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.run import train
@@ -29,7 +30,9 @@ from shardwise.run.settings import (
     SampleSettings,
     TrainingSettings,
 )
+from shardwise.run.tasks import task_of
 from shardwise.run.utilisation import model_flops_per_token
+from shardwise.storage.checkpoint.checkpoint import read_meta
 from shardwise.training.hooks import StepHooks
 from shardwise.training.trainer import Trainer
 
@@ -241,10 +244,15 @@ def test_packed_texts_are_kept_apart(group, root, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_a_run_resumes_with_its_samples_only(group, root, tmp_path, monkeypatch):
-    settings = settings_of(root, tmp_path / "run", parallel=ParallelSettings(tp=2), steps=2)
-    settings = dataclasses.replace(settings, peak_tflops=0.5)
-    session = open_run(settings, root, monkeypatch)
+    whole = settings_of(root, tmp_path / "run", parallel=ParallelSettings(tp=2), steps=200)
+    samples = SampleSettings(packing=True, epochs=0.65)
+    session = open_run(dataclasses.replace(whole, samples=samples, peak_tflops=0.5), root, monkeypatch)
+    settings, end = session.settings, session.loader.end
+    assert settings.training.steps == 2
+    assert 4 < end < 8
     train(session)
+    meta = read_meta(tmp_path / "run" / "checkpoints" / "step-00000002")
+    assert meta["num_samples"] == end
     model = session.task.source.describe(session.data)
     for step, row in enumerate(read_metrics(tmp_path / "run" / "metrics.jsonl")):
         # Attention is counted within each sample, not over the row.
@@ -253,10 +261,13 @@ def test_a_run_resumes_with_its_samples_only(group, root, tmp_path, monkeypatch)
         assert row["mfu"] == pytest.approx(flops / seconds / 1e12)
         assert row["learned_tokens_per_second"] < row["tokens_per_second"] < row["computed_tokens_per_second"]
     session.topology.destroy()
-    for samples in (SampleSettings(packing=True, mask_prompts=False), SampleSettings()):
+    last = SampleSettings(packing=True, learn="last")
+    for samples in (SampleSettings(packing=True, mask_prompts=False), SampleSettings(), last):
         again = dataclasses.replace(settings, resume="auto", samples=samples)
         session = open_run(again, root, monkeypatch)
-        with pytest.raises(CheckpointError, match=r"(mask_prompts|packing) was True and is False"):
+        with pytest.raises(
+            CheckpointError, match=r"(mask_prompts|packing) was True and is False|learn was 'all' and is 'last'"
+        ):
             train(session)
         session.topology.destroy()
 
@@ -267,11 +278,36 @@ def test_epochs_are_steps(group, root, tmp_path, monkeypatch, packing):
     samples = SampleSettings(packing=packing, epochs=1.5, held_out=(str(root / "chats.jsonl"),))
     session = open_run(settings_of(root, tmp_path / "run", samples=samples, steps=200), root, monkeypatch)
     rows = len(session.loader.rows)
-    assert session.settings.training.steps == -(-3 * rows // 8)
+    assert session.settings.training.steps == -(-session.loader.end // 4)
+    assert session.loader.end == round(1.5 * rows)
     assert rows == 24 if not packing else rows < 18
     # Held out are all samples of the other file.
     assert session.data.held_out.num_labels == session.loader.rows.labels.sum()
     session.topology.destroy()
+
+
+def test_records_of_other_keys_and_last_answers(root, tmp_path):
+    """What a run would learn; the form is that of the training data and of the held-out data."""
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "hint": "", "answer": "2."}\n')
+    messages = [{"role": role, "content": text} for role, text in (("user", "{question}"), ("assistant", "{answer}"))]
+    (tmp_path / "form.json").write_text(json.dumps({"messages": [*messages, *messages]}))
+    rows = (str(tmp_path / "rows.jsonl"),)
+    for learn, times in (("all", 2), ("last", 1)):
+        samples = SampleSettings(learn=learn, prompt_template=str(tmp_path / "form.json"), held_out=rows)
+        settings = dataclasses.replace(settings_of(root, tmp_path / "run", samples=samples), data=rows)
+        assert FinetuneSettings.from_json(settings.to_json()) == settings
+        shown = "\n".join(shown_samples(settings, 1, colours=False))
+        assert shown.count("[[2.<|im_end|>") == times, shown
+        assert shown.count("1+1?") == 2
+        data = task_of(settings).method.prepare()
+        assert data.train.labels.tolist() == [times * 4] == data.held_out.rows.labels.tolist()
+    plain = dataclasses.replace(settings, data=("stdlib",))
+    with pytest.raises(ConfigError, match="--prompt-template is for records, and stdlib has none"):
+        task_of(plain).method.prepare()
+    with pytest.raises(
+        ConfigError, match="--no-mask-prompts trains on all of the text, and --learn last on one answer"
+    ):
+        SampleSettings(mask_prompts=False, learn="last")
 
 
 @pytest.mark.ranks(2)

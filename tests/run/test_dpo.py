@@ -361,6 +361,7 @@ def test_bad_settings():
             "cannot be used with --loss-type ipo; use sigmoid or robust",
         ),
         (lambda: DpoSettings(**options, samples=SampleSettings(packing=True)), "dpo cannot be used with --packing"),
+        (lambda: DpoSettings(**options, samples=SampleSettings(learn="last")), "dpo cannot be used with --learn last"),
         (
             lambda: DpoSettings(**options, samples=SampleSettings(mask_prompts=False)),
             "dpo cannot be used with --no-mask-prompts",

@@ -12,13 +12,14 @@ import torch
 from harness.parity import assert_close_to
 from run.tiny_layouts import trainer_of, whole_weights
 
-from shardwise.core.errors import ConfigError, DataError, DesyncError
+from shardwise.core.errors import CheckpointError, ConfigError, DataError, DesyncError
 from shardwise.core.topology import Groups, Topology
-from shardwise.data import DataLoader, Encoded, Example, ExampleEncoder, SampleRows, TokenSamples
+from shardwise.data import Batch, DataLoader, Encoded, Example, ExampleEncoder, SampleRows, TokenSamples
 from shardwise.data.tokenizer import ChatTemplate, Tokenizer
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import SampleSettings
 from shardwise.run.tasks.samples import check_template, prepare_samples
+from shardwise.run.tasks.task import end_of_epochs
 from shardwise.run.tasks.task_data import share
 
 TEMPLATE = (
@@ -113,9 +114,35 @@ def test_the_loss_is_a_mean_over_the_labels_of_all_ranks(group, tmp_path, micro_
         found, expected = (trainer.train_step(step, loader) for trainer in (apart, whole))
         assert found.loss == pytest.approx(expected.loss, rel=1e-12)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-12)
+    # Places after the last sample weigh nothing, also if a rank has no others.
+    loader.end = 13
+    (batch,) = loader.batch(3)
+    alone, num_labels = Batch(batch.tokens[:1], batch.labels[:1]), loader.num_labels(3)
+    found, expected = apart.train_step(3, loader), whole.step(3, [alone], num_labels)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-12)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-12)
     weights = whole_weights(whole)
     for name, weight in whole_weights(apart).items():
         assert_close_to(weight, weights[name], rtol_of_norm=1e-10, name=name)
+
+
+def test_a_resumed_run_keeps_the_rule_of_its_last_step():
+    """An exact number of samples, or, if the run began without one, samples of the next epoch to fill the step."""
+    filled = "as the run began, its last step is filled with {} samples of the next epoch"
+    for exact, begun, expected in (
+        (5.0, None, (5, 2, "")),
+        (8.4, None, (8, 2, "")),
+        (0.2, None, (1, 1, "")),
+        (5.0, (1, {"num_samples": 5}), (5, 2, "")),
+        (5.0, (0, {"num_samples": 3}), (5, 2, "")),
+        (5.0, (1, {"num_samples": 3}), (5, 2, "1 sample left out where the run ended before")),
+        (5.0, (1, {}), (None, 2, filled.format(3))),
+        (8.4, (1, {"num_samples": None}), (None, 3, filled.format(4))),
+        (8.0, (1, {}), (None, 2, "")),
+    ):
+        assert end_of_epochs(exact, 4, begun) == expected, (exact, begun)
+    with pytest.raises(CheckpointError, match='num_samples of the checkpoint is "x"; it must be a count, or null'):
+        end_of_epochs(5.0, 4, (1, {"num_samples": "x"}))
 
 
 def test_a_share_is_held_out_whole_and_equal_ones_together(tokenizer, monkeypatch, tmp_path):

@@ -167,7 +167,7 @@ def _errors_of_input() -> Iterator[None]:
 
 
 _OF_TASKS = {"tasks", "task_path", "num_fewshot", "limit", "chat", "output"}
-_OF_DATA = {"data", "sequence_length", "mask_prompts", "special_tokens", "text_key"}
+_OF_DATA = {"data", "sequence_length", "mask_prompts", "special_tokens", "text_key", "prompt_template"}
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,7 @@ class EvalArguments(ModelArguments):
         mask_prompts: measure only assistant messages and completions; --no-mask-prompts measures all of the text.
         special_tokens: parse names of special tokens in texts as these tokens.
         text_key: field of a record that holds the text.
+        prompt_template: JSON file with a form for records of other keys, as of shardwise finetune.
         tasks: names of lm-evaluation-harness tasks, instead of data.
         task_path: folder of your own tasks (YAML), which replace the harness's tasks.
         num_fewshot: number of solved examples before each question; the task's own number if not given.
@@ -201,6 +202,7 @@ class EvalArguments(ModelArguments):
     mask_prompts: bool = True
     special_tokens: bool = True
     text_key: str = CorpusSettings.text_key
+    prompt_template: str | None = None
     tasks: tuple[str, ...] = ()
     task_path: Annotated[str | None, Folder()] = None
     num_fewshot: Annotated[int | None, Range(0, 10**4)] = None
@@ -222,6 +224,7 @@ class EvalArguments(ModelArguments):
         of_data = {"--sequence-length": self.sequence_length is not None, "--no-mask-prompts": not self.mask_prompts}
         of_data |= {"--no-special-tokens": not self.special_tokens}
         of_data |= {"--text-key": self.text_key != CorpusSettings.text_key}
+        of_data |= {"--prompt-template": self.prompt_template is not None}
         if self.tasks and (named := [flag for flag, is_given in of_data.items() if is_given]):
             raise ConfigError(f"{named[0]} is for --data, which --tasks replaces; leave it out")
 

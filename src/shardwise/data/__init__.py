@@ -3,8 +3,8 @@
 ::
 
     read_corpus -> Corpus -> TokenStream                                       -> TokenRows, WindowRows
-    read_records -> example_of -> ExampleEncoder -> TokenSamples               -> SampleRows
-    read_records -> preference_of -> PreferenceEncoder -> TokenSamples         -> PairRows
+    read_records (-> formed) -> example_of -> ExampleEncoder -> TokenSamples               -> SampleRows
+    read_records (-> formed) -> preference_of -> PreferenceEncoder -> TokenSamples         -> PairRows
 
     Rows -> DataLoader, to learn from -> Batch
          -> HeldOut, to measure on    -> Batch
@@ -31,6 +31,7 @@ from shardwise.data.loader import (
 )
 from shardwise.data.pair_rows import PairRows as PairRows
 from shardwise.data.reading import read_corpus as read_corpus, read_records as read_records
+from shardwise.data.record_forms import formed as formed, read_by_form as read_by_form
 from shardwise.data.sample_rows import SampleRows as SampleRows, TokenSamples as TokenSamples
 from shardwise.data.tokens import TokenRows as TokenRows, TokenStream as TokenStream, WindowRows as WindowRows
 from shardwise.data.turns import UnusableExampleError as UnusableExampleError

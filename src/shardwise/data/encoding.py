@@ -2,7 +2,7 @@
 
 A token is trained if any of its characters is. In a chat, the trained characters are those that the template marks with
 ``{% generation %}``, or else each turn of the assistant, from the end of its generation prompt to the end of the turn.
-A turn whose flag says so, such as ``"weight": 0``, is not trained.
+A turn whose flag says so, such as ``"weight": 0``, is not trained, nor is any turn before the last if only that is.
 In a prompt with a completion, the tokens are trained from the first that differs from the tokens of the prompt alone.
 """
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,7 @@ class ExampleEncoder:
         mask_prompts: train only on completions and turns of the assistant, instead of on all tokens.
         parse_special: parse the names of special tokens in texts. If False, a chat with such a name is unusable.
         ends_turns: learn also the token that ends a turn where the template writes none in it.
+        learn: with ``mask_prompts``, the answers that are trained, if their flags do not say otherwise.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class ExampleEncoder:
         mask_prompts: bool = True,
         parse_special: bool = True,
         ends_turns: bool = True,
+        learn: Literal["all", "last"] = "all",
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.mask_prompts = mask_prompts
         self.parse_special = parse_special
         self.ends_turns = ends_turns
+        self.learn = learn
         self._until = math.inf
 
     def encode(self, example: Example) -> Encoded:
@@ -145,6 +148,8 @@ class ExampleEncoder:
         elif self.mask_prompts:
             written = rendered.spans or self._spans(messages, example, rendered)
             learned = _touched(spans, written, len(rendered.text))
+        if (last := self._only_answer(messages, example)) is not None:
+            learned &= _touched(spans, self._spans(messages, example, rendered, {last}), len(rendered.text))
         if skipped := self._skipped(messages, example):
             # A template's marks may cover a header too, which is in the text of its message.
             whole = [(begin, end) for number, begin, end in rendered.runs if number in skipped]
@@ -155,18 +160,29 @@ class ExampleEncoder:
             learned = np.append(learned, len(messages) - 1 not in skipped)
         return self._encoded(ids, spans, rendered.text, learned)
 
+    def _only_answer(self, messages: Messages, example: Example) -> int | None:
+        """Return the index of the message that alone is trained; None if there is no other that could be."""
+        if self.learn == "all" or not self.mask_prompts:
+            return None
+        first = len(example.prompt or ())
+        answers = [number for number in range(first, len(messages)) if messages[number]["role"] == "assistant"]
+        could_be = answers if example.prompt is None else range(first, len(messages))
+        if not answers:
+            raise UnusableExampleError("no turn of the assistant in the completion")
+        return answers[-1] if len(could_be) > 1 else None
+
     def _check_flags(self, example: Example) -> None:
         first = len(example.prompt or ())
 
         def is_learned(index: int, role: str) -> bool | None:
             if not self.mask_prompts:
                 return True
-            in_completion = example.prompt is not None and index >= first
+            in_completion = example.prompt is not None and index >= first and self.learn == "all"
             return None if role == "assistant" and index >= first else in_completion
 
         rule = (
             "--mask-prompts trains on the assistant's turns, or on the completion of a record that has one, and on "
-            "nothing else; remove the flag"
+            "nothing else (with --learn last on the last answer); remove the flag"
             if self.mask_prompts
             else "--no-mask-prompts trains on all of the text; remove one of them"
         )

@@ -123,8 +123,8 @@ def example_of(record: Record, text_key: str) -> Example:
         if not _names_its_text(record, text_key):
             raise DataError(
                 f"{where}: neither 'messages' nor 'prompt' and 'completion' nor 'instruction' and 'output' nor "
-                f"{text_key!r} (its keys: {keys_of(value)}); give it one of them, or name the key of the text "
-                "(--corpus.text-key)"
+                f"{text_key!r} (its keys: {keys_of(value)}); give it one of them, name the key of the text "
+                "(--corpus.text-key), or write a form for its keys (--prompt-template)"
             )
         return Example(where, None, text_of(record, text_key))
     tools, variables = tools_of(value, where), variables_of(value, where)

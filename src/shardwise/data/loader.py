@@ -169,22 +169,33 @@ class DataLoader:
         rows: rows of the samples.
         global_batch_size: number of samples in a step, over all data-parallel ranks.
         seed: seed of the order of samples, and of the changes of rows between epochs.
+        end: number of samples to learn in all steps; None for no end. A batch keeps its shape, and its places after
+            the last sample are padding, which no loss counts.
 
     Raises:
         ConfigError: ``global_batch_size`` is less than 1, or the seed is negative.
     """
 
-    def __init__(self, rows: Rows, global_batch_size: int, seed: int) -> None:
+    def __init__(self, rows: Rows, global_batch_size: int, seed: int, *, end: int | None = None) -> None:
         self.rows = rows
         self.schedule = rows.schedule(global_batch_size, seed)
+        self.end = end
+
+    def num_samples(self, step: int) -> int:
+        """Number of samples in a step, over all data-parallel ranks, without padding."""
+        size = self.schedule.global_batch_size
+        return size if self.end is None else min(size, max(0, self.end - step * size))
+
+    def _samples(self, step: int) -> NDArray[np.int64]:
+        return self.schedule.global_batch(step)[: self.num_samples(step)]
 
     def num_labels(self, step: int) -> int:
         """Number of labels in a step that are not ignored, over all data-parallel ranks."""
-        return int(self.rows.labels[self.schedule.global_batch(step)].sum())
+        return int(self.rows.labels[self._samples(step)].sum())
 
     def num_tokens(self, step: int) -> int:
         """Number of tokens in a step, over all data-parallel ranks, without padding."""
-        return int(self.rows.lengths[self.schedule.global_batch(step)].sum())
+        return int(self.rows.lengths[self._samples(step)].sum())
 
     def computed(self, step: int) -> NDArray[np.int64]:
         """Lengths of the texts that a step computes, over all data-parallel ranks; see ``Rows.computed``."""
@@ -192,7 +203,7 @@ class DataLoader:
 
     def num_learned(self, step: int) -> int:
         """Number of tokens in a step that have a label, over all data-parallel ranks."""
-        return self.rows.num_learned(self.schedule.global_batch(step))
+        return self.rows.num_learned(self._samples(step))
 
     def batch(
         self,
@@ -224,17 +235,18 @@ class DataLoader:
         slices = self.schedule.micro_batches(dp_rank, dp_size, micro_batch_size)
         indices, epochs = self.schedule.global_batch(step), self.schedule.epochs(step)
         rows = {epoch: self.rows.in_epoch(self.schedule.seed, epoch) for epoch in set(epochs.tolist())}
-        length = self.rows.width(indices)
-        return (
-            stack(
-                (
-                    rows[epoch].row(index, length)
-                    for index, epoch in zip(indices[part].tolist(), epochs[part].tolist(), strict=True)
-                ),
-                with_lengths=with_lengths,
-            )
-            for part in slices
-        )
+        length, num_samples = self.rows.width(indices), self.num_samples(step)
+
+        def row(place: int) -> Row:
+            of_epoch = rows[int(epochs[place])]
+            made = of_epoch.row(int(indices[place]), length)
+            if place >= num_samples:
+                made |= of_epoch.padding(length)
+                if "lengths" in made:
+                    made["lengths"] = np.zeros_like(made["lengths"])
+            return made
+
+        return (stack(map(row, range(part.start, part.stop)), with_lengths=with_lengths) for part in slices)
 
 
 class HeldOut:

@@ -89,7 +89,9 @@ def begin_save(session: Session, step: int, snapshot: checkpoint.Snapshot | None
         session.checkpoints,
         step,
         state,
-        _identity(session) | {"settings": session.settings.to_json()} | _scaling(session.trainer),
+        _identity(session)
+        | {"settings": session.settings.to_json(), "num_samples": session.loader.end}
+        | _scaling(session.trainer),
         group=control,
         keep=session.settings.training.keep_checkpoints,
         extra_files=session.data.tokenizer.save,
@@ -253,8 +255,8 @@ def check_belongs(session: Session, folder: Path) -> int:
         for name in ours[section]
         if name in names
     }
-    # Earlier versions did not keep the hash of the held-out data.
-    known = {"held_out_sha256": session.data.held_out_sha256} | meta
+    # Earlier versions did not keep the hash of the held-out data, and learned all answers.
+    known = {"held_out_sha256": session.data.held_out_sha256, "learn": "all"} | meta
     pairs |= {name: (known.get(name), value) for name, value in _identity(session).items()}
     pairs["held-out data"] = _held_out(saved, folder), _held_out(ours, folder)
     # The optimizers keep different states. Versions without the setting always used AdamW.

@@ -44,7 +44,7 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
     settings.check_world(ranks.world_size)
     if settings.parallel.exact:
         use_deterministic_algorithms(ranks.device)
-    loader = DataLoader(data.train, settings.training.global_batch_size, settings.training.seed)
+    loader = DataLoader(data.train, settings.training.global_batch_size, settings.training.seed, end=task.num_samples)
     axes = {name: getattr(settings.parallel, name) for name in ("tp", "pp", "cp", "ep")}
     topology = Topology.create(**axes, etp=settings.parallel.expert_tp, validate=settings.validate)
     groups = Groups.of(topology)

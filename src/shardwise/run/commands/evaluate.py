@@ -15,7 +15,7 @@ from shardwise.data import (
     TokenStream,
     WindowRows,
     example_of,
-    read_records,
+    read_by_form,
 )
 from shardwise.data.examples import has_text, is_plain_text
 from shardwise.data.json_records import counted
@@ -25,9 +25,17 @@ from shardwise.run.commands.opened_model import Evaluation, as_tuple, same_check
 from shardwise.run.commands.text_generation import open_causal
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.settings import CorpusSettings
-from shardwise.run.tasks.samples import encode_examples, left_out_notes
+from shardwise.run.tasks.samples import NO_RECORDS, encode_examples, left_out_notes
 from shardwise.run.tasks.texts import STDLIB, read_data
-from shardwise.training.bounds import BATCH, DEFAULT_BATCH, DEFAULT_TIMEOUT, SEQUENCE, TIMEOUT, checks_arguments
+from shardwise.training.bounds import (
+    BATCH,
+    DEFAULT_BATCH,
+    DEFAULT_TIMEOUT,
+    SEQUENCE,
+    TIMEOUT,
+    checks_arguments,
+    require,
+)
 from shardwise.training.objective import CrossEntropy, measure
 
 
@@ -42,6 +50,7 @@ def evaluate(
     mask_prompts: bool = True,
     special_tokens: bool = True,
     text_key: str = CorpusSettings.text_key,
+    prompt_template: str | PathLike[str] | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
     on_note: Callable[[str], object] | None = None,
@@ -59,6 +68,7 @@ def evaluate(
         mask_prompts: measure only completions and the turns of the assistant instead of all tokens.
         special_tokens: parse the names of special tokens in texts as special tokens.
         text_key: field of a record that has the text.
+        prompt_template: file with a form for records of other keys; see ``shardwise.data.record_forms``.
         device: device of the model; "auto" takes a GPU if every rank can have one.
         timeout: maximum wait for another rank, in seconds.
         on_note: callback on the first rank; receives each line for the user, before the evaluation is done.
@@ -80,9 +90,10 @@ def evaluate(
         def read() -> tuple[str, HeldOut, list[str]]:
             length = opened.sequence_length(sequence_length)
             if STDLIB in files:
+                require(prompt_template is None, NO_RECORDS)
                 corpus = read_data(files)
             else:
-                name, records = read_records(files, has_text=partial(has_text, text_key=text_key))
+                name, records = read_by_form(files, prompt_template, partial(has_text, text_key=text_key))
                 if not all(is_plain_text(record, text_key) for record in records):
                     template = opened.chat_template()
                     encoder = ExampleEncoder(

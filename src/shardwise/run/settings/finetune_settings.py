@@ -187,20 +187,32 @@ class SampleSettings(Checked, prefix="--"):
     Attributes:
         mask_prompts: train only on completions and the turns of the assistant; with --no-mask-prompts on all of the
             text.
+        learn: train on all answers of a chat or completion, or only on the last one.
+        prompt_template: JSON file with a form for records of other keys: a record with places for their texts, such as
+            {"prompt": "{question}", "completion": "{answer}"}; or several under "forms".
         packing: put several samples into one row, separated by masks, each with positions from 0, which avoids padding.
             The batch size then counts rows.
         too_long: how to fit a sample that is longer than model.sequence-length: cut off its end, split it into several
             samples, or drop it.
         held_out: files and folders for evaluation, in the formats of data; if not given, a part of the data
             (corpus.held-out-fraction).
-        epochs: number of passes over the data, instead of training.steps.
+        epochs: number of passes over the data, instead of training.steps; places of the last step that no sample is
+            left for stay empty.
     """
 
     mask_prompts: bool = True
+    learn: Literal["all", "last"] = "all"
+    prompt_template: str | None = None
     packing: bool = False
     too_long: Literal["cut", "split", "drop"] = "cut"
     held_out: tuple[str, ...] = ()
     epochs: Annotated[float | None, Range(0, 1e6, low_included=False)] = None
+
+    def _check_together(self) -> None:
+        require(
+            self.mask_prompts or self.learn == "all",
+            f"--no-mask-prompts trains on all of the text, and --learn {self.learn} on one answer; leave one out",
+        )
 
 
 @dataclass(frozen=True)
@@ -317,6 +329,7 @@ class DpoSettings(FinetuneSettings):
         refuse(
             "dpo cannot be used with {}",
             (self.samples.packing, "--packing: the answers of a pair are rows of one batch"),
+            (self.samples.learn != "all", f"--learn {self.samples.learn}: it compares whole answers"),
             (not self.samples.mask_prompts, "--no-mask-prompts: it compares answers, so prompts are always masked"),
             (self.samples.too_long == "split", "--too-long split: a pair cannot be split; use --too-long cut"),
             (self.parallel.exact, "--exact: the loss of preferences has no exact form"),

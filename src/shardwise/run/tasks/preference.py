@@ -33,7 +33,7 @@ from shardwise.data import (
     PreferenceEncoder,
     UnusableExampleError,
     preference_of,
-    read_records,
+    read_by_form,
 )
 from shardwise.data.blend import BlendedRows, parse_blend
 from shardwise.data.examples import common_length
@@ -273,7 +273,7 @@ class Preferences(Method):
         return self._pairs(parse_blend(self.settings.data)[0])[1]
 
     def _pairs(self, paths: Sequence[str]) -> tuple[str, list[Preference]]:
-        name, records = read_records(paths)
+        name, records = read_by_form(paths, self.settings.samples.prompt_template)
         return name, [preference_of(record) for record in records]
 
     def prepare(self) -> TaskData:

@@ -31,7 +31,7 @@ from shardwise.data import (
     TokenSamples,
     UnusableExampleError,
     example_of,
-    read_records,
+    read_by_form,
 )
 from shardwise.data.blend import parse_blend
 from shardwise.data.examples import has_text, is_plain_text, is_preference
@@ -45,11 +45,14 @@ from shardwise.run.tasks.sources import is_token_file, prepare_sources, sources_
 from shardwise.run.tasks.task import Method
 from shardwise.run.tasks.task_data import TaskData, divided, sha256_of, with_cache
 from shardwise.run.tasks.texts import STDLIB, encode_texts, read_data
+from shardwise.training.bounds import require
 
 _CACHE_FORMAT = 2
 _REASONS_SHOWN = 3
 LOOKED_AT = 8
 """Number of examples that are checked before the others are encoded."""
+
+NO_RECORDS = "--prompt-template is for records, and stdlib has none"
 
 # The format of tokens that start and end turns.
 _TOKEN_NAMES = re.compile(r"<[|\uff5c][^|\uff5c<>\s]{1,60}[|\uff5c]>|</?[a-z_]{1,40}>|\[/?[A-Z_]{2,40}\]")
@@ -78,6 +81,7 @@ class Examples(Method):
             self.source.tokenizer,
             ChatTemplate.load(self.source.folder.path),
             mask_prompts=settings.samples.mask_prompts,
+            learn=settings.samples.learn,
             parse_special=settings.special_tokens,
         )
 
@@ -89,13 +93,17 @@ class Examples(Method):
         return _as_examples(data.corpus) if self.settings.samples.packing else self._stream(*data)
 
     def _records(self, paths: Sequence[str]) -> tuple[str, list[Record]]:
-        return read_records(paths, has_text=partial(has_text, text_key=self.settings.corpus.text_key))
+        settings = self.settings
+        return read_by_form(
+            paths, settings.samples.prompt_template, partial(has_text, text_key=settings.corpus.text_key)
+        )
 
     def _read(self, paths: Sequence[str]) -> _Documents | _Examples:
         """Return documents if all data is plain text; else the name, training examples and held-out examples."""
         settings, key = self.settings, self.settings.corpus.text_key
         measured = settings.samples.held_out
         if STDLIB in (*paths, *measured):
+            require(settings.samples.prompt_template is None, NO_RECORDS)
             held_out = read_data(measured, settings.corpus) if measured else None
             return _Documents(read_data(paths, settings.corpus), held_out)
         name, records = self._records(paths)
@@ -210,7 +218,7 @@ def prepare_samples(
         multiple_of=multiple_of,
         shortest=shortest,
     )
-    identity = {"mask_prompts": encoder.mask_prompts, "packing": packing, "too_long": too_long}
+    identity = {"mask_prompts": encoder.mask_prompts, "learn": encoder.learn, "packing": packing, "too_long": too_long}
     return prepare_rows(name, examples, held_out, encoder, rows_of, held_out_fraction, "sample", identity)
 
 
@@ -331,6 +339,7 @@ def _encode(
             encoder.tokenizer.sha256,
             None if template is None else template.sha256,
             encoder.mask_prompts,
+            encoder.learn,
             encoder.parse_special,
         ]
     )

@@ -15,9 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from shardwise.core.communication.agreement import agree
 from shardwise.core.communication.overlap import OverlapMethod, Pass
+from shardwise.core.errors import CheckpointError
+from shardwise.core.json_text import shown
 from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader
+from shardwise.data.json_records import counted
 from shardwise.models.config import ModelConfig
 from shardwise.models.description import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
@@ -25,6 +29,8 @@ from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import FinetuneSettings, RunSettings
 from shardwise.run.tasks.task_data import TaskData, share
 from shardwise.run.utilisation import Utilisation
+from shardwise.storage import checkpoint
+from shardwise.storage.checkpoint.folder import step_of
 from shardwise.training.hooks import StepRouting
 from shardwise.training.objective import Objective
 from shardwise.training.trainer import Trainer
@@ -184,6 +190,7 @@ class Task:
         method: data and objective.
         write: callback that writes the final files after the last step is saved; every rank calls.
         report: callback that returns the text printed at the end.
+        num_samples: number of samples to learn in all steps; None for all that the steps take.
     """
 
     settings: RunSettings
@@ -191,6 +198,7 @@ class Task:
     method: Method
     write: Callable[[Session], None] = write_nothing
     report: Callable[[Session, Outcome], str] = summary
+    num_samples: int | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -198,16 +206,58 @@ class Task:
         return {**self.source.identity, **self.method.identity}
 
     def read(self, ranks: Ranks) -> TaskData:
-        """Read the data and, for a run in epochs, set the number of steps by its size; every rank calls.
+        """Read the data and, for a run in epochs, set the numbers of samples and steps by its size; every rank calls.
 
         Raises as ``share``.
         """
         data, settings = self.method.read(ranks), self.settings
         if isinstance(settings, FinetuneSettings) and (epochs := settings.samples.epochs) is not None:
-            steps = max(1, math.ceil(epochs * len(data.train) / settings.training.global_batch_size))
+            begun = agree(lambda: _newest_checkpoint(settings), group=ranks.control)
+            batch = settings.training.global_batch_size
+            self.num_samples, steps, note = agree(
+                lambda: end_of_epochs(epochs * len(data.train), batch, begun), group=ranks.control
+            )
+            if note and ranks.is_first:
+                print(f"note   {note}", flush=True)
             self.settings = dataclasses.replace(
                 settings,
                 training=dataclasses.replace(settings.training, steps=steps),
                 samples=dataclasses.replace(settings.samples, epochs=None),
             )
         return data
+
+
+_Begun = tuple[int, Mapping[str, Any]]
+"""Step and ``meta`` of the checkpoint that a run resumes from."""
+
+
+def _newest_checkpoint(settings: RunSettings) -> _Begun | None:
+    newest = checkpoint.latest(Path(settings.out) / "checkpoints") if settings.resume == "auto" else None
+    return None if newest is None else (step_of(newest), checkpoint.read_meta(newest))
+
+
+def end_of_epochs(exact: float, batch: int, begun: _Begun | None) -> tuple[int | None, int, str]:
+    """Return the number of samples to learn, the number of steps, and a note or an empty string.
+
+    A run that began without a number of samples, in an earlier version or with a number of steps, has none: samples of
+    the next epoch fill its last step.
+
+    Args:
+        exact: number of samples in the epochs of the run, maybe a fraction.
+        batch: number of samples in a step.
+        begun: see ``_Begun``; None for a new run.
+    """
+    number = max(1, round(exact))
+    steps = math.ceil(number / batch)
+    if begun is None:
+        return number, steps, ""
+    before = begun[1].get("num_samples")
+    if before is None:
+        steps = max(1, math.ceil(exact / batch))
+        surplus = steps * batch - number
+        filled = f"as the run began, its last step is filled with {counted(surplus, 'sample')} of the next epoch"
+        return None, steps, filled if surplus else ""
+    if type(before) is not int or before < 1:
+        raise CheckpointError(f"num_samples of the checkpoint is {shown(before)}; it must be a count, or null")
+    passed = min(begun[0] * batch, number) - before
+    return number, steps, f"{counted(passed, 'sample')} left out where the run ended before" if passed > 0 else ""
