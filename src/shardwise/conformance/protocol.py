@@ -244,7 +244,6 @@ class Target(Protocol):
         Args:
             sizes: sizes of the layer.
             weights: whole, by the names of ``DenseExperts``.
-            groups: process groups.
             sequence_length: ``s`` if the input is this rank's part of the sequence.
             context_length: ``s`` if the ranks of ``groups.cp`` have different positions of the same samples, as many
                 each.

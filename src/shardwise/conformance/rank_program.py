@@ -111,7 +111,6 @@ class _Ranks:
         return ("passed", "") if complaint is None else ("failed", complaint)
 
     def end(self) -> None:
-        """End the processes."""
         for rank in self._ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGKILL)

@@ -92,7 +92,6 @@ class _Ranks:
         return not {needed, f"{function}.*" if argument else needed}.isdisjoint(self.offered)
 
     def run(self, case: Case, seconds: float | None) -> Result:
-        """Run a case."""
         began = time.monotonic()
         assert self._process.stdin is not None
         print(json.dumps({"case": case.name, "seconds": seconds or case.seconds}), file=self._process.stdin, flush=True)
@@ -108,7 +107,6 @@ class _Ranks:
         return json.loads(line)
 
     def end(self) -> None:
-        """End the process, which ends its ranks."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         assert self._process.stdout is not None

@@ -37,7 +37,6 @@ class ExampleEncoder:
     """Encodes examples as tokens.
 
     Args:
-        tokenizer: the model's tokenizer.
         template: the model's chat template; None if it has none.
         mask_prompts: train only on completions and turns of the assistant, instead of on all tokens.
         parse_special: parse the names of special tokens in texts. If False, a chat with such a name is unusable.

@@ -104,7 +104,6 @@ class PairRows(Rows):
         return ids[first - prompt :]
 
     def __len__(self) -> int:
-        """Number of pairs."""
         return len(self._kept)
 
     def notes(self, what: str) -> list[str]:
@@ -149,7 +148,6 @@ class PairRows(Rows):
         return np.repeat(super().computed(indices), 2)
 
     def num_learned(self, indices: NDArray[np.int64]) -> int:
-        """Return the number of tokens of all answers."""
         return sum(int((self.row(index)["labels"] != IGNORE_INDEX).sum()) for index in indices.tolist())
 
     def by_width(self, count: int) -> list[NDArray[np.int64]]:
@@ -158,6 +156,5 @@ class PairRows(Rows):
         return [np.sort(part) for part in np.array_split(order, count)]
 
     def padding(self, length: int) -> Row:
-        """Return a pair whose labels are all ignored."""
         tokens = np.full((2, length), self.samples.eos_id, dtype=np.int64)
         return {"tokens": tokens, "labels": np.full_like(tokens, IGNORE_INDEX), "reference": np.zeros(2)}

@@ -138,7 +138,6 @@ class SampleRows(Rows):
         return notes
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self._rows)
 
     def row(self, index: int, length: int | None = None) -> Row:
@@ -177,7 +176,6 @@ class SampleRows(Rows):
         return np.concatenate([samples, self.sequence_length - self.lengths[indices]])
 
     def padding(self, length: int) -> Row:
-        """Return a row whose labels are all ignored."""
         row = {"tokens": np.full(length, self.samples.eos_id, np.int64), "labels": np.full(length, IGNORE_INDEX)}
         if self.packing:
             row |= {"position_ids": np.arange(length, dtype=np.int64), "document_ids": np.full(length, -1)}

@@ -177,7 +177,6 @@ class TokenRows(_StreamRows):
         return {"tokens": window[:-1].astype(np.int64), "labels": window[1:].astype(np.int64)}
 
     def in_epoch(self, seed: int, epoch: int) -> TokenRows:
-        """Return the rows with the epoch's offset."""
         offset = int(random_uint64(seed, epoch, FOR_OFFSET, 1)[0]) % self.sequence_length
         return TokenRows(self.stream, self.sequence_length, offset)
 

@@ -41,7 +41,6 @@ class Comparison(NamedTuple):
     """Result of comparing two runs.
 
     Attributes:
-        verdict: the verdict.
         lines: the differences, as text for the user.
     """
 

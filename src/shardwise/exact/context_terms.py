@@ -28,12 +28,7 @@ from shardwise.core.sharding import Interval
 
 @dataclass(frozen=True)
 class Place:
-    """Stands in for a process group where only the number of a rank and the number of ranks are asked for.
-
-    Attributes:
-        number: number of the rank.
-        ranks: number of ranks.
-    """
+    """Stands in for a process group where only the number of a rank and the number of ranks are asked for."""
 
     number: int
     ranks: int

@@ -332,7 +332,6 @@ class ExactArithmetic(Arithmetic):
         self.context = context
 
     def look_up(self, function: Callable[[Tensor, Tensor], Tensor], ids: Tensor, weight: Tensor, *, dim: int) -> Tensor:
-        """See ``Arithmetic``."""
         if self.context is None:
             return function(ids, weight)
         context = self.context
@@ -396,7 +395,6 @@ class ExactArithmetic(Arithmetic):
         return ids.is_cuda
 
     def refuse(self, message: str) -> None:
-        """Raise a ConfigError with this message."""
         raise ConfigError(message)
 
 

@@ -23,7 +23,6 @@ _PROGRAMS = 264
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """As ``elementwise_triton.rows_of``."""
     return _with_columns_together(tensor.reshape(-1, tensor.size(-1)))
 
 
@@ -32,7 +31,6 @@ def _with_columns_together(tensor: Tensor) -> Tensor:
 
 
 def row_statistics(logits: Tensor, target_local: Tensor, *, want_sum: bool = False, **options: Any) -> Tensor:
-    """As ``loss_reference.row_statistics``."""
     return logits.new_empty(logits.size(0), 4 if want_sum else 3, dtype=compute_dtype(logits.dtype))
 
 
@@ -55,7 +53,6 @@ def swiglu_gradient(inner: Tensor, grad_output: Tensor) -> Tensor:
 
 
 def rotate(input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backwards: bool) -> Tensor:
-    """As ``elementwise.rotate``."""
     output = input_.new_empty(input_.shape)
     _read = _with_columns_together(input_), cos.contiguous(), sin.contiguous()
     return output
@@ -64,7 +61,6 @@ def rotate(input_: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, backw
 def split_and_rotate(
     mixed: Tensor, cos: Tensor, sin: Tensor, per_group: int, head_dim: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``elementwise.split_and_rotate``."""
     s, b, rows = mixed.shape
     groups = rows // (head_dim * (per_group + 2))
     query, key, value = (mixed.new_empty(s, b, heads, head_dim) for heads in (groups * per_group, groups, groups))

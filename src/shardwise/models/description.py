@@ -51,8 +51,6 @@ def build_model(
     """Build the model of a config, or this rank's part of it.
 
     Args:
-        config: the model.
-        groups: process groups of the model.
         device: device of the parameters; PyTorch's default device if None, or the GPU of NCCL groups.
         max_sequence_length: longest sequence, for models without learned positions.
         vp_stage: index of the chunk in its stage; None without interleaving.

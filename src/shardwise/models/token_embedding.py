@@ -22,12 +22,10 @@ class TokenEmbedding(GroupModule):
     The word embedding is multiplied by ``config.embedding_multiplier``.
 
     Args:
-        config, vocab_size, max_sequence_length: config and sizes of the model.
         position_embedding_type: ``"learned_absolute"`` adds a table of positions; attention handles the other types.
         num_tokentypes: number of token types; 0 for none.
         scatter_to_sequence_parallel: with ``config.sequence_parallel``, whether to return this rank's shard of the
             sequence.
-        tp_group: tensor-parallel group.
         position_offset: number of rows in the table before the row of position 0.
 
     Attributes:

@@ -64,7 +64,6 @@ def begin_save(session: Session, step: int, snapshot: checkpoint.Snapshot | None
     """Start saving the run after ``step`` steps; every rank calls.
 
     Args:
-        session: the run.
         step: number of completed steps.
         snapshot: memory for a copy of the state, which a thread then writes. If None, the state is written before
             returning.
@@ -148,10 +147,8 @@ def load_state_(
     """Load weights and optimizer state, so that the trainer goes on after ``step`` steps; every rank calls.
 
     Args:
-        trainer: the trainer.
         folder: the checkpoint.
         step: number of completed steps.
-        group: all ranks.
         hint: remedy for a checkpoint with values that are not finite.
 
     Returns:

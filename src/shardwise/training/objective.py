@@ -91,11 +91,9 @@ class CrossEntropy(Objective):
         return super().reported(means, bits_per_nat) | {"bits_per_byte": means[0] * bits_per_nat}
 
     def held_out(self, sums: Sequence[float], held_out: HeldOut) -> dict[str, float]:
-        """Return the bits per byte of held-out text."""
         return {"held_out_bits_per_byte": held_out.bits_per_byte(sums[0])}
 
     def outcome(self, held_out: dict[str, float]) -> str:
-        """Return the bits per byte as text."""
         return f"held-out text: {held_out['held_out_bits_per_byte']:.3f} bits per byte"
 
 

@@ -38,7 +38,6 @@ class Reduction:
 
     Args:
         model: the model, or this rank's stage or chunks of it.
-        groups: process groups of the model.
         shares: as for ``global_grad_norm``.
     """
 

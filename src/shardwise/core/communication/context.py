@@ -48,8 +48,6 @@ class GlobalMemoryBuffer:
         """Return a tensor with uninitialized values.
 
         Args:
-            tensor_shape: shape of the tensor.
-            dtype: dtype of the tensor.
             name: requests with the same name, dtype and device share memory.
             mem_alloc_context: returns a context manager for the allocation of new memory, such as a CUDA memory pool.
             device: device of the tensor; None means PyTorch's default device.

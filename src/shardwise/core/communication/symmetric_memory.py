@@ -151,7 +151,6 @@ def first_tried(operator: str, call: Callable[[], T], like: Tensor, *, group: Pr
     calls only run the operator.
 
     Args:
-        operator: name of the operator.
         call: the call, in which all ranks take part.
         like: a tensor with the device and dtype of the operator's inputs.
         group: the ranks that take part.

@@ -90,7 +90,6 @@ class ExpertAdapter(Adapter):
         return stored.contiguous() if self.section is None else stored[self.section]
 
     def from_file(self, name: str, stored: Tensor) -> Tensor:
-        """Return the whole factor from the tensor that ``peft`` stores."""
         matrices: Tensor
         if name == "lora_A":
             matrices = stored.unflatten(0, (self.num, -1))

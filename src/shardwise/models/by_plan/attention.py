@@ -84,7 +84,6 @@ def heads_of(module: nn.Module, config: Any, num_ranks: int) -> AttentionHeads |
     Args:
         module: the parent of planned projections.
         config: the configuration of the model, for a module without its own.
-        num_ranks: number of tensor-parallel ranks.
 
     Raises:
         ConfigError: there are fewer query heads than ranks, or no split at key-value heads.

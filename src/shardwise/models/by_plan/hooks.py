@@ -43,7 +43,6 @@ class Hooks:
 
     Args:
         style: layouts outside and inside the module.
-        group: the tensor-parallel ranks.
         copies: the moves I -> R of the model.
         layout: layout of the weight; None if the style needs none.
         rotary_width: width of the rotary part of the output, which only ``mla_kv_a_proj`` reads.

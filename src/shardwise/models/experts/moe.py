@@ -347,10 +347,6 @@ class MoELayer(GroupModule):
 class SharedGate(ShardedModule):
     """Sigmoid of a projection of each token, which multiplies the shared expert's output.
 
-    Args:
-        config: config of the model.
-        group: tensor-parallel group.
-
     Attributes:
         weight: ``[1, h]``.
     """

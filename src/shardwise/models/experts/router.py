@@ -281,7 +281,6 @@ def metrics_of(statistics: Tensor, experts: Experts, num_micro_batches: int) -> 
     Args:
         statistics: ``[layers, num + 3]``, sums of ``MoELayer.statistics`` over all ranks; zeros for a layer without
             experts.
-        experts: the experts.
         num_micro_batches: number of micro-batches of the step on all data-parallel ranks.
 
     Returns:

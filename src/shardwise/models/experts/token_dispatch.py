@@ -201,7 +201,6 @@ class AllToAll(Dispatcher):
     """
 
     def __call__(self, experts: ExpertFunction, tokens: Tensor, routing: Routing, fits: Tensor | None) -> Tensor:
-        """See ``Dispatcher``."""
         keys, number = routing.experts, routing.experts.numel()
         if fits is not None:
             # Choices that do not fit come after all others.
@@ -248,7 +247,6 @@ class AllGather(Dispatcher):
     """
 
     def __call__(self, experts: ExpertFunction, tokens: Tensor, routing: Routing, fits: Tensor | None) -> Tensor:
-        """See ``Dispatcher``."""
         spec, group, own, (n, k) = self.spec, self.group, self.num_own, routing.experts.shape
         first = group.rank() // self.num_splits * own
         keys = routing.experts if fits is None else routing.experts.masked_fill(~fits, spec.num)

@@ -44,13 +44,7 @@ class Part(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A run of queries.
-
-    Attributes:
-        samples: the samples of the batch.
-        queries: indices of the queries.
-        parts: the keys that the queries see, in order.
-    """
+    """A run of queries of some samples, and the parts of the keys that they see, in order."""
 
     samples: slice
     queries: slice

@@ -35,7 +35,6 @@ class ContextMethod(Protocol):
         key, value: ``[b, groups/t, s/c, d]``; the values may have another width.
         mask: mask of whole sequences.
         shard: the positions of this rank.
-        heads: all heads of the tensor-parallel rank.
 
     Returns:
         The outputs of this rank's positions, ``[b, heads/t, s/c, d]``.
@@ -152,7 +151,6 @@ def choose_context_method(asked: str, heads: LocalHeads, ranks: int, *, draws: b
 
     Args:
         asked: ``config.cp_comm_type``.
-        heads: heads of the tensor-parallel rank.
         ranks: number of context-parallel ranks.
         draws: whether dropout draws masks of whole sequences, which only ``"a2a"`` supports.
     """

@@ -41,13 +41,11 @@ class CoreAttention(GroupModule):
         config: sizes and variant of the attention.
         layer_number: number of this layer in the model, from 1; identifies its part of a cache.
         split: heads of each rank.
-        group: tensor-parallel group.
         attn_mask_type: positions that attention forbids without a mask.
 
     Attributes:
         head_dim: width of queries and keys.
         linear_proj: output projection, which subclasses create.
-        local_heads: heads of this rank.
         window_size: window of this layer, or None.
         rotates: whether this layer rotates queries and keys.
         sinks: ``AttentionSinks`` with ``config.attention_sinks``, or None.

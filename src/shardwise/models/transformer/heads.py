@@ -193,7 +193,6 @@ def split_heads(num_heads: int, num_groups: int, world_size: int) -> HeadSplit:
     Args:
         num_heads: number of query heads.
         num_groups: number of key-value heads, a divisor of ``num_heads``.
-        world_size: number of ranks.
 
     Raises:
         ConfigError: there are fewer query heads than ranks.

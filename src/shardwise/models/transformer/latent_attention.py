@@ -107,7 +107,6 @@ class LatentSelfAttention(CoreAttention):
 
     @property
     def input_layout(self) -> Layout:
-        """Same as ``output_layout``."""
         return self.output_layout
 
     def _project(

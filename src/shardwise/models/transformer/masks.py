@@ -362,9 +362,7 @@ class AttentionSinks(ShardedModule):
     """A learned logit of each query head that takes a share of the attention weights, and has no value.
 
     Args:
-        config: config of the model.
         split: the heads of each rank.
-        group: tensor-parallel group.
 
     Attributes:
         logits: ``[heads/t]``, normally distributed at first.

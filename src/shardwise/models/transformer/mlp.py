@@ -25,7 +25,6 @@ def layer_arguments(config: LayerConfig, *, group: ProcessGroup, linear: bool = 
     """Return arguments of a model's layers, except for their sizes and initial values.
 
     Args:
-        config: config of the model.
         group: the ranks that share the layer.
         linear: whether the layer is a ColumnLinear or RowLinear, instead of another layer with parameters.
     """

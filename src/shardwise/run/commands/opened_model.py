@@ -52,7 +52,6 @@ class OpenCheckpoint:
 
     Attributes:
         folder: folder of the checkpoint, or the Hugging Face folder.
-        description: description of the model.
         dtype: dtype of the weights.
         config: content of the model's ``config.json``; None for the model of a training run.
         tokenizer: tokenizer of the model; None if it was imported without a readable one.

@@ -48,10 +48,6 @@ def arithmetic(device: torch.device) -> dict[str, str | None]:
 def check_arithmetic(device: torch.device, *, group: ProcessGroup) -> None:
     """Check that all ranks compute the same bits. Collective.
 
-    Args:
-        device: this rank's device.
-        group: all ranks.
-
     Raises:
         ConfigError: two ranks differ in a property, which the message names; on every rank.
     """

@@ -18,15 +18,7 @@ from shardwise.run.exact.layer_trials import MOST_MULTIPLICATIONS, ResultPair, T
 
 
 class ExpertKind(NamedTuple):
-    """Shape of the matrix of one expert, or of a router.
-
-    Attributes:
-        what: name of the matrix.
-        rows, columns: its shape as it is stored.
-        transposed: whether the input has ``rows`` features instead of ``columns``.
-        has_bias: whether there is a bias.
-        dtype: dtype of the product.
-    """
+    """A matrix ``[rows, columns]`` of an expert or a router; if ``transposed``, its input has ``rows`` features."""
 
     what: str
     rows: int

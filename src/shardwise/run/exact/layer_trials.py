@@ -63,14 +63,7 @@ _T = TypeVar("_T")
 
 
 class ResultPair(NamedTuple):
-    """Two results that must have the same bits.
-
-    Attributes:
-        found: one result.
-        expected: the other result.
-        what: name of the result, for the message.
-        differs: description of a difference, for the message; None reports the number of elements that differ.
-    """
+    """Two results that must have the same bits; ``what`` names them, and ``differs`` may describe a difference."""
 
     found: Tensor
     expected: Tensor
@@ -86,7 +79,6 @@ class TrialRun:
     """Model and shapes of the run to try, and random numbers as input.
 
     Attributes:
-        model: this rank's model.
         dtype: dtype of the random numbers.
         parts: ``exact_parts`` of the run.
         batch, length: number of samples of a forward pass, and number of tokens of a sample.

@@ -114,10 +114,6 @@ def check_device(
 def check_updates(model: TransformerModel | ModelChunks, settings: RunSettings) -> None:
     """Try the optimizer of an exact run.
 
-    Args:
-        model: this rank's model.
-        settings: settings of the run.
-
     Raises:
         ConfigError: some results differ on this device; the message names them.
     """
@@ -129,13 +125,7 @@ def check_updates(model: TransformerModel | ModelChunks, settings: RunSettings) 
 
 
 class Trial(NamedTuple):
-    """A row of the table of trials.
-
-    Attributes:
-        run: class of the runs that the trial is for.
-        cases: returns the cases to try in a run, such as its kinds of layers.
-        pairs: yields the pairs of results that must have the same bits, for a case and a number of parts.
-    """
+    """A row of the table of trials: the class of its runs, their cases, and the pairs of results of a case."""
 
     run: type[TrialRun]
     cases: Callable[[Any], Iterable[Any]]
@@ -313,11 +303,7 @@ _Update = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
 @dataclass
 class UpdateRun(TrialRun):
-    """A run whose optimizer is tried.
-
-    Attributes:
-        settings: settings of the run.
-    """
+    """A run whose optimizer is tried, with its settings."""
 
     settings: RunSettings = field(kw_only=True)
 

@@ -274,18 +274,9 @@ def _collectives() -> dict[str, int]:
 class Heartbeat:
     """A heartbeat of a rank.
 
-    Attributes:
-        rank: global rank.
-        number: counter of the rank's beats.
-        pid: process id.
-        node, host: identifier of the host, and name of the host.
-        doing: current phase, such as "step 12" or "preparing".
-        waits: seconds that the rank has waited for another rank; 0 if it does not wait.
-        call: operation in which the rank waits.
-        group, ranks: name of the process group in which the rank waits, empty if there is none, and its global ranks.
-        missing: ranks that have not arrived; None if unknown.
-        collectives: number of collectives that the rank has started in each process group, by name of the group.
-        left: True if the rank has finished and sends no further beats.
+    The rank waits for ``waits`` seconds (0 if it does not) in ``call`` on ``group``, for ranks of which those in
+    ``missing`` have not arrived (None if unknown). ``collectives`` counts the collectives that it has started in each
+    process group, by the group's name.
     """
 
     rank: int
@@ -316,13 +307,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class PeerStatus:
-    """The last heartbeat that one rank received from another.
-
-    Attributes:
-        beat: the heartbeat.
-        silent: seconds since the heartbeat arrived or since this rank started listening, whichever was later.
-        fresh: True if the heartbeat arrived after this rank started listening.
-    """
+    """The last heartbeat from another rank, and the seconds since it, or since this rank started listening if later."""
 
     beat: Heartbeat
     silent: float

@@ -240,7 +240,6 @@ class PreferenceObjective(Objective):
         return loss.sum(), numbers.masked_fill(is_filling, 0.0).sum(1)
 
     def held_out(self, sums: Sequence[float], held_out: HeldOut) -> dict[str, float]:
-        """The same means over held-out pairs."""
         means = self.reported([each / len(held_out) for each in sums], 0.0)
         return {f"held_out_{name}": value for name, value in means.items()}
 
@@ -296,7 +295,6 @@ class Preferences(Method):
         )
 
     def objective(self, data: TaskData, groups: Groups, device: torch.device) -> Objective:
-        """The loss of pairs."""
         return PreferenceObjective(self.settings.preference, groups.data.group)
 
     def before(self, session: Session) -> None:

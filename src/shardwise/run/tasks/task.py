@@ -89,8 +89,6 @@ class Session:
     """One rank's view of a run.
 
     Attributes:
-        task: task of the run.
-        settings: settings of the run.
         ranks: this process's place among the ranks.
         topology: process groups of the run.
         data: rows for training and evaluation.

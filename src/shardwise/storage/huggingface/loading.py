@@ -254,7 +254,6 @@ class _StoredInterval(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The row after the last."""
         return self.start + (self.rows - 1) * self.step + 1
 
 

@@ -120,7 +120,6 @@ def config_to_json(
     """Return the ``config.json`` of a model.
 
     Args:
-        description: the model.
         architecture: the ``model_type``; None for the one of ``base``, or without it the first that can express the
             model.
         dtype: dtype of the weights.

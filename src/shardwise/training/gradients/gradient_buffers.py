@@ -169,7 +169,6 @@ class GradientBuffers(Gradients):
             self._attach(param, slot)
 
     def zero_(self) -> None:
-        """Zero the buffers and set each ``grad`` to None."""
         self._wait()
         if not self.are_clear:
             for buffer in self.buffers:

@@ -160,7 +160,6 @@ class GradientTrees(Gradients):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sum the gradients over the ranks."""
         counts = {(self._names[param], *more): each.count for (param, *more), each in self._sums.items()}
         if len(set(counts.values())) > 1:
             most = max(counts.values())

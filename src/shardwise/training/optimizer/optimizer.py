@@ -207,7 +207,6 @@ class ZeroOptimizer(_OfOtherTensors):
         super().__init__(MasterWeights(optimizer, self._own.values()) if has_masters else optimizer, self._own)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients."""
         self._gradients.zero_()
 
     def step(self) -> None:

@@ -73,7 +73,6 @@ class Channel:
     """The shared memory of one process group, seen by one rank.
 
     Args:
-        rank: this rank in the group.
         memory: ``channel_bytes(t)`` bytes, zero at first, the same memory on every rank.
         processes: the ranks' processes, in rank order.
         timeout: seconds that a rank waits for another.
@@ -266,7 +265,6 @@ class Message(Pending, ABC):
             self._post_next()
 
     def wait(self) -> Tensor:
-        """Wait until every rank has written its part, and return the result."""
         self.finish()
         return self.result
 

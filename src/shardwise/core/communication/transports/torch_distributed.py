@@ -89,7 +89,6 @@ def _validate(name: str, tensor: Tensor, group: ProcessGroup, *settings: object,
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool) -> Pending:
-    """As in ``Transport``."""
     _validate("all_reduce", tensor, group, op)
     if may_overwrite and tensor.is_contiguous():
         result = tensor
@@ -106,7 +105,6 @@ def all_gather(
     sizes: Sequence[int],
     buffer: GlobalMemoryBuffer | Tensor | None = None,
 ) -> Pending:
-    """As in ``Transport``."""
     _validate("all_gather", tensor, group, dim, list(sizes), but_dim=dim)
     out = gather_buffer(buffer, tensor, dim, sizes)
     if dim == 0 and tensor.is_cpu and is_gloo(group, tensor.device):
@@ -169,7 +167,6 @@ def _join_gathered(
 def reduce_scatter(
     tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], may_overwrite: bool = False
 ) -> Pending:
-    """As in ``Transport``."""
     _validate("reduce_scatter", tensor, group, dim, list(sizes))
     own = sizes[group.rank()]
     part = tensor.narrow(0, sum(sizes[: group.rank()]), own) if may_overwrite else None
@@ -226,7 +223,6 @@ def _packed_by_rank(tensor: Tensor, rank: int, dim: int, sizes: Sequence[int]) -
 
 
 def all_to_all(tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> Pending:
-    """As in ``Transport``."""
     # The numbers of rows may differ between the ranks; they are compared below.
     _validate("all_to_all", tensor, group, but_dim=0)
     if context_of(group).validates:
@@ -240,7 +236,6 @@ def all_to_all(tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int],
 
 
 def shift(tensor: Tensor, group: ProcessGroup, step: int, counts: Sequence[int], out: Tensor | None) -> Pending:
-    """As in ``Transport``."""
     _validate("shift", tensor, group, step, list(counts), but_dim=0)
     sent, received = _shifted_sizes(group, step, counts)
     result = tensor.new_empty((sum(received), *tensor.shape[1:])) if out is None else out
@@ -286,14 +281,12 @@ class Traced:
 
     @staticmethod
     def all_reduce(tensor: Tensor, group: ProcessGroup, op: Any, may_overwrite: bool) -> Pending:
-        """As in ``Transport``."""
         return _traced(_operators.all_reduce(tensor.contiguous(), _NAMES[op], group.group_name))
 
     @staticmethod
     def all_gather(
         tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], buffer: GlobalMemoryBuffer | Tensor | None
     ) -> Pending:
-        """As in ``Transport``."""
         shard = tensor.contiguous() if _is_even(sizes) else _padded(tensor, dim, max(sizes))
         launched = _operators.all_gather_into_tensor(shard, len(sizes), group.group_name)
         return _traced(launched, lambda gathered: _join_gathered(gathered, shard.shape, dim, sizes))
@@ -302,7 +295,6 @@ class Traced:
     def reduce_scatter(
         tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int], may_overwrite: bool
     ) -> Pending:
-        """As in ``Transport``."""
         if dim == 0 and _is_even(sizes) and tensor.device.type != "cpu":
             return _traced(_operators.reduce_scatter_tensor(tensor.contiguous(), "sum", len(sizes), group.group_name))
         packed, received_sizes, sent_sizes = _packed_by_rank(tensor, group.rank(), dim, sizes)
@@ -314,13 +306,11 @@ class Traced:
     def all_to_all(
         tensor: Tensor, group: ProcessGroup, output_sizes: Sequence[int], input_sizes: Sequence[int]
     ) -> Pending:
-        """As in ``Transport``."""
         sizes = list(output_sizes), list(input_sizes)
         return _traced(_operators.all_to_all_single(tensor.contiguous(), *sizes, group.group_name))
 
     @staticmethod
     def shift(tensor: Tensor, group: ProcessGroup, step: int, counts: Sequence[int], out: Tensor | None) -> Pending:
-        """As in ``Transport``."""
         sent, received = _shifted_sizes(group, step, counts)
         return _traced(_operators.all_to_all_single(tensor.contiguous(), received, sent, group.group_name))
 

@@ -54,7 +54,6 @@ class _Latent(Decoder):
     chooses_pairs: bool = False
 
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Read latents and rotary positions."""
         heads = values["num_attention_heads"]
         groups = fields.optional(int, "num_key_value_heads", self.num_key_value_heads) or heads
         if groups != heads:
@@ -80,7 +79,6 @@ class _Latent(Decoder):
         }
 
     def write_others(self, model: ModelConfig) -> dict[str, Any]:
-        """Write latents and rotary positions."""
         latent = model.latent
         if latent is None:
             raise ConfigError(f"{self.model_type} models have latent attention, and this one has none")
@@ -93,7 +91,6 @@ class _Latent(Decoder):
         }
 
     def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
-        """Return the description's fields of rotary positions."""
         positions = super().read_positions(fields, longest)
         scaling = positions["rope_scaling"]
         rope = fields.values.get("rope_scaling") or fields.values.get("rope_parameters") or {}

@@ -94,7 +94,6 @@ class Decoder(Architecture):
     head_dim: int | None = None
 
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Read heads, sliding window and rotary positions."""
         hidden, heads = values["hidden_size"], values["num_attention_heads"]
         width = fields.optional(int, "head_dim", self.head_dim)
         if width is None and (heads < 1 or hidden % heads != 0):
@@ -115,7 +114,6 @@ class Decoder(Architecture):
         }
 
     def write_others(self, model: ModelConfig) -> dict[str, Any]:
-        """Write heads, sliding window and rotary positions."""
         window = None if model.window_size is None else model.window_size[0] + 1
         return {
             "num_key_value_heads": model.num_query_groups,

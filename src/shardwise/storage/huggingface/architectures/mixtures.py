@@ -116,7 +116,6 @@ class WithExperts(Architecture):
         }
 
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the experts, and the fields of the decoder."""
         experts = self.read_experts(fields, values["num_layers"])
         if self.aux_loss is not None and fields.get(bool, "output_router_logits", default=False):
             coefficient = fields.get(float, "router_aux_loss_coef", default=self.aux_loss)
@@ -142,7 +141,6 @@ class WithExperts(Architecture):
         )
 
     def write_others(self, model: ModelConfig) -> dict[str, Any]:
-        """Write the experts, and the fields of the decoder."""
         experts = model.experts
         if experts is None:
             raise ConfigError(f"{self.model_type} models have experts, and this one has none")
