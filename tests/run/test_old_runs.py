@@ -1,0 +1,47 @@
+"""A run of an earlier version resumes at its layout, and its losses are those of that version (tests/data/old_runs)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from data.old_runs.make import RUNS
+from run.run_processes import run_command
+
+from shardwise.core.errors import ConfigError
+from shardwise.doctor.comparison import results
+from shardwise.run.exact.environment import arithmetic
+from shardwise.run.metrics import read_metrics
+from shardwise.run.settings import FinetuneSettings
+
+OLD = Path(__file__).parents[1] / "data/old_runs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RUNS)
+def test_an_old_run_resumes(tmp_path, monkeypatch, kind):
+    folder = shutil.copytree(OLD, tmp_path / "old")
+    monkeypatch.chdir(folder)
+    run_command(tmp_path, 2, *RUNS[kind], "--out", kind, "--device", "cpu", "--resume", "auto")
+    before, after = (list(map(results, read_metrics(each / kind / "metrics.jsonl"))) for each in (OLD, folder))
+    assert len(before) == len(after) == 4
+    # Other processors and libraries round in other ways.
+    if kind == "exact" and json.loads((OLD / "arithmetic.json").read_text()) == arithmetic(torch.device("cpu")):
+        assert after == before
+    for row, expected in zip(after, before, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "value"), [("labels", "task", "text-classification"), ("labels", "label_names", ["a", "b"])]
+)
+def test_a_removed_feature_is_ignored_unless_the_run_used_it(table, name, value):
+    stored = json.loads((OLD / "finetune/settings.json").read_text())
+    assert name in stored[table]
+    assert FinetuneSettings.from_json(stored).lora.lora_rank == 2
+    stored[table][name] = value
+    with pytest.raises(ConfigError, match=rf"the run has {table}\.{name} "):
+        FinetuneSettings.from_json(stored)
