@@ -289,5 +289,5 @@ def test_a_file_that_becomes_a_pipe_does_not_hang(tmp_path, monkeypatch):
         os.mkfifo(path)
         return [path]
 
-    monkeypatch.setattr("shardwise.data.reading._files_of", files_of)
+    monkeypatch.setattr("shardwise.data.reading.files_of", files_of)
     assert "it is a named pipe, not a regular file" in error_of(path)

@@ -1,15 +1,17 @@
-"""``shardwise import-hf`` and ``export-hf``, which convert a Hugging Face folder to a checkpoint and back."""
+"""``shardwise import-hf`` and ``export-hf``, from a Hugging Face folder to a checkpoint and back, and ``tokenize``."""
 
+import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from shardwise.cli.arguments import SplitArguments, check_model
+from shardwise.cli.arguments import Arguments, SplitArguments, check_model
 from shardwise.cli.reporting import is_first_rank, print_note
 from shardwise.core.folder_lock import check_free, check_free_target
-from shardwise.training.bounds import DEFAULT_FILE_GB, FILE_GB, Folder
+from shardwise.training.bounds import DEFAULT_FILE_GB, FILE_GB, Folder, Range
 
 
 @dataclass(frozen=True)
@@ -98,3 +100,51 @@ class ExportArguments(SplitArguments):
         export_hf(**self.keywords())
         if is_first_rank():
             print(f"wrote {self.out}; transformers loads it: AutoModel*.from_pretrained({self.out!r})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeArguments(Arguments):
+    """Write the documents of files and folders as token files, OUT.bin and OUT.idx, in several processes.
+
+    Each document ends with the end-of-text token. An ended command goes on if it is
+    repeated. shardwise train --data OUT.idx reads the files, and so does Megatron.
+
+    Attributes:
+        data: files and folders of text, JSON lines, JSON arrays, Parquet or Arrow.
+        tokenizer: tokenizer.json, or its folder.
+        out: name of both files, without .bin and .idx.
+        text_key: field of a JSON record that holds the text.
+        special_tokens: parse the names of special tokens in the text, such as <|endoftext|>, as these tokens.
+        workers: number of processes; if not given, one for each processor.
+    """
+
+    data: tuple[str, ...]
+    tokenizer: str
+    out: Annotated[str, Folder()]
+    text_key: str = "text"
+    special_tokens: bool = False
+    workers: Annotated[int | None, Range(1, 1024)] = None
+
+    def resume_hint(self) -> str:
+        return "run the same command again to go on"
+
+    def work(self) -> None:
+        from tqdm import tqdm
+
+        from shardwise.run import tokenize
+
+        names = (field.name for field in dataclasses.fields(self) if field.name != "debug")
+        lasting = 0.5 if sys.stderr.isatty() else 5.0
+        with tqdm(unit="B", unit_scale=True, mininterval=lasting, dynamic_ncols=True) as bar:
+
+            def show(done: int, total: int, tokens: int) -> None:
+                bar.total = total
+                bar.set_postfix_str(f"{tokens / 1e6:,.1f} M tokens", refresh=False)
+                bar.update(done - bar.n)
+
+            done = tokenize(**{name: getattr(self, name) for name in names}, on_progress=show)
+        resumed = f" ({done.num_resumed:,} of an earlier call)" if done.num_resumed else ""
+        print(
+            f"wrote {done.index}: {done.num_documents:,} documents{resumed}, {done.num_tokens:,} tokens; train with: "
+            f"shardwise train --data {done.index} --corpus.tokenizer {self.tokenizer}"
+        )

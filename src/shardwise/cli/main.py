@@ -116,6 +116,7 @@ COMMANDS = {
     "compare": Command(
         "compare", "CompareArguments", "find the first step where two runs differ, and whether rounding explains it"
     ),
+    "tokenize": Command("conversion", "TokenizeArguments", "write text as token files, which train and Megatron read"),
     "import-hf": Command("conversion", "ImportArguments", "convert a Hugging Face folder to a checkpoint"),
     "export-hf": Command("conversion", "ExportArguments", "write a checkpoint as a Hugging Face folder"),
     "conformance": Command("conformance", "ConformanceArguments", "check a library for known tensor-parallel bugs"),

@@ -239,6 +239,18 @@ class IndexedWriter:
         self._lengths.extend(np.asarray(lengths).tolist())
         self.end_document()
 
+    def add_documents(self, tokens: ArrayLike, lengths: Sequence[int]) -> None:
+        """Add a document of one sequence for each length, whose tokens follow one another."""
+        first = len(self._lengths) + 1
+        self._write(tokens)
+        self._lengths.extend(lengths)
+        self._documents.extend(range(first, first + len(lengths)))
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents so far."""
+        return len(self._documents) - 1
+
     def _write(self, tokens: ArrayLike) -> None:
         given = np.asarray(tokens)
         stored = given.astype(self.dtype)

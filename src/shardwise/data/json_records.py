@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,10 @@ class Record:
     may_be_text: bool = False
 
 
-def records_of_lines(content: str, file: Path) -> Iterator[Record]:
+def records_of_lines(lines: Iterable[str], file: Path) -> Iterator[Record]:
     """Yield the records of JSON lines; blank lines are skipped."""
     # Only \n ends a line of JSON lines; str.splitlines would also split at U+2028, which JSON strings may contain.
-    for number, line in enumerate(content.split("\n"), start=1):
+    for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{str(file)!r}, line {number}"
             yield Record(where, _value_of_line(line, where))
@@ -52,7 +52,7 @@ def records_of_json(content: str, file: Path) -> list[Record]:
         return list(_records_of_array(content, start, file))
     if content[start : start + 1] in ("{", ""):
         try:
-            return list(records_of_lines(content, file))
+            return list(records_of_lines(content.split("\n"), file))
         except DataError:
             if not _begins_object_of_lines(content, start):
                 raise

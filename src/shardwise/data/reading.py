@@ -84,10 +84,10 @@ def read_records(
         root = Path(given).expanduser()
         names.append(os.path.basename(os.path.abspath(root)) or "/")
         is_empty = True
-        for file in _files_of(root):
+        for file in files_of(root):
             place = os.path.realpath(file)
             if place not in records:
-                records[place] = _records_of(file)
+                records[place] = list(records_of(file))
             is_empty = is_empty and not any(map(has_text, records[place]))
         if is_empty:
             raise DataError(f"data path {str(root)!r} has no text: all that it holds is empty; give a path with text")
@@ -112,7 +112,7 @@ def _unreadable(path: Path, error: Exception) -> DataError:
     return DataError(f"cannot read {str(path)!r}: {reason}; check the path and its permissions")
 
 
-def _files_of(root: Path) -> list[Path]:
+def files_of(root: Path) -> list[Path]:
     """Return the file itself, or the files of a folder with a known suffix, in order."""
     mode = _status(root).st_mode
     if stat.S_ISREG(mode):
@@ -154,10 +154,12 @@ def _walk(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in files if not name.startswith("."))
 
 
-def _records_of(file: Path) -> list[Record]:
+def records_of(file: Path) -> Iterator[Record]:
+    """Yield the records of a file. Of JSON lines and tables, only a part is in memory."""
     suffix = file.suffix.lower()
     if suffix in TABLE_SUFFIXES:
-        return list(records_of_table(file))
+        yield from records_of_table(file)
+        return
     if suffix in _TEXT_TABLE_SUFFIXES:
         raise DataError(
             f"data file {str(file)!r} is a table ({suffix}), which is not read; make JSON lines of it (one of each "
@@ -166,17 +168,30 @@ def _records_of(file: Path) -> list[Record]:
     try:
         with open_regular(file) as descriptor, open(descriptor, "rb", closefd=False) as opened:
             content = opened.read(_FIRST_LOOK_BYTES)
+            if suffix in JSONL_SUFFIXES and b"\0" not in content:
+                opened.seek(0)
+                yield from records_of_lines(_decoded_lines(opened, file), file)
+                return
             if b"\0" not in content:
                 content += opened.read()
     except OSError as error:
         raise _unreadable(file, error) from error
     text = _decode(content, file)
-    if suffix in JSONL_SUFFIXES:
-        return list(records_of_lines(text, file))
-    return records_of_json(text, file) if suffix == JSON_SUFFIX else [Record(str(file), text, may_be_text=True)]
+    if suffix == JSON_SUFFIX:
+        yield from records_of_json(text, file)
+    else:
+        yield Record(str(file), text, may_be_text=True)
 
 
-def _decode(content: bytes, file: Path) -> str:
+def _decoded_lines(opened: Iterable[bytes], file: Path) -> Iterator[str]:
+    offset = 0
+    for number, line in enumerate(opened, 1):
+        yield _decode(line, file, number, offset).removesuffix("\n")
+        offset += len(line)
+
+
+def _decode(content: bytes, file: Path, first_line: int = 1, begin: int = 0) -> str:
+    """Decode a file, or its part from byte ``begin``, at the start of ``first_line``."""
     offset = content.find(b"\0")
     try:
         text = content.decode()
@@ -184,10 +199,10 @@ def _decode(content: bytes, file: Path) -> str:
         # The bytes examined first may end within a character; then the reason is a NUL before it.
         offset = error.start if offset < 0 else min(offset, error.start)
     if offset < 0:
-        return text.removeprefix("\ufeff")
-    line = content.count(b"\n", 0, offset) + 1
+        return text if begin else text.removeprefix("\ufeff")
+    line = content.count(b"\n", 0, offset) + first_line
     kind = "UTF-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "binary"
     raise DataError(
-        f"data file {str(file)!r} is not UTF-8 text but {kind}: byte 0x{content[offset]:02x} at offset {offset} (line "
-        f"{line}); convert or unpack it, or leave it out"
+        f"data file {str(file)!r} is not UTF-8 text but {kind}: byte 0x{content[offset]:02x} at offset "
+        f"{begin + offset} (line {line}); convert or unpack it, or leave it out"
     )

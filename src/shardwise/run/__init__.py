@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardwise.run.commands.evaluate import evaluate as evaluate
     from shardwise.run.commands.harness_tasks import evaluate_tasks as evaluate_tasks
     from shardwise.run.commands.text_generation import chat as chat, generate as generate
+    from shardwise.run.commands.tokenization import tokenize as tokenize
     from shardwise.run.commands.train import dpo as dpo, finetune as finetune, train as train
 
 MODULES = {
@@ -37,6 +38,7 @@ MODULES = {
     "import_hf": "run.commands.conversion",
     "plan_generation": "plan.generation",
     "plan_run": "plan.plan",
+    "tokenize": "run.commands.tokenization",
     "train": "run.commands.train",
 }
 """The module of each function."""
