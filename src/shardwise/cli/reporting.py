@@ -348,4 +348,4 @@ def _failed_in_collective(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     folders = Path(frames[-1].filename).parts[:-1] if frames else ()
     pairs = set(pairwise(folders))
-    return ("torch", "distributed") in pairs or ("shardwise", "communication") in pairs
+    return ("torch", "distributed") in pairs or ("core", "communication") in pairs

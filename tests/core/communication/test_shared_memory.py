@@ -231,14 +231,20 @@ import torch.distributed as dist
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.transports.shared_memory import channel_of
 from shardwise.core.errors import LaunchError
+from shardwise.run.processes.watch import Watch
 
-rank, path = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-group = dist.group.WORLD
-assert channel_of(group) is not None
-all_reduce(torch.ones(3), group=group)
+rank, path, shares = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "1"
+dist.init_process_group("gloo", store=dist.FileStore(path, 3), rank=rank, world_size=3)
+watch = Watch(dist.FileStore(path + "-beats", 3), rank, 3, limit=60.0)
+watch.start()
+group = dist.new_group([1, 2])
+if rank > 0:
+    assert (channel_of(group) is not None) == shares
+    all_reduce(torch.ones(3), group=group)
+while len(watch._heard) < 2:
+    time.sleep(0.1)
 print("ready", flush=True)
-if rank == 1:
+if rank != 1:
     time.sleep(1000)
 try:
     all_reduce(torch.ones(3), group=group)
@@ -248,19 +254,26 @@ except LaunchError as error:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_named_at_once(tmp_path):
+@pytest.mark.parametrize("shares", ["1", "0"])
+def test_a_rank_that_is_killed_is_named_at_once(tmp_path, shares):
+    """By its number in the run, whatever its number in the group is."""
     with ExitStack() as stack:
+        command = ("-W", "ignore", "-c", PROGRAM)
         ranks = [
-            stack.enter_context(Program("-W", "ignore", "-c", PROGRAM, str(rank), tmp_path / "store"))
-            for rank in range(2)
+            stack.enter_context(
+                Program(*command, str(rank), tmp_path / "store", shares, SHARDWISE_SHARED_MEMORY=shares)
+            )
+            for rank in range(3)
         ]
         for rank in ranks:
             rank.wait_for_line("^ready$")
         # Dead, and not yet collected by its parent: a zombie does not live.
-        ranks[1].kill()
-        ranks[0].wait_for_line(
-            rf"^rank 1 of 2 \(process {ranks[1].pid}\) died; rank 0 was waiting for it in all_reduce"
+        ranks[2].kill()
+        what = (
+            rf"rank 2 of 3 \(process {ranks[2].pid}\) (died; rank 1 was|ended; rank 1 was) waiting for it in all_reduce"
         )
+        ranks[1].wait_for_line("^" + what)
+        ranks[0].kill()
 
 
 def left_in_memory():

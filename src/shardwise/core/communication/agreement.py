@@ -89,6 +89,26 @@ class Wait:
 
 
 _waits: dict[int, Wait] = {}
+_SECONDS_TO_END = 1.0
+
+_ended_ranks: Callable[[], dict[int, int]] = dict
+
+
+def set_ended_ranks(find: Callable[[], dict[int, int]]) -> None:
+    """Set the function that finds the ranks whose process has ended, with the process ids; ``dict`` finds none."""
+    global _ended_ranks
+    _ended_ranks = find
+
+
+def ended_ranks() -> str:
+    """Name the ranks of the run whose process has ended, as far as a watchdog knows it: "rank 3 of 4 (process 17)"."""
+    end = time.monotonic() + _SECONDS_TO_END
+    # A connection is closed a moment before its process has ended.
+    while not (ended := _ended_ranks()) and _ended_ranks is not dict and time.monotonic() < end:
+        time.sleep(_SECONDS_TO_END / 20)
+    world_size = dist.get_world_size()
+    return " and ".join(f"rank {rank} of {world_size} (process {pid})" for rank, pid in sorted(ended.items()))
+
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from shardwise.core.communication import agreement
 from shardwise.core.errors import DesyncError
+from shardwise.core.processes import Process
 from shardwise.run.processes.stopping import write_complete
 
 _LONGEST_PATIENCE = 30.0
@@ -106,9 +107,11 @@ class Watch:
             thread = threading.Thread(target=body, name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
+        agreement.set_ended_ranks(self._ended_ranks)
 
     def stop(self) -> None:
         """Stop watching, and tell the other ranks that this one is done."""
+        agreement.set_ended_ranks(dict)
         self._stopping.set()
         for thread in self._threads:
             thread.join(_STORE_SECONDS)
@@ -143,6 +146,11 @@ class Watch:
                 self._look()
         except DesyncError:
             self._exit()
+
+    def _ended_ranks(self) -> dict[int, int]:
+        """Return the ranks of this host whose process has ended, with its id."""
+        beats = [beat for beat, _ in list(self._heard.values()) if beat.node == self._own.node and not beat.left]
+        return {beat.rank: beat.pid for beat in beats if Process.find(beat.pid) is None}
 
     def _wake(self, cause: Cause) -> None:
         """Continue stopped processes of this host, so that they receive the signals of their launcher."""

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from shardwise.core.communication.agreement import decide
-from shardwise.core.errors import CheckpointError, ConfigError, DesyncError, ShardwiseError
+from shardwise.core.errors import CheckpointError, ConfigError, DesyncError, LaunchError, ShardwiseError
 from shardwise.core.sharding import ParamShard, TensorPieces
 from shardwise.storage.checkpoint.checkpoint import (
     Description,
@@ -340,7 +340,7 @@ class PendingSave:
         try:
             try:
                 yield
-            except DesyncError:
+            except (DesyncError, LaunchError):
                 # A rank is gone, so no collective can run. The next save removes the files.
                 raise
             except ShardwiseError:

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.core.communication.agreement import Wait, layer_of
@@ -190,21 +191,23 @@ class Channel:
             if now < look:
                 continue
             look = now + _SECONDS_BETWEEN_LOOKS
-            process = self._processes[other]
-            if not process.runs() and words[place] < number:
+            if not self._processes[other].runs() and words[place] < number:
                 self._broken = LaunchError(
-                    f"rank {other} of {self.t} (process {process.pid}) died; rank {self.rank} was waiting for it in "
-                    f"{message}"
+                    f"{self._named(other)} died; rank {self.global_ranks[self.rank]} was waiting for it in {message}"
                 )
                 raise self._broken
             if now - start > self._timeout:
                 layer = layer_of(threading.get_ident())
                 self._broken = DesyncError(
-                    f"rank {other} of {self.t} (process {process.pid}) did not join rank {self.rank} in {message}"
+                    f"{self._named(other)} did not join rank {self.global_ranks[self.rank]} in {message}"
                     f"{layer and f' of {layer}'} within {self._timeout:g} s; every rank of a group must make the same "
                     "calls in the same order"
                 )
                 raise self._broken
+
+    def _named(self, other: int) -> str:
+        """Name a rank by its number in the run, because a group's number is another."""
+        return f"rank {self.global_ranks[other]} of {dist.get_world_size()} (process {self._processes[other].pid})"
 
     def _disagreement(self, message: Message) -> DesyncError:
         """Build the error for ranks that make different calls, with the same text on every rank."""
@@ -219,7 +222,7 @@ class Channel:
             while not self._words[place] and time.monotonic() < end:
                 time.sleep(_SHORTEST_NAP_SECONDS)
             note = bytes(self._notes[rank * _NOTE_BYTES : rank * _NOTE_BYTES + self._words[place]])
-            calls.append(f"rank {rank} is in {note.decode(errors='replace') or 'an unknown call'}")
+            calls.append(f"rank {self.global_ranks[rank]} is in {note.decode(errors='replace') or 'an unknown call'}")
         self._broken = DesyncError(
             f"ranks disagree: {', '.join(calls)}; every rank of a group must make the same calls in the same order, "
             "with the same shapes and dtypes"

@@ -9,6 +9,7 @@ The module itself is one transport. ``Traced`` is a second transport, which ``to
 
 import datetime
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -19,10 +20,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shardwise.core.communication import accounting
-from shardwise.core.communication.agreement import Wait, check_same, gather_objects
+from shardwise.core.communication.agreement import Wait, check_same, ended_ranks, gather_objects
 from shardwise.core.communication.context import GlobalMemoryBuffer, context_of, gather_buffer, is_gloo, time_limit
 from shardwise.core.communication.transports.transport import Pending, check_exchange
-from shardwise.core.errors import DesyncError
+from shardwise.core.errors import DesyncError, LaunchError
 
 # PyTorch 2.13 renamed these two and warns about the old names.
 _all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,6 +31,8 @@ _reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single"
 
 # If all shards together have at least this many bytes, gloo gathers them by point-to-point messages.
 _BYTES_TO_SEND_DIRECTLY = 1 << 20
+# gloo puts the line of its source before a reason.
+_SOURCE_LINE = re.compile(r"\[\S+:\d+\] ")
 
 
 class Work:
@@ -54,12 +57,13 @@ class Work:
                 limit = _limit_of_waiting(self._group, self._device)
                 self._work.wait() if limit is None else self._work.wait(limit)
             except RuntimeError as error:
-                rank, size = self._group.rank(), self._group.size()
+                rank, size, call = dist.get_rank(), dist.get_world_size(), wait.describe()
+                if ended := ended_ranks():
+                    raise LaunchError(f"{ended} ended; rank {rank} was waiting for it in {call}") from error
                 found = f"{wait.finding}; " if wait.finding else ""
                 raise DesyncError(
-                    f"{found}{wait.describe()} failed on rank {rank} of {size} after "
-                    f"{time.monotonic() - wait.since:.0f} s; another rank ended, does not come, or made another call: "
-                    f"{error}"
+                    f"{found}{call} failed on rank {rank} of {size} after {time.monotonic() - wait.since:.0f} s; "
+                    f"another rank ended, does not come, or made another call: {_SOURCE_LINE.sub('', str(error))}"
                 ) from error
 
     def _awaited(self) -> list[int]:
