@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import warnings
 from pathlib import Path
 
@@ -136,6 +137,27 @@ def test_adapters_and_merged_adapters_are_the_same_model(folder, capsys):
     assert not list(out.glob("model*"))
     with torch.no_grad():
         assert torch.equal(read_adapters(reopened(folder / "base"), out)(ids).logits, adapted)
+
+
+@pytest.mark.slow
+def test_tokens_that_were_added_get_rows(folder):
+    """Only the new rows learn, next to the adapters; a reader needs no flag."""
+    save_model("llama", folder / "small", vocab_size=285)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "base" / name, folder / "small")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_CACHE", str(folder / "cache"))
+        options = ("--lora-rank", "2", "--resize-vocab", "--train-new-tokens", "--lr", "0.01")
+        first, _, *others = arguments_of(folder, "grown", *options)
+        assert main([first, str(folder / "small"), *others]) == 0
+    assert main(["export-hf", str(folder / "grown"), "--out", str(folder / "grown-merged"), "--merge"]) == 0
+    assert main(["generate", str(folder / "grown"), "--max-new-tokens", "1", "--device", "cpu"]) == 0
+    before, model = reopened(folder / "small"), reopened(folder / "grown-merged")
+    assert model.config.vocab_size == 290
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        old, new = before.get_parameter(name), model.get_parameter(name)
+        assert torch.equal(new[:285], old)
+        assert ((new[285:] - old.mean(0)).norm(dim=1) > 1e-4).any()
 
 
 @pytest.mark.slow

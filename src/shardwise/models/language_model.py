@@ -303,3 +303,8 @@ class LanguageModel(GroupModule):
                 "there"
             )
         entries[embedding_key] = copy.with_key(embedding_key, allow_shape_mismatch=True)
+        # Trained rows of the copy are copies, too.
+        output, embedding = (key.removesuffix("weight") for key in (output_key, embedding_key))
+        for key in [key for key, each in entries.items() if key.startswith(output) and each.replicas.is_copy]:
+            name = embedding + key.removeprefix(output)
+            entries[name] = entries.pop(key).with_key(name)

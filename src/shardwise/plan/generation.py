@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from shardwise.plan.timeline import PhaseLabel, Segment, Timeline
 from shardwise.plan.workload import Mesh
 from shardwise.run.commands.opened_model import check_fits
 from shardwise.run.quantities import read_bytes, shown_bytes
-from shardwise.storage.adapters import add_lora_, read_adapter_config
+from shardwise.storage.adapters import adapters_vocab_size, add_lora_, read_adapter_config
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.generation_config import USUAL_MAX_NEW_TOKENS
 from shardwise.storage.huggingface.pretrained import read_config
@@ -331,7 +332,12 @@ def _text_of(
             f"a prompt of {prompt_length} tokens and {max_new_tokens} new ones are more than {longest}, the longest "
             f"sequence of {path}"
         )
-    adapters = None if adapter is None else (read_adapter_config(adapter), config.architecture.model_type)
+    adapters = None
+    if adapter is not None:
+        adapters = read_adapter_config(adapter), config.architecture.model_type
+        model = dataclasses.replace(
+            model, vocab_size=adapters_vocab_size(adapter, config.architecture, model.vocab_size)
+        )
     on_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     return Text(
         model,

@@ -15,6 +15,7 @@ import torch
 from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups
 from shardwise.data import Batch
+from shardwise.data.tokenizer import PaddedTokenizer
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.config import ModelConfig
 from shardwise.models.description import ModelChunks, build_model, chunks_of, model_config
@@ -31,8 +32,15 @@ from shardwise.run.settings import (
     RunSettings,
 )
 from shardwise.run.tasks.preference import PreferenceObjective
-from shardwise.run.tasks.pretrained_model import check_continues_texts, resolved, with_dropout
-from shardwise.storage.adapters import add_lora_, read_adapter_config
+from shardwise.run.tasks.pretrained_model import (
+    adapters_of,
+    check_continues_texts,
+    resolved,
+    unquantized,
+    with_dropout,
+    with_new_tokens,
+)
+from shardwise.storage.adapters import adapters_vocab_size, add_lora_
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.loading import BaseQuantization, make_room_
 from shardwise.storage.huggingface.mapping import compose
@@ -46,12 +54,13 @@ class Adaptation:
     """Adapters that are trained, and their frozen base.
 
     ``architecture`` is the ``model_type`` whose names the targets are. Without ``quantization`` the base keeps its
-    dtype.
+    dtype. If it ``is_resized``, the model has more ids than the base, or fewer.
     """
 
     config: LoraConfig
     architecture: str
     quantization: Quantization | None = None
+    is_resized: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,13 +150,15 @@ def _built(
     where, quantization = torch.device("cpu"), None if adaptation is None else adaptation.quantization
     models = [build_model(config, groups=groups, device=where, vp_stage=chunk) for chunk in chunks_of(config)]
     if adaptation is not None and quantization is not None:
-        table = ARCHITECTURES[adaptation.architecture].table
+        architecture = ARCHITECTURES[adaptation.architecture]
+        table = architecture.table
+        keeps = unquantized(adaptation.config, architecture, is_resized=adaptation.is_resized)
         for model in models:
             parts = {
                 key: (shard, compose(table, key, shard.layout.global_shape, description.heads, description.num_experts))
                 for key, shard in model.sharded_state_dict().items()
             }
-            make_room_(model, parts, BaseQuantization(quantization, adaptation.config.saves), where)
+            make_room_(model, parts, BaseQuantization(quantization, keeps), where)
     return models[0] if len(models) == 1 else ModelChunks(models)
 
 
@@ -305,9 +316,11 @@ def _adaptation_of(lora: LoraSettings, model: ModelConfig, folder: str | None) -
         return None
     # Without a folder the names are those of the architecture that a new model is exported as.
     source = config_from_json(config_to_json(model)) if folder is None else read_config(Path(folder))
-    config = lora.config() if lora.lora_from is None else read_adapter_config(lora.lora_from)
-    kind = lora.base_quantization
-    return Adaptation(config, source.architecture.model_type, None if kind == "none" else kind)
+    num_rows, kind = source.description.vocab_size, lora.base_quantization
+    config = adapters_of(lora, source, range(num_rows, model.vocab_size))
+    assert config is not None
+    quantization = None if kind == "none" else kind
+    return Adaptation(config, source.architecture.model_type, quantization, is_resized=model.vocab_size != num_rows)
 
 
 def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
@@ -335,7 +348,8 @@ def mesh_of(settings: RunSettings, world_size: int) -> Mesh:
 def planned_workload(settings: RunSettings, model_dir: str | PathLike[str] | None = None) -> Workload:
     """The workload of a run of ``settings``, in which the numbers that are not given are filled in.
 
-    Of the folders of the model and the adapters only ``config.json`` and ``adapter_config.json`` are read.
+    Of the folders of the model and the adapters only ``config.json``, ``adapter_config.json`` and the adapters' shapes
+    are read, and the tokenizer if the model gets rows for new tokens.
     ``model_dir`` is the model's folder for ``PlanSettings``; ``FinetuneSettings`` name it themselves.
     """
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
@@ -346,8 +360,14 @@ def planned_workload(settings: RunSettings, model_dir: str | PathLike[str] | Non
         path = Path(settings.base)
         config = read_config(path)
         check_continues_texts(config, path)
-        settings = resolved(settings, config.description, path)
-        return workload_of(settings, with_dropout(config.description, settings.model.dropout))
+        model, num_rows = config.description, config.description.vocab_size
+        if (adapters := settings.lora.lora_from) is not None:
+            num_rows = adapters_vocab_size(adapters, config.architecture, num_rows)
+        if settings.resize_vocab:
+            num_rows = with_new_tokens(settings, num_rows, PaddedTokenizer.load(path).vocab_size)
+        model = dataclasses.replace(model, vocab_size=num_rows)
+        settings = resolved(settings, model, path)
+        return workload_of(settings, with_dropout(model, settings.model.dropout))
     assert isinstance(settings, PlanSettings)
     if model_dir is None:
         settings = settings.resolved(None)

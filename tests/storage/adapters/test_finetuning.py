@@ -23,6 +23,7 @@ from shardwise.data import DataLoader, TokenRows
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.generation.generation import generate
 from shardwise.models.generation.sampling import Sampling
+from shardwise.plan.workload import planned_workload
 from shardwise.run.metrics import read_metrics
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.run import train
@@ -37,6 +38,7 @@ from shardwise.run.settings import (
     TrainingSettings,
 )
 from shardwise.run.tasks import results
+from shardwise.run.tasks.pretrained_model import PretrainedModel
 from shardwise.run.tasks.texts import encode_texts, read_data
 from shardwise.storage.adapters.targets import adapter_targets
 from shardwise.tensor_parallel.layers import named_param_layouts
@@ -273,12 +275,12 @@ def test_what_is_trained_beside_adapters_goes_on_from_a_checkpoint(group, root, 
 
 @pytest.mark.ranks(2)
 def test_what_cannot_be_is_said_on_every_rank(group, root, tmp_path, monkeypatch):
-    def refused(error, message, base="gpt2", **options):
+    def refused(error, message, base="gpt2", more=(), **options):
         settings = settings_of(root, "gpt2", **({"out": tmp_path / "run"} | options))
         dist.barrier(group=group)
         with pytest.raises(error, match=message):
             # An absolute path stands for itself.
-            open_run(dataclasses.replace(settings, base=str(root / base)), root, monkeypatch)
+            open_run(dataclasses.replace(settings, base=str(root / base), **dict(more)), root, monkeypatch)
 
     lora = LoraSettings(lora_rank=2, lora_targets=("q_proj",))
     refused(
@@ -302,7 +304,16 @@ def test_what_cannot_be_is_said_on_every_rank(group, root, tmp_path, monkeypatch
     refused(DataError, r"no tokenizer at '.*bare/tokenizer\.json'", base=bare)
     if first:
         Tokenizer.train([(root / "text.txt").read_text()], 320).save(bare)
-    refused(ConfigError, "has 320 ids, more than the 301 of the model's vocabulary", base=bare)
+    refused(ConfigError, "has 320 ids, and its model rows for 301: .* --resize-vocab gives", base=bare)
+    new = LoraSettings(lora_rank=2, train_new_tokens=True)
+    settings = dataclasses.replace(
+        settings_of(root, "gpt2", tmp_path / "run"), base=str(bare), **(resized := {"resize_vocab": True, "lora": new})
+    )
+    source, planned = PretrainedModel(settings), planned_workload(settings)
+    assert source.folder.description.vocab_size == planned.model.vocab_size == 320
+    assert source.adapters.trainable_token_indices == {"wte": tuple(range(301, 320))}
+    assert planned.adaptation.config == source.adapters
+    refused(ConfigError, "has rows for all tokens of its tokenizer, 301, so none is new", more=resized)
     if first:
         (bare / "config.json").unlink()
     refused(CheckpointError, r"config\.json: No such file", base=bare)
@@ -331,6 +342,8 @@ def test_settings_that_contradict_each_other():
         FinetuneSettings(data=("x",))
     with pytest.raises(ConfigError, match="no text to train on"):
         FinetuneSettings(base="x")
+    with pytest.raises(ConfigError, match="--train-new-tokens without --resize-vocab"):
+        FinetuneSettings(base="x", data=("y",), lora=LoraSettings(lora_rank=1, train_new_tokens=True))
     with pytest.raises(ConfigError, match=r"model\.sequence-length is 1"):
         PretrainedSettings(sequence_length=1)
     assert FinetuneSettings(base="x", data=("y",)).optimizer.learning_rate == 2e-5

@@ -48,6 +48,9 @@ class LoraConfig:
         exclude_modules: layers that get no adapter, in the form of ``target_modules``.
         target_parameters: parameters of experts and routers that get adapters, by the ends of their names in
             ``transformers``, such as ``("experts.gate_up_proj", "experts.down_proj", "gate.weight")``, in all layers.
+        trainable_token_indices: ids whose rows of the embedding are trained while all other rows stay, or such ids by
+            the end of a path, for the output layer too: ``{"embed_tokens": (7, 8), "lm_head": (7, 8)}``. A tied output
+            layer has the rows of the embedding.
 
     Raises:
         ConfigError: a value is out of range, a regular expression is invalid, or fields that select layers conflict.
@@ -70,6 +73,7 @@ class LoraConfig:
     layers_pattern: tuple[str, ...] = ()
     exclude_modules: tuple[str, ...] | str = ()
     target_parameters: tuple[str, ...] = ()
+    trainable_token_indices: Mapping[str, tuple[int, ...]] | tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for rank in (self.r, *self.rank_pattern.values()):
@@ -105,6 +109,16 @@ class LoraConfig:
             raise ConfigError(f"the biases to train are {self.bias!r}; use one of {', '.join(get_args(Biases))}")
         if isinstance(self.modules_to_save, str) or not all(self.modules_to_save):
             raise ConfigError(f"modules_to_save is {self.modules_to_save!r}; it must be a tuple of names")
+        given = self.trainable_token_indices
+        for name, ids in given.items() if isinstance(given, Mapping) else (("the embedding", given),):
+            if not ids and given:
+                raise ConfigError(f"trainable_token_indices has no ids of {name}; name some, or leave it out")
+            wrong = next((each for each in ids if each < 0 or ids.count(each) > 1), None)
+            if wrong is not None:
+                raise ConfigError(
+                    f"trainable_token_indices of {name} has {wrong}{'' if wrong < 0 else ' twice'}; ids are 0 or more, "
+                    "each once"
+                )
         whole = [each for each in (self.target_modules, self.exclude_modules) if isinstance(each, str)]
         for pattern in (*whole, *self.rank_pattern, *self.alpha_pattern, *self.layers_pattern):
             check_pattern(pattern if pattern in whole else f"({pattern})")
@@ -160,6 +174,12 @@ class LoraConfig:
         """Return whether the module at ``path``, or a module that contains it, is trained in full."""
         within = [path[:end] for end in (*(dot.start() for dot in re.finditer(r"\.", path)), len(path))]
         return any(module.endswith(name) for module in within for name in self.modules_to_save)
+
+    def trains(self, path: str) -> bool:
+        """Return whether the module at ``path`` or some of its rows are trained, not only an adapter of it."""
+        given = self.trainable_token_indices
+        names = tuple(given) if isinstance(given, Mapping) else ()
+        return self.saves(path) or _names(names, path, "trainable_token_indices")
 
     def at(self, path: str) -> LoraConfig:
         """Return the configuration of the adapter at ``path``, with the patterns applied and removed."""

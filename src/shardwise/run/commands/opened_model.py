@@ -24,7 +24,7 @@ from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import Settings
 from shardwise.run.unfinished import check_done, stopped_at
 from shardwise.storage import checkpoint, huggingface
-from shardwise.storage.adapters import load_adapter_, read_adapter_config
+from shardwise.storage.adapters import adapters_vocab_size, load_adapter_, read_adapter_config
 from shardwise.storage.checkpoint.folder import PUBLISHED, held, step_of
 from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest, check_state_fits
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
@@ -268,6 +268,9 @@ def _base_of(adapter: Path) -> Path:
 
 def _open_pretrained(path: Path, adapter: Path | None) -> OpenCheckpoint:
     source = PretrainedFolder(path)
+    if adapter is not None:
+        num_rows = source.description.vocab_size
+        source.change_vocabulary_(adapters_vocab_size(adapter, source.architecture, num_rows))
     # Adapters were trained with the tokenizer in their folder.
     beside = adapter is not None and (adapter / "tokenizer.json").exists()
     try:

@@ -57,6 +57,8 @@ class LoraSettings(Checked, prefix="--"):
         lora_dora: learn the norms of the weights' rows separately from their directions (DoRA).
         lora_from: start from the adapters in this folder, which determine rank, strength and targets.
         lora_rslora: divide the strength by the square root of the rank, not by the rank, so that high ranks also learn.
+        train_new_tokens: train the rows of the embedding and the output layer that --resize-vocab adds, next to the
+            adapters; all other rows stay as they are (peft's trainable_token_indices).
         base_quantization: store the frozen weights of linear layers in 8 bits (int8) or 4 bits (nf4); modules that are
             trained whole keep their dtype.
         lora_merge: write the whole model with the adapters merged into its weights, instead of the adapters.
@@ -75,6 +77,7 @@ class LoraSettings(Checked, prefix="--"):
     lora_dora: bool = False
     lora_from: str | None = None
     lora_rslora: bool = False
+    train_new_tokens: bool = False
     base_quantization: Literal["none", "int8", "nf4"] = "none"
     lora_merge: bool = False
 
@@ -239,6 +242,8 @@ class FinetuneSettings(RunSettings):
         out: folder for the fine-tuned model or its adapters, for checkpoints, metrics and pictures.
         special_tokens: parse the names of special tokens in the text, such as <|im_end|>, as these tokens, like
             transformers; with --no-special-tokens as letters, for text from untrusted sources.
+        resize_vocab: if the tokenizer has more tokens than the model has rows in its embedding, add rows, each the mean
+            of the model's own; the result has them.
         model: sequence length and dropout of the model.
         lora: low-rank adapters.
         samples: chats and instructions, and the number of epochs.
@@ -250,6 +255,7 @@ class FinetuneSettings(RunSettings):
     base: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL_DIR"), _BASE] = ""
     out: Annotated[str, Folder()] = "runs/finetune"
     special_tokens: bool = True
+    resize_vocab: bool = False
     model: PretrainedSettings = field(default_factory=PretrainedSettings)
     optimizer: FinetuneOptimizerSettings = field(default_factory=FinetuneOptimizerSettings)
     training: TrainingSettings = field(
@@ -263,6 +269,10 @@ class FinetuneSettings(RunSettings):
         if (kind := self.lora.base_quantization) != "none":
             cases = (self.parallel.fsdp, "--fsdp"), (self.parallel.exact, "--exact")
             refuse(f"--base-quantization {kind} cannot be used with {{}}", *cases)
+        require(
+            self.resize_vocab or not self.lora.train_new_tokens,
+            "--train-new-tokens without --resize-vocab: without it the model gets no new rows to train; give both",
+        )
         if self.lora.is_on and self.parallel.virtual_stages > 1:
             raise ConfigError("adapters cannot be used with --virtual-stages over 1; use another schedule")
         if self.lora.is_on and self.optimizer.name == "muon":

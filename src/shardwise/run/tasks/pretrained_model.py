@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,15 +14,18 @@ from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.json_text import MAX_CONFIG_BYTES
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import PaddedTokenizer
+from shardwise.models.adapters import LoraConfig
 from shardwise.models.config import ModelConfig
 from shardwise.models.description import ModelChunks
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.build import config_fields
 from shardwise.run.settings import FinetuneSettings, LoraSettings, RunSettings
 from shardwise.run.tasks.task_data import TaskData
-from shardwise.storage.adapters import add_lora_, load_adapter_, read_adapter_config
+from shardwise.storage.adapters import adapters_vocab_size, add_lora_, load_adapter_, read_adapter_config
 from shardwise.storage.adapters.config_file import CONFIG_NAME as ADAPTER_CONFIG_NAME
+from shardwise.storage.adapters.targets import named_outer_paths
 from shardwise.storage.huggingface import BaseQuantization, load_pretrained
+from shardwise.storage.huggingface.architectures import Architecture
 from shardwise.storage.huggingface.generation_config import eos_ids_of, write_eos_ids
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME, PretrainedConfig, PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import copy_companion_files
@@ -79,21 +82,22 @@ class PretrainedModel:
     def __init__(self, settings: FinetuneSettings) -> None:
         path = Path(settings.base)
         self.folder = PretrainedFolder(path)
-        description = self.folder.description
         check_continues_texts(self.folder.config, path)
         tokenizer = FolderTokenizer.load(self.folder.path)
         assert isinstance(tokenizer, FolderTokenizer)
         tokenizer.source = self.folder.path
         self.tokenizer = tokenizer
-        if self.tokenizer.vocab_size > description.vocab_size:
-            raise ConfigError(
-                f"the tokenizer of {path} has {self.tokenizer.vocab_size} ids, more than the {description.vocab_size} "
-                "of the model's vocabulary; it is another model's"
-            )
+        num_rows = self.folder.description.vocab_size
+        if (adapters := settings.lora.lora_from) is not None:
+            num_rows = adapters_vocab_size(adapters, self.folder.architecture, num_rows)
+            _check_tokenizer(Path(adapters), tokenizer)
+        self.folder.change_vocabulary_(with_new_tokens(settings, num_rows, tokenizer.vocab_size))
         self.identity: Mapping[str, Any] = {"base_sha256": digest_of(self.folder)}
-        self.settings = resolved(settings, description, path)
+        self.settings = resolved(settings, self.folder.description, path)
         _check_out(Path(settings.out), path)
-        if (quantization := _base_quantization(settings.lora)) is not None:
+        # Of new adapters or of those in a folder; None without any.
+        self.adapters = adapters_of(settings.lora, self.folder.config, self.folder.new_ids)
+        if (quantization := self._quantization()) is not None:
             quantization.check()
         self.trains_weights = not settings.lora.is_on
 
@@ -122,7 +126,7 @@ class PretrainedModel:
             self.folder,
             groups=groups,
             device=device,
-            quantization=_base_quantization(lora),
+            quantization=self._quantization(),
             **fields,
         )
         model = ModelChunks(loaded) if isinstance(loaded, list) else loaded
@@ -130,16 +134,41 @@ class PretrainedModel:
             assert isinstance(model, TransformerModel)
             torch.default_generator.manual_seed(settings.training.seed)
             if lora.lora_from is None:
-                add_lora_(model, lora.config(), architecture)
+                assert self.adapters is not None
+                add_lora_(model, self.adapters, architecture)
             else:
                 load_adapter_(model, lora.lora_from, architecture)
         return model
+
+    def _quantization(self) -> BaseQuantization | None:
+        """Return the quantization of the base model's linear layers, except layers that are trained."""
+        kind = self.settings.lora.base_quantization
+        if kind == "none" or self.adapters is None:
+            return None
+        is_resized = self.folder.description.vocab_size != self.folder.new_ids.start
+        return BaseQuantization(kind, unquantized(self.adapters, self.folder.architecture, is_resized=is_resized))
 
 
 def check_continues_texts(config: PretrainedConfig, path: Path) -> None:
     """Raise ConfigError unless the model in a folder continues texts."""
     if config.description.kind != "gpt":
         raise ConfigError(f"{path} is a {config.architecture.model_type} model, which does not continue texts")
+
+
+def with_new_tokens(settings: FinetuneSettings, num_rows: int, num_tokens: int) -> int:
+    """Return the model's number of ids in a run of ``settings``, for a folder's numbers of rows and of tokens.
+
+    Rows beyond the tokens stay, because many published models have some.
+
+    Raises:
+        ConfigError: there are more tokens than rows, and the settings do not add rows.
+    """
+    if num_tokens > num_rows and not settings.resize_vocab:
+        raise ConfigError(
+            f"the tokenizer of {settings.base} has {num_tokens} ids, and its model rows for {num_rows}: if tokens were "
+            "added to the tokenizer, --resize-vocab gives the model rows for them; if not, it is another model's"
+        )
+    return max(num_rows, num_tokens)
 
 
 def resolved(settings: S, model: ModelConfig, path: Path) -> S:
@@ -158,12 +187,51 @@ def with_dropout(model: ModelConfig, dropout: float | None) -> ModelConfig:
     return model if dropout is None else dataclasses.replace(model, hidden_dropout=dropout, attention_dropout=dropout)
 
 
-def _base_quantization(lora: LoraSettings) -> BaseQuantization | None:
-    """Return the quantization of the base model's linear layers, except layers that are trained whole."""
-    if lora.base_quantization == "none":
+def adapters_of(lora: LoraSettings, folder: PretrainedConfig, new_ids: Sequence[int]) -> LoraConfig | None:
+    """Return the configuration of a run's adapters, in a folder or new; None if it has none.
+
+    Args:
+        lora: settings of the run.
+        folder: configuration of the base model.
+        new_ids: ids that the run's model has and the base model has not.
+
+    Raises:
+        ConfigError: the rows of new ids are to be trained, and there are none.
+    """
+    if not lora.is_on:
         return None
-    config = lora.config() if lora.lora_from is None else read_adapter_config(lora.lora_from)
-    return BaseQuantization(lora.base_quantization, config.saves)
+    if lora.lora_from is not None:
+        return read_adapter_config(lora.lora_from)
+    config = lora.config()
+    if not lora.train_new_tokens:
+        return config
+    names = [path.rpartition(".")[2] for path in named_outer_paths(folder.architecture)]
+    if not new_ids:
+        raise ConfigError(
+            f"--train-new-tokens: the model has rows for all tokens of its tokenizer, {folder.description.vocab_size}, "
+            f"so none is new; leave it out, or train the rows of all tokens: --lora-modules-to-save {' '.join(names)}"
+        )
+    if folder.description.share_embeddings_and_output_weights:
+        names = names[:1]
+    return dataclasses.replace(config, trainable_token_indices=dict.fromkeys(names, tuple(new_ids)))
+
+
+def unquantized(config: LoraConfig, architecture: Architecture, *, is_resized: bool) -> Callable[[str], bool]:
+    """Return whether the module at a path keeps its dtype: it is trained, or its rows are stored with the adapters."""
+    outer = named_outer_paths(architecture).keys() if is_resized else ()
+    return lambda path: path in outer or config.trains(path)
+
+
+def _check_tokenizer(adapters: Path, tokenizer: FolderTokenizer) -> None:
+    """Raise ConfigError if adapters were trained with other tokens than those of the base model's folder."""
+    if not (adapters / "tokenizer.json").exists():
+        return
+    of_adapters = PaddedTokenizer.load(adapters).vocab_size
+    if of_adapters != tokenizer.vocab_size:
+        raise ConfigError(
+            f"the adapters of {adapters} have a tokenizer of {of_adapters} ids, and {tokenizer.source} one of "
+            f"{tokenizer.vocab_size}; copy the adapters' tokenizer files into a copy of {tokenizer.source}, and give it"
+        )
 
 
 def digest_of(folder: PretrainedFolder) -> str:

@@ -31,7 +31,7 @@ def write_adapters(session: Session) -> None:
     agree(lambda: _remove(out, _MODEL_FILES) if session.ranks.is_first else None, group=control)
     # An absolute path is valid from any working directory.
     base = os.path.abspath(source.settings.base)
-    save_adapter(model, out, source.folder.architecture, base_model=base)
+    save_adapter(model, out, source.folder.architecture, base_model=base, base_vocab_size=source.folder.new_ids.start)
 
     def add_files() -> None:
         try:

@@ -28,6 +28,7 @@ from shardwise.core.tensor_files import StoredTensor, check_finite, read_box, re
 from shardwise.core.topology import gather_from_stages, model_groups
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_layers import LoraLayer
+from shardwise.models.adapters.trained_rows import ROWS
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import VocabEmbedding
@@ -36,6 +37,7 @@ from shardwise.storage.adapters.config_file import (
     Paths,
     config_json,
     read_adapter_config,
+    rows_to_train,
     trained_tensors,
     with_parameters,
 )
@@ -44,14 +46,17 @@ from shardwise.storage.adapters.model import (
     all_tensors,
     base_parameters,
     check_without_adapters,
+    lora_layers,
     trained_of,
 )
 from shardwise.storage.adapters.targets import (
     AdapterTarget,
     adapter_targets,
     all_paths,
+    named_outer_paths,
     outer_paths,
     paths_in_files,
+    trained_rows,
 )
 from shardwise.storage.huggingface.architectures import Architecture
 from shardwise.storage.huggingface.tensor_folder import weight_dtype
@@ -61,8 +66,11 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _FACTORS = r"(lora_[AB])\.weight|(lora_embedding_[AB]|lora_magnitude_vector)(?:\.weight)?"
 _KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.(?:{_FACTORS})")
+_ROWS_KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.token_adapter\.({ROWS})")
 # peft's wrappers add a name between a module's path and the names of its parameters.
-_WRAPPED = re.compile(rf"{re.escape(_PREFIX)}(.+?)(?:\.(base_layer|modules_to_save|original_module))?\.(weight|bias)")
+_WRAPPED = re.compile(
+    rf"{re.escape(_PREFIX)}(.+?)(?:\.((?:token_adapter\.)?base_layer|modules_to_save|original_module))?\.(weight|bias)"
+)
 
 # The name of a tensor of the base model, or the path and name of a factor.
 _Place = str | tuple[str, str]
@@ -95,6 +103,10 @@ def load_adapter_(model: TransformerModel, folder: str | os.PathLike[str], archi
                 for name, layout in adapter.param_layouts.items():
                     whole = adapter.from_file(name, found.values[target.path, name])
                     adapter.get_parameter(name).copy_(layout.take(whole, adapter.group.rank()))
+        for path, copies in trained_rows(model, architecture).items():
+            for rows in copies:
+                own = rows.param_layouts[ROWS].take(found.values[path, ROWS], rows.group.rank())
+                rows.trainable_tokens_delta.copy_(own)
     for each in trained_of(model).parameters:
         each.base.fill_({name: found.values[name] for name in each.tensors}, model.tp_group.rank())
     return found.config
@@ -106,6 +118,7 @@ def save_adapter(
     architecture: Architecture,
     *,
     base_model: str | None = None,
+    base_vocab_size: int | None = None,
 ) -> None:
     """Save the adapters of a model for ``peft`` and ``load_adapter_``, with trained biases and fully trained modules.
 
@@ -116,6 +129,8 @@ def save_adapter(
         folder: destination, created if missing; an adapter in it is replaced.
         architecture: the architecture that defines the names in the files.
         base_model: name or folder of the base model, stored as ``base_model_name_or_path``.
+        base_vocab_size: number of ids of the base model. If the model has others, the embedding and the output layer
+            are stored whole, as by ``peft``, unless the rows of all new ids are trained and stored.
 
     Raises:
         ConfigError: the model has no adapters, or the folder cannot be written to; raised on every rank.
@@ -139,6 +154,13 @@ def save_adapter(
         parts = each.base.composition.to_stored(whole)
         # Tensors that share memory cannot be stored.
         tensors |= {_key_of_base(name, adapted): parts[name].clone() for name in each.tensors}
+    for path, of_path in trained_rows(model, architecture).items():
+        for rows in of_path:
+            if not rows.param_replicas[ROWS].is_copy:
+                whole = gather_parameter(rows.trainable_tokens_delta, rows.param_layouts[ROWS], group=rows.group)
+                tensors[_key_of_rows(path)] = whole.cpu()
+    resized = base_vocab_size is not None and model.vocab_size != base_vocab_size
+    tensors |= _resized_weights(model, architecture, adapted, base_vocab_size or 0) if resized else {}
     facts = [
         (target.path, target.layer.lora_config, target.transposed)
         for target, _ in pairs
@@ -163,6 +185,65 @@ def save_adapter(
     # Only one rank of the model and its data-parallel replicas writes.
     writes = all(group.rank() == 0 for group in everyone)
     agree(lambda: _write(Path(folder), config, tensors) if writes else None, group=everyone)
+
+
+def _resized_weights(
+    model: TransformerModel, architecture: Architecture, adapted: Collection[str], base_vocab_size: int
+) -> dict[str, Tensor]:
+    """Return this stage's weights of ids, by their keys, but those that are trained or whose new rows all are.
+
+    Collective over the tensor-parallel group.
+    """
+    outer, tensors = outer_paths(model, architecture), dict[str, Tensor]()
+    rows = rows_to_train(
+        next((layer.lora_config for layer in lora_layers(model)), LoraConfig()),
+        list(outer),
+        model.vocab_size,
+        is_tied=model.share_embeddings_and_output_weights,
+    )
+    new = set(range(base_vocab_size, model.vocab_size))
+    trained = {name for each in trained_of(model).parameters for name in each.tensors}
+    modules: dict[str, Any] = dict(model.named_modules())
+    for path, (name, _) in outer.items():
+        layer = modules.get(name)
+        if layer is None or layer.weight is None or layer.param_replicas["weight"].is_copy:
+            continue
+        if f"{path}.weight" in trained or (new and new.issubset(rows.get(path, ()))):
+            continue
+        key = _key_of_base(f"{path}.weight", adapted)
+        if path in rows:
+            key = f"{_PREFIX}{path}.token_adapter.base_layer.weight"
+        whole = gather_parameter(layer.weight, layer.param_layouts["weight"], group=model.tp_group)
+        # Tensors that share memory cannot be stored.
+        tensors[key] = whole.cpu().clone()
+    return tensors
+
+
+def adapters_vocab_size(folder: str | os.PathLike[str], architecture: Architecture, num_rows: int) -> int:
+    """Return the number of ids of the model that a folder's adapters were trained on.
+
+    It is that of the rows of the embedding or the output layer in the files, or of adapters on them. Without such rows
+    it is ``num_rows``, that of the base model, and one more for each further id whose rows were trained alone.
+
+    Raises:
+        CheckpointError, ConfigError: as ``load_adapter_``.
+    """
+    config, path = read_adapter_config(folder), Path(folder) / WEIGHTS_NAME
+    stored = read_header(path) if path.exists() else {}
+    outer = named_outer_paths(architecture)
+    for key, tensor in stored.items():
+        factor, base = _KEY.fullmatch(key), _WRAPPED.fullmatch(key)
+        if base is not None and base[1] in outer and base[3] == "weight":
+            return tensor.shape[0]
+        if factor is not None and factor[1] in outer:
+            name = factor[2] or factor[3]
+            if name in ("lora_B", "lora_embedding_A"):
+                return tensor.shape[name == "lora_embedding_A"]
+    given = config.trainable_token_indices
+    ids = {each for some in (given.values() if isinstance(given, Mapping) else [given]) for each in some}
+    while num_rows in ids:
+        num_rows += 1
+    return num_rows
 
 
 def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -220,10 +301,20 @@ def _read(folder: Path, model: TransformerModel, architecture: Architecture, kno
     needed |= {f"{each}.weight": (model.vocab_size or 0, model.config.hidden_size) for each in outer}
     for target in adapter_targets(model, architecture):
         needed |= {(target.path, name): shape for name, shape in _shapes(target, config).items()}
+    rows = rows_to_train(config, list(outer), model.vocab_size, is_tied=model.share_embeddings_and_output_weights)
+    needed |= {(name, ROWS): (len(ids), model.config.hidden_size) for name, ids in rows.items()}
     # A path in a file, and what has its adapter: all but parameters can have one in the file without being named.
     by_file = {path: path for path in every.in_layers | every.outer} | {files[path]: path for path in files}
-    chosen = _by_place(path, by_file, known, needed, has_experts=bool(every.parameters))
-    paths = {place[0] for place in chosen if isinstance(place, tuple)}
+    chosen = _by_place(
+        path,
+        by_file,
+        known,
+        needed,
+        has_experts=bool(every.parameters),
+        outer=outer,
+        is_tied=model.share_embeddings_and_output_weights,
+    )
+    paths = {place[0] for place in chosen if isinstance(place, tuple) and place[1] != ROWS}
     tensors = {place for place in chosen if isinstance(place, str)}
     named = {each for each in all_named if not config.saves(each)}
     if unnamed := sorted(paths - named):
@@ -238,6 +329,7 @@ def _read(folder: Path, model: TransformerModel, architecture: Architecture, kno
         for name in _factors(outer.get(each, ("", ""))[0] not in ("", "output_layer"), config)
         if (each, name) not in chosen
     ]
+    lacking += [_key_of_rows(name) for name in rows if (name, ROWS) not in chosen]
     if lacking or not paths:
         raise CheckpointError(f"{str(path)!r} lacks {min(lacking) if paths else 'every tensor'}")
     for name in tensors - trained:
@@ -260,6 +352,8 @@ def _by_place(
     needed: Mapping[_Place, tuple[int, ...]],
     *,
     has_experts: bool,
+    outer: Collection[str],
+    is_tied: bool,
 ) -> dict[_Place, StoredTensor]:
     """Return the tensors of a file by their places in the model; check the shapes of those that this stage needs."""
     chosen: dict[_Place, StoredTensor] = {}
@@ -269,6 +363,17 @@ def _by_place(
         if (match := _KEY.fullmatch(key)) is not None and match[1] in by_file:
             path_here = by_file[match[1]]
             place, is_here = (path_here, match[2] or match[3]), path_here in own
+        elif (match := _ROWS_KEY.fullmatch(key)) is not None and f"{match[1]}.weight" in known:
+            place = match[1], match[2]
+            if place not in needed:
+                if is_tied:
+                    # The output layer's copy of the embedding's rows.
+                    continue
+                raise CheckpointError(
+                    f"{str(path)!r} has {key!r}, and trainable_token_indices in {CONFIG_NAME} does not name "
+                    f"{match[1]}; correct the configuration, or take the tensor out of the file"
+                )
+            is_here = True
         elif (match := _WRAPPED.fullmatch(key)) is not None and f"{match[1]}.{match[3]}" in known:
             place = f"{match[1]}.{match[3]}"
             is_here = place in needed
@@ -284,10 +389,17 @@ def _by_place(
             raise CheckpointError(
                 f"{str(path)!r} is of another model: it has {key!r}, for which this model has no place"
             )
-        if is_here and stored.shape != needed.get(place):
+        if is_here and stored.shape != (shape := needed.get(place, ())):
+            of_ids = isinstance(place, str) and place.removesuffix(".weight") in outer
+            if of_ids and stored.shape[1:] == shape[1:]:
+                raise CheckpointError(
+                    f"{str(path)!r} has {key!r} for {stored.shape[0]} ids, and this model has {shape[0]}: tokens were "
+                    f"added to the adapters' model; load this one with as many (load_pretrained(..., vocab_size="
+                    f"{stored.shape[0]}), which commands do for a Hugging Face folder)"
+                )
             raise CheckpointError(
                 f"{str(path)!r} is of another model: {key!r} has shape {list(stored.shape)}, this model needs "
-                f"{list(needed.get(place, ()))}"
+                f"{list(shape)}"
             )
         weight_dtype(stored)
         chosen[place] = stored
@@ -320,6 +432,10 @@ def _key_of(path: str, name: str) -> str:
     """Return a factor's name in a file, to which ``peft`` does not always add ``weight``."""
     plain = name == "lora_magnitude_vector" or name.startswith("lora_embedding")
     return f"{_PREFIX}{path}.{name}" + ("" if plain else ".weight")
+
+
+def _key_of_rows(path: str) -> str:
+    return f"{_PREFIX}{path}.token_adapter.{ROWS}"
 
 
 def _key_of_base(tensor: str, adapted: Collection[str]) -> str:

@@ -5,7 +5,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -32,7 +32,6 @@ _VARIANTS = (
     "lora_bias",
     "megatron_config",
     "monteclora_config",
-    "trainable_token_indices",
     "use_bdlora",
     "use_qalora",
     "velora_config",
@@ -41,6 +40,14 @@ _VARIANTS = (
 _Integer = Annotated[Any, "an integer", lambda value: type(value) is int]
 _Number = Annotated[
     Any, "a finite number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max
+]
+_Ids = Annotated[
+    Any,
+    "a list of ids, or an object of such lists",
+    lambda value: all(
+        isinstance(ids, list) and all(type(each) is int for each in ids)
+        for ids in (value.values() if isinstance(value, dict) else [value])
+    ),
 ]
 _Names = Annotated[list[str], "a list of names"]
 _Pattern = Annotated[list[str] | str, "a list of names, or a regular expression"]
@@ -64,9 +71,10 @@ class _Fields(_RequiredFields, total=False):
     layers_pattern: _Pattern
     exclude_modules: _Pattern
     target_parameters: _Names
+    trainable_token_indices: _Ids
 
 
-_NONE_IF_EMPTY = ("rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters")
+_NONE_IF_EMPTY = ("rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters", "trainable_token_indices")
 
 
 def read_adapter_config(folder: str | os.PathLike[str]) -> LoraConfig:
@@ -123,6 +131,8 @@ def _lora_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
         given["layers_pattern"] = [pattern] if pattern else []
     given |= {name: float(given[name]) for name in ("lora_alpha", "lora_dropout") if name in given}
     given["alpha_pattern"] = {name: float(alpha) for name, alpha in given.get("alpha_pattern", {}).items()}
+    if isinstance(ids := given.get("trainable_token_indices"), dict):
+        given["trainable_token_indices"] = {name: tuple(each) for name, each in ids.items()}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
@@ -159,6 +169,7 @@ def config_json(
         "layers_pattern": list(config.layers_pattern) or None,
         "exclude_modules": _as_json(config.exclude_modules) or None,
         "target_parameters": _as_json(config.target_parameters if names_will_do else parameters) or None,
+        "trainable_token_indices": config.trainable_token_indices or None,
         "fan_in_fan_out": transposed,
         "init_lora_weights": True,
     }
@@ -235,6 +246,52 @@ def trained_tensors(config: LoraConfig, tensors: Iterable[str], chosen: Collecti
         return is_bias or config.saves(path)
 
     return {tensor for tensor in tensors if is_trained(*tensor.rpartition(".")[::2])}
+
+
+def rows_to_train(
+    config: LoraConfig, outer: Sequence[str], vocab_size: int, *, is_tied: bool
+) -> dict[str, tuple[int, ...]]:
+    """Return the ids whose rows are trained, by the paths of their weights.
+
+    Args:
+        config: the adapters' configuration.
+        outer: paths of the embedding and of the output layer; empty for a model without them.
+        vocab_size: number of ids of the model.
+        is_tied: whether both are one weight, which is then named by the embedding alone.
+
+    Raises:
+        ConfigError: a name or an id is not of the model, or a weight is adapted in another way, too.
+    """
+    given = config.trainable_token_indices
+    if not given:
+        return {}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, ids in given.items() if isinstance(given, Mapping) else (("", given),):
+        path = next((each for each in outer if f".{each}".endswith(f".{name}" if name else each)), None)
+        if path is None or path in found:
+            raise ConfigError(
+                f"trainable_token_indices names {name!r}, which is {'there twice' if path else 'no such layer'}; the "
+                f"model has rows of ids in {', '.join(outer) or 'no layer that can have adapters'}"
+            )
+        if (largest := max(ids)) >= vocab_size:
+            raise ConfigError(
+                f"trainable_token_indices of {path} has {largest}, and the model has rows for {vocab_size} ids; name "
+                "ids below, or load the model with more (vocab_size)"
+            )
+        found[path] = ids
+    others = outer if is_tied else list(found)
+    both = next((path for path in others if config.saves(path) or config.chooses(path, in_layers=False)), None)
+    if both is not None:
+        raise ConfigError(
+            f"{both} is in modules_to_save or gets an adapter, and trainable_token_indices trains some of its rows; "
+            "leave it out of one of them"
+        )
+    if is_tied and (of_output := found.pop(outer[1], None)) not in (None, found.get(outer[0])):
+        raise ConfigError(
+            f"trainable_token_indices of {outer[1]} is {list(of_output or ())}, and of {outer[0]}, the same weight, "
+            f"{list(found.get(outer[0], ()))}; name the same ids, or {outer[0]} alone"
+        )
+    return found
 
 
 def check_targets(paths: Paths, tensors: Iterable[str], config: LoraConfig) -> None:

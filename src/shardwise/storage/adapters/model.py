@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,13 +19,14 @@ from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.adapters.lora_embedding import LoraEmbedding
 from shardwise.models.adapters.lora_experts import LoraExperts, LoraRouter, check_experts
 from shardwise.models.adapters.lora_layers import LoraColumn, LoraLayer, LoraLinear
+from shardwise.models.adapters.trained_rows import TrainedRows, TrainedRowsColumn, TrainedRowsEmbedding
 from shardwise.models.experts.moe import ExpertWeights
 from shardwise.models.experts.router import Router
 from shardwise.models.transformer.heads import Heads
 from shardwise.models.transformer_model import TransformerModel
-from shardwise.nn import VocabEmbedding
+from shardwise.nn import ColumnLinear, VocabEmbedding
 from shardwise.nn.quantization import QuantizedTensor
-from shardwise.storage.adapters.config_file import check_targets, trained_tensors, with_parameters
+from shardwise.storage.adapters.config_file import check_targets, rows_to_train, trained_tensors, with_parameters
 from shardwise.storage.adapters.targets import AdapterTarget, adapter_targets, all_paths, outer_paths
 from shardwise.storage.huggingface.architectures import Architecture
 from shardwise.storage.huggingface.mapping import Composition, compose
@@ -76,7 +77,12 @@ def add_adapters_(
 ) -> None:
     """Add adapters to a model without any at the paths ``chosen``, and train the base tensors ``trained``."""
 
+    outer = outer_paths(model, architecture)
+    is_tied = model.share_embeddings_and_output_weights
+    rows = dict[str, tuple[int, ...]]()
+
     def check() -> None:
+        rows.update(rows_to_train(config, list(outer), model.vocab_size, is_tied=is_tied))
         check_trainable(base_parameters(model, architecture), trained, chosen, architecture)
         for target in adapter_targets(model, architecture):
             if target.path in chosen and isinstance(target.layer, ExpertWeights):
@@ -90,8 +96,6 @@ def add_adapters_(
                 )
 
     agree(check, group=model_groups(model.groups))
-    outer = outer_paths(model, architecture)
-    is_tied = model.share_embeddings_and_output_weights
     if is_tied and any(path in chosen or f"{path}.weight" in trained for path in outer):
         model.untie_()
     parameters = base_parameters(model, architecture)
@@ -112,6 +116,7 @@ def add_adapters_(
                 LoraExperts.add(first.layer, {target.name: config.at(target.path) for target in targets}, sections)
             else:
                 LoraLinear.add(first.layer, config, sections, {target.name: target.path for target in targets})
+    _train_rows_(model, {outer[path][0]: ids for path, ids in rows.items()}, config)
     for layer in lora_layers(model):
         # Files have the patterns too.
         layer.lora_config = config
@@ -123,6 +128,20 @@ def add_adapters_(
         for layer in lora_layers(part):
             layer.layer_number = number
     train_(model, parameters, trained)
+
+
+def _train_rows_(model: TransformerModel, rows: Mapping[str, Sequence[int]], config: LoraConfig) -> None:
+    """Train rows of the embedding and the output layer, given by their names in the model, in place."""
+    modules = dict(model.named_modules())
+    embedding, output = modules.get("embedding.word_embeddings"), modules.get("output_layer")
+    shared: TrainedRows | None = None
+    of_embedding = rows.get("embedding.word_embeddings", ())
+    if of_embedding and isinstance(embedding, VocabEmbedding):
+        shared = TrainedRowsEmbedding.add(embedding, of_embedding, config)
+    is_tied = model.share_embeddings_and_output_weights
+    of_output = (shared or of_embedding) if is_tied else rows.get("output_layer", ())
+    if of_output and isinstance(output, ColumnLinear):
+        TrainedRowsColumn.add(output, of_output, config)
 
 
 def lora_layers(model: nn.Module) -> Iterator[LoraLayer]:

@@ -13,6 +13,7 @@ from shardwise.core.topology import gather_from_stages
 from shardwise.core.validation import on_host
 from shardwise.models.adapters.adapter import Adapter
 from shardwise.models.adapters.lora_layers import LoraLayer
+from shardwise.models.adapters.trained_rows import TrainedRows, TrainedRowsLayer
 from shardwise.models.experts.moe import ExpertWeights
 from shardwise.models.experts.router import Router
 from shardwise.models.gpt import GPT
@@ -102,14 +103,32 @@ def all_paths(model: TransformerModel, architecture: Architecture) -> Paths:
 
 def outer_paths(model: TransformerModel, architecture: Architecture) -> dict[str, tuple[str, str]]:
     """Map the paths of the embedding and the output layer to their names in our model and in messages."""
-    if not isinstance(model, GPT):
-        return {}
+    return named_outer_paths(architecture) if isinstance(model, GPT) else {}
+
+
+def named_outer_paths(architecture: Architecture) -> dict[str, tuple[str, str]]:
+    """Return ``outer_paths`` of the GPTs of an architecture; the embedding comes first."""
     parts = {"embedding.word_embeddings": "the embedding", "output_layer": "the output layer"}
     found = {}
     for name, what in parts.items():
         with contextlib.suppress(ConfigError):
-            (path,) = compose(architecture.table, f"{name}.weight", (1, 1), Heads(*model.config.heads)).stored_shapes
+            (path,) = compose(architecture.table, f"{name}.weight", (1, 1), Heads(1, 1, 1)).stored_shapes
             found[path.removesuffix(".weight")] = name, what
+    return found
+
+
+def trained_rows(model: TransformerModel, architecture: Architecture) -> dict[str, list[TrainedRows]]:
+    """Return the trained rows on this stage by the paths of their weights; with tied weights both are the embedding's.
+
+    The last stage has copies of the rows of a tied weight.
+    """
+    outer, found = outer_paths(model, architecture), dict[str, list[TrainedRows]]()
+    for path, (name, _) in outer.items():
+        layer = dict(model.named_modules()).get(name)
+        if isinstance(layer, TrainedRowsLayer) and not layer.lora_shared:
+            found.setdefault(next(iter(outer)) if model.share_embeddings_and_output_weights else path, []).append(
+                layer.trained_rows
+            )
     return found
 
 

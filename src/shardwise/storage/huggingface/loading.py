@@ -30,6 +30,9 @@ from shardwise.storage.huggingface.mapping import Composition, compose
 from shardwise.storage.huggingface.pretrained import PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import TensorFolder, log_once, weight_dtype
 
+# Rows of a vocabulary that are read at once to compute their mean.
+_ROWS_AT_ONCE = 1024
+
 
 def load_pretrained(
     folder: str | Path | PretrainedFolder,
@@ -53,8 +56,8 @@ def load_pretrained(
         dtype: dtype of the parameters; None for the dtype of ``config.json``, or else of the first tensor.
         device: device of the parameters; None for PyTorch's default device, or this rank's GPU for groups of GPUs.
         max_sequence_length: maximum length, for models without learned positions; None for that of ``config.json``.
-        vocab_size: size of the vocabulary; None for that of ``config.json``. Rows of ids that the folder lacks are 0;
-            surplus rows are not read.
+        vocab_size: size of the vocabulary; None for that of ``config.json``. Rows of ids that the folder lacks are the
+            mean of its rows, with the same bits at every number of ranks; surplus rows are not read.
         quantization: which weights are quantised and frozen; None for none.
         **settings: fields of ``ModelConfig`` that the folder lacks, or that override its values (``hidden_dropout``).
 
@@ -195,12 +198,15 @@ def check_shapes(folder: TensorFolder, composition: Composition, names: Mapping[
 def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolder, names: Mapping[str, str]) -> None:
     """Read this rank's part of a parameter into ``shard.data``, with at most as much additional memory.
 
-    Rows beyond the stored ones are set to 0. Raises CheckpointError if a value is not finite.
+    Rows beyond the stored ones are set to the mean of all stored rows. Raises CheckpointError if a value is not finite.
     """
     layout, target = shard.layout, shard.data.detach()
-    if layout.global_shape[0] > composition.shape[0]:
-        target.zero_()
     rows = _own_rows(shard)
+    place, num_stored = 0, composition.shape[0]
+    for start, stop in rows:
+        if stop > num_stored:
+            target[place + max(num_stored - start, 0) : place + stop - start] = _mean_row(composition, folder, names)
+        place += stop - start
     columns: Sequence[Interval] = [(0, size) for size in composition.shape[1:]]
     if layout.dim == 1:
         columns = layout.intervals[shard.rank]
@@ -218,6 +224,28 @@ def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolde
                     taken = values[stored.start - first :: stored.step][: stored.rows]
                     part[stored.place : stored.place + stored.rows].copy_(taken)
                 place += stop - start
+
+
+def _mean_row(composition: Composition, folder: TensorFolder, names: Mapping[str, str]) -> Tensor:
+    """Return the mean of all rows of a parameter that is stored as one tensor, in fp64.
+
+    Pairs of rows are added one by one, in the same order at every number of ranks and of threads.
+    """
+    (piece,) = composition.pieces
+    stored = folder.tensors[names[piece.tensor]]
+    total = torch.zeros(composition.shape[1:], dtype=torch.float64)
+    for start in range(0, piece.rows, _ROWS_AT_ONCE):
+        count = min(_ROWS_AT_ONCE, piece.rows - start)
+        box = (start, *(0 for _ in total.shape)), (count, *total.shape)
+        rows = _read(folder, stored.name, composition, *box, piece.block)
+        check_finite(rows, f"tensor {stored.name!r} of {stored.file}")
+        rows = rows.double()
+        while len(rows) > 1:
+            half = len(rows) // 2
+            rows[:half] += rows[-half:]
+            rows = rows[: len(rows) - half]
+        total += rows[0]
+    return total / piece.rows
 
 
 def _own_rows(shard: ParamShard) -> Sequence[Interval]:

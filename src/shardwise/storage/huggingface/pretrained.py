@@ -219,10 +219,15 @@ class PretrainedFolder:
         return self.architecture.table_with("fused" if fused else None)
 
     def change_vocabulary_(self, size: int) -> None:
-        """Set the size of the vocabulary, at least 1: the folder's first ids; ids that it lacks get rows of 0."""
+        """Set the size of the vocabulary, at least 1: the folder's first ids; ids that it lacks get the mean row."""
         if size < 1:
             raise ConfigError(f"vocab_size is {size}; a vocabulary needs at least 1 id")
         self.description = dataclasses.replace(self.description, vocab_size=size)
+
+    @property
+    def new_ids(self) -> range:
+        """Ids of the vocabulary that the folder has no rows for."""
+        return range(self._stored_vocab_size, self.description.vocab_size)
 
     def stored_shape(self, key: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape in the folder of the parameter ``key``, which has ``shape`` in the model."""
