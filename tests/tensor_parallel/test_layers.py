@@ -246,6 +246,28 @@ def test_an_output_of_a_dtype_of_its_own(group, sequence_parallel, frozen):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_bias_of_fp32_widens_the_output_under_autocast(group, sequence_parallel):
+    """Megatron multiplies in autocast's dtype and adds the bias to the product in its own."""
+    config = config_of(dtype=torch.float32, sequence_parallel=sequence_parallel)
+    for layer, cut in ((column(group, 7, 13, config=config), 2), (row(group, 7, 13, config=config), 0)):
+        torch.nn.init.constant_(layer.bias, 0.3)
+        dense = whole_parameters(layer, group)
+        x = torch.randn(S, B, 7)
+        own = (split(x, 0, group) if sequence_parallel else x) if cut == 2 else split(x, 2, group)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = layer(own, **({"sequence_length": S} if cut == 2 else {}))[0]
+        assert output.dtype == torch.float32
+        output.sum().backward()
+        product = F.linear(x.bfloat16().double(), dense["weight"].bfloat16().double())
+        expected = product + dense["bias"].double()
+        expected = split(expected, cut, group) if cut == 2 or sequence_parallel else expected
+        # The products are rounded to bf16, the bias is not.
+        assert_close_to(output.detach().double(), expected.detach(), rtol_of_norm=2**-7)
+        assert layer.bias.grad.unique().tolist() == [float(len(output) * B)]
+
+
+@pytest.mark.ranks(2)
 def test_an_output_of_a_dtype_of_its_own_beside_other_options(group):
     config = config_of(dtype=torch.bfloat16, gradient_accumulation_fusion=True)
     fused = column(group, 37, 13, config=config, output_dtype=torch.float32)

@@ -296,6 +296,8 @@ class RowParallelLinear(MegatronLinear, RowLinear):
             input_ = self.scatter(input_)
         if self.skip_bias_add:
             return self._apply_linear(input_, None), self.bias
+        if self._has_wide_bias(input_):
+            return self._apply_linear(input_, None) + self.bias, None
         return RowLinear.forward(self, input_), None
 
 

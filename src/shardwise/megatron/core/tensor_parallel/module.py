@@ -211,6 +211,8 @@ class MegatronLinear(MegatronLayer, ParallelLinear):
                 "this layer is called inside config._cpu_offloading_context with cpu_offloading=True, and activations "
                 "stay on their device here; set cpu_offloading=False, or use torch.autograd.graph.save_on_cpu()"
             )
+        if bias is not None and self._has_wide_bias(input_):
+            return self._multiply(input_, weight, None, sequence, parallelism) + bias
         if getattr(self._forward_impl, "__func__", None) is MegatronLinear._forward_impl:
             return super()._multiply(input_, weight, bias, sequence, parallelism)
         parallelism = parallelism or self.parallelism
@@ -234,6 +236,13 @@ class MegatronLinear(MegatronLayer, ParallelLinear):
             **({} if self.output_dtype is None else {"output_dtype": self.output_dtype}),
         )
         return reduce_product(output, parallelism, self.group)
+
+    def _has_wide_bias(self, input_: Tensor) -> bool:
+        """True under autocast with a bias of another dtype, which widens the output, as in Megatron."""
+        kind = input_.device.type
+        if self.bias is None or not torch.is_autocast_enabled(kind):
+            return False
+        return bool(self.bias.dtype != torch.get_autocast_dtype(kind))
 
     def extra_repr(self) -> str:
         return (
