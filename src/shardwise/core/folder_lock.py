@@ -55,7 +55,8 @@ class FolderLock:
             self._descriptor = self._lock(flag)
         except OSError as error:
             self._remove_made()
-            raise cannot_write(folder, error.strerror or str(error), flag) from error
+            place = f"{self.path}: " if error.filename == str(self.path) else ""
+            raise cannot_write(folder, f"{place}{error.strerror or error}", flag) from error
         except ConfigError:
             self._remove_made()
             raise

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from hf_references import Reference
 
 from shardwise.cli.main import main
+from shardwise.core.errors import CheckpointError
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.processes.ranks import open_ranks
 from shardwise.run.tasks.model_card import model_card
 from shardwise.storage.huggingface import load_pretrained, read_config, save_pretrained
-from shardwise.storage.huggingface.tensor_folder import companion_files, own_file, write_chat_template
+from shardwise.storage.huggingface.tensor_folder import TensorFolder, companion_files, own_file, write_chat_template
 
 SECRET = "correct horse battery staple"
 COMPANIONS = (
@@ -206,3 +207,9 @@ def test_a_tuned_folder_has_no_content_of_a_foreign_link(
         linked(out / "README.md", tmp_path / "private/key")
         assert main(["export-hf", str(out), "--merge", "--out", str(tmp_path / "merged")]) == 0
         assert with_the_secret(tmp_path / "merged") == []
+
+
+def test_weights_that_are_a_link_to_nothing_are_named(tmp_path):
+    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is a link that leads nowhere"):
+        TensorFolder(tmp_path)

@@ -148,6 +148,9 @@ def read_json(path: Path, *, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 def _read_index(folder: Path) -> dict[str, str]:
     path = folder / INDEX_NAME
     if not path.exists():
+        for each in (path, folder / WEIGHTS_NAME):
+            if each.is_symlink():
+                raise CheckpointError(f"{each} is a link that leads nowhere; put the file there")
         raise CheckpointError(_what_is_missing(folder))
     files = read_json(path, limit=MAX_TABLE_BYTES).get("weight_map")
     if not isinstance(files, dict) or not files:
