@@ -143,3 +143,8 @@ def test_parts_are_named():
     train, held_out = corpus_of("a\n" * 1000).split(held_out_bytes=500)
     assert train.name == "numbers (training: 1.5 kB)"
     assert held_out.name == "numbers (held out: 500 B)"
+
+
+def test_equal_documents_cannot_be_divided():
+    with pytest.raises(DataError, match="all 300 documents of the corpus 'text' are equal"):
+        Corpus("text", ("a",) * 300).split(held_out_fraction=0.03)

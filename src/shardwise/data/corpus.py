@@ -111,6 +111,11 @@ class Corpus:
                 kept[index], held_out[index] = head, tail
             remaining -= len(tail.encode()) * len(same)
         if not any(kept):
+            if len(set(self.documents)) == 1 < len(self.documents):
+                raise DataError(
+                    f"all {len(self.documents)} documents of the corpus {self.name!r} are equal, and equal documents "
+                    "are held out together; give different texts"
+                )
             raise DataError(
                 f"the corpus {self.name!r} of {self.num_bytes} bytes is too small to hold out {target} bytes and to "
                 f"keep some to learn from; give more text or hold out less"

@@ -130,9 +130,13 @@ class WithExperts(Architecture):
         shared = None
         if self.shared is not None:
             shared = fields.get(int, "shared_expert_intermediate_size", default=self.shared)
+        num = fields.get(int, *self.names, default=self.num)
+        per_token = fields.get(int, "num_experts_per_tok", default=self.per_token)
+        if per_token > num:
+            raise fields.error("num_experts_per_tok", per_token, f"at most {num}, the number of experts")
         return Experts(
-            num=fields.get(int, *self.names, default=self.num),
-            per_token=fields.get(int, "num_experts_per_tok", default=self.per_token),
+            num=num,
+            per_token=per_token,
             ffn_hidden_size=fields.get(int, self.width[0], default=self.width[1]),
             layers=self._read_layers(fields, num_layers) if self.chooses_layers else None,
             normalizes_weights=self.normalizes is None or fields.get(bool, "norm_topk_prob", default=self.normalizes),
