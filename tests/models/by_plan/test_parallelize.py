@@ -192,6 +192,10 @@ def test_models_that_cannot_be_split_are_refused_and_unchanged(group: ProcessGro
     tied = made("Llama", {"tie_word_embeddings": True})
     tied._tp_plan = tied._tp_plan | {"lm_head": "rowwise_split_input"}
     refused(tied, "lm_head: rowwise_split_input splits a parameter that model.embed_tokens: embedding_rowwise splits")
+    shared = made("Llama", {})
+    shared.model.other = nn.Embedding(37, 24)
+    shared.model.other.weight = shared.model.layers[0].mlp.up_proj.weight
+    refused(shared, r"model.other.weight is the parameter that model.layers.0.mlp.up_proj: colwise splits")
     refused(torch.compile(made("Llama", {}), backend="eager"), "it is compiled")
     quantized = made("Llama", {})
     quantized.hf_quantizer = object()

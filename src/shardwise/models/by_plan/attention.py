@@ -91,20 +91,25 @@ def heads_of(module: nn.Module, config: Any, num_ranks: int) -> AttentionHeads |
     if not any(hasattr(module, name) for name in (*_QUERIES, *_GROUPS, *_PER_GROUP, *_WIDTHS)):
         return None
     config = getattr(module, "config", config)
-
-    def number(*names: str) -> int | None:
-        for owner in (module, config):
-            for name in names:
-                if type(value := getattr(owner, name, None)) is int:
-                    return value
-        return None
-
-    queries = number(*_QUERIES)
+    # Numbers of one owner belong together: some layers have other heads than the configuration says.
+    owner = module if _number(module, _QUERIES) else config
+    queries = _number(owner, _QUERIES)
     if queries is None:
         return None
-    per_group = next((getattr(module, name) for name in _PER_GROUP if hasattr(module, name)), None)
-    groups = queries // per_group if type(per_group) is int else number(*_GROUPS) or queries
+    if owner is module and _number(module, _GROUPS) is None and _number(config, _QUERIES) == queries:
+        owner = config
+    per_group = _number(module, _PER_GROUP)
+    groups = queries // per_group if per_group else _number(owner, _GROUPS) or queries
+    if queries % groups:
+        raise ConfigError(
+            f"{type(module).__name__} has {queries} heads, not a multiple of its {groups} key-value heads; use one rank"
+        )
     return AttentionHeads(queries, groups, _split(queries, groups, num_ranks))
+
+
+def _number(owner: Any, names: tuple[str, ...]) -> int | None:
+    found = (getattr(owner, name, None) for name in names)
+    return next((value for value in found if type(value) is int and value > 0), None)
 
 
 def _split(queries: int, groups: int, num_ranks: int) -> HeadSplit:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.core.communication.agreement import agree, check_same
-from shardwise.core.errors import ConfigError, ShardingError
+from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamLayout, Replicas
 from shardwise.core.topology import Groups
 from shardwise.models.by_plan.attention import READERS, AttentionHeads, heads_of
@@ -86,8 +86,6 @@ def parallelize(model: nn.Module, groups: Groups) -> nn.Module:
         if heads is not None:
             heads.rewrite_(module, groups.tp.rank())
     model.register_forward_hook(work.copies.forget, always_call=True)
-    _tie_again_(model, work)
-    vars(model)["parallel_groups"] = groups
     return model
 
 
@@ -111,6 +109,7 @@ def _prepared(model: nn.Module, groups: Groups) -> tuple[list[_Place], _Work]:
         )
     for place in places:
         _lay_out(place, work)
+    _check_owners(places, work)
     return places, work
 
 
@@ -118,7 +117,7 @@ def _check_model(model: nn.Module) -> None:
     for name, reason in _WRAPPERS.items():
         if getattr(model, name, None) is not None:
             raise ConfigError(f"{type(model).__name__} cannot be split: {reason}")
-    if "parallel_groups" in vars(model) or any(hasattr(module, "param_layouts") for module in model.modules()):
+    if any(hasattr(module, "param_layouts") for module in model.modules()):
         raise ConfigError(f"{type(model).__name__} is split already; load a new model, or use this one")
     for name, param in model.named_parameters():
         if type(param) is not Parameter or not param.is_floating_point():
@@ -174,7 +173,8 @@ def _places(model: nn.Module, plan: dict[str, str], modules: dict[str, nn.Module
         source = READERS.get(own)
         if source and _wildcard(name) not in plan and plan.get(_wildcard(f"{parent}.{source}")) == "colwise":
             features = getattr(modules.get(f"{parent}.{source}"), "out_features", None)
-            if any(param is not None and tuple(param.shape) == (features,) for param in module._parameters.values()):
+            shapes = [tuple(param.shape) for param in module._parameters.values() if param is not None]
+            if (features,) in shapes and features != getattr(modules[parent], "head_dim", None):
                 raise ConfigError(
                     f"{name}: the plan of {type(model).__name__} splits {source}, and {own} normalizes the features of "
                     "all heads together; use one tensor-parallel rank"
@@ -234,6 +234,31 @@ def _balanced(shape: tuple[int, ...], dim: int, size: int, style: Style, place: 
     )
 
 
+def _check_owners(places: list[_Place], work: _Work) -> None:
+    """Check that each module with a split parameter has a style that can carry it out."""
+    planned = {(place.owner, name) for place in places for name in _params_of(place)}
+    for name, module in work.modules.items():
+        for own, param in module._parameters.items():
+            layout = None if param is None else work.layouts.get(param)
+            if layout is not None and layout[1].dim is not None and (module, own) not in planned:
+                raise ConfigError(
+                    f"{name}.{own} is the parameter that {layout[0]} splits, and the plan has no style for it; untie "
+                    "them (tie_word_embeddings), or use one tensor-parallel rank"
+                )
+    for place in places:
+        module, style = place.owner, place.style
+        sums = place.parameter is None and style.dim == -1 and style.source is not None
+        if sums and not _is_linear(module) and getattr(module, "bias", None) is not None:
+            raise ConfigError(
+                f"{place.name}: {place.style_name} of a {type(module).__name__} with a bias adds it on every rank; "
+                "use one tensor-parallel rank"
+            )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module).forward is nn.Linear.forward
+
+
 def _attention(place: _Place, work: _Work) -> tuple[AttentionHeads | None, str]:
     """Return the heads of the attention module that a place is in, and the place's name there."""
     parts = place.name.split(".")
@@ -250,7 +275,7 @@ def _attention(place: _Place, work: _Work) -> tuple[AttentionHeads | None, str]:
 
 def _carry_out_(place: _Place, work: _Work) -> None:
     module, style = place.owner, place.style
-    if place.parameter is None and type(module).forward is nn.Linear.forward and style.dim is not None:
+    if place.parameter is None and _is_linear(module) and style.dim is not None:
         if module not in work.replaced:
             work.replaced[module] = _linear(module, style, work)
         parent, _, own = place.name.rpartition(".")
@@ -264,13 +289,15 @@ def _carry_out_(place: _Place, work: _Work) -> None:
             set_replicas_(module, Replicas(summed_over=("tp",)), name)
     if place.parameter is not None or module in work.replaced:
         return
-    if style.dim == -1 and style.source is not None and getattr(module, "bias", None) is not None:
-        raise ShardingError(f"{place.name}: {type(module).__name__} adds its bias on every rank")
     work.replaced[module] = module
     layout = getattr(module, "param_layouts", {}).get("weight")
     hooks = Hooks(style, work.group, work.copies, layout, _rotary_width(place, work))
     if place.style_name == "embedding_rowwise":
         hooks.install_vocabulary_(module)
+        # A norm in an embedding reads this rank's rows.
+        for part in module.modules():
+            if part is not module and part._parameters:
+                set_replicas_(part, Replicas(summed_over=("tp",)))
     else:
         hooks.install_(module)
 
@@ -324,11 +351,3 @@ def _linear(module: Any, style: Style, work: _Work) -> nn.Module:
     Hooks(style, work.group, work.copies, layout).install_(layer, sums=style.dim == -1)
     made: nn.Module = layer
     return made
-
-
-def _tie_again_(model: nn.Module, work: _Work) -> None:
-    """Give modules outside the plan the parts of the parameters that they share with split ones."""
-    for name, module in model.named_modules():
-        for own, param in list(module._parameters.items()):
-            if param is not None and param in work.parameters:
-                raise ShardingError(f"{name}.{own}: shares a split parameter, and the plan has no style for it")
