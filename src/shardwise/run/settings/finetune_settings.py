@@ -57,7 +57,7 @@ class LoraSettings(Checked, prefix="--"):
         lora_dora: learn the norms of the weights' rows separately from their directions (DoRA).
         lora_from: start from the adapters in this folder, which determine rank, strength and targets.
         lora_rslora: divide the strength by the square root of the rank, not by the rank, so that high ranks also learn.
-        train_new_tokens: train the rows of the embedding and the output layer that --resize-vocab adds, next to the
+        train_new_tokens: train the rows of the embedding and the output layer of tokens that were added, next to the
             adapters; all other rows stay as they are (peft's trainable_token_indices).
         base_quantization: store the frozen weights of linear layers in 8 bits (int8) or 4 bits (nf4); modules that are
             trained whole keep their dtype.

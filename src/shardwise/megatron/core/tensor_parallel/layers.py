@@ -296,8 +296,9 @@ class RowParallelLinear(MegatronLinear, RowLinear):
             input_ = self.scatter(input_)
         if self.skip_bias_add:
             return self._apply_linear(input_, None), self.bias
-        if self._has_wide_bias(input_):
-            return self._apply_linear(input_, None) + self.bias, None
+        wide = self._wide_bias(input_)
+        if wide is not None:
+            return self._apply_linear(input_, None) + wide, None
         return RowLinear.forward(self, input_), None
 
 

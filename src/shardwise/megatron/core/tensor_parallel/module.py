@@ -211,8 +211,9 @@ class MegatronLinear(MegatronLayer, ParallelLinear):
                 "this layer is called inside config._cpu_offloading_context with cpu_offloading=True, and activations "
                 "stay on their device here; set cpu_offloading=False, or use torch.autograd.graph.save_on_cpu()"
             )
-        if bias is not None and self._has_wide_bias(input_):
-            return self._multiply(input_, weight, None, sequence, parallelism) + bias
+        wide = None if bias is None else self._wide_bias(input_)
+        if wide is not None:
+            return self._multiply(input_, weight, None, sequence, parallelism) + wide
         if getattr(self._forward_impl, "__func__", None) is MegatronLinear._forward_impl:
             return super()._multiply(input_, weight, bias, sequence, parallelism)
         parallelism = parallelism or self.parallelism
@@ -237,12 +238,12 @@ class MegatronLinear(MegatronLayer, ParallelLinear):
         )
         return reduce_product(output, parallelism, self.group)
 
-    def _has_wide_bias(self, input_: Tensor) -> bool:
-        """True under autocast with a bias of another dtype, which widens the output, as in Megatron."""
+    def _wide_bias(self, input_: Tensor) -> Tensor | None:
+        """Return the bias if it widens the output, as in Megatron: under autocast, if it has another dtype."""
         kind = input_.device.type
         if self.bias is None or not torch.is_autocast_enabled(kind):
-            return False
-        return bool(self.bias.dtype != torch.get_autocast_dtype(kind))
+            return None
+        return self.bias if self.bias.dtype != torch.get_autocast_dtype(kind) else None
 
     def extra_repr(self) -> str:
         return (
