@@ -196,7 +196,9 @@ def test_a_mistake_is_one_line_before_any_rank_starts(capsys, argv, message):
 
 def test_a_folder_that_is_no_model_is_one_line(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
-    argv = [str(tmp_path), "--data", "x", "--out", str(tmp_path / "out"), "--device", "cpu"]
+    data = tmp_path / "x.txt"
+    data.write_text("a text")
+    argv = [str(tmp_path), "--data", str(data), "--out", str(tmp_path / "out"), "--device", "cpu"]
     assert main(["finetune", *argv]) == 2
     error = capsys.readouterr().err
     assert "config.json" in error

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.errors import ConfigError, OutOfMemoryError
 from shardwise.core.random import streams
-from shardwise.core.topology import Topology
+from shardwise.core.topology import Groups, Topology
 from shardwise.data import DataLoader, Encoded, SampleRows, TokenSamples
 from shardwise.exact import products as exact_products
 from shardwise.exact.products import ExactProducts
@@ -313,7 +313,7 @@ def test_a_session_tells_of_packing_and_explains_what_runs_out_of_memory(group, 
 
         monkeypatch.setattr(session, "check_device", check_device)
         with pytest.raises(OutOfMemoryError, match="out of memory on a rank"):
-            session._try_device(settings, SimpleNamespace(config=None), 1, loader, shortage)
+            session._try_device(settings, SimpleNamespace(config=None), Groups(tp=group), loader, shortage)
         assert told == [packing]
 
 
