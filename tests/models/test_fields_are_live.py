@@ -131,7 +131,7 @@ CHANGES = {
     "window_rotary_base": Change(100.0, "loss", {"window_size": (2, 0)}),
     "num_tokentypes": Change(2, "parameters", BERT),
     "add_binary_head": Change(False, "parameters", BERT),
-    "add_lm_head": Change(False, "parameters", BERT),
+    "add_lm_head": Change(False, "parameters", {**BERT, "final_layernorm": False}),
     "recompute": Change(Recomputation("selective"), "kept bytes"),
     "recompute.method": Change(Recomputation("full", "uniform", 1), "kept bytes", FULL),
     "recompute.num_layers": Change(Recomputation("full", "block", 2), "kept bytes", FULL),

@@ -51,7 +51,7 @@ def test_the_experts_of_a_folder_fit(tmp_path, model_type):
         ("gpt_oss", {"num_local_experts": 10**4}, "no router of 10000 experts"),
         # The embedding has as many rows.
         ("mixtral", {"num_local_experts": 64}, "has 14 tensors, and its config.json asks for 64 experts in 1 layers"),
-        ("qwen2_moe", {"num_experts_per_tok": 10**12}, "num_experts_per_tok is 10*; it must be at most 4, the number of experts"),
+        ("qwen2_moe", {"num_experts_per_tok": 10**12}, "num_experts_per_tok is 10*; it must be at most 4, "),
         ("qwen2_moe", {"moe_intermediate_size": 1 << 30}, "no tensor as wide as the experts that .* asks for"),
         ("qwen2_moe", {"shared_expert_intermediate_size": 10**15}, "shared_ffn_hidden_size is 10*; it must be from 1"),
         ("deepseek_v3", {"n_shared_experts": 1 << 16}, "no tensor as wide as the shared expert that .* asks for"),
