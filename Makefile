@@ -50,9 +50,11 @@ test-slow: $(INSTALLED_DEV)
 test-all: $(INSTALLED_DEV)
 	@$(SIDE_BY_SIDE) check
 
-# The tests of layers, losses and models under a checker of layouts (spmd_types).
+# The tests of layers, losses and models under a checker of layouts (spmd_types), but for models whose code between the
+# layers is not ours.
 typed: $(INSTALLED_DEV)
-	SHARDWISE_TEST_SPMD_TYPES=1 $(PYTEST) -m "ranks and not slow and not matrix" tests/nn tests/models --ignore tests/models/generation
+	SHARDWISE_TEST_SPMD_TYPES=1 $(PYTEST) -m "ranks and not slow and not matrix" tests/nn tests/models --ignore tests/models/generation \
+		--ignore tests/models/by_plan
 
 # No test fails for being slow: LOAD processes that only compute run beside all tests, or beside `TESTS="tests/cli -x"`.
 LOAD ?= 50

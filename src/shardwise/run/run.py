@@ -44,8 +44,8 @@ def run(settings: RunSettings, make_task: Callable[[Any], Task] = task_of) -> Ou
     ):
         agree(lambda: find_newest(settings), group=ranks.control)
         session = open_session(settings, ranks, make_task)
-        if ranks.is_first:
-            print(f"{banner(session)}\n{session.utilisation.line()}", flush=True)
+        # What it finds out about the first layer may be an error.
+        agree(lambda: print(_first_lines(session), flush=True) if ranks.is_first else None, group=ranks.control)
         with session.shortage.explained():
             session.task.method.before(session)
         outcome = train(session)
@@ -54,6 +54,10 @@ def run(settings: RunSettings, make_task: Callable[[Any], Task] = task_of) -> Ou
         if ranks.is_first:
             print(session.task.report(session, outcome))
         return outcome
+
+
+def _first_lines(session: Session) -> str:
+    return f"{banner(session)}\n{session.utilisation.line()}"
 
 
 def train(session: Session) -> Outcome:
