@@ -118,6 +118,16 @@ def test_activations_are_their_formulas():
     assert functions.jit_fuser(functions.swiglu) is functions.swiglu
 
 
+@pytest.mark.ranks(2)
+def test_a_recomputed_function_and_a_split(group):
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    for distributes in (False, True):
+        extensions.te_checkpoint(torch.sin, distributes, None, group, x).sum().backward()
+        assert_close_to(x.grad, x.detach().cos(), rtol_of_norm=1e-15)
+        x.grad = None
+    assert [part.shape[-1] for part in extensions.SplitAlongDim(x, 1, [1, 2, 3])] == [1, 2, 3]
+
+
 def scheduler(style, **options):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "max_lr": 2.0, "wd_mult": 0.0})

@@ -30,10 +30,11 @@ def te_checkpoint(
     Args:
         forward_func: function of tensors.
         distribute_saved_activations: whether to keep the first input split over the tensor-parallel ranks.
-        get_rng_state_tracker, tp_group: no effect; the ambient streams and group are used.
+        get_rng_state_tracker: no effect; the ambient streams are used.
+        tp_group: tensor-parallel group; the ambient one if None.
         args: inputs.
     """
-    return checkpoint(forward_func, distribute_saved_activations, *args)
+    return checkpoint(forward_func, distribute_saved_activations, *args, tp_group=tp_group)
 
 
 def SplitAlongDim(mixed_x_layer: Tensor, split_dim: int, split_size_or_sections: Any) -> tuple[Tensor, ...]:  # noqa: N802
