@@ -53,6 +53,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sinks": ({"attention_sinks": True, "window_size": (6, 0)}, {}),
     "latent": ({"latent": LatentAttention(9, plain_width=4, rotary_width=2, value_width=5, query_rank=7)}, {}),
     "scaling by length": ({}, {"rope_scaling": RotaryScaling("dynamic", 4.0, original_max_position_embeddings=8)}),
+    "queries by position": ({}, {"rope_scaling": RotaryScaling("yarn", 4.0, 8, llama_4_scaling_beta=0.7)}),
     "written out": ({"attention_backend": "local"}, {}),
     "recomputed": ({"recompute": Recomputation("selective", modules=("core_attn", "layernorm"))}, {}),
     "dropout": ({"attention_dropout": 0.2, "hidden_dropout": 0.2}, LEARNED),

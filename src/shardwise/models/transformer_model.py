@@ -353,11 +353,14 @@ class TransformerModel(FixedTensors, LanguageModel):
         context, device = batch.view.context, hidden.device
         lengths = batch.text_lengths(device) if self.depends_on_length else None
 
+        def of_rank(tensor: Tensor) -> Tensor:
+            return tensor if context is None else context.own(tensor, dim=0)
+
         def tables(rotary: RotaryEmbedding | None) -> tuple[Tensor, Tensor] | None:
             if rotary is None:
                 return None
             cos, sin = rotary.tables(batch.positions, batch.view.whole_length, hidden, lengths)
-            return (cos, sin) if context is None else (context.own(cos, dim=0), context.own(sin, dim=0))
+            return of_rank(cos), of_rank(sin)
 
         arguments: dict[str, Any] = {
             "attention_mask": batch.attention_mask(self.alibi_slopes, counts_tokens=counts_tokens),
@@ -367,6 +370,10 @@ class TransformerModel(FixedTensors, LanguageModel):
         }
         if self.window_rotary is not None:
             arguments["window_rotary"] = tables(self.window_rotary)
+        if self.rotary is not None:
+            scale = self.rotary.query_scale(batch.positions, batch.view.whole_length, hidden)
+            if scale is not None:
+                arguments["query_scale"] = of_rank(scale)
         experts = self.config.experts
         if experts is not None and batch.cache is None:
             begin = self.rerouting if self.training else None

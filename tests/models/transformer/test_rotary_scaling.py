@@ -97,6 +97,17 @@ def test_yarn_lengthens_cosine_and_sine():
     assert RotaryScaling("linear", 4.0).cos_sin_factor == 1.0
 
 
+def test_queries_grow_with_each_original_context():
+    rotary = RotaryEmbedding(6, rope_scaling=RotaryScaling("yarn", 4.0, 3, llama_4_scaling_beta=0.5))
+    like = torch.empty(0, dtype=torch.float64)
+    scale = rotary.query_scale(None, 8, like)
+    contexts = [0, 0, 0, 1, 1, 1, 2, 2]
+    assert scale[:, 0, 0, 0].tolist() == [pytest.approx(1 + 0.5 * math.log(1 + each), abs=1e-15) for each in contexts]
+    rows = torch.tensor([[0, 1, 2], [5, 6, 7]])
+    assert torch.equal(rotary.query_scale(rows, 3, like), scale[rows.t(), 0, 0, 0][:, :, None, None])
+    assert RotaryEmbedding(6, rope_scaling=RotaryScaling("yarn", 4.0, 3)).query_scale(None, 8, like) is None
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_rotation_and_its_gradient(interleaved, share):
@@ -127,6 +138,11 @@ def test_rotation_and_its_gradient(interleaved, share):
             {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_slow": 0.0},
             "beta_slow 0.0 and beta_fast 32.0",
         ),
+        (
+            {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": -0.1},
+            "llama_4_scaling_beta of rotary scaling of kind 'yarn' is -0.1; it must be at least 0",
+        ),
+        ({"kind": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.1}, "is 0.1; .* 0 for kinds other than 'yarn'"),
     ],
 )
 def test_scaling_that_cannot_be(options, message):

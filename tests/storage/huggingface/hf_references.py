@@ -25,6 +25,8 @@ LLAMA3 = {
     "rope_theta": 300.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 200.0}
+BETA = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+LOCAL = {"rope_type": "default", "rope_theta": 50.0}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.5, 2.0],
@@ -106,6 +108,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": (
         "Olmo2ForCausalLM",
         _DECODER | {"vocab_size": 109, "num_attention_heads": 6, "num_key_value_heads": 2, "pad_token_id": 0},
+    ),
+    # Positions are scaled in the second layer alone.
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        _DECODER
+        | {"vocab_size": 110, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 4}
+        | {"rope_parameters": {"full_attention": YARN, "sliding_attention": LOCAL}, "pad_token_id": 0},
+    ),
+    "ministral": (
+        "MinistralForCausalLM",
+        _DECODER
+        | {"vocab_size": 101, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 4}
+        | {"head_dim": 10},
+    ),
+    # Eleven tokens in three of the original contexts.
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        _DECODER
+        | {"vocab_size": 102, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "pad_token_id": 0}
+        | {"rope_parameters": YARN | BETA | {"original_max_position_embeddings": 4, "mscale": 0.7}},
     ),
     "gemma2": (
         "Gemma2ForCausalLM",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -259,6 +260,53 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
     assert config_from_json({"model_type": name, **given}).description == config_from_json(full).description
 
 
+YARN_OF_OLMO3 = {
+    "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192,
+    "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+YARN_OF_MINISTRAL3 = {
+    "rope_type": "yarn", "type": "yarn", "rope_theta": 1000000.0, "factor": 16.0,
+    "original_max_position_embeddings": 16384, "beta_fast": 32.0, "beta_slow": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+
+def published(model_type: str, heads: int, groups: int, *sizes: int, **others: Any) -> dict[str, Any]:
+    """Fields of a published ``config.json``: sizes of vocabulary, hidden states, MLP, layers and context."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+    given = {"model_type": model_type, "num_attention_heads": heads, "num_key_value_heads": groups}
+    return given | dict(zip(names, sizes, strict=True)) | {"hidden_act": "silu", "dtype": "bfloat16"} | others
+
+
+# Its queries do not grow.
+DEVSTRAL2 = YARN_OF_MINISTRAL3 | {"factor": 64.0, "original_max_position_embeddings": 4096, "beta_fast": 4.0}
+DEVSTRAL2 |= {"mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0}
+OLMO3 = {"sliding_window": 4096, "rope_theta": 500000, "rope_scaling": YARN_OF_OLMO3, "rms_norm_eps": 1e-6}
+MINISTRAL3 = {"head_dim": 128, "sliding_window": None, "rope_parameters": YARN_OF_MINISTRAL3, "rms_norm_eps": 1e-5}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        published("olmo3", 32, 32, 100278, 4096, 11008, 32, 65536, **OLMO3),
+        published("olmo3", 40, 8, 100278, 5120, 27648, 64, 65536, **OLMO3),
+        published("ministral3", 32, 8, 131072, 3072, 9216, 26, 262144, tie_word_embeddings=True, **MINISTRAL3),
+        published("ministral3", 32, 8, 131072, 4096, 14336, 34, 262144, **MINISTRAL3),
+        published("ministral3", 32, 8, 131072, 5120, 16384, 40, 262144, **MINISTRAL3),
+        published("ministral3", 96, 8, 131072, 12288, 28672, 88, 262144, **MINISTRAL3 | {"rope_parameters": DEVSTRAL2}),
+    ],
+    ids=["OLMo 3 7B", "OLMo 3 32B", "Ministral 3 3B", "Ministral 3 8B", "Ministral 3 14B", "Devstral 2"],
+)
+def test_published_configs(fields: dict[str, Any]) -> None:
+    """As on the hub, they are what transformers writes of them."""
+    import transformers
+
+    description = config_from_json(fields).description
+    theirs = transformers.CONFIG_MAPPING[fields["model_type"]].from_dict(copy.deepcopy(fields))
+    assert config_from_json(json.loads(theirs.to_json_string(use_diff=False))).description == description
+    assert config_from_json(config_to_json(description, base=fields)).description == description
+
+
 def test_an_odd_number_of_rotated_features_is_refused() -> None:
     with pytest.raises(ConfigError, match="3 of the 6 features of a head are rotated; it must be an even number"):
         config_from_json({"model_type": "glm4_moe", "num_attention_heads": 8, "head_dim": 6})
@@ -326,6 +374,21 @@ def test_windows(fields: dict[str, Any], window: tuple[int, int] | None) -> None
             {"model_type": "gemma3_text", "attn_logit_softcapping": 2.0},
             "attn_logit_softcapping is 2.0; it must be null",
         ),
+        (
+            {"model_type": "olmo3", "rope_theta": 1e6},
+            r"config.json: rope_parameters.sliding_attention lacks rope_theta",
+        ),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}},
+            'rope_parameters.sliding_attention: rope_type is "yarn"; it must be "default"',
+        ),
+        ({"model_type": "olmo3", "rope_parameters": {"rope_type": "yarn"}}, "it must be an object for each kind"),
+        (
+            {"model_type": "ministral3", "rope_parameters": {"rope_theta": 1e6, "llama_4_scaling_beta": 0.1}},
+            'rope_parameters: rope_type is "default"; it must be yarn',
+        ),
+        ({"model_type": "ministral3", "rope_scaling": YARN}, "rope_scaling lacks llama_4_scaling_beta"),
+        ({"model_type": "ministral3", "rope_scaling": YARN | {"llama_4_scaling_beta": -1}}, "beta .* is -1.0; it must"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, "no_rope_layers is"),
         ({"model_type": "phi3", "embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
         ({"model_type": "opt", "word_embed_proj_dim": 12}, "word_embed_proj_dim is 12"),

@@ -155,7 +155,19 @@ def test_padded_batches(group: dist.ProcessGroup, padded: Reference) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "reference",
-    ["qwen2_windows", "smollm3", "olmo2", "gemma2", "gemma3", "opt", "deepseek_v2", "deepseek_v3", "gpt_oss"],
+    [
+        "qwen2_windows",
+        "smollm3",
+        "olmo2",
+        "olmo3",
+        "ministral3",
+        "gemma2",
+        "gemma3",
+        "opt",
+        "deepseek_v2",
+        "deepseek_v3",
+        "gpt_oss",
+    ],
     indirect=True,
 )
 def test_logits_with_a_cache(group: dist.ProcessGroup, reference: Reference) -> None:

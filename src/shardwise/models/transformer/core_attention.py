@@ -99,6 +99,7 @@ class CoreAttention(GroupModule):
         attention_mask: Tensor | AttentionMask | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         window_rotary: tuple[Tensor, Tensor] | None = None,
+        query_scale: Tensor | None = None,
         cache: KeyValueCache | None = None,
         sequence: SequenceView | None = None,
     ) -> Tensor:
@@ -110,6 +111,7 @@ class CoreAttention(GroupModule):
                 broadcast to ``[b, heads/t, s, keys]``; or an ``AttentionMask``, for documents and ALiBi.
             rotary: cosine and sine of the positions; no rotation if None.
             window_rotary: separate cosine and sine for layers with a window, or None.
+            query_scale: factor of the queries of each position, ``[s, 1 or b, 1, 1]``; 1 if None.
             cache: keys and values of earlier tokens, to which new ones are appended.
             sequence: used with sequence parallelism; None if all ranks hold the same number of positions.
 
@@ -122,6 +124,8 @@ class CoreAttention(GroupModule):
         if self.window_size is not None and window_rotary is not None:
             rotary = window_rotary
         query, key, value = self._project(hidden, rotary if self.rotates else None, sequence)
+        if query_scale is not None:
+            query = query * query_scale
         mask = attention_mask if isinstance(attention_mask, AttentionMask) else AttentionMask(attention_mask)
         output: Tensor = self.linear_proj(self.attended(query, key, value, mask, cache), sequence=sequence)
         return output

@@ -69,6 +69,8 @@ class RotaryScaling:
         mscale, mscale_all_dim: for ``"yarn"``, weights of ``log(factor)`` in numerator and denominator of the attention
             factor.
         truncate: for ``"yarn"``, whether to round the bounds of the interpolated indices outwards.
+        llama_4_scaling_beta: for ``"yarn"``, growth of the queries beyond the original context: those of position ``p``
+            are multiplied by ``1 + beta * log(1 + floor(p / original_max_position_embeddings))`` (Ministral 3).
 
     Raises:
         ConfigError: a value is out of range, or two values contradict each other.
@@ -87,6 +89,7 @@ class RotaryScaling:
     truncate: bool = True
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
+    llama_4_scaling_beta: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(RotaryScalingKind):
@@ -94,6 +97,12 @@ class RotaryScaling:
             raise ConfigError(f"kind of rotary scaling is {self.kind!r}; it must be one of {kinds}")
         if not 1 <= self.factor < math.inf:
             raise ConfigError(f"factor of rotary scaling is {self.factor}; it must be at least 1")
+        beta = self.llama_4_scaling_beta
+        if not 0 <= beta < math.inf or (beta > 0 and self.kind != "yarn"):
+            raise ConfigError(
+                f"llama_4_scaling_beta of rotary scaling of kind {self.kind!r} is {beta}; it must be at least 0, and 0 "
+                "for kinds other than 'yarn'"
+            )
         if self.kind == "linear":
             return
         context = self.original_max_position_embeddings
@@ -322,6 +331,19 @@ class RotaryEmbedding(FixedTensors):
             lengths = positions.max() + 1
         made: tuple[Tensor, Tensor] = self(positions, like.dtype, length=s if lengths is None else lengths)
         return made
+
+    def query_scale(self, position_ids: Tensor | None, s: int, like: Tensor) -> Tensor | None:
+        """Return the factor of each token's queries, ``[s, 1 or b, 1, 1]``; None if it is 1 everywhere.
+
+        Arguments are those of ``tables``; see ``RotaryScaling.llama_4_scaling_beta``.
+        """
+        scaling = self._scaling
+        if scaling is None or scaling.llama_4_scaling_beta == 0:
+            return None
+        assert scaling.original_max_position_embeddings is not None
+        positions = torch.arange(s, device=like.device) if position_ids is None else position_ids
+        contexts = (positions // scaling.original_max_position_embeddings).view(-1, s).t()[:, :, None, None]
+        return (1 + scaling.llama_4_scaling_beta * contexts.double().log1p()).to(like.dtype)
 
     def first(self, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the result of ``forward`` for the positions 0 to ``count - 1``; caches the largest tables."""

@@ -195,3 +195,56 @@ def rope_json(description: ModelConfig) -> dict[str, Any]:
     if description.rotary_percent != 1.0:
         share = {"partial_rotary_factor": description.rotary_percent}
     return {"rope_theta": description.rotary_base, "rope_scaling": old, "rope_parameters": new | share, **share}
+
+
+def read_rope_by_kind(fields: Fields, longest: int, *, theta: float, window_theta: float | None) -> dict[str, Any]:
+    """Return the fields of a ``ModelConfig`` about rotary positions that layers with a window have otherwise.
+
+    ``theta`` and ``window_theta`` are the default bases of layers without and with a window; None for a base that the
+    file must state. Only the positions of layers without a window may be scaled.
+
+    Raises:
+        ConfigError: see ``read_rope``.
+    """
+    nested, scaling = (fields.values.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+    if not isinstance(nested, Mapping) or not all(isinstance(each, Mapping | None) for each in nested.values()):
+        raise fields.error("rope_parameters", nested, "an object for each kind of layer")
+    if not isinstance(scaling, Mapping):
+        raise fields.error("rope_scaling", scaling, "an object, or null")
+    full, local = (nested.get(name) or {} for name in ("full_attention", "sliding_attention"))
+    # transformers adds ``rope_scaling`` to the values of layers without a window.
+    own = {**(full if nested else {"rope_type": "default"}), **scaling}
+    kind = own.get("rope_type") or own.get("type") or "default"
+    if "rope_type" not in scaling and scaling.get("type") not in (None, kind):
+        raise ConfigError(
+            f"{fields.where}: rope_scaling has type {shown(scaling['type'])} and no rope_type, which transformers "
+            f"5 reads as {shown(kind)}; name it rope_type, or leave it out"
+        )
+    if kind != "default":
+        fields.require("partial_rotary_factor", 1.0)
+        # transformers does not read it.
+        Fields(own, f"{fields.where}: rope_parameters.full_attention").require("truncate", True)
+    others = Fields(local, f"{fields.where}: rope_parameters.sliding_attention")
+    for name in ("rope_type", "type") if local.get("rope_type") is None else ("rope_type",):
+        if local.get(name) is not None:
+            others.require(name, "default")
+    own = {"rope_theta": fields.get(float, "rope_theta", default=theta), **own}
+    return {
+        **read_rope(Fields({"rope_parameters": own}, fields.where), longest),
+        "window_rotary_base": others.get(float, "rope_theta", default=window_theta),
+    }
+
+
+def rope_json_by_kind(description: ModelConfig) -> dict[str, Any]:
+    """Return the fields of ``config.json`` that ``read_rope_by_kind`` reads, also in the old form."""
+    written = rope_json(description)
+    # If all layers have the same base, the file has it twice.
+    local = description.rotary_base if description.window_rotary_base is None else description.window_rotary_base
+    return {
+        "rope_theta": written["rope_theta"],
+        "rope_scaling": written["rope_scaling"],
+        "rope_parameters": {
+            "full_attention": written["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+    }

@@ -10,11 +10,13 @@ from shardwise.storage.huggingface.architectures.llama import (
     LLAMA,
     MISTRAL,
     OLMO2,
+    OLMO3,
     PHI3,
     QWEN2,
     QWEN3,
     SMOLLM3,
 )
+from shardwise.storage.huggingface.architectures.ministral import MINISTRAL, MINISTRAL3
 from shardwise.storage.huggingface.architectures.mixtures import (
     GLM4_MOE,
     GRANITEMOE,
@@ -26,6 +28,7 @@ from shardwise.storage.huggingface.architectures.mixtures import (
 
 _ALL = (
     *(GPT2, BLOOM, LLAMA, MISTRAL, QWEN2, QWEN3, BERT, PHI3, SMOLLM3, GRANITE, OLMO2, GEMMA2, GEMMA3, GPT_NEOX, OPT),
+    *(OLMO3, MINISTRAL, MINISTRAL3),
     *(MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GLM4_MOE, GRANITEMOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
 )
 ARCHITECTURES = {each.model_type: each for each in _ALL}

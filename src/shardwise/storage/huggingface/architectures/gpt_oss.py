@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +11,8 @@ from shardwise.storage.huggingface.architectures.architecture import Setting
 from shardwise.storage.huggingface.architectures.llama import (
     LLAMA,
     TABLE,
-    Decoder,
-    Window,
+    Windowed,
     decoder_settings,
-    layer_types,
-    read_layer_types,
 )
 from shardwise.storage.huggingface.architectures.mixtures import WithExperts, tied_of
 from shardwise.storage.huggingface.fields import Fields, read_rope
@@ -33,14 +29,7 @@ _YARN = {
 }
 
 
-class _Decoder(Decoder):
-    def read_window(self, fields: Fields, num_layers: int) -> Window:
-        window = fields.optional(int, "sliding_window", 128)
-        return read_layer_types(fields, window, [layer % 2 == 0 for layer in range(num_layers)])
-
-    def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
-        return {"sliding_window": window, "layer_types": layer_types(layers)}
-
+class _Decoder(Windowed):
     def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
         if fields.values.get("rope_parameters") is None and not fields.values.get("rope_scaling"):
             fields = Fields({**fields.values, "rope_parameters": _YARN}, fields.where)
@@ -72,7 +61,9 @@ class _GptOss(WithExperts):
 
 _LAYER, _STORED = "decoder.layers.{layer}.", "model.layers.{layer}."
 _EXPERTS = _STORED + "mlp.experts."
-_DECODER = _Decoder(model_type="gpt_oss", classes=(), settings={}, num_key_value_heads=8, head_dim=64)
+_DECODER = _Decoder(
+    model_type="gpt_oss", classes=(), settings={}, num_key_value_heads=8, head_dim=64, window=128, full_every=2
+)
 GPT_OSS = _GptOss(
     **tied_of(_DECODER) | {"fixed": {**LLAMA.fixed, "attention_sinks": True}},
     model_type="gpt_oss",

@@ -1,10 +1,10 @@
 """Llama 3 and similar models: rotary positions, RMSNorm, SwiGLU, grouped queries.
 
 Granite 3 is Llama with factors on the embedding, the residual branches, the scores and the logits. OLMo 2 is Llama with
-norms after attention and MLP instead of before, and with a norm over all queries and one over all keys. Phi-3 and Phi-4
-have joint tensors (query, key and value; gate and up), and rotate a fraction of each head. Mistral has a sliding
-window. Qwen 2 has biases on query, key and value, and Qwen 3 has norms of each head's query and key. In SmolLM 3, some
-layers do not rotate, and some have a window.
+norms after attention and MLP instead of before, and with a norm over all queries and one over all keys; OLMo 3 adds
+windows in three of four layers. Phi-3 and Phi-4 have joint tensors (query, key and value; gate and up), and rotate a
+fraction of each head. Mistral has a sliding window. Qwen 2 has biases on query, key and value, and Qwen 3 has norms of
+each head's query and key. In SmolLM 3, some layers do not rotate, and some have a window.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from shardwise.storage.huggingface.architectures.architecture import (
     Architecture,
     Setting,
 )
-from shardwise.storage.huggingface.fields import Fields, read_rope, rope_json
+from shardwise.storage.huggingface.fields import Fields, read_rope, read_rope_by_kind, rope_json, rope_json_by_kind
 from shardwise.storage.huggingface.mapping import Table, joint_qkv, separate_qkv, stacked, whole
 
 _LAYER = "decoder.layers.{layer}."
@@ -158,6 +158,30 @@ def layer_types(layers: Sequence[bool]) -> list[str]:
     return ["sliding_attention" if each else "full_attention" for each in layers]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Windowed(Decoder):
+    """A decoder that lists which of its layers have a window (``layer_types``).
+
+    Attributes:
+        window: default of ``sliding_window``.
+        full_every: n if every n-th layer has no window in files without a list; None if all layers have one.
+    """
+
+    window: int | None = 4096
+    full_every: int | None = None
+
+    def read_window(self, fields: Fields, num_layers: int) -> Window:
+        window, every = fields.optional(int, "sliding_window", self.window), self.every(fields)
+        return read_layer_types(fields, window, [not every or (at + 1) % every != 0 for at in range(num_layers)])
+
+    def every(self, fields: Fields) -> int | None:
+        """Return ``full_every`` of a file."""
+        return self.full_every
+
+    def write_window(self, window: int | None, layers: Sequence[bool]) -> dict[str, Any]:
+        return {"sliding_window": window, "layer_types": layer_types(layers)}
+
+
 class Mistral(Decoder):
     """A decoder whose layers all have the same window."""
 
@@ -218,6 +242,30 @@ OLMO2 = Decoder(
     },
     fixed={**LLAMA.fixed, "norm_position": "branch", "qk_layernorm": True, "qk_layernorm_over_heads": True},
     table=TABLE | POST_NORMS | QK_NORMS,
+)
+
+
+class _Olmo3(Windowed):
+    """Positions are scaled only in layers without a window."""
+
+    def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
+        # transformers 4 reads a base outside of rope_parameters for all layers, version 5 for those without a window.
+        is_for_all = fields.get(float, "rope_theta", default=_OLMO3_BASE) == _OLMO3_BASE
+        window_theta = _OLMO3_BASE if is_for_all else None
+        return read_rope_by_kind(fields, longest, theta=_OLMO3_BASE, window_theta=window_theta)
+
+    def write_positions(self, model: ModelConfig) -> dict[str, Any]:
+        return rope_json_by_kind(model)
+
+
+_OLMO3_BASE = 500000.0
+OLMO3 = _Olmo3(
+    model_type="olmo3",
+    classes=("Olmo3ForCausalLM", "Olmo3Model"),
+    settings=OLMO2.settings,
+    fixed=OLMO2.fixed,
+    table=OLMO2.table,
+    full_every=4,
 )
 
 
