@@ -389,12 +389,16 @@ def test_a_rank_holds_two_runs_as_far_from_the_ends(monkeypatch):
         shard.own(torch.zeros(2, 13), dim=1)
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(2)
 def test_the_example_of_the_page(group):
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    text = PAGE.read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
-    exec(block, names)
-    assert names["losses"].shape == (2, 128)
+    exec(block.replace("cp=1", "cp=2"), names)
+    assert names["losses"].shape == (2, 64)
+    positions, labels = re.findall(r"`(model\.view_of\(128\)[^`]*)`", text)
+    assert eval(positions, names).shape == (64,)
+    assert eval(labels, names | {"labels": torch.zeros(2)}).shape == (1,)
 
 
 @pytest.mark.ranks(4)

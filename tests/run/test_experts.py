@@ -120,11 +120,17 @@ def test_wrong_settings_are_refused():
         ({}, {"ep": 2}, 2, "parallel.ep 2 is about the experts of a model, and this one has none"),
         (experts, {"ep": 3}, 3, "the 8 experts of the model are not a multiple of parallel.ep 3"),
         (experts, {"ep": 4}, 2, "parallel.ep 4 x etp 1 x parallel.pp 1 does not divide the 2 ranks"),
+        (
+            experts | {"expert_capacity_factor": 1.5},
+            {"exact": True},
+            1,
+            "exact form of --model.expert-capacity-factor 1.5",
+        ),
     ):
-        sizes = {"model": model, "parallel": parallel, "training": {"global_batch_size": 6}}
-        settings = with_values(Settings, {"data": ("text",), **sizes})
+        # A batch of 8 is no multiple of 3 ranks either, and the experts come first.
+        values = {"data": ("text",), "model": model, "parallel": parallel, "training": {"global_batch_size": 8}}
         with pytest.raises(ConfigError, match=message):
-            settings.check_world(world_size)
+            with_values(Settings, values).check_world(world_size)
     with pytest.raises(ConfigError, match=r"num-experts-per-tok 9 is more than model\.num-experts 8"):
         ModelSettings(num_experts=8, num_experts_per_tok=9)
     with pytest.raises(ConfigError, match=r"router-aux-loss 0.5 is for --model\.num-experts"):

@@ -15,10 +15,12 @@ from pathlib import Path
 from shardwise.core.atomic_files import no_data, open_regular
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.core.json_text import first_of
+from shardwise.core.slow_work import told_if_slow
 from shardwise.data.corpus import Corpus, text_size
 from shardwise.data.json_records import (
     TABLE_SUFFIXES,
     Record,
+    counted,
     files_of_dataset,
     records_of_json,
     records_of_lines,
@@ -84,11 +86,13 @@ def read_records(
         root = Path(given).expanduser()
         names.append(os.path.basename(os.path.abspath(root)) or "/")
         is_empty = True
-        for file in files_of(root):
-            place = os.path.realpath(file)
-            if place not in records:
-                records[place] = list(records_of(file))
-            is_empty = is_empty and not any(map(has_text, records[place]))
+        with told_if_slow(f"reading {names[-1]}", lambda: counted(sum(map(len, [*records.values()])), "record")):
+            for file in files_of(root):
+                place = os.path.realpath(file)
+                if place not in records:
+                    records[place] = []
+                    records[place].extend(records_of(file))
+                is_empty = is_empty and not any(map(has_text, records[place]))
         if is_empty:
             raise DataError(f"data path {str(root)!r} has no text: all that it holds is empty; give a path with text")
     if not names:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shardwise.core.atomic_files import open_regular, write_atomically
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.core.json_text import read_json
+from shardwise.core.slow_work import told_if_slow
 from shardwise.data.batch import IGNORE_INDEX, Row
 from shardwise.data.corpus import Corpus
 from shardwise.data.loader import FOR_OFFSET, Rows, random_uint64
@@ -97,11 +98,11 @@ def _groups(documents: tuple[str, ...]) -> Iterator[list[str]]:
 
 
 def _encode(corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[Any], parse_special: bool) -> NDArray[Any]:
-    arrays = [
-        np.array([*tokenizer.beginning, *ids, tokenizer.eos_id], dtype=dtype)
-        for group in _groups(corpus.documents)
-        for ids in tokenizer.encode_batch(group, parse_special=parse_special)
-    ]
+    arrays: list[NDArray[Any]] = []
+    with told_if_slow(f"encoding {corpus.name}", lambda: f"{len(arrays):,} of {len(corpus.documents):,} documents"):
+        for group in _groups(corpus.documents):
+            encoded = tokenizer.encode_batch(group, parse_special=parse_special)
+            arrays += [np.array([*tokenizer.beginning, *ids, tokenizer.eos_id], dtype=dtype) for ids in encoded]
     tokens = np.concatenate(arrays)
     tokens.setflags(write=False)
     return tokens

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.json_text import first_of
+from shardwise.core.slow_work import told_if_slow
 from shardwise.doctor.blame import Blame, explain
 from shardwise.doctor.evidence import LABELS, NEVER_SUMMED, NORM, SAMPLES, STALE, Case, Explanation
 from shardwise.doctor.findings import PASSES, Judge, Judged, Rounding, eps_of
@@ -121,7 +122,8 @@ def diagnose(
     twin = None if rounding is None else Recording(rounding)
     for recording in (other, *(() if twin is None else (twin,))):
         _check_alike(one, recording)
-    return _Diagnoser(one, other, twin).run()
+    with told_if_slow(f"comparing {suspect} with {reference}"):
+        return _Diagnoser(one, other, twin).run()
 
 
 def _check_alike(reference: Recording, suspect: Recording) -> None:

@@ -449,7 +449,7 @@ class ModelConfig(LayerConfig, TransformerFields):
             self.ep_comm_type = "a2a"
         for name, is_set in refused.items():
             if is_set:
-                raise ConfigError(f"{name} cannot be used with exact_parts")
+                raise ConfigError(f"{name} cannot be used with exact_parts (--exact)")
 
     def _check_latent(self) -> None:
         if self.latent is None:

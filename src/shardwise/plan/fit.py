@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.processes import in_forks
+from shardwise.core.slow_work import told_if_slow
 from shardwise.models.recomputation import Recomputation
 from shardwise.plan.machine import room_for_tensors
 from shardwise.plan.plan import Plan, keyword_workload, make_plan
@@ -92,7 +93,9 @@ def choices_of(workload: Workload, limit: str, world_sizes: Sequence[int], *, ra
     rehearsals = Rehearsals(workload, limit=room, estimates=True)
     of_group = partial(_fitting_of, rehearsals, room, settings.training.micro_batch_size)
     largest_first = sorted(groups.values(), key=len, reverse=True)
-    found = [choice for choices in in_forks(of_group, largest_first) for choice in choices]
+    number = sum(map(len, largest_first))
+    with told_if_slow(f"planning {workload.model.num_layers:,} layers at {number:,} layouts"):
+        found = [choice for choices in in_forks(of_group, largest_first) for choice in choices]
     choices = sorted(found, key=lambda choice: choice.order)
     if not choices:
         ranks = ", ".join(map(str, world_sizes)) + (" rank" if list(world_sizes) == [1] else " ranks")

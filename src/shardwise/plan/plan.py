@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.processes import call_in_fresh_process
+from shardwise.core.slow_work import told_if_slow
 from shardwise.plan.rehearsal import Rehearsals, Rehearsed
 from shardwise.plan.timeline import PhaseLabel, Segment, Transfer, joined
 from shardwise.plan.workload import Mesh, Workload, mesh_of, planned_workload
@@ -57,7 +58,11 @@ def keyword_workload(command: str, model_dir: str | PathLike[str] | None, settin
 
 def plan_of(workload: Workload, world_size: int, rank: int | None = None) -> Plan:
     """Plan a workload on ``world_size`` ranks, or one rank of it. Raises as ``plan_run``."""
-    return make_plan(workload, mesh_of(workload.settings, world_size), rank=rank)
+    parallel = workload.settings.parallel
+    parallel.check_ep(workload.model.num_experts or parallel.ep)
+    mesh = mesh_of(workload.settings, world_size)
+    with told_if_slow(f"planning {workload.model.num_layers:,} layers at {mesh}"):
+        return make_plan(workload, mesh, rank=rank)
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,13 @@ class ParallelSettings(Checked, prefix="parallel."):
             f"tokens; the largest exact-parts that works is {length & -length}",
         )
 
+    def check_ep(self, num_experts: int) -> None:
+        """Raise ConfigError unless ``ep`` ranks can hold as many experts each."""
+        require(
+            num_experts % self.ep == 0,
+            f"the {num_experts} experts of the model are not a multiple of parallel.ep {self.ep}; change one",
+        )
+
     def check_experts(self, world_size: int, num_experts: int | None) -> None:
         """Raise ConfigError unless the experts can be divided among the ranks."""
         if num_experts is None:
@@ -157,14 +164,11 @@ class ParallelSettings(Checked, prefix="parallel."):
                     is_default, f"{name} {value} is about the experts of a model, and this one has none; leave it out"
                 )
             return
+        self.check_ep(num_experts)
         etp = self.expert_tp
         require(
             world_size % (self.ep * etp * self.pp) == 0,
             f"parallel.ep {self.ep} x etp {etp} x parallel.pp {self.pp} does not divide the {world_size} ranks",
-        )
-        require(
-            num_experts % self.ep == 0,
-            f"the {num_experts} experts of the model are not a multiple of parallel.ep {self.ep}; change one",
         )
         refuse(
             "experts cannot be used with {}",

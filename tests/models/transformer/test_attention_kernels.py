@@ -154,15 +154,41 @@ def test_the_kernel_of_a_case(row, monkeypatch):
     kernels = call.options.activation.kernels(KERNELS)
     kernel = choose(kernels, call)
     assert type(kernel).__name__ in names
-    # The banner has its name, and a reason for each kernel before it.
-    before = [each for each in kernels[: kernels.index(kernel)] if each is not AT_POSITION]
     assert described(kernels, call).startswith(kernel.name)
-    assert all(f"{each.name}: {each.refusal(call)}" in described(kernels, call) for each in before)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("causal", "flash attention"),
+        ("causal shard", "flash attention in blocks"),
+        (
+            "causal local",
+            "products and a softmax of all scores; not flash attention in blocks: attention_backend is 'local'",
+        ),
+        (
+            "causal shared-dropout",
+            "products and a softmax of all scores; not flash attention in blocks: its dropout would depend on the "
+            "layout",
+        ),
+        (
+            "causal cap",
+            "products and a softmax in blocks of queries, which the backward computes again; not flash attention in "
+            "blocks: it has no soft cap of scores",
+        ),
+    ],
+)
+def test_the_banner_names_the_kernel_and_why_no_faster_one(words, line):
+    seed_streams(5, 0, rng="global" if "shared-dropout" in words else "per_rank")
+    assert described(KERNELS, call_of(set(words.split()))) == line
 
 
 def test_no_kernel_is_left():
     """Exact arithmetic has none for a position that the host does not know."""
     kernels = ExactActivation().kernels(KERNELS)
     assert AT_POSITION not in kernels
-    with pytest.raises(ConfigError, match=r"no kernel computes this attention .*PyTorch's function: the position of"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no kernel computes this attention .*PyTorch's scaled_dot_product_attention: only the device",
+    ):
         choose(kernels, call_of({"causal", "position", "exact"}))

@@ -20,6 +20,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from shardwise.core.atomic_files import read_regular, write_atomically
 from shardwise.core.errors import ConfigError, DataError, VocabularyError
 from shardwise.core.json_text import read_json
+from shardwise.core.slow_work import told_if_slow
 from shardwise.data.tokenizer import library
 from shardwise.data.tokenizer.growth import check_growth
 from shardwise.data.tokenizer.library import CONFIG_NAME, DeclaredTokens, panics_as_errors, shown
@@ -153,7 +154,8 @@ class Tokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        backend.train_from_iterator((part for text in texts for part in library.parts_of(text)), trainer)
+        with told_if_slow(f"training a tokenizer of {vocab_size:,} tokens"):
+            backend.train_from_iterator((part for text in texts for part in library.parts_of(text)), trainer)
         return cls(backend, special_tokens[0])
 
     @classmethod

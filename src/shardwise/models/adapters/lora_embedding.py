@@ -67,7 +67,9 @@ class LoraEmbedding(LoraLayer, VocabEmbedding):
             raise ConfigError(f"the layer has adapters already: {', '.join(layer.lora)}; remove them first")
         if not isinstance(layer, VocabEmbedding):
             raise ConfigError(f"a {type(layer).__name__} is no embedding that is split over a vocabulary")
-        arithmetic_of(layer.group).refuse("an adapter on the embedding has no exact sums; leave it out, or exact_parts")
+        arithmetic_of(layer.group).refuse(
+            "an adapter on the embedding has no exact sums; leave it out, or exact_parts (--exact)"
+        )
         result: LoraEmbedding = LoraEmbedding._turn(layer, {name: LoraEmbeddingAdapter(layer, config)}, config)
         return result
 

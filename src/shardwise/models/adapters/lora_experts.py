@@ -111,7 +111,7 @@ def check_experts(layer: ExpertWeights, config: LoraConfig) -> None:
     """Raise ConfigError if experts cannot have such adapters."""
     config.check_parameters()
     if isinstance(layer, ExactExperts):
-        raise ConfigError("an adapter on experts has no exact products; leave it out, or exact_parts")
+        raise ConfigError("an adapter on experts has no exact products; leave it out, or exact_parts (--exact)")
     splits = layer.expert_tp.size()
     if config.r < splits:
         raise ConfigError(
@@ -220,7 +220,9 @@ class LoraRouter(LoraLayer, Router):
         if not isinstance(layer, Router):
             raise ConfigError(f"a {type(layer).__name__} is no Router, which could have an adapter")
         config.check_parameters()
-        arithmetic_of(layer.group).refuse("an adapter on a router has no exact sums; leave it out, or exact_parts")
+        arithmetic_of(layer.group).refuse(
+            "an adapter on a router has no exact sums; leave it out, or exact_parts (--exact)"
+        )
         result: LoraRouter = LoraRouter._turn(layer, {"weight": RouterAdapter(layer, config)}, config)
         return result
 

@@ -329,7 +329,7 @@ class _ExactLora(LoraLinear):
         if self.lora_config.use_dora:
             raise ConfigError(
                 "use_dora has no exact form: the lengths of rows are sums over what ranks split; leave it out, or "
-                "exact_parts"
+                "exact_parts (--exact)"
             )
         for name, adapter in self.lora.items():
             assert isinstance(adapter, LoraAdapter)

@@ -71,7 +71,8 @@ class TrainedRowsLayer(LoraLayer):
     @classmethod
     def _add(cls, layer: VocabEmbedding | ColumnLinear, rows: TrainedRows | Sequence[int], config: LoraConfig) -> None:
         arithmetic_of(layer.group).refuse(
-            "rows that are trained alone (trainable_token_indices) have no exact sums; leave them out, or exact_parts"
+            "rows that are trained alone (trainable_token_indices) have no exact sums; leave them out, or exact_parts "
+            "(--exact)"
         )
         if isinstance(layer, LoraLayer):
             raise ConfigError("the layer has adapters already; leave them out, or trainable_token_indices")

@@ -43,6 +43,8 @@ from shardwise.nn.recompute import recomputed
 _SCORES_OF_BLOCK = 1 << 24
 # The narrowest head of FlexAttention.
 _NARROWEST = 16
+# Refusal of a kernel that a call has no use for: another one computes it as fast.
+_UNNEEDED = "it is for other calls"
 
 
 class Options(NamedTuple):
@@ -104,15 +106,17 @@ class Kernel:
     Attributes:
         name: name in reports.
         adds_parts: whether it may add what parts of the keys contribute, in any order.
+        device_type: type of device on which it is faster than others; "" for the slower ones.
     """
 
     name: str
     adds_parts = False
+    device_type = ""
 
     def refusal(self, call: Call) -> str | None:
         """Return why this kernel does not take a call; None if it does."""
         if call.mask.query_position is not None:
-            return "the position of the query is known on the device alone"
+            return "only the device knows the position of the query"
         return self._refusal(call)
 
     def attend(self, call: Call) -> Tensor:
@@ -127,7 +131,7 @@ class _AtPosition(Kernel):
     name, adds_parts = "a kernel for one token and a cache", True
 
     def refusal(self, call: Call) -> str | None:
-        return "positions are known on the host" if call.mask.query_position is None else None
+        return _UNNEEDED if call.mask.query_position is None else None
 
     def attend(self, call: Call) -> Tensor:
         options, position = call.options, call.mask.query_position
@@ -148,22 +152,24 @@ class _AtPosition(Kernel):
 class _Packed(Kernel):
     """Flash attention to documents, or within a window. Its gradients round in any order."""
 
-    name, adds_parts = "flash attention to packed documents", True
+    name, adds_parts, device_type = "flash attention for packed documents and windows", True, "cuda"
 
     def _refusal(self, call: Call) -> str | None:
         mask, rule = call.mask, call.options.rule
         if mask.document_ids is None and rule.window is None:
-            return "neither documents nor a window"
+            return _UNNEEDED
         if (why := _why_not_flash(call.options)) is not None:
             return why
         if call.options.sinks is not None:
-            return "attention_sinks"
+            return "it has no attention sinks"
         # Flash attention aligns a window at the last query and the last key, and a rank's queries end before the keys.
         if not rule.causal and rule.window is not None and mask.context is not None:
-            return "a window on both sides of positions that ranks share"
+            return "ranks share the positions, and the window has two sides"
         if not takes_packed(call.query):
-            return "PyTorch has it for bf16 and fp16 on CUDA"
-        return "a mask, ALiBi, or documents that are in pieces or not on the CPU" if self._runs(call) is None else None
+            return "it is for bf16 and fp16 on GPUs from sm_80 on"
+        if self._runs(call) is None:
+            return "there is a mask, or ALiBi, or documents are in pieces or on the device alone"
+        return None
 
     def attend(self, call: Call) -> Tensor:
         options, runs = call.options, self._runs(call)
@@ -177,16 +183,16 @@ class _Packed(Kernel):
 
 
 class _Flexible(Kernel):
-    name, adds_parts = "FlexAttention", True
+    name, adds_parts, device_type = "FlexAttention", True, "cuda"
 
     def _refusal(self, call: Call) -> str | None:
         options, query = call.options, call.query
         if call.mask.is_plain and options.rule.window is None and options.cap is None and options.sinks is None:
-            return "neither a mask nor a change of scores"
+            return _UNNEEDED
         if options.backend != "auto":
-            return "attention_backend asks for another kernel"
+            return f"attention_backend is {options.backend!r}"
         if options.dropout > 0:
-            return "attention_dropout"
+            return "it has no dropout"
         scores, widths = query.shape[:3].numel() * call.key.size(2), (query.size(-1), call.value.size(-1))
 
         def fits() -> bool:
@@ -208,12 +214,12 @@ class _Flexible(Kernel):
 
 
 class _WrittenOut(Kernel):
-    name = "written out"
+    name = "products and a softmax of all scores"
 
     def _refusal(self, call: Call) -> str | None:
         if call.options.backend == "local" or (call.options.dropout > 0 and streams().rule == "global"):
             return None
-        return "neither attention_backend local nor dropout with rng global"
+        return _UNNEEDED
 
     def attend(self, call: Call) -> Tensor:
         return _block_by_block(partial(_written_out, call.options), call, call.blocks(call.query.size(2)))
@@ -222,12 +228,10 @@ class _WrittenOut(Kernel):
 class _Parts(Kernel):
     """Blocks of queries, with sums of what parts of the keys contribute, by flash attention on a CPU."""
 
-    name, adds_parts = "flash attention in blocks and parts", True
+    name, adds_parts, device_type = "flash attention in blocks", True, "cpu"
 
     def _refusal(self, call: Call) -> str | None:
-        return _why_not_flash(call.options) or (
-            None if has_flash_for_parts(call.query) else "PyTorch has flash attention with masks on CPUs"
-        )
+        return _why_not_flash(call.options) if has_flash_for_parts(call.query) else _UNNEEDED
 
     def attend(self, call: Call) -> Tensor:
         options = call.options
@@ -238,29 +242,27 @@ class _Parts(Kernel):
 class _OnePart(_Parts):
     """The same where one part has all keys: PyTorch's function has less to do."""
 
-    name = "flash attention"
+    name, device_type = "flash attention", ""
 
     def _refusal(self, call: Call) -> str | None:
         if (why := super()._refusal(call)) is not None:
             return why
-        if call.options.sinks is not None:
-            return "attention_sinks"
-        return None if [len(block.parts) for block in call.parts] == [1] else "several blocks of queries and keys"
+        return None if call.options.sinks is None and [len(each.parts) for each in call.parts] == [1] else _UNNEEDED
 
     def attend(self, call: Call) -> Tensor:
         return _block_by_block(partial(_by_function, call.options), call, call.parts)
 
 
 class _WrittenOutInBlocks(Kernel):
-    name = "written out in blocks that the backward computes again"
+    name = "products and a softmax in blocks of queries, which the backward computes again"
 
     def _refusal(self, call: Call) -> str | None:
         options = call.options
         if options.cap is not None or options.sinks is not None:
             return None
         if options.dropout == 0 or options.backend not in ("auto", "flash") or not has_flash_for_parts(call.query):
-            return "neither a change of scores nor dropout on a CPU"
-        return None if len(self._blocks(call)) > 1 else "few scores"
+            return _UNNEEDED
+        return None if len(self._blocks(call)) > 1 else _UNNEEDED
 
     def attend(self, call: Call) -> Tensor:
         attend = partial(recomputed, partial(_written_out, call.options))
@@ -273,7 +275,7 @@ class _WrittenOutInBlocks(Kernel):
 
 
 class _Function(Kernel):
-    name = "PyTorch's function"
+    name = "PyTorch's scaled_dot_product_attention"
 
     def attend(self, call: Call) -> Tensor:
         blocks = call.blocks(call.query.size(2), for_kernels=True)
@@ -295,10 +297,12 @@ KERNELS: tuple[Kernel, ...] = (
 
 
 def described(kernels: Sequence[Kernel], call: Call) -> str:
-    """Return the name of the kernel that takes a call, and a line for each one before it that says why it does not."""
+    """Return the name of the kernel that takes a call, and why those that would be faster on its device do not."""
     chosen = choose(kernels, call)
-    before = [each for each in kernels[: kernels.index(chosen)] if each is not AT_POSITION]
-    return chosen.name + "".join(f"\n       no {kernel.name}: {kernel.refusal(call)}" for kernel in before)
+    faster = [each for each in kernels if each.device_type == device_type_of(call.query) and not chosen.device_type]
+    refusals = {each.name: each.refusal(call) for each in faster}
+    reasons = [f"; not {name}: {why}" for name, why in refusals.items() if why not in (None, _UNNEEDED)]
+    return chosen.name + "".join(reasons)
 
 
 def choose(kernels: Sequence[Kernel], call: Call) -> Kernel:
@@ -319,12 +323,12 @@ def for_flash(query: Tensor, key: Tensor, value: Tensor, heads: LocalHeads) -> t
 def _why_not_flash(options: Options) -> str | None:
     """Return why flash attention, called without PyTorch's function around it, does not compute these scores."""
     if options.backend not in ("auto", "flash"):
-        return "attention_backend asks for another kernel"
+        return f"attention_backend is {options.backend!r}"
     if options.dropout > 0:
-        return "attention_dropout"
+        return "its dropout would depend on the layout"
     if options.cap is not None:
-        return "attention_logit_softcap"
-    return "torch.compile" if torch.compiler.is_compiling() else None
+        return "it has no soft cap of scores"
+    return "torch.compile traces the call" if torch.compiler.is_compiling() else None
 
 
 def _by_function(options: Options, query: Tensor, key: Tensor, value: Tensor, part: Part) -> Tensor:

@@ -17,7 +17,7 @@ from shardwise.core.json_text import shown
 from shardwise.models.experts import Balanced, Dropped
 from shardwise.models.recomputation import Recomputation
 from shardwise.training import bounds
-from shardwise.training.bounds import REMOVED, Checked, Folder, Range, checked, require, with_values
+from shardwise.training.bounds import REMOVED, Checked, Folder, Range, checked, refuse, require, with_values
 from shardwise.training.step_settings import OptimizerSettings, ParallelSettings, StepSettings, TrainingSettings
 
 _WIDTH = Range(1, 1 << 20)
@@ -355,7 +355,15 @@ class Settings(RunSettings):
             f"parallel.tp {self.parallel.tp} is more than the {self.model.num_heads} attention heads; lower it or "
             "raise model.num-heads",
         )
-        parallel = self.parallel
+        parallel, model = self.parallel, self.model
+        # Before the batch is compared with the ranks, whose number follows from ep.
+        parallel.check_ep(model.num_experts or parallel.ep)
+        if parallel.exact:
+            refuse(
+                "parallel.exact has no exact form of {}; leave one of them out",
+                (model.expert_capacity_factor, f"--model.expert-capacity-factor {model.expert_capacity_factor}"),
+                (model.router_balance == "global", "--model.router-balance global"),
+            )
         stages = parallel.pp * parallel.virtual_stages
         require(
             self.model.num_layers >= stages,

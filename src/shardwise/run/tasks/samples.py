@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from shardwise.core.atomic_files import write_atomically
 from shardwise.core.errors import ConfigError, DataError
+from shardwise.core.slow_work import told_if_slow
 from shardwise.data import (
     Corpus,
     Encoded,
@@ -378,12 +379,14 @@ def encode_examples(examples: Sequence[Example], encoder: ExampleEncoder, name: 
     """Encode examples as samples; also return the reasons for omitted examples."""
     encoded: list[Encoded] = []
     left_out = _Left()
-    for index, example in enumerate(examples):
-        try:
-            encoded.extend(encoder.encode_all(example))
-        except UnusableExampleError as error:
-            count, first = left_out.get(error.reason, (0, index))
-            left_out[error.reason] = (count + 1, first)
+    index = 0
+    with told_if_slow(f"encoding {name}", lambda: f"sample {index + 1:,} of {len(examples):,}"):
+        for index, example in enumerate(examples):
+            try:
+                encoded.extend(encoder.encode_all(example))
+            except UnusableExampleError as error:
+                count, first = left_out.get(error.reason, (0, index))
+                left_out[error.reason] = (count + 1, first)
     if not encoded:
         raise DataError(
             f"nothing can be learned from any of the {counted(len(examples), 'sample')} of {name}: "

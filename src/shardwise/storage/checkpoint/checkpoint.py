@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from shardwise.core.communication.agreement import decide
 from shardwise.core.errors import CheckpointError, ShardwiseError
 from shardwise.core.sharding import ParamLayout, ParamShard, TensorPieces
+from shardwise.core.slow_work import told_if_slow
 from shardwise.core.tensor_files import some_tensors
 from shardwise.storage.checkpoint.manifest import Manifest, check_state_fits
 from shardwise.storage.checkpoint.storage import SafetensorsReader, tensors_of
@@ -116,7 +117,7 @@ def load(
     decide(examine, compare, group=group)
     assert manifest is not None
     reader = SafetensorsReader(path, manifest)
-    with checkpoint_errors():
+    with told_if_slow(f"reading {path}"), checkpoint_errors():
         state_dict_loader.load(
             dict(mine), storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), process_group=group
         )

@@ -20,6 +20,7 @@ from shardwise.core.communication.agreement import agree, gather_objects
 from shardwise.core.communication.context import default_device
 from shardwise.core.errors import CheckpointError
 from shardwise.core.sharding import Interval, ParamShard
+from shardwise.core.slow_work import told_if_slow
 from shardwise.core.tensor_files import check_finite
 from shardwise.core.topology import Groups, gather_from_stages, model_groups
 from shardwise.models.description import Model, ModelChunks, build_model, chunks_of, model_config
@@ -107,10 +108,11 @@ def load_pretrained(
             if not isinstance(shard.data, QuantizedTensor):
                 fill_shard_(shard, composition, source.tensors, names)
 
-    agree(fill, group=ranks)
-    for shard, composition in parts.values():
-        if isinstance(shard.data, QuantizedTensor):
-            fill_quantized_(shard, composition, source, names, groups)
+    with told_if_slow(f"reading the weights of {source.path}"):
+        agree(fill, group=ranks)
+        for shard, composition in parts.values():
+            if isinstance(shard.data, QuantizedTensor):
+                fill_quantized_(shard, composition, source, names, groups)
     return models[0] if config.virtual_pipeline_model_parallel_size is None else ModelChunks(models)
 
 
