@@ -417,6 +417,8 @@ def test_what_is_wrong_is_said_on_every_rank(group, folders, tmp_path):
             lambda config, tensors: config.update(bias="some"))  # fmt: skip
     refused(CheckpointError, r"lacks base_model\.model\.model\.norm\.weight",
             lambda config, tensors: config.update(modules_to_save=["model.norm"]))  # fmt: skip
+    refused(ConfigError, r"modules_to_save has '\.\./\.\./x', which no module's path ends with",
+            lambda config, tensors: config.update(modules_to_save=["../../x"]))  # fmt: skip
     refused(CheckpointError, r"model\.norm\.weight', and adapter_config\.json does not say that it is trained",
             lambda config, tensors: tensors.update({"base_model.model.model.norm.weight": torch.ones(36)}))  # fmt: skip
     refused(ConfigError, "peft_type is 'IA3'", lambda config, tensors: config.update(peft_type="IA3"))

@@ -35,7 +35,9 @@ from shardwise.nn import VocabEmbedding
 from shardwise.storage.adapters.config_file import (
     CONFIG_NAME,
     Paths,
+    check_saved_modules,
     config_json,
+    modules_of,
     read_adapter_config,
     rows_to_train,
     trained_tensors,
@@ -287,6 +289,10 @@ class _Found:
 def _read(folder: Path, model: TransformerModel, architecture: Architecture, known: set[str], every: Paths) -> _Found:
     """Read and check a folder for a model; ``known`` and ``every`` are its tensors and paths on all stages."""
     config = with_parameters(read_adapter_config(folder), every, architecture.module_targets)
+    try:
+        check_saved_modules(config, modules_of([*known, *(f"{each}.weight" for each in every.outer)]))
+    except ConfigError as error:
+        raise ConfigError(f"{str(folder / CONFIG_NAME)!r}: {error}") from error
     path = folder / WEIGHTS_NAME
     if not path.exists():
         raise CheckpointError(f"{str(folder)!r} has no {WEIGHTS_NAME}")

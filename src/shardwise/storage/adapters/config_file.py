@@ -296,7 +296,7 @@ def rows_to_train(
 
 def check_targets(paths: Paths, tensors: Iterable[str], config: LoraConfig) -> None:
     """Raise ConfigError, with the nearest names, if a target, pattern or module to save matches nothing."""
-    modules = _adapted_modules(tensors)
+    modules = modules_of(tensors)
     adaptable = {*paths.in_layers, *paths.outer}
     names = sorted({path.rpartition(".")[2] for path in adaptable})
     known = ", ".join(names)
@@ -340,14 +340,10 @@ def check_targets(paths: Paths, tensors: Iterable[str], config: LoraConfig) -> N
             marked = dataclasses.replace(config, r=1, lora_alpha=0.0, rank_pattern={pattern: 2}, alpha_pattern={})
             if not any(marked.at(path).r == 2 for path in paths.chosen(marked)):
                 raise ConfigError(f"{name} has {pattern!r}, which names no layer with an adapter; it has {known}")
+    check_saved_modules(config, modules)
     chosen = paths.chosen(config)
     for name in config.modules_to_save:
         alone = dataclasses.replace(config, modules_to_save=(name,))
-        if not any(map(alone.saves, modules)):
-            last = sorted({each for path in modules if not (each := path.rpartition(".")[2]).isdecimal()})
-            near = difflib.get_close_matches(name.rpartition(".")[2], last, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(last)}"
-            raise ConfigError(f"modules_to_save has {name!r}, which no module's path ends with; {hint}")
         both = next(filter(alone.saves, sorted(chosen)), None)
         if both is not None:
             raise ConfigError(
@@ -355,7 +351,18 @@ def check_targets(paths: Paths, tensors: Iterable[str], config: LoraConfig) -> N
             )
 
 
-def _adapted_modules(tensors: Iterable[str]) -> list[str]:
+def check_saved_modules(config: LoraConfig, modules: Collection[str]) -> None:
+    """Raise ConfigError, with the nearest names, if a module to save is none of ``modules``."""
+    for name in config.modules_to_save:
+        if not any(map(dataclasses.replace(config, modules_to_save=(name,)).saves, modules)):
+            last = sorted({each for path in modules if not (each := path.rpartition(".")[2]).isdecimal()})
+            near = difflib.get_close_matches(name.rpartition(".")[2], last, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(last)}"
+            raise ConfigError(f"modules_to_save has {name!r}, which no module's path ends with; {hint}")
+
+
+def modules_of(tensors: Iterable[str]) -> list[str]:
+    """Return the paths of the modules of tensors, and of the modules around them."""
     paths = {tensor.rpartition(".")[0] for tensor in tensors}
     within = {path[: dot.start()] for path in paths for dot in re.finditer(r"\.", path)}
     return [*sorted(paths), *sorted(within - paths)]
