@@ -1,8 +1,8 @@
 """Compare each model of transformers that has a tensor-parallel plan, split by the plan, with the whole model.
 
     python benchmarks/models_by_plan.py measure --json results.json
-    python benchmarks/models_by_plan.py measure --theirs --json theirs.json
-    python benchmarks/models_by_plan.py page results.json theirs.json > docs/models.md
+    python benchmarks/models_by_plan.py measure --theirs 2 --json theirs-2.json
+    python benchmarks/models_by_plan.py page results.json theirs-2.json > docs/models.md
 
 ``measure`` starts the ranks once, and writes the result of each class as soon as it has it; started again, it goes on.
 """
@@ -33,7 +33,6 @@ PASSES = {
     "9 heads, 3 key-value heads": (Heads(9, 3, is_odd=True), [2]),
     "12 heads, 1 key-value head": (Heads(12, 1, is_odd=True), [2]),
 }
-_THEIRS = {"first": (Heads(), [2])}
 _SILENT_SECONDS = 300.0
 # If one rank fails where others communicate, these fail after it, and the ranks start again with the next class.
 _WAIT = datetime.timedelta(seconds=60)
@@ -44,20 +43,20 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     measure = commands.add_parser("measure")
     measure.add_argument("--json", type=Path, required=True)
-    measure.add_argument("--theirs", action="store_true", help="transformers' own tensor parallelism, at tp 2")
+    measure.add_argument("--theirs", type=int, metavar="N", help="transformers' own tensor parallelism, on N ranks")
     measure.add_argument("--only", nargs="*", help="names of classes")
     shown = commands.add_parser("page")
     shown.add_argument("ours", type=Path)
-    shown.add_argument("theirs", type=Path, nargs="?")
+    shown.add_argument("theirs", type=Path, nargs="*")
     arguments = parser.parse_args()
     if arguments.command == "page":
-        found = [None if path is None else json.loads(path.read_text()) for path in (arguments.ours, arguments.theirs)]
-        print(page(*found, OVERRIDES), end="")
+        ours, *theirs = (json.loads(path.read_text()) for path in (arguments.ours, *arguments.theirs))
+        print(page(ours, theirs, OVERRIDES), end="")
     else:
         _measure(arguments.json, arguments.theirs, arguments.only)
 
 
-def _measure(path: Path, theirs: bool, only: list[str] | None) -> None:
+def _measure(path: Path, theirs: int | None, only: list[str] | None) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found = classes(only)
@@ -70,7 +69,7 @@ def _measure(path: Path, theirs: bool, only: list[str] | None) -> None:
         _run_ranks(left, path, theirs)
         written = _read(path)
         if failed := next((each for each in left if each[1].__name__ not in written["classes"]), None):
-            _write(path, *failed, {"first": {"2": {"verdict": "error", "reason": "a rank died or hung"}}})
+            _write(path, *failed, {"first": {str(theirs or 2): {"verdict": "error", "reason": "a rank died or hung"}}})
             written = _read(path)
 
 
@@ -89,11 +88,11 @@ def _write(path: Path, package: str, kind: type[Any], passes: dict[str, Any]) ->
     temporary.replace(path)
 
 
-def _run_ranks(left: list[tuple[str, type[Any]]], path: Path, theirs: bool) -> None:
+def _run_ranks(left: list[tuple[str, type[Any]]], path: Path, theirs: int | None) -> None:
     """Run ranks over the classes, until they have finished, one has died, or they are silent."""
     context, store = get_context("fork"), path.with_suffix(".store").absolute()
     store.unlink(missing_ok=True)
-    size = 2 if theirs else max(max(sizes) for _, sizes in PASSES.values())
+    size = theirs or max(max(sizes) for _, sizes in PASSES.values())
     ranks = [context.Process(target=_rank, args=(rank, size, store, left, path, theirs)) for rank in range(size)]
     for process in ranks:
         process.start()
@@ -109,15 +108,15 @@ def _run_ranks(left: list[tuple[str, type[Any]]], path: Path, theirs: bool) -> N
     store.unlink(missing_ok=True)
 
 
-def _rank(rank: int, size: int, store: Path, left: list[tuple[str, type[Any]]], path: Path, theirs: bool) -> None:
+def _rank(rank: int, size: int, store: Path, left: list[tuple[str, type[Any]]], path: Path, theirs: int | None) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=_WAIT)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     for package, kind in left:
         passes = {
-            name: results(package, kind, heads, sizes, theirs=theirs)
-            for name, (heads, sizes) in (_THEIRS if theirs else PASSES).items()
+            name: results(package, kind, heads, sizes, theirs=theirs is not None)
+            for name, (heads, sizes) in (PASSES if theirs is None else {"first": (Heads(), [theirs])}).items()
         }
         if rank == 0:
             _write(path, package, kind, passes)

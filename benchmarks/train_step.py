@@ -77,6 +77,8 @@ RATIOS = (
     ("ours", "single_fused"),
     ("ours", "raw"),
     ("ours_sp", "ours"),
+    ("by_plan", "by_transformers"),
+    ("by_plan", "ours"),
 )
 
 

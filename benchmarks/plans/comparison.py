@@ -6,6 +6,7 @@ import copy
 import datetime
 import importlib
 import inspect
+import shutil
 import tempfile
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -160,6 +161,9 @@ def _run_theirs(model: Any) -> _Run:
         experts_implementation="eager",
         distributed_config=distributed.DistributedConfig(tp_size=dist.get_world_size()),
     )
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folders[0])
     for module in split.train().modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _COLUMNS = (
@@ -14,8 +15,10 @@ _COLUMNS = (
 )
 # Why a class that runs whole is not right.
 CAUSES = {
-    "DogeConfig": "the plan splits heads, and the model computes a mask of all of them",
-    "EsmcConfig": "the plan splits queries, which one norm over all heads reads",
+    "DogeConfig": "the plan's fault: it splits heads, and the model computes a mask of all of them",
+    "EsmcConfig": "the plan's fault: it splits queries, which one norm over all heads reads",
+    "Glm5NextTextConfig": "the plan's fault: it splits the output projection of linear attention, and not its heads",
+    "NeoMMEConfig": "the plan's fault: it splits heads, and value embeddings and the factors of heads stay whole",
 }
 _TEXT = """\
 # Models of transformers, split by their own plan
@@ -46,12 +49,15 @@ ratio allows (12, 6, 4 or 1). `benchmarks/plans/tiny.py` has the rule, and at mo
 """
 
 
-_OTHER = " *transformers* is its own tensor\nparallelism, loaded by `from_pretrained`."
+_OTHER = """ *transformers* is its own
+tensor parallelism, loaded by `from_pretrained(distributed_config=)`: right are {counts}. A wrong one is followed by the
+parameters with the largest errors in their gradients, or by *logits* if these are wrong."""
 
 
-def page(ours: dict[str, Any], theirs: dict[str, Any] | None, overrides: dict[str, dict[str, Any]]) -> str:
-    """Return the page for results of ``measure`` and, for one more column, of ``measure --theirs``."""
-    rows, counts, decided = [], Counter[tuple[str, str]](), 0
+def page(ours: dict[str, Any], theirs: Sequence[dict[str, Any]], overrides: dict[str, dict[str, Any]]) -> str:
+    """Return the page for results of ``measure`` and, for one more column each, of ``measure --theirs``."""
+    sizes = [next(iter(next(iter(each["classes"].values()))["passes"]["first"])) for each in theirs]
+    rows, counts, others, decided = [], Counter[tuple[str, str]](), Counter[str](), 0
     for name, each in sorted(ours["classes"].items(), key=lambda item: item[0].lower()):
         cells, reasons = [], []
         for column in _COLUMNS:
@@ -61,9 +67,10 @@ def page(ours: dict[str, Any], theirs: dict[str, Any] | None, overrides: dict[st
             decided += result["verdict"] == "right" and result.get("dtype") == "float64"
             if result["verdict"] != "right" and result.get("reason"):
                 reasons.append(result["reason"])
-        if theirs is not None:
-            other = theirs["classes"].get(name, {}).get("passes", {}).get("first", {}).get("2", {"verdict": "not run"})
-            cells.append(other["verdict"])
+        for other, size in zip(theirs, sizes, strict=True):
+            result = other["classes"].get(name, {}).get("passes", {}).get("first", {}).get(size, {"verdict": "not run"})
+            cells.append(result["verdict"] + _tensors(result.get("largest", {})))
+            others[size] += result["verdict"] == "right"
         reason = CAUSES.get(name) or (_short(reasons[0]) if reasons else "")
         rows.append(f"| `{name.removesuffix('Config')}` | {' | '.join([*cells, reason])} |")
     right = ", ".join(f"{counts[column]} at tp {column[1]}" for column in _COLUMNS[:3])
@@ -73,15 +80,25 @@ def page(ours: dict[str, Any], theirs: dict[str, Any] | None, overrides: dict[st
         date=ours["date"],
         decided=decided,
         right=right,
-        other="" if theirs is None else "transformers, tp 2 | ",
-        line="" if theirs is None else "---|",
+        other="".join(f"transformers, tp {size} | " for size in sizes),
+        line="---|" * len(sizes),
         **ours["versions"],
     )
     listed = "; ".join(
         f"`{name.removesuffix('Config')}` {', '.join(f'{field} = {value}' for field, value in fields.items())}"
         for name, fields in overrides.items()
     )
-    return head + "\n".join(rows) + "\n" + _END.format(overrides=f"{listed}.", other="" if theirs is None else _OTHER)
+    compared = " and ".join(f"{others[size]} at tp {size}" for size in sizes)
+    other = _OTHER.format(counts=compared) if sizes else ""
+    return head + "\n".join(rows) + "\n" + _END.format(overrides=f"{listed}.", other=other)
+
+
+def _tensors(largest: Mapping[str, float]) -> str:
+    """Return the ends of at most two different names of parameters, or that the logits differ."""
+    if not largest or "logits" in largest:
+        return ": logits" if largest else ""
+    names = [name.removesuffix(".weight").split(".")[-1] for name in largest if name != "norm"]
+    return f": {', '.join(list(dict.fromkeys(names or ['norm']))[:2])}"
 
 
 def _short(reason: str) -> str:

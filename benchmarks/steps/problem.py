@@ -106,6 +106,11 @@ def fuse_qkv(parts: Sequence[Tensor], head_dim: int) -> Tensor:
     return torch.stack([part.unflatten(0, (-1, head_dim)) for part in parts], dim=1).flatten(0, 2)
 
 
+def halves(weight: Tensor, sizes: LlamaSizes) -> Tensor:
+    """Reorder the rows of each head: adjacent pairs become pairs half a head apart, as most models rotate them."""
+    return weight.view(sizes.num_heads, sizes.head_dim // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
+
+
 def _draw_weights(sizes: LlamaSizes, generator: torch.Generator) -> Weights:
     h, f = sizes.hidden_size, sizes.ffn_hidden_size
     weights: Weights = {}

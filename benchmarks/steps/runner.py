@@ -13,8 +13,13 @@ from steps.baselines import make_dtensor, make_single, whole
 from steps.problem import LlamaSizes, Problem, Step
 from steps.raw_collectives import make_raw
 from steps.shardwise_step import make_shardwise
+from steps.transformers_steps import make_by_plan, make_by_transformers
 
-RANK_VARIANTS = ("ours", "ours_sp", "dtensor", "dtensor_sp", "dtensor_fused", "dtensor_sp_fused", "raw")
+RANK_VARIANTS = (
+    *("ours", "ours_sp", "dtensor", "dtensor_sp", "dtensor_fused", "dtensor_sp_fused", "raw"),
+    # A model of transformers, split by its plan.
+    *("by_plan", "by_transformers"),
+)
 SINGLE_VARIANTS = ("single", "single_passive", "single_fused")
 
 SEED = 1234
@@ -79,4 +84,6 @@ def _rank_makers(topology: Topology) -> dict[str, Maker]:
         "dtensor_fused": lambda problem: make_dtensor(problem, mesh, fused=True),
         "dtensor_sp_fused": lambda problem: make_dtensor(problem, mesh, sequence_parallel=True, fused=True),
         "raw": lambda problem: make_raw(problem, topology.group("tp")),
+        "by_plan": lambda problem: make_by_plan(problem, topology),
+        "by_transformers": make_by_transformers,
     }

@@ -26,6 +26,7 @@ from steps.problem import (
     Step,
     Weights,
     fuse_qkv,
+    halves,
 )
 
 _NAMES = {
@@ -103,12 +104,7 @@ def _whole_weight(name: str, weights: Weights, sizes: LlamaSizes) -> Tensor:
         prefix = f"layers.{number}."
     if name == "self_attention.linear_qkv.weight":
         wq, wk, wv = (weights[f"{prefix}attention.{w}.weight"] for w in ("wq", "wk", "wv"))
-        return fuse_qkv([_halves(wq, sizes), _halves(wk, sizes), wv], sizes.head_dim)
+        return fuse_qkv([halves(wq, sizes), halves(wk, sizes), wv], sizes.head_dim)
     if name == "mlp.linear_fc1.weight":
         return torch.cat([weights[f"{prefix}feed_forward.{w}.weight"] for w in ("w1", "w3")])
     return weights[prefix + _NAMES[name]]
-
-
-def _halves(weight: Tensor, sizes: LlamaSizes) -> Tensor:
-    """Reorder the rows of each head: adjacent pairs become pairs half a head apart, as Shardwise rotates them."""
-    return weight.view(sizes.num_heads, sizes.head_dim // 2, 2, -1).transpose(1, 2).reshape(weight.shape)

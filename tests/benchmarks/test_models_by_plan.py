@@ -29,7 +29,7 @@ def test_classes_are_measured_and_a_second_start_goes_on(tmp_path: Path) -> None
         for name, of_class in passes.items()
     }
     assert verdicts == {name: ["right"] * 5, "EsmcConfig": ["refused"] * 3 + ["not run"] * 2}
-    shown = page(found, found, OVERRIDES)
+    shown = page(found, [found], OVERRIDES)
     assert "Right are 1 at tp 2, 1 at tp 3, 1 at tp 4, and in the second pass 1 and 1." in shown
     assert "| `GPTNeoX` | right | right | right | right | right | right |  |" in shown
     assert "| `Esmc` | refused |" in shown

@@ -14,7 +14,7 @@ def cross_entropy(model, batch):
     return F.cross_entropy(model(batch.tokens).logits.flatten(0, 1), batch.labels.flatten())
 
 
-def reference_losses(model, batches, loss_of=cross_entropy):
+def reference_losses(model, batches, loss_of=cross_entropy, highest=RATE):
     """The losses of a model of transformers or peft, as it learns from ``batches``."""
     params = [param for param in model.parameters() if param.requires_grad]
     groups = [
@@ -28,10 +28,10 @@ def reference_losses(model, batches, loss_of=cross_entropy):
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, CLIP)
-        rate = RATE * (step + 1) / WARMUP
+        rate = highest * (step + 1) / WARMUP
         if step >= WARMUP:
             done = (step + 1 - WARMUP) / (STEPS - WARMUP)
-            rate = RATE * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+            rate = highest * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()

@@ -83,6 +83,9 @@ class Hooks:
         if module.padding_idx is not None:
             own = module.padding_idx % sum(self._sizes) - start
             module.padding_idx = own if 0 <= own < stop - start else None
+        # Compared with the ids, for a row that is a separate parameter.
+        if type(own := getattr(module, "eoi_token_index", None)) is int:
+            module.eoi_token_index = own - start if start <= own < stop else -1
         module.register_forward_pre_hook(self._own_ids)
         module.register_forward_hook(self._sum_rows)
 

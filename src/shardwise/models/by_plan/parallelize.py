@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from shardwise.core.sharding import ParamLayout, Replicas
 from shardwise.core.topology import Groups
 from shardwise.models.by_plan.attention import READERS, AttentionHeads, heads_of
 from shardwise.models.by_plan.hooks import Hooks, SharedCopies
-from shardwise.models.by_plan.styles import STYLES, Style
+from shardwise.models.by_plan.styles import ENTERING, SPLIT, STYLES, Style
 from shardwise.nn.column import ColumnLinear
 from shardwise.nn.linear import LinearParallelism
 from shardwise.nn.replicated import set_replicas_
@@ -80,6 +81,7 @@ def parallelize(model: nn.Module, groups: Groups) -> nn.Module:
     places, work = agree(partial(_prepared, model, groups), group=groups.tp)
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     check_same([[place[:2] for place in places], shapes], "the plan and the shapes of the model", group=groups.tp)
+    check_same(_digest(model), "the weights of the whole model (a digest of some)", group=groups.tp)
     for place in places:
         _carry_out_(place, work)
     for module, heads in work.heads.items():
@@ -126,6 +128,15 @@ def _check_model(model: nn.Module) -> None:
                 "parameters must be plain, of a floating-point dtype; load the model without quantization or a device "
                 "mesh"
             )
+
+
+def _digest(model: nn.Module) -> str:
+    """Return a digest of four elements of each parameter, where ranks that drew different weights differ."""
+    digest = hashlib.sha256()
+    for param in model.parameters():
+        if not param.is_meta:
+            digest.update(repr(param.detach().flatten()[:: max(1, param.numel() // 4)][:4].tolist()).encode())
+    return digest.hexdigest()
 
 
 def _with_tied_embedding(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
@@ -194,9 +205,12 @@ def _lay_out(place: _Place, work: _Work) -> None:
         _rotary_width(place, work)
         return
     heads, inner = _attention(place, work)
-    for param in _params_of(place).values():
+    for name, param in _params_of(place).items():
         shape = tuple(param.shape)
-        if style.dim is None:
+        if style.vocabulary and name != "weight":
+            # A row of its own, which the ranks that do not look it up leave without a gradient.
+            layout = ParamLayout.replicated(shape, size)
+        elif style.dim is None:
             is_of_heads = heads is not None and style.is_partial and len(shape) > 1
             layout = heads.layout(shape, 0, inner) if heads and is_of_heads else ParamLayout.replicated(shape, size)
         elif style.dim == -1 and len(shape) == 1:
@@ -245,14 +259,41 @@ def _check_owners(places: list[_Place], work: _Work) -> None:
                     f"{name}.{own} is the parameter that {layout[0]} splits, and the plan has no style for it; untie "
                     "them (tie_word_embeddings), or use one tensor-parallel rank"
                 )
+    makers = {place.name.rpartition(".")[0] for place in places if (place.style.target or ENTERING)[1] == SPLIT}
     for place in places:
         module, style = place.owner, place.style
+        parent = place.name.rpartition(".")[0]
+        if (
+            place.parameter is None
+            and style.source == (SPLIT, SPLIT)
+            and not makers & {parent, parent.rpartition(".")[0]}
+        ):
+            raise ConfigError(
+                f"{place.name}: {place.style_name} reads split features, and the plan splits none of {parent}; use "
+                "one tensor-parallel rank"
+            )
+        if place.parameter is None and style.dim is not None and _is_linear(module) and (lost := _lost(module)):
+            raise ConfigError(
+                f"{place.name}: {place.style_name} replaces a {type(module).__name__}, and its {lost} would be lost; "
+                "remove it, or add it afterwards"
+            )
         sums = place.parameter is None and style.dim == -1 and style.source is not None
         if sums and not _is_linear(module) and getattr(module, "bias", None) is not None:
             raise ConfigError(
                 f"{place.name}: {place.style_name} of a {type(module).__name__} with a bias adds it on every rank; "
                 "use one tensor-parallel rank"
             )
+
+
+def _lost(module: nn.Module) -> str:
+    """Return what a linear layer has that a tensor-parallel one would not."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    params = [param for param in module._parameters.values() if param is not None]
+    of_params = [each for param in params for each in (param._backward_hooks, param._post_accumulate_grad_hooks)]
+    extra = [*module._modules, *module._buffers, *(module._parameters.keys() - {"weight", "bias"})]
+    return ", ".join(
+        [*extra, *(["forward"] if "forward" in vars(module) else []), *(["hook"] if any([*hooks, *of_params]) else [])]
+    )
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -285,14 +326,14 @@ def _carry_out_(place: _Place, work: _Work) -> None:
     for name, param in _params_of(place).items():
         if param in work.layouts and work.layouts[param][1].dim is not None:
             _set_part_(module, name, param, work)
-        elif style.is_partial:
+        elif style.is_partial or style.vocabulary:
             set_replicas_(module, Replicas(summed_over=("tp",)), name)
     if place.parameter is not None or module in work.replaced:
         return
     work.replaced[module] = module
     layout = getattr(module, "param_layouts", {}).get("weight")
     hooks = Hooks(style, work.group, work.copies, layout, _rotary_width(place, work))
-    if place.style_name == "embedding_rowwise":
+    if style.vocabulary:
         hooks.install_vocabulary_(module)
         # A norm in an embedding reads this rank's rows.
         for part in module.modules():

@@ -43,6 +43,7 @@ class Style:
         dim: split dimension of the parameters, -2 for rows and -1 for columns; None if they are whole.
         sections: number of equal parts of that dimension that are split separately.
         is_partial: whether the gradients of whole parameters are partial sums.
+        vocabulary: whether the weight's rows are looked up by ids, which are then those of this rank's rows.
         refusal: why the style cannot be carried out; empty if it can.
     """
 
@@ -51,6 +52,7 @@ class Style:
     dim: int | None = None
     sections: int = 1
     is_partial: bool = False
+    vocabulary: bool = False
     refusal: str = ""
 
     @property
@@ -73,7 +75,7 @@ STYLES = {
     "rowwise_split_input": _SCATTERED,
     "rowwise_rep": _SCATTERED,
     "packed_rowwise": Style((SPLIT, SPLIT), (P, I), dim=-1, sections=2),
-    "embedding_rowwise": Style(None, (P, I), dim=-2),
+    "embedding_rowwise": Style(None, (P, I), dim=-2, vocabulary=True),
     "embedding_colwise": Style(None, (SPLIT, I), dim=-1),
     "moe_tp_experts": _SUMMED,
     "all_reduce": _SUMMED,
