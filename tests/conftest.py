@@ -17,6 +17,8 @@ from harness.plugin import (
 from harness.pretended_gpu import pretended_gpu
 from hypothesis import HealthCheck, settings
 
+from shardwise.core import slow_work
+
 __all__ = [
     "group",
     "pretended_gpu",
@@ -43,6 +45,14 @@ def _cache_of_the_tests(tmp_path_factory):
     """Keep the user's cache as it is, and let nothing in it hide a fault."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDWISE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_lines_about_slow_work():
+    """How long a command takes says how busy the machine is: what it prints should not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slow_work, "_FIRST_SECONDS", 1e6)
         yield
 
 

@@ -53,14 +53,20 @@ def make_by_transformers(problem: Problem) -> Step:
     rank = dist.get_rank()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
     distributed = importlib.import_module("transformers.distributed.configuration_utils")
-    with tempfile.TemporaryDirectory() as folder:
-        whole = _whole_model(problem)
+    whole = _whole_model(problem)
+    with tempfile.TemporaryDirectory() as own_folder:
+        # save_pretrained writes on rank 0 alone.
+        folders = [own_folder]
+        dist.broadcast_object_list(folders)
+        (folder,) = folders
         whole.save_pretrained(folder)
+        dist.barrier()
         model = (
             type(whole)
             .from_pretrained(folder, distributed_config=distributed.DistributedConfig(tp_size=dist.get_world_size()))
             .train()
         )
+        dist.barrier()
     matrices, norms = split_parameters(model)
     optimizer = make_adamw(matrices, norms)
 

@@ -50,6 +50,8 @@ def _serve(target: Callable[..., None], args: tuple[Any, ...], log: Path) -> Non
     os.dup2(file, 2)
     os.close(file)
     warnings.simplefilter("error")
+    # Of a library's own source, when Python first compiles it.
+    warnings.filterwarnings("ignore", "invalid escape sequence")
     os.environ.update(args[-1].environment)
     target(*args)
 
@@ -60,7 +62,7 @@ def _new_workers(log: Path) -> Iterator[None]:
     saved = os.dup(2)
     try:
         with pytest.MonkeyPatch.context() as monkeypatch, log.open("wb") as file:
-            monkeypatch.setenv("PYTHONWARNINGS", "error")
+            monkeypatch.setenv("PYTHONWARNINGS", "error,ignore:invalid escape sequence")
             # Threads that spin for each other take seconds per step where other tests want the cores.
             monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
             os.dup2(file.fileno(), 2)

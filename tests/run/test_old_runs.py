@@ -32,7 +32,11 @@ def test_an_old_run_resumes(tmp_path, monkeypatch, kind):
     if kind == "exact" and json.loads((OLD / "arithmetic.json").read_text()) == arithmetic(torch.device("cpu")):
         assert after == before
     for row, expected in zip(after, before, strict=True):
-        assert row == pytest.approx(expected, rel=1e-5)
+        # Rewards of the first steps are differences of log-probabilities that are a million times larger.
+        assert row == {
+            name: pytest.approx(value, rel=1e-5, abs=1e-7 if "rewards" in name else None)
+            for name, value in expected.items()
+        }
 
 
 @pytest.mark.parametrize(
