@@ -136,8 +136,8 @@ def test_a_foreign_tokenizers_truncation_padding_and_added_tokens_are_off():
     assert len(Tokenizer(backend).encode("=+*#")) == 4
 
 
-def test_a_regular_expression_that_gives_up_is_an_error(tmp_path):
-    """The library panics then, by an exception that is no ``Exception``."""
+def test_a_regular_expression_that_gives_up_is_an_error(tmp_path, capfd):
+    """The library panics then, by an exception that is no ``Exception``, and prints lines, which are not shown."""
     many, pattern = "x" * 50, Regex("(x+x+)+y")
     backend = tokenizers.Tokenizer(models.BPE({"x": 0, "y": 1, "</s>": 2, many: 3}, []))
     backend.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
@@ -166,6 +166,13 @@ def test_a_regular_expression_that_gives_up_is_an_error(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=r"cannot be read from '.*tokenizer\.json': .*retry-limit"):
         Tokenizer.load(tmp_path)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_others_print_while_the_tokenizer_works_is_shown(capfd):
+    with library.panics_as_errors("encode"):
+        os.write(2, b"a line\n")
+    assert capfd.readouterr().err == "a line\n"
 
 
 @pytest.mark.parametrize(

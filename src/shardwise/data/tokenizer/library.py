@@ -9,6 +9,10 @@ They are read as in ``transformers``: ``added_tokens_decoder`` of ``tokenizer_co
 role (``eos_token``, ``image_token``, ``extra_special_tokens``) that has not been added becomes a special token.
 """
 
+import contextlib
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,10 +90,15 @@ _SHOWN_CHARS = 40
 def panics_as_errors(what: str) -> Iterator[None]:
     """Convert a panic of the tokenizer library to a DataError; ``what`` is an action, such as "encode a text".
 
-    Usually a regular expression of a ``tokenizer.json`` fails on a text.
+    Usually a regular expression of a ``tokenizer.json`` fails on a text. What the library prints then is discarded.
     """
     try:
-        yield
+        with _library_output() as discard:
+            try:
+                yield
+            except BaseException as error:
+                discard(type(error).__name__ == "PanicException")
+                raise
     except BaseException as error:
         # The library does not export the class.
         if type(error).__name__ != "PanicException":
@@ -99,6 +108,51 @@ def panics_as_errors(what: str) -> Iterator[None]:
             "takes too many steps for it, or the file is damaged; use the tokenizer.json that the model was published "
             "with, or leave the text out"
         ) from error
+
+
+_CAPTURE_LOCK = threading.RLock()
+
+
+@contextmanager
+def _library_output() -> Iterator[Callable[[bool], None]]:
+    """Hold back what is written to descriptor 2 in the block, and write it afterwards unless told to discard it.
+
+    A panic of Rust prints a message, and with ``RUST_BACKTRACE`` a long trace, before Python learns of it. Meanwhile
+    lines of Python's ``sys.stderr``, such as those of other threads about slow work, reach the old descriptor at once.
+    """
+    with _CAPTURE_LOCK, contextlib.ExitStack() as stack:
+        discarded = False
+
+        def discard(is_panic: bool) -> None:
+            nonlocal discarded
+            discarded = is_panic
+
+        try:
+            before, held = os.dup(2), os.memfd_create("tokenizers")
+        except (OSError, AttributeError):  # Descriptor 2 is closed, or the system is not Linux.
+            yield discard
+            return
+        stack.callback(os.close, before)
+        stack.callback(os.close, held)
+        if _is_descriptor_2(sys.stderr):
+            sys.stderr.flush()
+            lines = os.fdopen(os.dup(before), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+            stack.enter_context(lines)
+            stack.enter_context(contextlib.redirect_stderr(lines))
+        os.dup2(held, 2)
+        try:
+            yield discard
+        finally:
+            os.dup2(before, 2)
+            if not discarded and (size := os.lseek(held, 0, os.SEEK_CUR)):
+                os.write(2, os.pread(held, size, 0))
+
+
+def _is_descriptor_2(stream: object) -> bool:
+    try:
+        return stream.fileno() == 2  # type: ignore[attr-defined, no-any-return]
+    except (AttributeError, OSError, ValueError):  # A replaced stream, such as a StringIO.
+        return False
 
 
 def shown(text: str) -> str:
