@@ -20,17 +20,46 @@ def call(*argv, program=(sys.executable, "-m", "shardwise"), **variables):
     return process.returncode, process.stdout, process.stderr
 
 
-@pytest.mark.parametrize(
-    "argv", [["--help"], ["--version"], ["train", "--help"], ["plan", "--help"], ["env", "--help"], ["nonsense"]]
-)
-def test_help_and_mistakes_do_not_wait_for_torch(argv):
+def test_help_and_mistakes_do_not_wait_for_torch(tmp_path):
+    (tmp_path / "text.txt").write_text("text")
+    lines = """
+        --help | --version | train --help | plan --help | env --help | nonsense
+        train --data missing
+        train --data 0.7 text.txt 0.3 missing
+        train --data text.txt --corpus.tokenizer missing
+        finetune missing --data text.txt
+        finetune . --data text.txt --held-out missing
+        finetune . --data text.txt --prompt-template missing
+        finetune . --data text.txt --lora-from missing
+        dpo missing --data text.txt
+        plan missing | plan finetune missing | plan dpo missing | plan generate missing
+        plan --fit much | plan --host-bandwidth fast | plan --picture .
+        chat missing | chat . --adapter missing
+        generate missing | generate . --adapter missing
+        eval . --data missing | eval . --data text.txt --prompt-template missing
+        doctor missing missing | doctor train --data missing
+        compare missing missing
+        import-hf missing --out out
+        export-hf missing --out out
+        tokenize --data missing --tokenizer missing --out out
+    """
+    commands = [line.split() for line in lines.replace("|", "\n").splitlines() if line.strip()]
     code = f"""
 import sys
 from shardwise.cli.main import main
-main({argv!r})
-assert "torch" not in sys.modules
+for argv in {commands!r}:
+    with_help = any(word in ("--help", "--version") for word in argv)
+    try:
+        code = main(argv)
+    except SystemExit as end:
+        code = end.code
+    assert (code or 0) == (0 if with_help else 2), argv
+    assert "torch" not in sys.modules, argv
 """
-    assert call(program=[sys.executable, "-c", code])[0] == 0
+    code, _, error = call(program=[sys.executable, "-c", code], folder=tmp_path)
+    assert code == 0, error
+    mistakes = sum("help" not in " ".join(argv) and argv != ["--version"] for argv in commands)
+    assert error.count(": error: ") == len(error.splitlines()) == mistakes
 
 
 def test_help_lists_the_commands(capsys):

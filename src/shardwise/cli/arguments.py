@@ -22,7 +22,7 @@ from shardwise.core.atomic_files import no_data, no_folder, read_regular
 from shardwise.core.errors import CheckpointError, ConfigError, DataError
 from shardwise.core.folder_lock import check_free
 from shardwise.run.settings import DpoSettings, FinetuneSettings, RunSettings, Settings
-from shardwise.run.unfinished import check_unused, resume_hint
+from shardwise.run.unfinished import check_done, check_unused, resume_hint
 from shardwise.training.bounds import (
     DEFAULT_TIMEOUT,
     LOCAL_RANKS,
@@ -68,6 +68,9 @@ class Arguments(Checked, prefix="--"):
         """Return what the command does first, for the line that is printed before PyTorch is imported."""
         return "starting"
 
+    def check_early(self) -> None:
+        """Raise other mistakes that are found without PyTorch; not called in a rank of several."""
+
     def work(self) -> Callable[[], object] | None:
         """Do the work of the command on one rank, or return the function that does it.
 
@@ -101,9 +104,6 @@ class LaunchArguments(Arguments):
     def check_world(self, world_size: int) -> None:
         """Raise ConfigError unless ``world_size`` ranks can do the work."""
         raise NotImplementedError
-
-    def check(self) -> None:
-        """Raise other mistakes that are quick to find; not called in a rank of several."""
 
     def prepare(self, world_size: int) -> None:
         """Raise the mistakes that one of ``world_size`` ranks would raise; imports PyTorch, as the ranks do."""
@@ -174,7 +174,7 @@ class RunArguments(SettingsArguments, LaunchArguments):
     def begins(self) -> str:
         return f"starting a run in {self.settings.out}"
 
-    def check(self) -> None:
+    def check_early(self) -> None:
         check_free(Path(self.settings.out))
         if self.settings.resume == "never":
             check_unused(Path(self.settings.out))
@@ -184,6 +184,11 @@ class RunArguments(SettingsArguments, LaunchArguments):
         """Raise an error if the data or the model to train is not there."""
         if isinstance(self.settings, FinetuneSettings):
             check_model(self.settings.base)
+            if (adapters := self.settings.lora.lora_from) is not None:
+                check_model(adapters)
+            check_data(self.settings.samples.held_out)
+            check_file(self.settings.samples.prompt_template, "--prompt-template")
+        check_file(self.settings.corpus.tokenizer, "--corpus.tokenizer")
         check_data(self.settings.data)
 
     def resume_hint(self) -> str:
@@ -403,16 +408,31 @@ def _merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_model(folder: str, hint: str = "") -> None:
-    """Raise CheckpointError if there is nothing at the path of a model."""
+    """Raise CheckpointError if there is nothing at the path of a model, or a run that has not written its model yet."""
     if not os.path.exists(folder):
         raise CheckpointError(no_folder(Path(folder), hint))
+    check_done(Path(folder))
+
+
+def check_file(path: str | None, flag: str) -> None:
+    """Raise ConfigError if there is nothing at the path that a flag gives."""
+    if path is not None and not os.path.exists(path):
+        raise ConfigError(f"{flag}: {path!r} does not exist; check its spelling and the folder")
 
 
 def check_data(paths: Sequence[str]) -> None:
-    """Raise DataError if there is nothing at a path of data."""
-    for path in paths:
+    """Raise DataError if there is nothing at a path of data; ``paths`` may be those of a blend, with weights."""
+    for path in paths[1::2] if paths and _is_number(paths[0]) else paths:
         if path != "stdlib" and not os.path.exists(path):
             raise DataError(no_data(Path(path)))
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 VARIABLES = {

@@ -1,12 +1,16 @@
 """The command ``compare``."""
 
+import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from shardwise.cli.arguments import Arguments
+from shardwise.core.atomic_files import no_folder
+from shardwise.core.errors import CheckpointError
 from shardwise.training.bounds import Folder
 
 
@@ -32,6 +36,11 @@ class CompareArguments(Arguments):
 
     def begins(self) -> str:
         return f"comparing {self.run_a} with {self.run_b}"
+
+    def check_early(self) -> None:
+        for folder in (self.run_a, self.run_b):
+            if not os.path.exists(folder):
+                raise CheckpointError(no_folder(Path(folder), "give the --out of a training run"))
 
     def work(self) -> None:
         from shardwise.run import compare

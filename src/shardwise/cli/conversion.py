@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from shardwise.cli.arguments import Arguments, SplitArguments, check_model
+from shardwise.cli.arguments import Arguments, SplitArguments, check_data, check_file, check_model
 from shardwise.cli.reporting import is_first_rank, print_note
 from shardwise.core.folder_lock import check_free, check_free_target
 from shardwise.training.bounds import DEFAULT_FILE_GB, FILE_GB, Folder, Range
@@ -34,7 +34,7 @@ class ImportArguments(SplitArguments):
     def begins(self) -> str:
         return f"reading {self.folder}"
 
-    def check(self) -> None:
+    def check_early(self) -> None:
         check_free(Path(self.out))
         check_model(self.folder)
 
@@ -85,7 +85,7 @@ class ExportArguments(SplitArguments):
     def begins(self) -> str:
         return f"reading {self.checkpoint}"
 
-    def check(self) -> None:
+    def check_early(self) -> None:
         check_free_target(Path(self.out))
         check_model(self.checkpoint, "give the --out of a training run or one of its checkpoints")
 
@@ -127,6 +127,10 @@ class TokenizeArguments(Arguments):
 
     def resume_hint(self) -> str:
         return "run the same command again to go on"
+
+    def check_early(self) -> None:
+        check_data(self.data)
+        check_file(self.tokenizer, "--tokenizer")
 
     def work(self) -> None:
         from tqdm import tqdm

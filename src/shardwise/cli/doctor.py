@@ -1,6 +1,7 @@
 """The command ``doctor``: compare two recordings, or a run with the same run on one rank."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ import tyro
 
 from shardwise.cli.arguments import Arguments, LaunchArguments, RunArguments
 from shardwise.core.atomic_files import check_output
+from shardwise.core.errors import DataError
 from shardwise.core.folder_lock import check_free
 from shardwise.run.settings import DpoSettings, FinetuneSettings, Settings
 from shardwise.training.bounds import Folder, Range, with_values
@@ -56,9 +58,17 @@ class DoctorArguments(Arguments):
     html: Annotated[str | None, Folder()] = None
     json: bool = False
 
-    def work(self) -> None:
+    def begins(self) -> str:
+        return f"comparing {self.suspect} with {self.reference}"
+
+    def check_early(self) -> None:
+        for folder in (self.reference, self.suspect, self.rounding):
+            if folder is not None and not os.path.exists(folder):
+                raise DataError(f"{folder} has no recording; shardwise.doctor.record writes one")
         if self.html is not None:
             check_output(self.html, flag="--html")
+
+    def work(self) -> None:
         from shardwise.doctor.diagnosis import diagnose
 
         diagnosis = diagnose(self.reference, self.suspect, self.rounding)
@@ -81,7 +91,7 @@ class _DoctorRunArguments(RunArguments):
     html: Annotated[str | None, Folder()] = None
     json: bool = False
 
-    def check(self) -> None:
+    def check_early(self) -> None:
         check_free(Path(self.settings.out))
         self.check_inputs()
         if self.html is not None:
@@ -154,7 +164,7 @@ class DoctorExplainArguments(LaunchArguments):
     def check_world(self, world_size: int) -> None:
         _explained(self).check_world(world_size)
 
-    def check(self) -> None:
+    def check_early(self) -> None:
         check_free(Path(self.out))
         check_output(Path(self.out) / "explained.html", flag="--out")
 

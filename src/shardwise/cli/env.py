@@ -23,6 +23,9 @@ class EnvArguments(Arguments):
     check: bool = False
     json: bool = False
 
+    def begins(self) -> str:
+        return "looking at this machine"
+
     def work(self) -> None:
         if self.check:
             from shardwise.run.processes.checks import find_problems

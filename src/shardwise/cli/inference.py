@@ -5,16 +5,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from shardwise.cli.arguments import SplitArguments, check_data, check_model
+from shardwise.cli.arguments import SplitArguments, check_data, check_file, check_model
 from shardwise.cli.reporting import is_first_rank, print_note
 from shardwise.core.errors import ConfigError, DataError
 from shardwise.run.settings import CorpusSettings
-from shardwise.run.unfinished import check_done
 from shardwise.training.bounds import BATCH, DEFAULT_BATCH, SEED, SEQUENCE, STEPS, TEMPERATURE, TOP_P, Folder, Range
 
 if TYPE_CHECKING:
@@ -37,9 +35,10 @@ class ModelArguments(SplitArguments):
     def begins(self) -> str:
         return f"opening {self.checkpoint}"
 
-    def check(self) -> None:
+    def check_early(self) -> None:
         check_model(self.checkpoint, "give the --out of a training run or one of its checkpoints")
-        check_done(Path(self.checkpoint))
+        if self.adapter is not None:
+            check_model(self.adapter)
 
 
 @dataclass(frozen=True)
@@ -228,9 +227,10 @@ class EvalArguments(ModelArguments):
         if self.tasks and (named := [flag for flag, is_given in of_data.items() if is_given]):
             raise ConfigError(f"{named[0]} is for --data, which --tasks replaces; leave it out")
 
-    def check(self) -> None:
-        super().check()
+    def check_early(self) -> None:
+        super().check_early()
         check_data(self.data)
+        check_file(self.prompt_template, "--prompt-template")
 
     def prepare(self, world_size: int) -> None:
         from shardwise.run.commands.text_generation import open_causal

@@ -193,6 +193,7 @@ def start_ranks(command: str, argv: Sequence[str], arguments: Arguments) -> int 
     number of ranks, or ``--nproc`` differs from the launcher's number.
     """
     if not isinstance(arguments, LaunchArguments):
+        arguments.check_early()
         announce(command, arguments)
         return None
     environment = RankEnvironment.read()
@@ -213,7 +214,7 @@ def start_ranks(command: str, argv: Sequence[str], arguments: Arguments) -> int 
         if environment.rank == 0 and environment.reports is None:
             announce(command, arguments, world_size)
         return None
-    arguments.check()
+    arguments.check_early()
     announce(command, arguments, world_size)
     if world_size == 1:
         return None

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from shardwise.cli.arguments import Arguments, SettingsArguments
+from shardwise.cli.arguments import Arguments, SettingsArguments, check_model
+from shardwise.core.atomic_files import check_output
 from shardwise.core.errors import ConfigError
+from shardwise.run.quantities import read_bytes
 from shardwise.run.settings import (
+    FinetuneSettings,
     PlannedDpoSettings,
     PlannedFinetuneSettings,
     PlanSettings,
@@ -46,6 +49,16 @@ def _world_sizes(ranks: tuple[str, ...], fit: str | None, limits: Range) -> tupl
         check_value("--ranks (--nproc)", int(text), int, limits)
         numbers.append(int(text))
     return tuple(numbers)
+
+
+def _check_sizes(flags: dict[str, str | None]) -> None:
+    """Raise ConfigError if a flag's value is no number of bytes."""
+    for flag, text in flags.items():
+        try:
+            if text is not None:
+                read_bytes(text)
+        except ConfigError as error:
+            raise ConfigError(f"{flag} {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +100,22 @@ class RunPlanArguments(SettingsArguments):
         """Return the numbers of ranks to plan for."""
         return _world_sizes(self.ranks, self.fit, RANKS) or (self.settings.parallel.fewest_ranks,)
 
+    @property
+    def folder(self) -> str | None:
+        """Folder of the model to plan; None for that of the settings."""
+        return self.settings.base if isinstance(self.settings, FinetuneSettings) else None
+
+    def begins(self) -> str:
+        return f"planning {self.folder or 'the model of the settings'}"
+
+    def check_early(self) -> None:
+        if self.folder is not None:
+            check_model(self.folder)
+        _check_sizes({"--fit": self.fit})
+        _check_sizes({"--host-bandwidth": self.host_bandwidth, "--network-bandwidth": self.network_bandwidth})
+        if self.picture is not None:
+            check_output(self.picture, flag="--picture")
+
     def workload(self) -> "Workload":
         """Return the run to plan."""
         from shardwise.plan.workload import planned_workload
@@ -96,7 +125,6 @@ class RunPlanArguments(SettingsArguments):
     def rates(self) -> "Rates":
         """Return the stated rates."""
         from shardwise.plan.machine import Rates
-        from shardwise.run.quantities import read_bytes
 
         within, between, tflops = self.host_bandwidth, self.network_bandwidth, self.settings.peak_tflops
         return Rates(
@@ -123,7 +151,6 @@ class RunPlanArguments(SettingsArguments):
             text = plan_as_table(plan, rates) if self.rank is None else rank_as_table(plan, rates)
         else:
             from shardwise.plan.fit import choices_of, fitting_as_table
-            from shardwise.run.quantities import read_bytes
 
             limit = read_bytes(self.fit)
             choices = choices_of(workload, self.fit, self.world_sizes(), ranks_per_host=self.ranks_per_host)
@@ -169,6 +196,10 @@ class PlanArguments(RunPlanArguments):
                 f"there is no folder {self.model_dir}; to plan that command, name it first: shardwise plan "
                 f"{self.model_dir} ..."
             )
+
+    @property
+    def folder(self) -> str | None:
+        return self.model_dir
 
     def workload(self) -> "Workload":
         from shardwise.plan.workload import planned_workload
@@ -250,6 +281,15 @@ class GeneratePlanArguments(Arguments):
     def world_sizes(self) -> tuple[int, ...]:
         """Return the numbers of ranks to plan for."""
         return _world_sizes(self.ranks, self.fit, LOCAL_RANKS) or (self.tp or 1,)
+
+    def begins(self) -> str:
+        return f"planning {self.model_dir}"
+
+    def check_early(self) -> None:
+        check_model(self.model_dir)
+        if self.adapter is not None:
+            check_model(self.adapter)
+        _check_sizes({"--fit": self.fit})
 
     def work(self) -> None:
         from shardwise.plan.generation import fit_generation, plan_generation

@@ -75,11 +75,11 @@ class FinetuneArguments(RunArguments):
     def begins(self) -> str:
         return f"showing samples of {' '.join(self.settings.data)}" if self.show else super().begins()
 
-    def check(self) -> None:
+    def check_early(self) -> None:
         if self.show:
             self.check_inputs()
         else:
-            super().check()
+            super().check_early()
 
     def resume_hint(self) -> str:
         return "" if self.show else super().resume_hint()
@@ -142,7 +142,7 @@ class DemoArguments(LaunchArguments):
     def check_world(self, world_size: int) -> None:
         demo_settings(self).check_world(world_size)
 
-    def check(self) -> None:
+    def check_early(self) -> None:
         """Raise ConfigError if the folder is in use, or holds a run that is not a demo and would be replaced."""
         out = Path(self.out)
         check_free(out)

@@ -128,7 +128,7 @@ class ParallelSettings(Checked, prefix="parallel."):
         if sequence_length is not None:
             self.check_length(sequence_length)
         refuse(
-            "parallel.exact has no exact form of {}; leave one of them out",
+            "--exact has no exact form of {}; leave one of them out",
             (self.fsdp, "parallel.fsdp, whose sums are PyTorch's"),
             (
                 self.cp_comm_type not in ("auto", "a2a"),

@@ -360,7 +360,7 @@ class Settings(RunSettings):
         parallel.check_ep(model.num_experts or parallel.ep)
         if parallel.exact:
             refuse(
-                "parallel.exact has no exact form of {}; leave one of them out",
+                "--exact has no exact form of {}; leave one of them out",
                 (model.expert_capacity_factor, f"--model.expert-capacity-factor {model.expert_capacity_factor}"),
                 (model.router_balance == "global", "--model.router-balance global"),
             )
