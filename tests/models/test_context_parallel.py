@@ -31,7 +31,7 @@ from shardwise.models.transformer import (
     masks as masks_of_attention,
 )
 from shardwise.models.transformer.context_attention import describe_context_method
-from shardwise.models.transformer.heads import LatentAttention, LocalHeads
+from shardwise.models.transformer.heads import GlobalHeads, LatentAttention, LocalHeads
 from shardwise.models.transformer.masks import AttentionMask
 from shardwise.models.transformer.rotary import RotaryScaling
 from shardwise.models.transformer.visibility import Rule
@@ -54,6 +54,10 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "latent": ({"latent": LatentAttention(9, plain_width=4, rotary_width=2, value_width=5, query_rank=7)}, {}),
     "scaling by length": ({}, {"rope_scaling": RotaryScaling("dynamic", 4.0, original_max_position_embeddings=8)}),
     "queries by position": ({}, {"rope_scaling": RotaryScaling("yarn", 4.0, 8, llama_4_scaling_beta=0.7)}),
+    "two kinds of heads": (
+        {"window_size": (5, 0), "windowed_layers": (True, False), "global_heads": GlobalHeads(2, 10, True)},
+        {"window_rotary_base": 100.0},
+    ),
     "written out": ({"attention_backend": "local"}, {}),
     "recomputed": ({"recompute": Recomputation("selective", modules=("core_attn", "layernorm"))}, {}),
     "dropout": ({"attention_dropout": 0.2, "hidden_dropout": 0.2}, LEARNED),

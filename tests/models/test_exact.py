@@ -14,6 +14,7 @@ from shardwise.models.bert import Bert
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer import attention_kernels
+from shardwise.models.transformer.heads import GlobalHeads
 from shardwise.nn import named_param_layouts
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.training.gradients.finalize import finalize_gradients_
@@ -40,12 +41,14 @@ KINDS = {
     "alibi": (COMMON | {"ffn_hidden_size": 200}, {"position_embedding_type": "alibi"}),
 }
 # Norms of each head, caps of scores and logits; norms of all heads together, clipped, with weight gradients computed
-# apart; windows.
+# apart; windows; keys that are values.
 OPTIONS = {
     "llama": [
         {"qk_layernorm": True, "attention_logit_softcap": 2.0, "final_logit_softcap": 3.0, "logits_scaling": 1.7},
         {"qk_layernorm": True, "qk_layernorm_over_heads": True, "clip_qkv": 0.5, "delay_wgrad_compute": True},
         {"window_size": (5, 0)},
+        {"qk_layernorm": True, "value_layernorm": True, "layer_scalar": True, "softmax_scale": 1.0}
+        | {"global_heads": GlobalHeads(8, 6, keys_are_values=True)},
     ],
     "gpt": [{"qk_layernorm": True, "delay_wgrad_compute": True}],
     "alibi": [{"window_size": (5, 0)}],

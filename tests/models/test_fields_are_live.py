@@ -24,7 +24,7 @@ from shardwise.models.config import LayerConfig, ModelConfig
 from shardwise.models.description import Model, build_model, chunks_of
 from shardwise.models.experts import Experts
 from shardwise.models.recomputation import Recomputation
-from shardwise.models.transformer.heads import LatentAttention
+from shardwise.models.transformer.heads import GlobalHeads, LatentAttention
 from shardwise.models.transformer.rotary import RotaryScaling
 
 VOCAB, LENGTH = 31, 6
@@ -95,6 +95,8 @@ CHANGES = {
     "gated_linear_unit": Change(True, "parameters"),
     "experts": Change(Experts(4, 2, 8), "parameters", {"add_bias_linear": False}),
     "latent": Change(LatentAttention(6, 3, 2, 4), "parameters"),
+    "global_heads": Change(GlobalHeads(1, 6, keys_are_values=True), "parameters"),
+    "layer_scalar": Change(True, "parameters"),
     "activation_func": Change(F.silu, "loss"),
     "rotary_interleaved": Change(True, "loss"),
     "window_size": Change((1, 0), "loss"),
@@ -115,6 +117,7 @@ CHANGES = {
     "attention_logit_softcap": Change(0.1, "loss"),
     "attention_sinks": Change(True, "parameters"),
     "qk_layernorm_over_heads": Change(True, "collectives", {"qk_layernorm": True, "normalization": "RMSNorm"}),
+    "value_layernorm": Change(True, "loss", {"normalization": "RMSNorm"}),
     "clip_qkv": Change(0.01, "loss"),
     "windowed_layers": Change((True, False, True, False), "loss", {"window_size": (1, 0)}),
     "rotary_layers": Change((True, False, True, False), "loss"),

@@ -41,6 +41,9 @@ GEMMA = {
     "torch_dtype": "float32",
 }
 
+GEMMA4 = GEMMA | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "layer_types": None}
+GEMMA4 |= {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_hidden_layers": 6}
+
 
 def folder_of(path, config):
     path.mkdir(exist_ok=True)
@@ -55,6 +58,7 @@ CASES = {
     "last token": (LLAMA, {"prompt_length": 2, "max_new_tokens": 120, "batch_size": 4}),
     "fused": (LLAMA, {"prompt_length": 60, "max_new_tokens": 2, "layers": "fused"}),
     "training": (LLAMA, {"prompt_length": 60, "max_new_tokens": 2, "batch_size": 2, "layers": "training"}),
+    "two kinds of heads": (GEMMA4, {"prompt_length": 90, "max_new_tokens": 4, "batch_size": 3}),
     "windows": (GEMMA, {"prompt_length": 90, "max_new_tokens": 4, "batch_size": 3}),
 }
 

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwise.core.errors import ConfigError
 from shardwise.core.sequence_view import SequenceView
 from shardwise.core.topology import Groups
+from shardwise.models.transformer.heads import GlobalHeads
 from shardwise.run.metrics import read_metrics
 from shardwise.run.run import train
 from shardwise.run.utilisation import Utilisation, model_flops_per_token, peak_memory, peak_of
@@ -23,10 +24,12 @@ from shardwise.storage.huggingface import build_model, model_config
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "latent"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "latent", "global"])
 def test_model_flops_are_those_of_the_products(group, kind):
     s, b = 16, 3
-    model = described(kind)
+    model = described("qwen3" if kind == "global" else kind)
+    if kind == "global":
+        model = dataclasses.replace(model, global_heads=GlobalHeads(1, 20, keys_are_values=True))
     with torch.device("meta"):
         built = build_model(model_config(model, attention_backend="local"), groups=Groups(tp=group))
         hidden = torch.zeros(s, b, model.hidden_size, requires_grad=True)

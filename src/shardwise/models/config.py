@@ -16,7 +16,7 @@ from shardwise.core.initialization import CounterNormal, InitMethod, scaled_init
 from shardwise.core.sharding import stage_layers
 from shardwise.models.experts import Experts
 from shardwise.models.recomputation import Recomputation
-from shardwise.models.transformer.heads import Heads, LatentAttention
+from shardwise.models.transformer.heads import GlobalHeads, Heads, LatentAttention
 from shardwise.models.transformer.rotary import RotaryScaling
 from shardwise.nn.norm import Normalization
 
@@ -92,6 +92,7 @@ class TransformerFields(ModelFields):
             the weight towards 1.
         qk_layernorm: whether each head's query and key have norms of width ``kv_channels``, before rotation (Qwen 3).
         qk_layernorm_over_heads: whether these norms are over all heads of a token together (OLMo 2); RMSNorm only.
+        value_layernorm: whether each head's value is normed over its width, without a weight (Gemma 4); RMSNorm only.
         clip_qkv: bound of the magnitude of each element of queries and keys, after their norms and before rotation, and
             of values (OLMoE); no bound if None.
         softmax_scale: factor of the attention scores; ``1 / sqrt(kv_channels)`` if None.
@@ -100,6 +101,8 @@ class TransformerFields(ModelFields):
         windowed_layers: for each layer of the model, whether ``window_size`` bounds it; None means all layers.
         rotary_layers: for each layer of the model, whether it rotates queries and keys (SmolLM 3); None means all.
         rotary_interleaved: whether rotary pairs are elements ``2i`` and ``2i + 1``, not ``i`` and ``i + d/2``.
+        global_heads: key-value heads, and width of all heads, of layers without a window; None for those of all layers.
+        layer_scalar: whether each layer has a factor of its output, a buffer that is not trained (Gemma 4).
         gated_linear_unit: whether to multiply the activation by a second projection (SwiGLU with SiLU).
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         init_method_std: standard deviation of new weights.
@@ -137,6 +140,7 @@ class TransformerFields(ModelFields):
     final_layernorm: bool = True
     qk_layernorm: bool = False
     qk_layernorm_over_heads: bool = False
+    value_layernorm: bool = False
     clip_qkv: float | None = None
     apply_residual_connection_post_layernorm: bool = False
     parallel_residual: bool = False
@@ -149,6 +153,8 @@ class TransformerFields(ModelFields):
     init_method_std: float = 0.02
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    global_heads: GlobalHeads | None = None
+    layer_scalar: bool = False
     activation_func: Callable[[Tensor], Tensor] = F.gelu
     add_bias_linear: bool = True
     attention_bias: bool | None = None
@@ -160,6 +166,21 @@ class TransformerFields(ModelFields):
         assert self.num_query_groups is not None
         assert self.kv_channels is not None
         return Heads(self.num_attention_heads, self.num_query_groups, self.kv_channels)
+
+    def heads_of(self, layer_number: int) -> Heads:
+        """Return ``heads``, or with ``global_heads`` those of the layer ``layer_number``, from 1."""
+        if self.global_heads is None or self.windows(layer_number):
+            return self.heads
+        return Heads(self.num_attention_heads, self.global_heads.groups, self.global_heads.width)
+
+    def keys_are_values(self, layer_number: int) -> bool:
+        """Return whether values of the layer ``layer_number``, from 1, are its keys before norm and rotation."""
+        return self.global_heads is not None and self.global_heads.keys_are_values and not self.windows(layer_number)
+
+    @property
+    def kinds_of_heads(self) -> frozenset[Heads]:
+        """The heads of all layers."""
+        return frozenset(map(self.heads_of, range(1, self.num_layers + 1)))
 
     @property
     def value_width(self) -> int:
@@ -417,6 +438,13 @@ class ModelConfig(LayerConfig, TransformerFields):
             setattr(self, name, tuple(value))
         if self.windowed_layers is not None and self.window_size is None:
             raise ConfigError("windowed_layers says which layers window_size bounds, and window_size is None; set both")
+        if self.value_layernorm and self.normalization != "RMSNorm":
+            raise ConfigError(f"value_layernorm is for normalization 'RMSNorm', and it is {self.normalization!r}")
+        if (heads := self.global_heads) is not None and self.num_attention_heads % heads.groups:
+            raise ConfigError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of global_heads.groups, "
+                f"{heads.groups}"
+            )
         if self.qk_layernorm_over_heads and not (self.qk_layernorm and self.normalization == "RMSNorm"):
             raise ConfigError(
                 "qk_layernorm_over_heads is about the norms of qk_layernorm with RMSNorm; qk_layernorm is "
@@ -454,7 +482,7 @@ class ModelConfig(LayerConfig, TransformerFields):
     def _check_latent(self) -> None:
         if self.latent is None:
             return
-        for name in ("qk_layernorm", "clip_qkv"):
+        for name in ("qk_layernorm", "clip_qkv", "value_layernorm", "global_heads"):
             if getattr(self, name):
                 raise ConfigError(f"latent cannot be used with {name}")
         for name, derived in (

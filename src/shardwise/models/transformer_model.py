@@ -146,8 +146,9 @@ class TransformerModel(FixedTensors, LanguageModel):
         self.window_rotary: RotaryEmbedding | None = None
         if self.position_embedding_type == "rope":
             width, percent = config.rotary_width, self.rotary_percent
+            full = width if config.global_heads is None else config.global_heads.width
             with device:
-                self.rotary = RotaryEmbedding(width, percent, self.rotary_base, self.rope_scaling)
+                self.rotary = RotaryEmbedding(full, percent, self.rotary_base, self.rope_scaling)
                 if self.window_rotary_base is not None:
                     self.window_rotary = RotaryEmbedding(width, percent, self.window_rotary_base)
         self.alibi_slopes: Tensor | None = None

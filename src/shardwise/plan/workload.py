@@ -155,7 +155,7 @@ def _built(
         keeps = unquantized(adaptation.config, architecture, is_resized=adaptation.is_resized)
         for model in models:
             parts = {
-                key: (shard, compose(table, key, shard.layout.global_shape, description.heads, description.num_experts))
+                key: (shard, compose(table, key, shard.layout.global_shape, description))
                 for key, shard in model.sharded_state_dict().items()
             }
             make_room_(model, parts, BaseQuantization(quantization, keeps), where)

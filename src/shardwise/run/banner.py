@@ -1,5 +1,6 @@
 """The banner: the lines that a run prints before its first step."""
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -104,7 +105,7 @@ def _parts(session: Session) -> str:
         return ""
     replicas, named = replicas_of(model), named_param_layouts(model, session.topology.size("tp"))
     layouts = [layout for _, param, layout in named if not replicas[param].is_of_expert]
-    _, num_groups, _ = model.config.heads
+    num_groups = math.gcd(*(heads.groups for heads in model.config.kinds_of_heads))
 
     def sizes(number: int) -> list[int]:
         return [1, *(ranks for ranks in fitting_ranks(layouts, number) if num_groups % ranks == 0)]

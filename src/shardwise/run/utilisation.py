@@ -144,29 +144,35 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int, *, trains_we
     Source: Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
     """
     h = model.hidden_size
-    heads, groups, width = model.heads
     each, ffn = (3 if model.gated_linear_unit else 2) * h, model.ffn_hidden_size
     assert ffn is not None
+    numbers, heads = range(1, model.num_layers + 1), model.num_attention_heads
     if (latent := model.latent) is None:
-        attention_weights = 2 * h * (heads + groups) * width
+        attention_weights = 0
+        for number in numbers:
+            _, groups, width = model.heads_of(number)
+            attention_weights += h * (2 * heads + (1 if model.keys_are_values(number) else 2) * groups) * width
     else:
         attention_weights = h * (latent.key_value_rank + latent.rotary_width + heads * latent.value_width)
         attention_weights += heads * latent.key_value_rank * (latent.plain_width + latent.value_width)
         queries, rank = heads * latent.head_width, latent.query_rank
         attention_weights += h * queries if rank is None else rank * (h + queries)
+        attention_weights *= model.num_layers
     inner = model.num_layers * each * ffn
     if (experts := model.experts) is not None:
         number = model.num_layers if experts.layers is None else sum(experts.layers)
         inner_width = experts.per_token * experts.ffn_hidden_size + (experts.shared_ffn_hidden_size or 0)
         inner = (model.num_layers - number) * each * ffn + number * (each * inner_width + h * experts.num)
     # A token reads one row of the embeddings, and all rows of the output layer.
-    multiplied = model.num_layers * attention_weights + inner + h * model.vocab_size
+    multiplied = attention_weights + inner + h * model.vocab_size
     seen, windows = sequence_length, model.window_size or (-1, -1)
     if windows[0] >= 0:
         seen = min(seen, windows[0] + 1 + max(0, windows[1]))
-    windowed = model.num_layers if model.windowed_layers is None else sum(model.windowed_layers)
-    keys = windowed * seen + (model.num_layers - windowed) * sequence_length
-    attention = 6 * heads * (width + model.value_width) * keys
+    attention = 0
+    for number in numbers:
+        width = model.heads_of(number).width
+        both = width + (width if latent is None else latent.value_width)
+        attention += 6 * heads * both * (seen if model.windows(number) else sequence_length)
     return (6 if trains_weights else 4) * multiplied + attention
 
 

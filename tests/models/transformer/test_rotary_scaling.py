@@ -20,6 +20,7 @@ LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 64, "low_freq_facto
 YARN = {"factor": 8.0, "original_max_position_embeddings": 64}
 CASES = [
     ("linear", {"factor": 3.0}),
+    ("proportional", {"factor": 2.0, "partial_rotary_factor": 0.4}),
     ("llama3", LLAMA3),
     ("yarn", YARN),
     ("yarn", YARN | {"truncate": False, "mscale": 0.7, "mscale_all_dim": 1.3}),
@@ -125,7 +126,10 @@ def test_rotation_and_its_gradient(interleaved, share):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "cubic", "factor": 2.0}, "kind of rotary scaling is 'cubic'; it must be one of linear, dynamic"),
+        (
+            {"kind": "cubic", "factor": 2.0},
+            "rotary scaling is 'cubic'; it must be one of linear, proportional, dynamic",
+        ),
         ({"kind": "dynamic", "factor": 2.0}, "'dynamic' needs original_max_position_embeddings, .* got None"),
         ({"kind": "linear", "factor": 0.5}, "factor of rotary scaling is 0.5; it must be at least 1"),
         ({"kind": "linear", "factor": math.nan}, "factor of rotary scaling is nan"),
@@ -142,6 +146,8 @@ def test_rotation_and_its_gradient(interleaved, share):
             {"kind": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": -0.1},
             "llama_4_scaling_beta of rotary scaling of kind 'yarn' is -0.1; it must be at least 0",
         ),
+        ({"kind": "proportional", "partial_rotary_factor": 0.0}, "is 0.0; it must be over 0 and at most 1"),
+        ({"kind": "linear", "partial_rotary_factor": 0.5}, "is 0.5; .* and 1 for kinds other than 'proportional'"),
         ({"kind": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.1}, "is 0.1; .* 0 for kinds other than 'yarn'"),
     ],
 )

@@ -20,6 +20,7 @@ from shardwise.exact import products as exact_products
 from shardwise.exact.products import ExactProducts
 from shardwise.exact.strategies import ExactActivation
 from shardwise.models.transformer import attention_kernels
+from shardwise.models.transformer.heads import GlobalHeads
 from shardwise.nn.arithmetic import Activation
 from shardwise.run import session
 from shardwise.run.build import build_model, config_fields, describe
@@ -172,6 +173,13 @@ def test_a_product_that_depends_on_where_its_factors_begin(group, monkeypatch):
             False,
             "scaled_dot_product_attention",
             r"8 heads 8 wide with a window \(4, 0\)",
+        ),
+        (
+            {"attention_dropout": 0.0, "window_size": (4, 0), "windowed_layers": (False, True)}
+            | {"window_rotary_base": 100.0, "global_heads": GlobalHeads(8, 12, keys_are_values=True)},
+            False,
+            "scaled_dot_product_attention",
+            "8 heads 12 wide",
         ),
         ({}, False, "_written_out", "8 heads 8 wide with dropout"),
         (

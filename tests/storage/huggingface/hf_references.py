@@ -145,6 +145,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 10, "query_pre_attn_scalar": 12, "sliding_window": 4, "rope_parameters": GEMMA3_ROPE}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "final_logit_softcapping": 3.0},
     ),
+    # Layers without a window have one wider key head, which is the value too, and rotate a quarter of it.
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        _DECODER
+        | {"vocab_size": 129, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 3}
+        | {"head_dim": 10, "global_head_dim": 16, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 4}
+        | {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0},
+    ),
     "gpt_neox": (
         "GPTNeoXForCausalLM",
         {"vocab_size": 131, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 5}
@@ -299,6 +308,8 @@ def transformers_model(name: str, **changes: Any) -> Any:
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.copy_(0.1 * torch.rand_like(buffer))
+            if key.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand_like(buffer))
     return model.eval()
 
 

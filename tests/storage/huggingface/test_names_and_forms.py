@@ -253,8 +253,10 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
     """A file with nothing but its kind is the model that transformers makes of it."""
     import transformers
 
-    # Without these fields, a DeepSeek V2 of transformers cannot run, and a GLM 4.5 rotates an odd number of features.
+    # Without these fields, a DeepSeek V2 of transformers cannot run, a GLM 4.5 rotates an odd number of features, and a
+    # Gemma 4 has embeddings of each layer.
     given = {"deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}}.get(name, {})
+    given = {"hidden_size_per_layer_input": 0} if name == "gemma4_text" else given
     full = json.loads(transformers.AutoConfig.for_model(name, **given).to_json_string(use_diff=False))
     full = {key: value for key, value in full.items() if key not in ("architectures", "dtype")}
     assert config_from_json({"model_type": name, **given}).description == config_from_json(full).description
@@ -282,6 +284,8 @@ def published(model_type: str, heads: int, groups: int, *sizes: int, **others: A
 DEVSTRAL2 = YARN_OF_MINISTRAL3 | {"factor": 64.0, "original_max_position_embeddings": 4096, "beta_fast": 4.0}
 DEVSTRAL2 |= {"mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0}
 OLMO3 = {"sliding_window": 4096, "rope_theta": 500000, "rope_scaling": YARN_OF_OLMO3, "rms_norm_eps": 1e-6}
+GEMMA4 = {"head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True}
+GEMMA4 |= {"hidden_size_per_layer_input": 0, "sliding_window": 1024, "final_logit_softcapping": 30.0}
 MINISTRAL3 = {"head_dim": 128, "sliding_window": None, "rope_parameters": YARN_OF_MINISTRAL3, "rms_norm_eps": 1e-5}
 
 
@@ -293,9 +297,10 @@ MINISTRAL3 = {"head_dim": 128, "sliding_window": None, "rope_parameters": YARN_O
         published("ministral3", 32, 8, 131072, 3072, 9216, 26, 262144, tie_word_embeddings=True, **MINISTRAL3),
         published("ministral3", 32, 8, 131072, 4096, 14336, 34, 262144, **MINISTRAL3),
         published("ministral3", 32, 8, 131072, 5120, 16384, 40, 262144, **MINISTRAL3),
+        published("gemma4_text", 32, 16, 262144, 5376, 21504, 60, 262144, **GEMMA4),
         published("ministral3", 96, 8, 131072, 12288, 28672, 88, 262144, **MINISTRAL3 | {"rope_parameters": DEVSTRAL2}),
     ],
-    ids=["OLMo 3 7B", "OLMo 3 32B", "Ministral 3 3B", "Ministral 3 8B", "Ministral 3 14B", "Devstral 2"],
+    ids=["OLMo 3 7B", "OLMo 3 32B", "Ministral 3 3B", "Ministral 3 8B", "Ministral 3 14B", "Gemma 4 31B", "Devstral 2"],
 )
 def test_published_configs(fields: dict[str, Any]) -> None:
     """As on the hub, they are what transformers writes of them."""
@@ -348,6 +353,9 @@ def test_windows(fields: dict[str, Any], window: tuple[int, int] | None) -> None
     assert config_from_json(written).description == description
 
 
+GEMMA4_TEXT = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -389,6 +397,27 @@ def test_windows(fields: dict[str, Any], window: tuple[int, int] | None) -> None
         ),
         ({"model_type": "ministral3", "rope_scaling": YARN}, "rope_scaling lacks llama_4_scaling_beta"),
         ({"model_type": "ministral3", "rope_scaling": YARN | {"llama_4_scaling_beta": -1}}, "beta .* is -1.0; it must"),
+        ({"model_type": "gemma4_text"}, "hidden_size_per_layer_input is 256; it must be 0: embeddings of each layer"),
+        ({**GEMMA4_TEXT, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2; it must be 0, the only value"),
+        ({**GEMMA4_TEXT, "enable_moe_block": True}, "enable_moe_block is true; it must be false, the only value"),
+        (
+            {**GEMMA4_TEXT, "use_bidirectional_attention": "all"},
+            'use_bidirectional_attention is "all"; it must be null',
+        ),
+        ({**GEMMA4_TEXT, "layer_types": ["sliding_attention"] * 30}, "it must be full_attention in the last layer"),
+        ({**GEMMA4_TEXT, "sliding_window": None}, "sliding_window is null; it must be an integer"),
+        (
+            {**GEMMA4_TEXT, "attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "heads is 3; it must be a divisor",
+        ),
+        ({**GEMMA4_TEXT, "per_layer_config": {"0": {"head_dim": 512}}}, "per_layer_config is .* in no others"),
+        ({**GEMMA4_TEXT, "per_layer_config": {"29": {"head_dim": 512}}}, "the same in all layers of full_attention"),
+        ({**GEMMA4_TEXT, "per_layer_config": {"40": {}}}, 'per_layer_config is {"40": {}}; it must be'),
+        ({**GEMMA4_TEXT, "global_head_dim": 511}, "511 of the 511 features of a head are rotated"),
+        (
+            {"model_type": "gpt_neox", "rope_scaling": {"rope_type": "proportional"}},
+            'rope_type is "proportional"; it must be another kind: a fraction of each head is rotated',
+        ),
         ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, "no_rope_layers is"),
         ({"model_type": "phi3", "embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
         ({"model_type": "opt", "word_embed_proj_dim": 12}, "word_embed_proj_dim is 12"),

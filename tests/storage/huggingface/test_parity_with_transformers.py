@@ -83,7 +83,7 @@ def gathered_gradients(model: Any, reference: Reference) -> dict[str, Tensor]:
         group = model.groups.experts if shard.replicas.is_of_expert else model.tp_group
         whole = gather_shards(grad, shard.layout, group)
         description = config.description
-        composition = compose(table, key, shard.layout.global_shape, description.heads, description.num_experts)
+        composition = compose(table, key, shard.layout.global_shape, description)
         gradients |= composition.to_stored(whole)
     return gradients
 
@@ -163,6 +163,7 @@ def test_padded_batches(group: dist.ProcessGroup, padded: Reference) -> None:
         "ministral3",
         "gemma2",
         "gemma3",
+        "gemma4",
         "opt",
         "deepseek_v2",
         "deepseek_v3",
@@ -187,9 +188,9 @@ def test_logits_with_a_cache(group: dist.ProcessGroup, reference: Reference) -> 
 
 @pytest.mark.slow
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("reference", ["deepseek_v2", "deepseek_v3"], indirect=True)
+@pytest.mark.parametrize("reference", ["gemma4", "deepseek_v2", "deepseek_v3"], indirect=True)
 def test_greedy_texts(group: dist.ProcessGroup, reference: Reference) -> None:
-    """Alone and in a batch, with narrower values than keys in the cache, or wider ones."""
+    """Alone and in a batch, with layers of other heads, narrower values than keys in the cache, or wider ones."""
     import transformers
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(reference.folder, experts_implementation="eager")

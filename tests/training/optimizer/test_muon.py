@@ -17,6 +17,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups, Topology
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt import GPT
+from shardwise.models.transformer.heads import GlobalHeads
 from shardwise.nn import named_param_layouts
 from shardwise.nn.replicated import replicas_of
 from shardwise.run.settings import (
@@ -37,7 +38,7 @@ H, HEADS, D, FFN, V = 20, 5, 4, 13, 29
 MATRICES = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 
 
-def gpt(group, *, query_groups=HEADS, dtype=torch.float64, gated=True):
+def gpt(group, *, query_groups=HEADS, dtype=torch.float64, gated=True, **fields):
     config = ModelConfig(
         num_layers=2,
         hidden_size=H,
@@ -49,6 +50,7 @@ def gpt(group, *, query_groups=HEADS, dtype=torch.float64, gated=True):
         params_dtype=dtype,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        **fields,
     )
     torch.manual_seed(3)
     return GPT(config, V, 7, groups=Groups(tp=group))
@@ -278,6 +280,12 @@ def test_copies_are_trained_in_place_of_parameters(group):
     optimizer.step()
     assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
     assert all(not torch.equal(copy, param.float()) for param, copy in copies.items())
+
+
+@pytest.mark.ranks(1)
+def test_keys_that_are_values_are_refused(group):
+    with pytest.raises(ConfigError, match="muon cannot be used with keys that are values"):
+        OptimizerSettings(name="muon").make(gpt(group, global_heads=GlobalHeads(HEADS, D, keys_are_values=True)))
 
 
 def test_settings():

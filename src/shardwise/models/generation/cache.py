@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Literal, TypeVar
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sharding.balanced import is_sharded
 from shardwise.models.gpt import GPT
-from shardwise.models.transformer.heads import split_heads
+from shardwise.models.transformer.heads import Heads, split_heads
 from shardwise.models.transformer.inference_block import InferenceBlock
 from shardwise.nn.inference import InferenceRowLinear, sharing
 from shardwise.nn.linear import LinearParallelism
@@ -30,6 +30,7 @@ class PreallocatedCache:
         batch_size, capacity: number of sequences, and maximum number of tokens in each.
         value_dim: width of the values; ``head_dim`` if None.
         dtype, device: dtype and device of keys and values; the default device if None.
+        others: by index, ``num_groups``, ``head_dim`` and ``value_dim`` of layers with others.
 
     Raises:
         ConfigError: a size is under 1.
@@ -46,6 +47,7 @@ class PreallocatedCache:
         value_dim: int | None = None,
         dtype: torch.dtype,
         device: torch.device | None = None,
+        others: Mapping[int, tuple[int, int, int]] | None = None,
     ) -> None:
         sizes = {
             "num_layers": num_layers,
@@ -59,11 +61,15 @@ class PreallocatedCache:
             if size < 1:
                 raise ConfigError(f"{name} of a key-value cache is {size}; it must be at least 1")
         self.capacity = capacity
-        # Keys and values, [layers, b, groups/t, capacity, d].
-        self._keys, self._values = (
-            torch.empty(num_layers, batch_size, num_groups, capacity, width, dtype=dtype, device=device)
-            for width in (head_dim, sizes["value_dim"])
-        )
+        own = num_groups, head_dim, sizes["value_dim"]
+        # For each layer keys and values, [b, groups/t, capacity, d].
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        for number in range(num_layers):
+            groups, *widths = (others or {}).get(number, own)
+            keys, values = (
+                torch.empty(batch_size, groups, capacity, width, dtype=dtype, device=device) for width in widths
+            )
+            self._layers.append((keys, values))
         self._lengths = [0] * num_layers
 
     @classmethod
@@ -72,19 +78,26 @@ class PreallocatedCache:
 
         The model's attention must be that of ``attention_of``, or hold the same heads on each rank.
         """
-        num_heads, num_groups, head_dim = model.config.heads
-        start, stop = split_heads(num_heads, num_groups, model.tp_group.size()).groups[model.tp_group.rank()]
+        config = model.config
+
+        def sizes(heads: Heads) -> tuple[int, int, int]:
+            start, stop = split_heads(heads.queries, heads.groups, model.tp_group.size()).groups[model.tp_group.rank()]
+            return stop - start, heads.width, config.value_width if heads == config.heads else heads.width
+
+        others = {number: sizes(config.heads_of(number + 1)) for number in range(config.num_layers)}
+        num_groups, head_dim, value_dim = sizes(config.heads)
         weight = model.embedding.word_embeddings.weight
         return cls(
-            model.config.num_layers,
-            stop - start,
+            config.num_layers,
+            num_groups,
             head_dim,
             batch_size=batch_size,
             capacity=capacity,
-            value_dim=model.config.value_width,
+            value_dim=value_dim,
             # A fully sharded weight may be stored in fp32. It is gathered in the layers' compute dtype.
-            dtype=model.config.params_dtype if is_sharded(weight) else weight.dtype,
+            dtype=config.params_dtype if is_sharded(weight) else weight.dtype,
             device=weight.device,
+            others={number: each for number, each in others.items() if each != (num_groups, head_dim, value_dim)},
         )
 
     @property
@@ -95,7 +108,7 @@ class PreallocatedCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of the cache on this rank, full or empty."""
-        return self._keys.nbytes + self._values.nbytes
+        return sum(keys.nbytes + values.nbytes for keys, values in self._layers)
 
     def append(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values of new tokens, ``[b, groups/t, new, d]``, to a layer, numbered from 1.
@@ -108,10 +121,12 @@ class PreallocatedCache:
             ShardingError: there is no such layer, the shape is wrong, there are more tokens than the capacity, or a
                 layer appends twice before all others appended once.
         """
-        num_layers, b, groups, _, d = self._keys.shape
-        value_d = self._values.size(-1)
-        if not 1 <= layer_number <= num_layers:
-            raise ShardingError(f"layer {layer_number} is not one of the {num_layers} layers of the key-value cache")
+        if not 1 <= layer_number <= len(self._layers):
+            raise ShardingError(
+                f"layer {layer_number} is not one of the {len(self._layers)} layers of the key-value cache"
+            )
+        keys, values = self.whole_layer(layer_number)
+        (b, groups, _, d), value_d = keys.shape, values.size(-1)
         new = key.size(2) if key.dim() == 4 else 0
         if key.shape != (b, groups, new, d) or value.shape != (b, groups, new, value_d):
             raise ShardingError(
@@ -130,7 +145,6 @@ class PreallocatedCache:
                 f"the key-value cache holds {self.capacity} tokens per sequence; layer {layer_number} appends {new} to "
                 f"{start}; make it with a capacity of at least {stop}"
             )
-        keys, values = self.whole_layer(layer_number)
         keys[:, :, start:stop] = key.detach()
         values[:, :, start:stop] = value.detach()
         self._lengths[layer_number - 1] = stop
@@ -138,7 +152,7 @@ class PreallocatedCache:
 
     def whole_layer(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Return the full buffers of keys and values of a layer, from 1, as views ``[b, groups/t, capacity, d]``."""
-        return self._keys[layer_number - 1], self._values[layer_number - 1]
+        return self._layers[layer_number - 1]
 
     def extend(self, count: int) -> None:
         """Increase the length by ``count`` tokens that were written to ``whole_layer`` of every layer.

@@ -61,7 +61,7 @@ class DecodeStep:
         weight = model.embedding.word_embeddings.weight
         if (why_not := dispatch.DECODE_TRITON.why_not(_call(weight))) is not None:
             return why_not
-        if model.config.heads[2] > dispatch.WIDEST_HEAD:
+        if max(heads.width for heads in model.config.kinds_of_heads) > dispatch.WIDEST_HEAD:
             return f"there is no kernel for heads wider than {dispatch.WIDEST_HEAD}"
         if model.depends_on_length:
             return "the rotary frequencies depend on the number of tokens"

@@ -35,6 +35,7 @@ class SelfAttention(CoreAttention):
         attn_mask_type: positions that attention forbids without a mask.
 
     Attributes:
+        keys_are_values: whether values are keys before norm and rotation; blocks of the weight then end with the key.
         q_layernorm, k_layernorm: with ``config.qk_layernorm``, norms of each head, or of all heads together. Every rank
             holds the whole norms and applies them to its heads, so their gradients are partial sums, with and without
             sequence parallelism, except with ``config.exact_parts``.
@@ -54,7 +55,7 @@ class SelfAttention(CoreAttention):
         if config.latent is not None:
             raise ConfigError("SelfAttention has no latents, and config.latent is set; use LatentSelfAttention")
         group = tp_group
-        num_heads, num_groups, head_dim = config.heads
+        num_heads, num_groups, head_dim = config.heads_of(layer_number)
         split = split_heads(num_heads, num_groups, group.size())
         super().__init__(config, layer_number, split, group, attn_mask_type)
         arithmetic = arithmetic_of(group)
@@ -69,7 +70,8 @@ class SelfAttention(CoreAttention):
                 "hold copies of key-value heads, and the sum of their gradients has no exact form; use "
                 f"tp {1 << num_groups.bit_length() - 1} at most, or no exact mode"
             )
-        layout = split.qkv_layout((config.hidden_size,), head_dim)
+        self.keys_are_values = config.keys_are_values(layer_number)
+        layout = split.qkv_layout((config.hidden_size,), head_dim, has_values=not self.keys_are_values)
         arguments = layer_arguments(config, group=group)
         self.linear_qkv = ColumnLinear(
             config.hidden_size,
@@ -80,6 +82,7 @@ class SelfAttention(CoreAttention):
             **arguments,
         )
         self._clip = config.clip_qkv
+        self._value_eps = config.layernorm_epsilon if config.value_layernorm else None
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
         if config.qk_layernorm:
@@ -110,7 +113,7 @@ class SelfAttention(CoreAttention):
             "zero_centered": config.layernorm_zero_centered_gamma,
             "dtype": config.params_dtype,
         }
-        num_heads, num_groups, _ = config.heads
+        num_heads, num_groups, _ = config.heads_of(self.layer_number)
         queries, keys = split.queries[rank], split.groups[rank]
         return (
             HeadsRMSNorm(num_heads * head_dim, queries, queries[1] - queries[0], head_dim, **options),
@@ -129,16 +132,22 @@ class SelfAttention(CoreAttention):
         """
         s, b, _ = mixed.shape
         per_group, head_dim, interleaved = self.local_heads.queries_of_groups[0], self.head_dim, self.rotary_interleaved
-        if self.local_heads.is_even and rotary is not None and self.q_layernorm is None and self._clip is None:
+        is_plain = self.q_layernorm is None and self._clip is None and self._value_eps is None
+        is_fused = self.local_heads.is_even and not self.keys_are_values
+        if is_fused and is_plain and rotary is not None:
             return self._activation.split_and_rotate(
                 mixed, *rotary, queries_per_group=per_group, head_dim=head_dim, interleaved=interleaved
             )
-        if self.local_heads.is_even:
+        if is_fused:
             query, key, value = split(mixed, queries_per_group=per_group, head_dim=head_dim)
         else:
-            sections = [n for queries in self.local_heads.queries_of_groups for n in (queries, 1, 1)]
+            shared = (1,) if self.keys_are_values else (1, 1)
+            sections = [n for queries in self.local_heads.queries_of_groups for n in (queries, *shared)]
             parts = mixed.view(s, b, -1, head_dim).split(sections, dim=2)
-            query, key, value = (torch.cat(parts[i::3], dim=2) for i in range(3))
+            step = 1 + len(shared)
+            query, key, value = (torch.cat(parts[i::step], dim=2) for i in (0, 1, len(shared)))
+        if self._value_eps is not None:
+            value = _normed(value, self._value_eps)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self._norm.heads(self.q_layernorm, self.k_layernorm, query, key)
         if self._clip is not None:
@@ -152,3 +161,9 @@ class SelfAttention(CoreAttention):
         """True if this attention supports ``AttentionMask.query_position``."""
         is_usual = type(self) is SelfAttention and self.local_heads.is_even and self.attn_mask_type.is_causal
         return is_usual and AT_POSITION in self._kernels
+
+
+def _normed(heads: Tensor, eps: float) -> Tensor:
+    """Apply RMSNorm without a weight to ``[..., d]``, by operations whose bits do not depend on the number of rows."""
+    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(heads.dtype)

@@ -43,7 +43,7 @@ def check_attention_backend(config: ModelConfig, device: torch.device, *, masked
         return
     heads, groups, _ = config.heads
     # Kernels get queries, keys and values of one width.
-    head_dim = max(config.heads.width, config.value_width)
+    head_dim = max(config.value_width, *(each.width for each in config.kinds_of_heads))
     masked = masked or config.window_size is not None
     repeated = why_repeat_keys(
         config.attention_backend, device.type, config.params_dtype, head_dim=head_dim, masked=masked

@@ -164,8 +164,8 @@ def describe_context_method(asked: str, heads: LocalHeads, ranks: int, *, draws:
 
 def check_way(config: ModelConfig, tp: int, ranks: int) -> None:
     """Raise ConfigError if ``config.cp_comm_type`` is ``"a2a"`` and there are more ranks than heads."""
-    num_heads, num_groups, _ = config.heads
-    fewest = min(split_heads(num_heads, num_groups, tp).query_sizes())
+    kinds = config.kinds_of_heads
+    fewest = min(size for heads in kinds for size in split_heads(heads.queries, heads.groups, tp).query_sizes())
     if config.cp_comm_type == "a2a" and fewest < ranks:
         raise ConfigError(
             f"cp_comm_type 'a2a' divides the query heads of a tensor-parallel rank, which are {fewest}, over {ranks} "

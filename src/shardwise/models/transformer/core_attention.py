@@ -65,7 +65,7 @@ class CoreAttention(GroupModule):
         arithmetic = arithmetic_of(group)
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
-        self.head_dim = config.heads.width
+        self.head_dim = config.heads_of(layer_number).width
         self.dropout = config.attention_dropout
         self._cp_comm_type = config.cp_comm_type
         self.softmax_scale = config.softmax_scale or 1 / math.sqrt(self.head_dim)

@@ -61,6 +61,30 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class GlobalHeads:
+    """Heads of layers without a window, in a model whose layers with one have others (Gemma 4).
+
+    Attributes:
+        groups: number of key-value heads.
+        width: width of a head.
+        keys_are_values: whether a head's value is its key before norm and rotation, so that there is no projection.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    groups: int
+    width: int
+    keys_are_values: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("groups", "width"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= _LARGEST:
+                raise ConfigError(f"global_heads: {name} is {value!r}; it must be an integer from 1 to {_LARGEST}")
+
+
+@dataclass(frozen=True)
 class LocalHeads:
     """Consecutive heads of a tensor-parallel rank: all, or those that a context-parallel rank computes.
 
@@ -140,20 +164,22 @@ class HeadSplit:
         """Return the number of query heads of each rank."""
         return tuple(stop - start for start, stop in self.queries)
 
-    def qkv_layout(self, row_shape: tuple[int, ...], head_dim: int) -> ParamLayout:
+    def qkv_layout(self, row_shape: tuple[int, ...], head_dim: int, *, has_values: bool = True) -> ParamLayout:
         """Return the layout of a query-key-value weight ``[rows, *row_shape]``.
 
         Its rows are one block per key-value head: its queries, its key, its value, each with ``head_dim`` rows. For
-        each of its key-value heads, a rank holds the key, the value and the rank's own queries.
+        each of its key-value heads, a rank holds the key, the value and the rank's own queries. Without ``has_values``
+        a block ends with its key.
         """
-        block = self.queries_per_group + 2
+        shared = 1 + has_values
+        block = self.queries_per_group + shared
         intervals = []
         for rank, (first, _) in enumerate(self.groups):
             runs = []
             for group, (start, stop) in enumerate(self._queries_by_group(rank), first):
-                # `2 * group` keys and values precede the queries of `group` in the weight.
+                # `shared * group` keys and values precede the queries of `group` in the weight.
                 key = group * block + self.queries_per_group
-                runs += [(start + 2 * group, stop + 2 * group), (key, key + 2)]
+                runs += [(start + shared * group, stop + shared * group), (key, key + shared)]
             intervals.append([(start * head_dim, stop * head_dim) for start, stop in runs])
         num_groups = self.groups[-1][1]
         return ParamLayout.of_intervals((num_groups * block * head_dim, *row_shape), 0, intervals)

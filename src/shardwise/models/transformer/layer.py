@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -130,7 +131,10 @@ class TransformerLayer(HiddenToHidden):
         layer_number: the argument.
         input_layernorm, pre_mlp_layernorm: norms before attention and MLP, or None.
         post_self_attn_layernorm, post_mlp_layernorm: norms after attention and MLP, or None.
+        layer_scalar: with ``config.layer_scalar``, factor of the output, ``[1]``, or None.
     """
+
+    layer_scalar: Tensor | None
 
     def __init__(
         self,
@@ -164,6 +168,8 @@ class TransformerLayer(HiddenToHidden):
             else:
                 self.mlp = spec.mlp(config, tp_group)
             self.post_mlp_layernorm = spec.norm(config) if is_after else None
+            scalar = torch.ones(1, dtype=config.params_dtype) if config.layer_scalar else None
+            self.register_buffer("layer_scalar", scalar)
         self.dropout = ResidualDropout(config.hidden_dropout, layer_number)
 
     def forward(
@@ -197,7 +203,15 @@ class TransformerLayer(HiddenToHidden):
         # The norm after a pre-norm layer's sum belongs to the next layer, because layers are recomputed, sharded and
         # placed on stages one by one.
         norm_after = self.post_mlp_layernorm if self._norms_sum else None
-        return residual + added if norm_after is None else self._norm.add_and_norm(norm_after, residual, added)[1]
+        if norm_after is not None:
+            return self._norm.add_and_norm(norm_after, residual, added)[1]
+        output = residual + added
+        return output if self.layer_scalar is None else output * self.layer_scalar.to(output.dtype)
+
+    def reset_parameters(self) -> None:
+        """Set the factor of the output to 1; parameters belong to the parts."""
+        if self.layer_scalar is not None:
+            self.layer_scalar = torch.ones_like(self.layer_scalar)
 
     def _branch_output(self, output: Tensor, norm: nn.Module | None, sequence: SequenceView) -> Tensor:
         if norm is not None and not self._norms_sum:

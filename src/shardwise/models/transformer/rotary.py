@@ -43,7 +43,7 @@ def _on(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor if device.type in _WITHOUT_FP64 else tensor.to(device)
 
 
-RotaryScalingKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+RotaryScalingKind = Literal["linear", "proportional", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,10 @@ class RotaryScaling:
             arXiv:2309.00071). ``"dynamic"`` raises the base with the length of a sequence beyond the original context
             (Peng et al., appendix B.2). ``"longrope"`` has a separate divisor for each frequency, with one list of
             divisors for sequences within the original context and one for longer ones (Ding et al. 2024,
-            arXiv:2402.13753; Phi-3).
+            arXiv:2402.13753; Phi-3). ``"proportional"`` is ``"linear"`` for the first ``partial_rotary_factor`` of the
+            frequencies; pairs of the other ones do not rotate (Gemma 4).
         factor: growth factor of the context.
-        original_max_position_embeddings: context of the pre-training; not used by ``"linear"``.
+        original_max_position_embeddings: context of the pre-training; not used by ``"linear"`` and ``"proportional"``.
         short_factor, long_factor: for ``"longrope"``, divisors of the frequencies.
         low_freq_factor, high_freq_factor: for ``"llama3"``, numbers of turns below which a frequency is divided, and
             above which it is kept.
@@ -77,7 +78,7 @@ class RotaryScaling:
     """
 
     kind: RotaryScalingKind
-    factor: float
+    factor: float = 1.0
     original_max_position_embeddings: int | None = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -90,6 +91,7 @@ class RotaryScaling:
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
     llama_4_scaling_beta: float = 0.0
+    partial_rotary_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(RotaryScalingKind):
@@ -103,7 +105,12 @@ class RotaryScaling:
                 f"llama_4_scaling_beta of rotary scaling of kind {self.kind!r} is {beta}; it must be at least 0, and 0 "
                 "for kinds other than 'yarn'"
             )
-        if self.kind == "linear":
+        if not 0 < self.partial_rotary_factor <= 1 or (self.partial_rotary_factor < 1 and self.kind != "proportional"):
+            raise ConfigError(
+                f"partial_rotary_factor of rotary scaling of kind {self.kind!r} is {self.partial_rotary_factor}; it "
+                "must be over 0 and at most 1, and 1 for kinds other than 'proportional'"
+            )
+        if self.kind in ("linear", "proportional"):
             return
         context = self.original_max_position_embeddings
         if context is None or context < 1:
@@ -151,6 +158,9 @@ class RotaryScaling:
             return frequencies / torch.tensor(both, dtype=frequencies.dtype, device=frequencies.device)
         lowered = frequencies / self.factor
         if self.kind == "linear":
+            return lowered
+        if self.kind == "proportional":
+            lowered[int(self.partial_rotary_factor * frequencies.numel()) :] = 0.0
             return lowered
         kept = (
             self._share_kept_by_turns(frequencies)

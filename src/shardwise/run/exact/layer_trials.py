@@ -386,15 +386,17 @@ def attention_layers(run: TrialRun) -> list[tuple[SelfAttention, bool]]:
 def try_attention(run: TrialRun, kind: tuple[SelfAttention, bool], parts: int) -> Iterator[ResultPair]:
     """Compare the output and the gradient of the projected queries, keys and values: all heads against a rank's."""
     layer, has_dropout = kind
-    heads, groups, width = run.model.config.heads
+    heads, groups, width = run.model.config.heads_of(layer.layer_number)
+    has_values = not layer.keys_are_values
     per_group = heads // groups
     while groups % 2 == 0 and groups > 2 and run.batch * groups * per_group * run.length**2 > _MOST_SCORES:
         groups //= 2
     heads = groups * per_group
-    mixed = run.numbers(run.length, run.batch, (per_group + 2) * groups * width)
+    mixed = run.numbers(run.length, run.batch, (per_group + 1 + has_values) * groups * width)
     incoming = run.numbers(run.length, run.batch, heads * width)
-    rotary = next(iter(run.layers(RotaryEmbedding)), None) if layer.rotates else None
-    tables = None if rotary is None else rotary.first(run.length, mixed.dtype, mixed.device)
+    # The first is of layers without a window, the last of those with one.
+    rotary = run.layers(RotaryEmbedding)[-1 if layer.window_size else 0 :][:1] if layer.rotates else []
+    tables = rotary[0].first(run.length, mixed.dtype, mixed.device) if rotary else None
     has_alibi = any(getattr(module, "alibi_slopes", None) is not None for module in run.model.modules())
     documents = None
     if run.is_packed:
@@ -409,7 +411,7 @@ def try_attention(run: TrialRun, kind: tuple[SelfAttention, bool], parts: int) -
         return _intervals(tensor, [(start * width, stop * width)])
 
     def of_input(tensor: Tensor, split: HeadSplit, rank: int) -> Tensor:
-        return _intervals(tensor, split.qkv_layout((), width).intervals[rank])
+        return _intervals(tensor, split.qkv_layout((), width, has_values=has_values).intervals[rank])
 
     def attended(split: HeadSplit, rank: int) -> tuple[Tensor, Tensor]:
         of_rank = layer.with_heads_of(split, cast(Any, Place(rank, len(split.queries))))
@@ -432,7 +434,7 @@ def try_attention(run: TrialRun, kind: tuple[SelfAttention, bool], parts: int) -
         split = split_heads(heads, groups, ranks)
         try:
             for rank in range(ranks):
-                local_parts(split.qkv_layout((), width), rank, parts, what="attention")
+                local_parts(split.qkv_layout((), width, has_values=has_values), rank, parts, what="attention")
         except ConfigError:
             # A run in this layout is refused.
             continue

@@ -22,7 +22,6 @@ from shardwise.models.adapters.lora_layers import LoraColumn, LoraLayer, LoraLin
 from shardwise.models.adapters.trained_rows import TrainedRows, TrainedRowsColumn, TrainedRowsEmbedding
 from shardwise.models.experts.moe import ExpertWeights
 from shardwise.models.experts.router import Router
-from shardwise.models.transformer.heads import Heads
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import ColumnLinear, VocabEmbedding
 from shardwise.nn.quantization import QuantizedTensor
@@ -263,12 +262,12 @@ def base_parameters(model: TransformerModel, architecture: Architecture) -> list
         for module in model.modules()
         for name, param in module.named_parameters(recurse=False)
     }
-    heads, table = Heads(*model.config.heads), architecture.table
+    table = architecture.table
     return [
         BaseParameter(
             *owners[id(shard.data)],
             shard.layout,
-            compose(table, key, shard.layout.global_shape, heads, model.config.num_experts),
+            compose(table, key, shard.layout.global_shape, model.config),
         )
         for key, shard in model.sharded_state_dict().items()
         if id(shard.data) in owners

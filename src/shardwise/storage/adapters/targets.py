@@ -14,10 +14,10 @@ from shardwise.core.validation import on_host
 from shardwise.models.adapters.adapter import Adapter
 from shardwise.models.adapters.lora_layers import LoraLayer
 from shardwise.models.adapters.trained_rows import TrainedRows, TrainedRowsLayer
+from shardwise.models.config import ModelConfig
 from shardwise.models.experts.moe import ExpertWeights
 from shardwise.models.experts.router import Router
 from shardwise.models.gpt import GPT
-from shardwise.models.transformer.heads import Heads
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import ColumnLinear, RowLinear, VocabEmbedding
 from shardwise.storage.adapters.config_file import Paths
@@ -109,10 +109,10 @@ def outer_paths(model: TransformerModel, architecture: Architecture) -> dict[str
 def named_outer_paths(architecture: Architecture) -> dict[str, tuple[str, str]]:
     """Return ``outer_paths`` of the GPTs of an architecture; the embedding comes first."""
     parts = {"embedding.word_embeddings": "the embedding", "output_layer": "the output layer"}
-    found = {}
+    found, outer = {}, ModelConfig(num_layers=1, hidden_size=1, num_attention_heads=1)
     for name, what in parts.items():
         with contextlib.suppress(ConfigError):
-            (path,) = compose(architecture.table, f"{name}.weight", (1, 1), Heads(1, 1, 1)).stored_shapes
+            (path,) = compose(architecture.table, f"{name}.weight", (1, 1), outer).stored_shapes
             found[path.removesuffix(".weight")] = name, what
     return found
 
@@ -160,7 +160,7 @@ def _targets_of_layer(
     model: TransformerModel, layer: nn.Module, number: int, architecture: Architecture
 ) -> list[AdapterTarget]:
     """Return the targets of a layer, with the paths that they have in layer ``number``, from 0."""
-    heads, targets = Heads(*model.config.heads), list[AdapterTarget]()
+    targets = list[AdapterTarget]()
     for name, module in layer.named_modules():
         if isinstance(module, Router | ExpertWeights):
             for parameter in module.param_layouts:
@@ -168,13 +168,15 @@ def _targets_of_layer(
                 path = architecture.parameters.get(key)
                 if path is not None:
                     shape = module.param_layouts[parameter].global_shape
-                    section = _rows_of_expert(compose(architecture.table, key, shape, heads, model.config.num_experts))
+                    section = _rows_of_expert(compose(architecture.table, key, shape, model.config))
                     path = path.replace("{layer}", str(number))
                     targets.append(AdapterTarget(path, module, section, transposed=False, parameter=parameter))
         if not isinstance(module, ColumnLinear | RowLinear):
             continue
         shape = module.param_layouts["weight"].global_shape
-        composition = compose(architecture.table, f"{model.block_name}.layers.{number}.{name}.weight", shape, heads)
+        composition = compose(
+            architecture.table, f"{model.block_name}.layers.{number}.{name}.weight", shape, model.config
+        )
         sections = {
             tensor: torch.empty(sum(piece.rows for piece in composition.pieces if piece.tensor == tensor)).long()
             for tensor in composition.stored_shapes

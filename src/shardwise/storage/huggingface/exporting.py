@@ -112,7 +112,7 @@ def save_pretrained(
         parts = {
             key: _StoredParameter(
                 shard,
-                compose(table, key, shard.layout.global_shape, description.heads, description.num_experts),
+                compose(table, key, shard.layout.global_shape, description),
                 # A buffer keeps its dtype: the bias of the choice of experts is in fp32, in transformers too.
                 dtype if dtype is not None and isinstance(shard.data, nn.Parameter) else shard.dtype,
             )

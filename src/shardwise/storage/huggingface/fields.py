@@ -91,6 +91,7 @@ _CONTEXT = "original_max_position_embeddings"
 _YARN = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", _CONTEXT)
 _SCALINGS = {
     "linear": (("factor",), ()),
+    "proportional": ((), ("factor", "partial_rotary_factor")),
     "dynamic": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (_CONTEXT,)),
     "yarn": ((), _YARN),
@@ -128,16 +129,18 @@ def read_rope(
     if (nested := next((key for key, value in values.items() if isinstance(value, Mapping)), None)) is not None:
         raise rope.error(nested, values[nested], "left out: all layers have the same rotary positions")
     base = rope.get(float, "rope_theta", default=fields.get(float, theta_name, default=theta))
+    kind = rope.get(str, "rope_type", "type", default="default")
+    kind = old_kinds.get(kind, kind)
     percent = 1.0
     if share is not None:
+        if kind == "proportional":
+            raise rope.error("rope_type", kind, "another kind: a fraction of each head is rotated")
         percent = rope.get(float, "partial_rotary_factor", default=fields.get(float, share_name, default=share))
     else:
         # These architectures rotate whole heads, also in transformers.
-        for each in (rope, fields):
+        for each in (fields,) if kind == "proportional" else (rope, fields):
             if each.values.get("partial_rotary_factor") is not None:
                 each.require("partial_rotary_factor", 1.0)
-    kind = rope.get(str, "rope_type", "type", default="default")
-    kind = old_kinds.get(kind, kind)
     if kind not in ("default", *_SCALINGS):
         raise rope.error("rope_type", kind, f"one of default, {', '.join(_SCALINGS)}")
     return {

@@ -163,10 +163,9 @@ def _compositions_and_names(
     """Return this stage's parameters, each with its composition, and the stored names of tensors. Collective."""
 
     def compositions() -> dict[str, tuple[ParamShard, Composition]]:
-        heads, num_experts = source.description.heads, source.description.num_experts
-        table = source.table
+        description, table = source.description, source.table
         return {
-            key: (shard, compose(table, key, source.stored_shape(key, shard.layout.global_shape), heads, num_experts))
+            key: (shard, compose(table, key, source.stored_shape(key, shard.layout.global_shape), description))
             for model in models
             for key, shard in model.sharded_state_dict().items()
         }

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError
+from shardwise.models.config import TransformerFields
 from shardwise.models.transformer.heads import Heads
 
 Shape = tuple[int, ...]
@@ -145,7 +146,9 @@ def separate_qkv(query: str, key: str, value: str) -> Source:
 
     def compose(shape: Shape, heads: Heads, values: Mapping[str, str]) -> Composition:
         names = [_filled(name, values) for name in (query, key, value)]
-        return Composition(shape, _qkv_blocks(heads, names, (0, 0, 0)))
+        # Without rows of values, keys are the values.
+        has_values = shape[0] == (heads.queries + 2 * heads.groups) * heads.width
+        return Composition(shape, _qkv_blocks(heads, names[: 2 + has_values], (0, 0, 0)))
 
     return compose
 
@@ -165,7 +168,7 @@ def _qkv_blocks(heads: Heads, names: Sequence[str], offsets: tuple[int, int, int
     return tuple(
         Piece(name, offset + group * count, count)
         for group in range(heads.groups)
-        for name, offset, count in zip(names, offsets, rows, strict=True)
+        for name, offset, count in zip(names, offsets, rows, strict=False)
     )
 
 
@@ -177,12 +180,12 @@ _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 _LEAF = re.compile(r"(weight|bias)$")
 
 
-def compose(table: Table, key: str, shape: Shape, heads: Heads, num_experts: int = 0) -> Composition:
-    """Return the composition of a parameter by its name and global shape; raise ConfigError without a row for it."""
+def compose(table: Table, key: str, shape: Shape, config: TransformerFields) -> Composition:
+    """Return the composition of a model's parameter by its name and shape; raise ConfigError without a row for it."""
     layer, leaf = _LAYER.search(key), _LEAF.search(key)
     pattern = _LAYER.sub("{layer}", key)
-    values = {"layer": layer[0] if layer else "", "*": leaf[0] if leaf else "", "experts": str(num_experts)}
+    values = {"layer": layer[0] if layer else "", "*": leaf[0] if leaf else "", "experts": str(config.num_experts)}
     source = table.get(pattern) or table.get(_LEAF.sub("*", pattern))
     if source is None:
         raise ConfigError(f"parameter {key!r} of shape {list(shape)} has no place in this Hugging Face architecture")
-    return source(shape, heads, values)
+    return source(shape, config.heads_of(int(layer[0]) + 1) if layer else config.heads, values)

@@ -147,6 +147,8 @@ def _weights(model: nn.Module) -> Iterator[_Weight]:
         for attention in layer.modules():
             if isinstance(attention, LatentSelfAttention):
                 raise ConfigError("muon cannot be used with latent attention; use adamw")
+            if isinstance(attention, SelfAttention) and attention.keys_are_values:
+                raise ConfigError("muon cannot be used with keys that are values (global_heads); use adamw")
             if isinstance(attention, SelfAttention):
                 heads = attention.linear_proj.in_features // attention.head_dim
                 blocks = attention.linear_qkv.out_features // attention.head_dim

@@ -119,13 +119,13 @@ class Architecture:
             if not 0 < values.get(name, 1.0) < math.inf:
                 raise ConfigError(f"{name} is {values[name]}; it must be positive")
         description = ModelConfig(**values)
-        width = description.kv_channels or description.hidden_size // description.num_attention_heads
-        rotated = int(width * description.rotary_percent)
-        if description.position_embedding_type == "rope" and description.latent is None and rotated % 2:
-            raise ConfigError(
-                f"{fields.where}: {rotated} of the {width} features of a head are rotated; it must be an even number, "
-                "since they are rotated in pairs"
-            )
+        for heads in description.kinds_of_heads:
+            rotated = int(heads.width * description.rotary_percent)
+            if description.position_embedding_type == "rope" and description.latent is None and rotated % 2:
+                raise ConfigError(
+                    f"{fields.where}: {rotated} of the {heads.width} features of a head are rotated; it must be an "
+                    "even number, since they are rotated in pairs"
+                )
         return description
 
     def write(self, model: ModelConfig) -> dict[str, Any]:

@@ -1,12 +1,17 @@
-"""Gemma 2 and the text model of Gemma 3: norms before and after attention and MLP, windows, soft caps."""
+"""Gemma 2 and the text models of Gemma 3 and 4: norms before and after attention and MLP, windows, soft caps.
+
+Of Gemma 4 the dense model is here. Embeddings of each layer, keys and values that layers share, and experts next to the
+MLP are refused.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.core.errors import ConfigError
 from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.heads import GlobalHeads
 from shardwise.storage.huggingface.architectures.architecture import ActivationSetting, Setting
 from shardwise.storage.huggingface.architectures.llama import (
     LLAMA,
@@ -72,6 +77,84 @@ class _Gemma3(_Gemma):
         return {"rope_local_base_freq": written["rope_parameters"]["sliding_attention"]["rope_theta"], **written}
 
 
+class _Gemma4(Windowed):
+    """Layers without a window have other heads, and scores are not divided."""
+
+    def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+        if (width := fields.get(int, "hidden_size_per_layer_input", default=256)) != 0:
+            raise fields.error("hidden_size_per_layer_input", width, "0: embeddings of each layer are not supported")
+        if fields.optional(int, "sliding_window", self.window) is None:
+            raise fields.error("sliding_window", None, "an integer")
+        read = super().read_others(fields, values)
+        layers = read["windowed_layers"] or (read["window_size"] is not None,) * values["num_layers"]
+        if layers[-1]:
+            raise fields.error("layer_types", fields.values.get("layer_types"), "full_attention in the last layer")
+        heads = self._global_heads(fields, (read["num_query_groups"], read["kv_channels"]), layers)
+        if values["num_attention_heads"] % heads.groups:
+            expected = f"a divisor of num_attention_heads, {values['num_attention_heads']}"
+            raise fields.error("num_global_key_value_heads", heads.groups, expected)
+        return {
+            "softmax_scale": 1.0,
+            "embedding_multiplier": math.sqrt(values["hidden_size"]),
+            "final_logit_softcap": fields.optional(float, "final_logit_softcapping"),
+            "global_heads": heads,
+            **read,
+        }
+
+    def _global_heads(self, fields: Fields, usual: tuple[int, int], layers: Sequence[bool]) -> GlobalHeads:
+        """Return the heads of layers without a window, from a number for all or, in new files, a list of layers."""
+        is_shared, listed = fields.get(bool, "attention_k_eq_v", default=False), fields.values.get("per_layer_config")
+        if listed is None:
+            groups = fields.optional(int, "num_global_key_value_heads") if is_shared else None
+            width = fields.get(int, "global_head_dim", default=512)
+            return GlobalHeads(usual[0] if groups is None else groups, width, is_shared)
+        names = ("num_key_value_heads", "head_dim")
+        others: Mapping[str, Any] = listed if isinstance(listed, Mapping) else {"": None}
+        # transformers pads the numbers of layers with zeros.
+        own = {int(number): each for number, each in others.items() if number.isdecimal()}
+        wrong = own.keys() - range(len(layers)) or any(
+            not isinstance(each, Mapping) or not set(each) <= set(names) for each in others.values()
+        )
+        same = dict(zip(names, usual, strict=True))
+        of_layers = [] if wrong else [{**same, **own.get(number, {})} for number in range(len(layers))]
+        if wrong or of_layers != [same if windowed else of_layers[-1] for windowed in layers]:
+            expected = f"{' and '.join(names)}, the same in all layers of full_attention, and in no others"
+            raise fields.error("per_layer_config", listed, expected)
+        last = Fields(of_layers[-1], f"{fields.where}: per_layer_config")
+        groups, width = (last.get(int, name, within=(1, 1 << 30)) for name in names)
+        return GlobalHeads(groups, width, is_shared)
+
+    def write_others(self, model: ModelConfig) -> dict[str, Any]:
+        if model.softmax_scale != 1.0:
+            raise ConfigError(f"{self.model_type} has no softmax_scale of {model.softmax_scale}; only 1.0")
+        written = super().write_others(model)
+        _, groups, width = model.heads_of(model.num_layers)
+        own = {"num_key_value_heads": groups, "head_dim": width}
+        return written | {
+            "sliding_window": written["sliding_window"] or self.window,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": model.final_logit_softcap,
+            "attention_k_eq_v": model.keys_are_values(model.num_layers),
+            # Readers before transformers 5.23 know the first two.
+            "global_head_dim": width,
+            "num_global_key_value_heads": groups,
+            "per_layer_config": {
+                str(at): own for at in range(model.num_layers) if written["layer_types"][at] == "full_attention"
+            },
+        }
+
+    def read_positions(self, fields: Fields, longest: int) -> dict[str, Any]:
+        given = {"rope_parameters": fields.values.get("rope_parameters") or _GEMMA4_POSITIONS}
+        return read_rope_by_kind(Fields(given, fields.where), longest, theta=1e6, window_theta=None)
+
+    def write_positions(self, model: ModelConfig) -> dict[str, Any]:
+        return {"rope_parameters": rope_json_by_kind(model)["rope_parameters"]}
+
+
+_GEMMA4_POSITIONS = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 _SETTINGS = {
     **decoder_settings(
         vocab_size=256000,
@@ -112,4 +195,27 @@ GEMMA3 = _Gemma3(
     table=_TABLE | QK_NORMS,
     num_key_value_heads=4,
     head_dim=256,
+)
+
+GEMMA4 = _Gemma4(
+    model_type="gemma4_text",
+    classes=("Gemma4ForCausalLM", "Gemma4TextModel"),
+    settings={
+        **GEMMA3.settings,
+        "vocab_size": Setting("vocab_size", 262144),
+        "num_layers": Setting("num_hidden_layers", 30),
+    },
+    fixed={
+        **LLAMA.fixed,
+        "norm_position": "sandwich",
+        "qk_layernorm": True,
+        "value_layernorm": True,
+        "layer_scalar": True,
+    },
+    required={"use_bidirectional_attention": None, "num_kv_shared_layers": 0, "enable_moe_block": False},
+    table={**GEMMA3.table, "decoder.layers.{layer}.layer_scalar": whole("model.layers.{layer}.layer_scalar")},
+    num_key_value_heads=4,
+    head_dim=256,
+    window=512,
+    full_every=6,
 )
