@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from shardwise import Groups, parallelize
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
+from shardwise.models.by_plan.attention import heads_of
 from shardwise.models.by_plan.styles import STYLES
 from shardwise.nn import named_param_layouts
 from shardwise.nn.replicated import replicas_of
@@ -202,8 +203,60 @@ def test_models_that_cannot_be_split_are_refused_and_unchanged(group: ProcessGro
     refused(quantized, "it is quantized")
     refused(made("Llama", {"num_attention_heads": 1, "num_key_value_heads": 1}), "1 attention heads cannot be split")
     refused(made("Llama", {"intermediate_size": 1}), r"mlp.gate_proj: colwise splits dimension 0 of \[1, 24\]")
+    of_heads = r"layers.0.self_attn.A has an element for each of 3 heads, and the plan splits the heads and not it"
+    refused(made("Doge", {"is_moe": False}), of_heads)
+    of_copies = (
+        r"dt_proj: rowwise sums over 1 key-value heads, of which 2 tensor-parallel ranks hold copies; use at most 1"
+    )
+    refused(made("Doge", {"is_moe": False, "num_key_value_heads": 1}), of_copies)
+    adapted = made("Llama", {})
+    adapted.peft_config = {}
+    refused(adapted, "it has adapters; add them afterwards")
+    refused(nn.parallel.DistributedDataParallel(made("Llama", {}), process_group=group), "is not a model of transf")
+    small = made("Llama", {})
+    small.lm_head.weight = nn.Parameter(torch.zeros(37, 24, dtype=torch.int8), requires_grad=False)
+    refused(small, "lm_head.weight is a Parameter of torch.int8, and parameters must be plain")
     split = parallelize(made("Llama", {}), groups)
     refused(split, "is split already")
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_needs_no_plan(group: ProcessGroup) -> None:
+    whole = made("Doge", {"is_moe": False})
+    model = parallelize(copy.deepcopy(whole), Groups(tp=group))
+    assert_bit_equal(run(model), run(whole))
+
+
+@pytest.mark.ranks(2)
+def test_a_reused_module_is_split_once(group: ProcessGroup) -> None:
+    whole = made("Llama", {})
+    first, second = whole.model.layers
+    second.mlp, second.self_attn.o_proj = first.mlp, first.self_attn.o_proj
+    whole.model.register_buffer("number", torch.tensor([3.0]))
+    model = parallelize(copy.deepcopy(whole), Groups(tp=group))
+    assert model.model.layers[1].mlp is model.model.layers[0].mlp
+    buffer = sharded_state_dict(model, group=group)["model.number"]
+    assert buffer.layout.dim is None
+    assert buffer.data.item() == 3.0
+    torch.testing.assert_close(run(model), run(whole), rtol=1e-6, atol=1e-6)
+    dense = {name: param.grad for name, param in whole.named_parameters()}
+    finalize_gradients_(model, tp_group=group, dp_group=None)
+    found = {name: (param.grad, layout) for name, param, layout in named_param_layouts(model, 2)}
+    assert found.keys() == dense.keys()
+    for name, (grad, layout) in found.items():
+        torch.testing.assert_close(gather_parameter(grad, layout, group=group), dense[name], rtol=1e-6, atol=1e-6)
+
+
+def test_the_heads_of_a_layer_with_others_than_the_configuration_says() -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6}
+    config = transformers.Gemma4TextConfig(**sizes, attention_k_eq_v=True, num_global_key_value_heads=1)
+    attention = nn.Module()
+    attention.config, attention.head_dim = config, 8
+    for layer, groups in ((0, 2), (5, 1)):
+        attention.layer_idx = layer
+        heads = heads_of(attention, config, 2)
+        assert heads is not None
+        assert (heads.queries, heads.groups) == (4, groups)
 
 
 def test_each_style_of_transformers_has_a_row_with_its_layouts() -> None:

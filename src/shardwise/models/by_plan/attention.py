@@ -91,6 +91,9 @@ def heads_of(module: nn.Module, config: Any, num_ranks: int) -> AttentionHeads |
     if not any(hasattr(module, name) for name in (*_QUERIES, *_GROUPS, *_PER_GROUP, *_WIDTHS)):
         return None
     config = getattr(module, "config", config)
+    index = getattr(module, "layer_idx", None)
+    if getattr(config, "is_heterogeneous", False) and type(index) is int:
+        config = config.per_layer_config[index]
     # Numbers of one owner belong together: some layers have other heads than the configuration says.
     owner = module if _number(module, _QUERIES) else config
     queries = _number(owner, _QUERIES)

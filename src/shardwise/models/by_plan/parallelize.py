@@ -71,7 +71,7 @@ def parallelize(model: nn.Module, groups: Groups) -> nn.Module:
         groups: process groups; only ``tp`` is read.
 
     Returns:
-        The model.
+        The model; unchanged on one rank, which needs no plan.
 
     Raises:
         ConfigError: the model has no plan, is quantized, compiled or wrapped; a style is unknown, or cannot be carried
@@ -103,6 +103,9 @@ def _prepared(model: nn.Module, groups: Groups) -> tuple[list[_Place], _Work]:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     modules = dict(model.named_modules(remove_duplicate=False))
     work = _Work(groups.tp, text, modules, SharedCopies(groups.tp))
+    if groups.tp.size() == 1:
+        # One rank holds the whole model, whatever its plan.
+        return [], work
     places = list(_places(model, _with_tied_embedding(model, plan), modules))
     if not places:
         raise ConfigError(
@@ -220,6 +223,11 @@ def _lay_out(place: _Place, work: _Work) -> None:
             dim = len(shape) - 1 if style.dim == -1 else max(0, len(shape) - 2)
             if heads is not None and style.keeps_features and style.sections == 1:
                 layout = heads.layout(shape, dim, inner)
+                if style.dim == -1 and sum(map(layout.local_size, range(size))) != shape[dim]:
+                    raise ConfigError(
+                        f"{place.name}: {place.style_name} sums over {heads.groups} key-value heads, of which {size} "
+                        f"tensor-parallel ranks hold copies; use at most {heads.groups} ranks"
+                    )
             else:
                 layout = _balanced(shape, dim, size, style, place)
         earlier = work.layouts.setdefault(param, (f"{place.name}: {place.style_name}", layout))
@@ -258,6 +266,15 @@ def _check_owners(places: list[_Place], work: _Work) -> None:
                 raise ConfigError(
                     f"{name}.{own} is the parameter that {layout[0]} splits, and the plan has no style for it; untie "
                     "them (tie_word_embeddings), or use one tensor-parallel rank"
+                )
+    names = {module: name for name, module in work.modules.items()}
+    for attention, heads in work.heads.items():
+        for own, param in attention.named_parameters():
+            numbers = {heads.queries, heads.groups} - {1, getattr(attention, "head_dim", None)} if heads else set()
+            if param.numel() in numbers and param not in work.layouts:
+                raise ConfigError(
+                    f"{names[attention]}.{own} has an element for each of {param.numel()} heads, and the plan splits "
+                    "the heads and not it; use one tensor-parallel rank"
                 )
     makers = {place.name.rpartition(".")[0] for place in places if (place.style.target or ENTERING)[1] == SPLIT}
     for place in places:
