@@ -204,6 +204,7 @@ def test_defaults_are_the_references(module, name, expected):
         "shardwise.megatron.mpu.random",
         "shardwise.megatron.mpu.utils",
         "shardwise.megatron.num_microbatches_calculator",
+        "shardwise.megatron.optimizer",
         "shardwise.megatron.p2p_communication",
         "shardwise.megatron.packed_seq_params",
         "shardwise.megatron.rotary_pos_embedding",

@@ -145,8 +145,8 @@ def test_a_setting_is_checked_whenever_it_is_set():
         config_of().fp8 = "hybrid"
     with pytest.raises(ConfigError, match=r"moe_expert_capacity_factor is 1\.5.*capacity_factor and drops_by"):
         experts_of().moe_expert_capacity_factor = 1.5
-    with pytest.raises(ConfigError, match="use_distributed_optimizer is True"):
-        DistributedDataParallelConfig().use_distributed_optimizer = True
+    with pytest.raises(ConfigError, match="use_megatron_fsdp is True"):
+        DistributedDataParallelConfig().use_megatron_fsdp = True
     config = config_of()
     with pytest.warns(UserWarning, match="masked_softmax_fusion changes nothing here"):
         config.masked_softmax_fusion = True

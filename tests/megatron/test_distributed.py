@@ -196,8 +196,8 @@ def test_a_gradient_that_is_nan_on_one_rank_is_an_error_on_all(group):
 
 
 def test_settings_that_are_not_offered():
-    with pytest.raises(ConfigError, match="use_distributed_optimizer is True, which is not offered here"):
-        DistributedDataParallelConfig(use_distributed_optimizer=True)
+    with pytest.raises(ConfigError, match="num_distributed_optimizer_instances is 2, which is not offered here"):
+        DistributedDataParallelConfig(num_distributed_optimizer_instances=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         DistributedDataParallelConfig(average_in_collective=True)

@@ -33,7 +33,8 @@ models.transformer_models megatron.models.gpt models.gpt.gpt_model
 models.rotary_pos_embedding megatron.rotary_pos_embedding models.common.embeddings.rotary_pos_embedding
 models.rotary_pos_embedding - models.common.embeddings.rope_utils
 num_microbatches_calculator megatron.num_microbatches_calculator =
-optimizer megatron.optimizer =
+optimizer megatron.optimizer .optimizer .distrib_optimizer
+optimizer_config - optimizer.optimizer_config optimizer.grad_scaler
 optimizer_param_scheduler - =
 packed_seq_params megatron.packed_seq_params =
 parallel_state parallel_state = mpu
@@ -95,6 +96,7 @@ PACKAGES = {
         "core.distributed": "distributed",
         "core.models.bert": "models.transformer_models",
         "core.models.gpt": "models.transformer_models",
+        "core.optimizer": "optimizer",
         "core.pipeline_parallel": "pipeline_parallel.schedules",
         "core.pipeline_parallel.schedules": "pipeline_parallel.schedules",
         "core.tokenizers": "tokenizers",

@@ -27,7 +27,7 @@ from shardwise.megatron.core.transformer.transformer_config import TransformerCo
 from shardwise.models.experts.moe import MoELayer
 from shardwise.nn.replicated import replicas_of
 from shardwise.training.gradients import GradientBuffers, default_bucket_size
-from shardwise.training.gradients.finalize import finalize_gradients_
+from shardwise.training.gradients.finalize import finalize_gradients_, summed_over_other_groups
 from shardwise.training.gradients.replicas import check_replicas, fingerprints
 from shardwise.training.pipeline.stage import deferred_buffers
 
@@ -45,6 +45,8 @@ class DistributedDataParallelConfig(inert_settings_of("DistributedDataParallelCo
         overlap_grad_reduce: whether to reduce buckets during the backward instead of all at ``finish_grad_sync``.
         check_for_nan_in_grad: whether a NaN or infinite gradient is an error, on every rank.
         bucket_size: maximum number of elements in a bucket; None means max(40e6, 1e6 per data-parallel rank).
+        use_distributed_optimizer: whether each rank gets the complete gradients only of the elements that it updates,
+            as ``get_megatron_optimizer`` needs with the same setting.
 
     Megatron's other fields are accepted: a field that has no effect here warns if it is set, and a field that would
     change results or memory raises.
@@ -57,6 +59,7 @@ class DistributedDataParallelConfig(inert_settings_of("DistributedDataParallelCo
     overlap_grad_reduce: bool = False
     check_for_nan_in_grad: bool = False
     bucket_size: int | None = None
+    use_distributed_optimizer: bool = False
 
     def __post_init__(self) -> None:
         check_inert(self)
@@ -104,6 +107,7 @@ class DistributedDataParallel(_Wrapper):
         adopt_marks_(module)
         self._of_experts = _experts_in(module)
         self.expert_dp_group = _group_of(self.pg_collection, "expt_dp") if self._of_experts else None
+        self._summed = self._whole()
         bucket_size = None
         if ddp_config.overlap_grad_reduce and not disable_bucketing:
             bucket_size = ddp_config.bucket_size or default_bucket_size("cuda", self.dp_cp_group.size())
@@ -116,6 +120,8 @@ class DistributedDataParallel(_Wrapper):
             overlap=ddp_config.overlap_grad_reduce,
             late=[] if deferred_buffers(module) is None else [_output_weight_of(module)],
             other_groups={param: self._group_of(param) for param in self._of_experts},
+            scatter=ddp_config.use_distributed_optimizer,
+            whole=self._summed,
         )
         self._has_checked_replicas = False
         self._models = [each for each in module.modules() if isinstance(each, LanguageModule)]
@@ -145,15 +151,25 @@ class DistributedDataParallel(_Wrapper):
         is_of_expert = self.expert_dp_group is not None and param in self._of_experts
         return self.expert_dp_group if is_of_expert else self.dp_cp_group  # type: ignore[return-value]
 
+    def _whole(self) -> set[Parameter]:
+        """Return the parameters whose gradients every rank needs, because they are summed over other groups too."""
+        embd_group = _embd_group_of(self.pg_collection)
+        return {
+            *summed_over_other_groups(self.module, tp_group=_group_of(self.pg_collection, "tp"), embd_group=embd_group)
+        }
+
     def _adopt_marks_(self) -> None:
         adopt_marks_(self.module)
-        changed = _experts_in(self.module) ^ self._of_experts
-        if changed and self.dp_cp_group.size() > 1:
-            name = next(name for name, param in self.module.named_parameters() if param in changed)
-            raise ConfigError(
-                f"allreduce of parameter {name!r} was changed after DistributedDataParallel put its gradient into a "
-                "buffer; set it before"
-            )
+        changed = {"allreduce": _experts_in(self.module) ^ self._of_experts}
+        if self.ddp_config.use_distributed_optimizer:
+            changed["sequence_parallel or shared"] = self._whole() ^ self._summed
+        for mark, params in changed.items():
+            if params and self.dp_cp_group.size() > 1:
+                name = next(name for name, param in self.module.named_parameters() if param in params)
+                raise ConfigError(
+                    f"{mark} of parameter {name!r} was changed after DistributedDataParallel put its gradient into a "
+                    "buffer; set it before"
+                )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -207,8 +223,9 @@ class DistributedDataParallel(_Wrapper):
     def _check_finite(self) -> None:
         wrong = [bool(~torch.isfinite(buffer).all()) for buffer in self.gradients.buffers]
         flag = torch.tensor(float(any(wrong)), device=self._device())
-        # Data-parallel ranks have the same gradients, except those of experts.
-        for name in ("dp_cp", "tp", "pp") if self._of_experts else ("tp", "pp"):
+        # Data-parallel ranks have the same gradients, except those of experts and of other ranks' elements.
+        differ = self._of_experts or self.ddp_config.use_distributed_optimizer
+        for name in ("dp_cp", "tp", "pp") if differ else ("tp", "pp"):
             flag = all_reduce(flag, group=_group_of(self.pg_collection, name), op=dist.ReduceOp.MAX)
         if flag:
             raise DivergenceError(
@@ -223,6 +240,11 @@ class DistributedDataParallel(_Wrapper):
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all gradients."""
         self.gradients.scale_(scaling_factor)
+
+    def start_param_sync(self, *unused: Any, **also_unused: Any) -> None:
+        """Do nothing: the optimizer's step gathers the parameters."""
+
+    enable_forward_pre_hook = disable_forward_pre_hook = start_param_sync
 
     def broadcast_params(self) -> None:
         """Broadcast the first data-parallel rank's parameters to the others, in-place."""
@@ -268,9 +290,7 @@ def finalize_model_grads(
     whole = nn.ModuleList(model)
     adopt_marks_(whole)
     pp_group = _group_of(pg_collection, "pp")
-    embd_group = getattr(pg_collection, "embd", None)
-    if not hasattr(pg_collection, "embd") and parallel_state.model_parallel_is_initialized():
-        embd_group = parallel_state.get_embedding_group(check_initialized=False)
+    embd_group = _embd_group_of(pg_collection)
     finalize_gradients_(whole, tp_group=_group_of(pg_collection, "tp"), dp_group=None, embd_group=embd_group)
     if num_tokens is not None:
         broadcast_(num_tokens, group=pp_group, group_src=pp_group.size() - 1)
@@ -278,6 +298,13 @@ def finalize_model_grads(
         for chunk in chunks:
             chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
     _balance_(whole, [_group_of(pg_collection, name) for name in ("tp", "dp_cp")])
+
+
+def _embd_group_of(collection: ProcessGroupCollection | None) -> ProcessGroup | None:
+    """Return the stages that hold a tied weight; None if this rank is in no such group."""
+    if hasattr(collection, "embd") or not parallel_state.model_parallel_is_initialized():
+        return getattr(collection, "embd", None)
+    return parallel_state.get_embedding_group(check_initialized=False)
 
 
 def _experts_in(module: nn.Module) -> set[Parameter]:

@@ -2,9 +2,10 @@
 
 import logging
 import math
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypedDict, cast
 
+from shardwise.core.errors import ConfigError
 from shardwise.megatron.errors import AssertedConfigError
 from shardwise.megatron.surface import offer
 
@@ -24,6 +25,33 @@ class HasParamGroups(Protocol):
     """An optimizer with parameter groups, PyTorch's too."""
 
     param_groups: list[dict[str, Any]]
+
+
+class ParamGroupOverride(TypedDict, total=False):
+    """Values of a group of parameters that replace those of the schedule."""
+
+    max_lr: float
+    min_lr: float | None
+    start_wd: float
+    end_wd: float
+    wd_mult: float
+
+
+def combine_param_group_overrides(param_group_overrides: Sequence[ParamGroupOverride | None]) -> ParamGroupOverride:
+    """Return all overrides as one.
+
+    Raises:
+        ConfigError: two have different values under one name.
+    """
+    combined: dict[str, Any] = {}
+    for override in param_group_overrides:
+        for name, value in (override or {}).items():
+            if combined.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"a parameter has two overrides of {name}, {combined[name]!r} and {value!r}; give keys that match "
+                    "different parameters"
+                )
+    return cast(ParamGroupOverride, combined)
 
 
 class OptimizerParamScheduler:

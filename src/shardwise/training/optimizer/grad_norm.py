@@ -1,6 +1,6 @@
 """The global norm of a model's gradient."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +49,32 @@ def global_grad_norm(
     Raises:
         ConfigError: the model has experts, and ``groups`` is missing.
     """
-    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
-    for squares, over in own_squares(model, tp_group=tp_group, pp_group=pp_group, shares=shares, model_groups=groups):
+    parts = own_squares(model, tp_group=tp_group, pp_group=pp_group, shares=shares, model_groups=groups)
+    return _summed(parts).sqrt()
+
+
+def num_zeros(
+    model: nn.Module,
+    *,
+    tp_group: ProcessGroup,
+    pp_group: ProcessGroup | None = None,
+    shares: Mapping[Parameter, Share] | None = None,
+    groups: Groups | None = None,
+) -> Tensor:
+    """Return the number of zeros in the whole model's gradient, as on one rank; arguments of ``global_grad_norm``."""
+    parts = own_squares(
+        model, tp_group=tp_group, pp_group=pp_group, shares=shares, model_groups=groups, total_of=_count_of_zeros
+    )
+    return _summed(parts)
+
+
+def _summed(parts: Sequence[tuple[Tensor, list[ProcessGroup]]]) -> Tensor:
+    total = torch.zeros_like(parts[0][0])
+    for part, over in parts:
         for group in over:
-            squares = all_reduce(squares, group=group)
-        total = total + squares
-    return total.sqrt()
+            part = all_reduce(part, group=group)
+        total = total + part
+    return total
 
 
 def own_squares(
@@ -64,8 +84,13 @@ def own_squares(
     pp_group: ProcessGroup | None = None,
     shares: Mapping[Parameter, Share] | None = None,
     model_groups: Groups | None = None,
+    total_of: Callable[[Sequence[Tensor], torch.device], Tensor] | None = None,
 ) -> list[tuple[Tensor, list[ProcessGroup]]]:
-    """Return this rank's parts of the square of ``global_grad_norm``, each with the groups over which it is summed."""
+    """Return this rank's parts of the square of ``global_grad_norm``, each with the groups over which it is summed.
+
+    ``total_of`` computes another number than the sum of squares from gradients.
+    """
+    total_of = total_of or _sum_of_squares
     replicas = replicas_of(model)
     first = next(model.parameters())
     counted: list[Tensor] = []
@@ -80,7 +105,7 @@ def own_squares(
     if shares:
         sharing = next((shares[param].group for param in dense if param in shares), None)
     groups = [group for group in (tp_group, sharing, pp_group) if group is not None]
-    sums = [(_sum_of_squares(counted, first.device), groups)]
+    sums = [(total_of(counted, first.device), groups)]
     # A stage without experts takes part in the sum of the other stages.
     if num_experts(model) or any(each.is_of_expert for each in replicas.values()):
         if model_groups is None or model_groups.expert_dp is None or model_groups.dp is None:
@@ -89,7 +114,7 @@ def own_squares(
         is_first = model_groups.expert_dp.rank() == 0 or any(is_sharded(param) for param in replicas)
         own = [each if share is None else share.gradient for each, share in of_experts if is_first or share is not None]
         groups = [group for group in (tp_group, model_groups.dp, pp_group) if group is not None]
-        sums.append((_sum_of_squares(own, first.device), groups))
+        sums.append((total_of(own, first.device), groups))
     return sums
 
 
@@ -121,6 +146,11 @@ def _sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         norms = torch._foreach_norm(same, 2.0, torch.float32 if dtype.itemsize < 4 else None)
         total += torch.stack(norms).double().square().sum()
     return total
+
+
+def _count_of_zeros(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    counts = [(tensor == 0).sum(dtype=torch.float64) for tensor in tensors]
+    return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def _counted_here(

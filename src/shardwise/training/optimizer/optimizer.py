@@ -162,6 +162,12 @@ class MasterWeights(_OfOtherTensors):
         return self._masters.get(param, param).detach()
 
     @torch.no_grad()
+    def reload_(self) -> None:
+        """Set the copies to the model's parameters, which were changed."""
+        if self._masters:
+            torch._foreach_copy_(list(self._masters.values()), list(self._masters))
+
+    @torch.no_grad()
     def round_(self) -> None:
         """Set the model's parameters to the rounded copies."""
         if self._masters:
