@@ -39,7 +39,8 @@ _END = """
 *9 heads of 3* has 9 query and 3 key-value heads, *12 of 1* one key-value head. There, the widths of MLP, experts and
 vocabulary divide by no number of ranks; a model with latent attention keeps one key for each query. *not run* means
 that the tiny model does not run whole: models of images and sounds need other inputs than token ids. A model without a
-head is compared by its last hidden states. *error* is an error of the split model, such as of shapes.{other}
+head is compared by its last hidden states. *refused* is an error of `parallelize` that names the module, before the
+model is changed. *error* is an error of the split model, such as of shapes.{other}
 
 Models have 12 heads of 8, two layers or one of each kind, 4 experts, and as many key-value heads as the class's own
 ratio allows (12, 6, 4 or 1). `benchmarks/plans/tiny.py` has the rule, and at most three other fields for a class:
@@ -49,9 +50,10 @@ ratio allows (12, 6, 4 or 1). `benchmarks/plans/tiny.py` has the rule, and at mo
 """
 
 
-_OTHER = """ *transformers* is its own
-tensor parallelism, loaded by `from_pretrained(distributed_config=)`: right are {counts}. A wrong one is followed by the
-parameters with the largest errors in their gradients, or by *logits* if these are wrong."""
+_OTHER = """
+
+*transformers* is its own tensor parallelism, loaded by `from_pretrained(distributed_config=)`: right are {counts}. A
+wrong one is followed by the parameters with the largest errors of gradients, or by *logits* if these are wrong."""
 
 
 def page(ours: dict[str, Any], theirs: Sequence[dict[str, Any]], overrides: dict[str, dict[str, Any]]) -> str:
