@@ -26,7 +26,7 @@ EXPORTS = {
     ),
     "shardwise.run": (
         "chat compare dpo evaluate evaluate_tasks export_hf finetune fit_generation fit_run generate "
-        "import_hf plan_generation plan_run tokenize train"
+        "import_hf import_megatron plan_generation plan_run tokenize train"
     ),
 }
 # Whose function is not named as the command, with the fields that are another function's.
@@ -37,6 +37,7 @@ FUNCTIONS = {
     "export-hf": ("export_hf", ()),
     "generate": ("generate", ()),
     "import-hf": ("import_hf", ()),
+    "import-megatron": ("import_megatron", ()),
     "tokenize": ("tokenize", ()),
 }
 LAUNCH = {"debug", "nproc", "tp", "pp"}

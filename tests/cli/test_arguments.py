@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.cli import plan
 from shardwise.cli.arguments import parse_command
-from shardwise.cli.conversion import ExportArguments, ImportArguments
+from shardwise.cli.conversion import ExportArguments, ImportArguments, ImportMegatronArguments
 from shardwise.cli.inference import ChatArguments, EvalArguments, GenerateArguments
 from shardwise.cli.main import COMMANDS
 from shardwise.cli.training import DemoArguments, DpoArguments, FinetuneArguments, TrainArguments
@@ -32,6 +32,7 @@ PARSERS = {
     "chat": of(ChatArguments),
     "eval": of(EvalArguments),
     "import-hf": of(ImportArguments),
+    "import-megatron": of(ImportMegatronArguments),
     "export-hf": of(ExportArguments),
 }
 PLANS = {f"plan {kind}": of(getattr(plan, name)) for kind, name in COMMANDS["plan"].kinds.items()}
@@ -45,7 +46,7 @@ REQUIRED = dict(
             ["r"],
             ["r"],
             ["r", "--data=a"],
-            ["m", "--out=o"],
+            *[["m", "--out=o"]] * 2,
             ["r", "--out=o"],
         ),
         strict=True,

@@ -14,7 +14,7 @@ from harness.program import run
 from hypothesis import example, given, strategies as st
 
 from shardwise.cli.arguments import parse_command
-from shardwise.cli.conversion import ExportArguments, ImportArguments
+from shardwise.cli.conversion import ExportArguments, ImportArguments, ImportMegatronArguments
 from shardwise.cli.inference import ChatArguments, EvalArguments, GenerateArguments
 from shardwise.cli.training import DemoArguments, FinetuneArguments, TrainArguments, demo_settings
 from shardwise.core.errors import ConfigError
@@ -40,6 +40,7 @@ COMMANDS = {
     "chat": (parse(ChatArguments), ["model"], ChatArguments),
     "eval": (parse(EvalArguments), ["model", "--data", "x"], EvalArguments),
     "import-hf": (parse(ImportArguments), ["folder", "--out", "x"], ImportArguments),
+    "import-megatron": (parse(ImportMegatronArguments), ["folder", "--out", "x"], ImportMegatronArguments),
     "export-hf": (parse(ExportArguments), ["run", "--out", "x"], ExportArguments),
     "demo": (parse_demo, [], DemoArguments),
 }

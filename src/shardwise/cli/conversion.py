@@ -1,10 +1,10 @@
-"""``shardwise import-hf`` and ``export-hf``, from a Hugging Face folder to a checkpoint and back, and ``tokenize``."""
+"""``shardwise import-hf``, ``import-megatron`` and ``export-hf``, from foreign folders and back; and ``tokenize``."""
 
 import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -30,6 +30,7 @@ class ImportArguments(SplitArguments):
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER"), Folder("")]
     out: Annotated[str, Folder()]
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
+    command: ClassVar[str] = "shardwise import-hf"
 
     def begins(self) -> str:
         return f"reading {self.folder}"
@@ -51,7 +52,30 @@ class ImportArguments(SplitArguments):
             use = f"; continue a text with: shardwise generate {self.out}" if imported.can_generate else ""
             print(f"wrote {imported.checkpoint}{use}")
             if imported.note:
-                print_note("shardwise import-hf", imported.note)
+                print_note(self.command, imported.note)
+
+
+@dataclass(frozen=True)
+class ImportMegatronArguments(ImportArguments):
+    """Make a checkpoint from a checkpoint of Megatron: torch_dist, or a file for each rank, at any layout.
+
+    Pickles are read by a machine that knows a closed list of names and runs nothing. Put the model's tokenizer.json and
+    tokenizer_config.json into the folder, so that shardwise generate finds them. shardwise finetune and generate also
+    read the folder itself.
+
+    Attributes:
+        folder: folder of Megatron's checkpoints (its --save), or of one iteration.
+        out: folder for the checkpoint, which must not contain one yet.
+        dtype: dtype of the weights; params_dtype of the arguments if not given.
+    """
+
+    command: ClassVar[str] = "shardwise import-megatron"
+
+    def check(self) -> None:
+        from shardwise.run.commands.conversion import check_megatron
+
+        super().check()
+        check_megatron(self.folder)
 
 
 @dataclass(frozen=True)

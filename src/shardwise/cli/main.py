@@ -118,6 +118,9 @@ COMMANDS = {
     ),
     "tokenize": Command("conversion", "TokenizeArguments", "write text as token files, which train and Megatron read"),
     "import-hf": Command("conversion", "ImportArguments", "convert a Hugging Face folder to a checkpoint"),
+    "import-megatron": Command(
+        "conversion", "ImportMegatronArguments", "convert a checkpoint of Megatron to a checkpoint"
+    ),
     "export-hf": Command("conversion", "ExportArguments", "write a checkpoint as a Hugging Face folder"),
     "conformance": Command("conformance", "ConformanceArguments", "check a library for known tensor-parallel bugs"),
     "env": Command("env", "EnvArguments", "show versions, devices, backends and fast paths"),

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from shardwise.plan.fit import fit_run as fit_run
     from shardwise.plan.generation import fit_generation as fit_generation, plan_generation as plan_generation
     from shardwise.plan.plan import plan_run as plan_run
-    from shardwise.run.commands.conversion import export_hf as export_hf, import_hf as import_hf
+    from shardwise.run.commands.conversion import (
+        export_hf as export_hf,
+        import_hf as import_hf,
+        import_megatron as import_megatron,
+    )
     from shardwise.run.commands.evaluate import evaluate as evaluate
     from shardwise.run.commands.harness_tasks import evaluate_tasks as evaluate_tasks
     from shardwise.run.commands.text_generation import chat as chat, generate as generate
@@ -36,6 +40,7 @@ MODULES = {
     "fit_run": "plan.fit",
     "generate": "run.commands.text_generation",
     "import_hf": "run.commands.conversion",
+    "import_megatron": "run.commands.conversion",
     "plan_generation": "plan.generation",
     "plan_run": "plan.plan",
     "tokenize": "run.commands.tokenization",

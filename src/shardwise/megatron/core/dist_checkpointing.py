@@ -288,7 +288,8 @@ def _checkpoint_in(folder: Path) -> Iterator[Path]:
     with held_latest(folder) as path:
         if path is None:
             _check_not_foreign(
-                folder, "convert it with that library to a Hugging Face folder and `shardwise import-hf`"
+                folder,
+                "`shardwise import-megatron` converts Megatron's, and `shardwise import-hf` a Hugging Face folder",
             )
             raise CheckpointError(f"there is no checkpoint in {folder}; dist_checkpointing.save writes one")
         yield path

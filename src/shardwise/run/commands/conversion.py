@@ -36,6 +36,8 @@ from shardwise.storage.huggingface import config_to_json, load_pretrained, save_
 from shardwise.storage.huggingface.architectures.architecture import ExpertNames
 from shardwise.storage.huggingface.exporting import check_target
 from shardwise.storage.huggingface.generation_config import eos_ids_of
+from shardwise.storage.huggingface.megatron.arguments import MEGATRON
+from shardwise.storage.huggingface.megatron.folder import is_megatron
 from shardwise.storage.huggingface.pretrained import ADAPTER_CONFIG_NAME, CONFIG_NAME, PretrainedFolder, own_config
 from shardwise.storage.huggingface.tensor_folder import README_NAME, copy_companion_files, own_file
 from shardwise.training.bounds import DEFAULT_FILE_GB, DEFAULT_TIMEOUT, FILE_GB, TIMEOUT, checks_arguments
@@ -221,18 +223,52 @@ def import_hf(
         return Imported(path, is_gpt and not lack, note)
 
 
+def import_megatron(
+    folder: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None,
+    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
+) -> Imported:
+    """Convert a checkpoint of Megatron to a checkpoint; every rank calls.
+
+    Pickles are read by a machine of this library that knows a closed list of names and runs nothing.
+
+    Args:
+        folder: folder of Megatron's checkpoints, or of one iteration; ``torch_dist``, or a file for each rank
+            (docs/porting_checkpoints.md). Its tokenizer is read if ``tokenizer.json`` is there too.
+        out: folder for the checkpoint; it must not have a checkpoint yet.
+        dtype: dtype of the weights; if None, the ``params_dtype`` of the arguments.
+        timeout: maximum wait for another rank, in seconds.
+
+    Returns:
+        The checkpoint, on every rank.
+
+    Raises:
+        ConfigError: ``folder`` is no checkpoint of Megatron, an argument has a value that is not supported, the model
+            cannot be split over this many ranks, or ``out`` has a checkpoint.
+        CheckpointError: a file or rank is missing, damaged or names anything outside of the list; tensors do not match
+            the arguments; or ``out`` cannot be written.
+    """
+    check_megatron(folder)
+    return import_hf(folder, out, dtype=dtype, timeout=timeout)
+
+
+def check_megatron(folder: str | PathLike[str]) -> None:
+    """Raise ConfigError unless a folder has checkpoints of Megatron."""
+    if not is_megatron(Path(folder)):
+        raise ConfigError(
+            f"{folder} has no checkpoint of Megatron: neither latest_checkpointed_iteration.txt, nor .metadata with "
+            "common.pt, nor folders mp_rank_*; give the --save folder of Megatron's training"
+        )
+
+
 def _import(
     source: PretrainedFolder, out: Path, dtype: torch.dtype | None, identity: dict[str, object], ranks: Ranks
 ) -> Path:
     """Write the checkpoint, with ``identity`` identifying the tokenizer."""
     model = load_pretrained(source, groups=Groups(tp=ranks.world), dtype=dtype, device="cpu")
-    # The description has the heads that were found in the files.
-    config = agree(
-        lambda: config_to_json(
-            source.description, architecture=source.architecture.model_type, dtype=dtype, base=own_config(source.path)
-        ),
-        group=ranks.control,
-    )
+    config = agree(lambda: _config_of(source, dtype), group=ranks.control)
 
     def copy_files(folder: Path) -> None:
         (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -246,3 +282,15 @@ def _import(
         group=ranks.world,
         extra_files=copy_files,
     )
+
+
+def _config_of(source: PretrainedFolder, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the ``config.json`` of a checkpoint; of Megatron's, its arguments if no architecture fits the model."""
+    # The description has the heads that were found in the files.
+    description, base = source.description, own_config(source.path)
+    if source.architecture is not MEGATRON:
+        return config_to_json(description, architecture=source.architecture.model_type, dtype=dtype, base=base)
+    try:
+        return config_to_json(description, dtype=dtype, base=base)
+    except ConfigError:
+        return {**source.config.values, "dtype": str(dtype or source.dtype).removeprefix("torch.")}

@@ -30,6 +30,7 @@ from shardwise.storage.checkpoint.manifest import MANIFEST_NAME, Manifest, check
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.generation_config import GENERATION_CONFIG_NAME, GenerationDefaults
 from shardwise.storage.huggingface.gguf.folder import is_gguf
+from shardwise.storage.huggingface.megatron.folder import is_megatron
 from shardwise.storage.huggingface.pretrained import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,
@@ -243,8 +244,8 @@ def open_model(path: str | PathLike[str], adapter: str | PathLike[str] | None = 
 
 
 def is_pretrained(path: Path) -> bool:
-    """True for a Hugging Face folder or a GGUF file; a checkpoint may have a ``config.json`` too."""
-    if is_gguf(path):
+    """True for a Hugging Face folder, a GGUF file or Megatron's checkpoints; ours may have a ``config.json``."""
+    if is_gguf(path) or is_megatron(path):
         return True
     if not (path / CONFIG_NAME).is_file() or (path / MANIFEST_NAME).exists():
         return False

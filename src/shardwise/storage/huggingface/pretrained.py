@@ -22,6 +22,8 @@ from shardwise.storage.huggingface.architectures.mixtures import WithExperts
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.gguf.folder import GgufFolder, is_gguf
 from shardwise.storage.huggingface.mapping import Table
+from shardwise.storage.huggingface.megatron.arguments import MEGATRON
+from shardwise.storage.huggingface.megatron.folder import MegatronFolder, is_megatron
 from shardwise.storage.huggingface.mxfp4 import Mxfp4Folder
 from shardwise.storage.huggingface.tensor_folder import (
     TensorFolder,
@@ -53,13 +55,15 @@ _NUM_REASONS = 3
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
-    """Read the ``config.json`` of a Hugging Face folder, or that of a GGUF file; see ``config_from_json``.
+    """Read the ``config.json`` of a Hugging Face folder, or what stands for it; see ``config_from_json``.
 
     Raises:
         CheckpointError: the file is missing or is not a JSON object.
     """
     if is_gguf(Path(folder)):
         return config_from_json(GgufFolder(Path(folder)).config, where=str(folder))
+    if is_megatron(Path(folder)):
+        return config_from_json(MegatronFolder(Path(folder)).config, where=str(folder))
     path = Path(folder) / CONFIG_NAME
     return config_from_json(read_json(path), where=str(path))
 
@@ -78,9 +82,10 @@ def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> 
     """
     fields = Fields(values, where)
     model_type = fields.get(str, "model_type")
-    if model_type not in ARCHITECTURES:
+    known_types = {**ARCHITECTURES, MEGATRON.model_type: MEGATRON}
+    if model_type not in known_types:
         raise fields.error("model_type", model_type, f"one of {', '.join(ARCHITECTURES)}")
-    architecture = ARCHITECTURES[model_type]
+    architecture = known_types[model_type]
     classes = values.get("architectures") or [architecture.classes[0]]
     known = architecture.classes
     if not isinstance(classes, list) or len(classes) != 1 or classes[0] not in known:
@@ -172,7 +177,7 @@ def _written_as(
 
 
 class PretrainedFolder:
-    """A Hugging Face folder, or a GGUF file, open for reading.
+    """A Hugging Face folder, a GGUF file, or a folder of Megatron's checkpoints, open for reading.
 
     Attributes:
         path: the folder; of a GGUF file, a temporary one with the files that it stands for.
@@ -189,6 +194,9 @@ class PretrainedFolder:
             self.tensors: TensorFolder = GgufFolder(self.path)
             self.path = self.tensors.folder
             self.config = config_from_json(read_json(self.path / CONFIG_NAME), where=str(folder))
+        elif is_megatron(self.path):
+            self.tensors = MegatronFolder(self.path)
+            self.config = config_from_json(self.tensors.config, where=f"{self.path}: the arguments")
         else:
             check_model_folder(self.path)
             self.config = read_config(self.path)

@@ -1,0 +1,1 @@
+"""Megatron's checkpoints, read as a folder of tensors under names of this library."""

@@ -1,0 +1,396 @@
+"""Checkpoints that Megatron wrote (tests/data/megatron) have its logits at every layout; crafted ones run nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_references import groups_of
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+from shardwise.cli.main import main
+from shardwise.core.errors import CheckpointError, ConfigError
+from shardwise.core.tensor_files import StoredTensor
+from shardwise.storage.huggingface import load_pretrained
+from shardwise.storage.huggingface.megatron.chunks import Chunk
+from shardwise.storage.huggingface.megatron.folder import MegatronFolder, _placed
+from shardwise.storage.huggingface.megatron.pickles import read_archive
+from shardwise.storage.huggingface.pretrained import PretrainedFolder
+
+KEPT = Path(__file__).parents[2] / "data" / "megatron"
+EXPECTED = json.loads((KEPT / "expected.json").read_text())
+CASES = ("dense", "llama", "llama_ranks", "experts", "experts_ranks")
+FEW = ("dense", "llama_ranks", "experts")
+ITERATION = "iter_0000002"
+HUGE = 1 << 63
+
+
+def logits_of(folder: Path, num_ranks: int) -> torch.Tensor:
+    model = load_pretrained(folder, groups=groups_of(num_ranks, 1), device="cpu").eval()
+    model.parallel_output = False
+    with torch.no_grad():
+        result: torch.Tensor = model(torch.tensor(EXPECTED["ids"]))
+    return result.transpose(0, 1)
+
+
+def assert_are_megatrons(logits: torch.Tensor, case: str) -> None:
+    # Megatron's model computed them in fp32 on two ranks, with sums in another order; the largest is about 3.
+    expected = torch.tensor(EXPECTED[case]["logits"])
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_megatrons(group: dist.ProcessGroup, case: str) -> None:
+    assert_are_megatrons(logits_of(KEPT / case, group.size()), case)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("case", FEW)
+def test_logits_at_other_layouts_are_megatrons(group: dist.ProcessGroup, case: str) -> None:
+    assert_are_megatrons(logits_of(KEPT / case, group.size()), case)
+
+
+def test_both_forms_and_the_folder_of_an_iteration_are_one_model() -> None:
+    one, other = MegatronFolder(KEPT / "llama"), MegatronFolder(KEPT / "llama_ranks" / ITERATION)
+    assert one.tensors.keys() == other.tensors.keys()
+    for name, stored in one.tensors.items():
+        whole = (0,) * len(stored.shape), stored.shape
+        torch.testing.assert_close(one.read(name, *whole), other.read(name, *whole), rtol=0, atol=0)
+        if len(stored.shape) == 2:
+            part = one.read(name, (3, 1), (9, 5))
+            torch.testing.assert_close(part, one.read(name, *whole)[3:12, 1:6], rtol=0, atol=0)
+
+
+def test_names_of_transformer_engine_and_of_single_shards() -> None:
+    def place(
+        name: str, sizes: tuple[int, ...], offsets: tuple[int, ...]
+    ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        ((own, chunk),) = _placed(name, [Chunk(offsets, sizes, StoredTensor(name, Path(), "F32", sizes, 0, 0))])
+        return own, chunk.offsets, chunk.sizes
+
+    layer = "decoder.layers.3."
+    assert place("decoder.layers.self_attention.linear_qkv.layer_norm_weight", (1, 8), (3, 0)) == (
+        layer + "input_layernorm.weight",
+        (0,),
+        (8,),
+    )
+    assert place(layer + "mlp.linear_fc1.layer_norm_bias", (8,), (0,))[0] == layer + "pre_mlp_layernorm.bias"
+    assert place(layer + "mlp.linear_fc1.weight_v", (4, 8), (0, 0)) == (layer + "mlp.linear_fc1.weight", (4, 0), (4, 8))
+    expert = layer + "mlp.experts.experts."
+    assert place(expert + "5.linear_fc1.weight_v", (4, 8), (0, 0)) == (
+        expert + "linear_fc1.weight",
+        (5, 4, 0),
+        (1, 4, 8),
+    )
+    assert place(expert + "5.linear_fc2.weight", (8, 4), (0, 0)) == (expert + "linear_fc2.weight", (5, 0, 0), (1, 8, 4))
+    assert place(expert + "linear_fc1.weight", (1, 4, 8), (5, 0, 0)) == (
+        expert + "linear_fc1.weight",
+        (5, 0, 0),
+        (1, 4, 8),
+    )
+
+
+def test_the_command_imports_and_the_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, exported = tmp_path / "run", tmp_path / "exported"
+    assert main(["import-megatron", str(KEPT / "llama"), "--out", str(run)]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"wrote {run / 'checkpoints'}")
+    assert said.err.startswith("shardwise import-megatron: the checkpoint has no tokenizer")
+    assert main(["export-hf", str(run), "--out", str(exported)]) == 0
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    with torch.no_grad():
+        logits = model(torch.tensor(EXPECTED["ids"])).logits
+    assert_are_megatrons(logits, "llama")
+
+
+def test_a_model_without_hugging_face_architecture_keeps_its_arguments(tmp_path: Path) -> None:
+    from shardwise.run import import_megatron
+    from shardwise.run.commands.opened_model import open_model
+
+    folder = copied("dense", tmp_path)
+    # GPT-2 has learned positions, and nothing else has these biases and norms.
+    change_arguments(folder, position_embedding_type="none", untie_embeddings_and_output_weights=False)
+    change_metadata(folder, lambda found: found.state_dict_metadata.pop("embedding.position_embeddings.weight"))
+    imported = import_megatron(folder, tmp_path / "run")
+    assert open_model(tmp_path / "run").description == PretrainedFolder(folder).description
+    assert json.loads((imported.checkpoint / "config.json").read_text())["model_type"] == "megatron"
+
+
+def copied(case: str, tmp_path: Path) -> Path:
+    shutil.copytree(KEPT / case, tmp_path / case)
+    return tmp_path / case
+
+
+def change_arguments(folder: Path, **changes: Any) -> None:
+    """Change arguments in ``common.pt``, or in the files of all ranks."""
+    inner = folder / ITERATION
+    for path in [inner / "common.pt"] if (inner / "common.pt").exists() else inner.glob("mp_rank_*/model_optim_rng.pt"):
+        value = torch.load(path, weights_only=False, pickle_module=_WithoutMegatron)
+        vars(value["args"]).update(changes)
+        torch.save(value, path)
+
+
+class _WithoutMegatron(pickle.Unpickler):
+    """Reads our own fixtures without Megatron: its enums are numbers."""
+
+    Unpickler: Any
+    load: Any
+
+    def find_class(self, module: str, name: str) -> Any:
+        return (lambda value: value) if module.startswith("megatron") else super().find_class(module, name)
+
+
+_WithoutMegatron.Unpickler = _WithoutMegatron
+
+
+def change_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
+    path = folder / ITERATION / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    change(found)
+    path.write_bytes(pickle.dumps(found))
+
+
+class Runs:
+    """An object whose pickle calls a function."""
+
+    def __init__(self, function: Callable[..., object], *args: object) -> None:
+        self.called = function, args
+
+    def __reduce__(self) -> Any:
+        return self.called
+
+
+def pickled_in_metadata(value: Callable[[Path], object]) -> Callable[[Path], None]:
+    return lambda folder: change_metadata(folder, lambda found: setattr(found, "planner_data", value(folder)))
+
+
+def metadata_of(content: bytes) -> Callable[[Path], None]:
+    return lambda folder: _ignore((folder / ITERATION / ".metadata").write_bytes(content))
+
+
+def _ignore(_: object) -> None:
+    return None
+
+
+def change_first(**changes: Any) -> Callable[[Path], None]:
+    """Change the place of one part of the embedding."""
+
+    def change(found: Metadata) -> None:
+        index = next(each for each in found.storage_data if each.fqn == NAME)
+        found.storage_data[index] = replace(found.storage_data[index], **changes)
+
+    return lambda folder: change_metadata(folder, change)
+
+
+def change_chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Callable[[Path], None]:
+    def change(found: Metadata) -> None:
+        tensor: Any = found.state_dict_metadata[NAME]
+        old = tensor.chunks[0]
+        tensor.chunks[0] = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        place = found.storage_data.pop(MetadataIndex(NAME, old.offsets))
+        found.storage_data[MetadataIndex(NAME, torch.Size(offsets))] = place
+
+    return lambda folder: change_metadata(folder, change)
+
+
+def overlap_in_a_file(found: Metadata) -> None:
+    one, other = list(found.storage_data)[:2]
+    first = found.storage_data[one]
+    found.storage_data[other] = replace(
+        found.storage_data[other], relative_path=first.relative_path, offset=first.offset
+    )
+
+
+def cut(name: str, size: Callable[[int], int]) -> Callable[[Path], None]:
+    def do(folder: Path) -> None:
+        (path,) = (folder / ITERATION).glob(name)
+        os.truncate(path, size(path.stat().st_size))
+
+    return do
+
+
+def compressed(folder: Path) -> None:
+    path = folder / ITERATION / "common.pt"
+    with zipfile.ZipFile(BytesIO(path.read_bytes())) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for entry in old.namelist():
+            new.writestr(entry, old.read(entry))
+
+
+def saved_as_common(value: object) -> Callable[[Path], None]:
+    return lambda folder: torch.save(value, folder / ITERATION / "common.pt")
+
+
+def other_item(folder: Path) -> None:
+    """Put another tensor where ``.metadata`` has the embedding; found when it is read."""
+    found = pickle.loads((folder / ITERATION / ".metadata").read_bytes())
+    place = found.storage_data[next(each for each in found.storage_data if each.fqn == NAME)]
+    path = folder / ITERATION / place.relative_path
+    buffer = BytesIO()
+    torch.save(torch.zeros(3), buffer)
+    content = bytearray(path.read_bytes())
+    content[place.offset : place.offset + place.length] = buffer.getvalue().ljust(place.length, b"\0")[: place.length]
+    path.write_bytes(content)
+
+
+def without(name: str) -> Callable[[Path], None]:
+    def do(folder: Path) -> None:
+        path = folder / ITERATION / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return do
+
+
+NAME = "embedding.word_embeddings.weight"
+UNRUN = "is not on the list of names that Megatron's checkpoints have; nothing of it was run"
+CRAFTED: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "a call in .metadata": (
+        "llama",
+        pickled_in_metadata(lambda folder: Runs(os.system, f"touch {folder.parent / 'ran'}")),
+        rf'names "posix.system", which {UNRUN}',
+    ),
+    "a call in common.pt": (
+        "llama",
+        lambda folder: saved_as_common({"args": Runs(subprocess.check_call, ["touch", str(folder.parent / "ran")])})(
+            folder
+        ),
+        rf'check_call", which {UNRUN}',
+    ),
+    "a call in a rank's file": (
+        "llama_ranks",
+        lambda folder: torch.save(
+            {"args": Runs(eval, f"open({str(folder.parent / 'ran')!r}, 'w')")},
+            folder / ITERATION / "mp_rank_01_001" / "model_optim_rng.pt",
+        ),
+        rf'.eval", which {UNRUN}',
+    ),
+    "a getattr": (
+        "llama",
+        pickled_in_metadata(lambda folder: Runs(getattr, "a", "upper")),
+        "builtins.getattr",
+    ),
+    "a class of PyTorch": (
+        "llama",
+        pickled_in_metadata(lambda folder: torch.nn.Linear),
+        "torch.nn.modules.linear.Linear",
+    ),
+    "a function of torch": ("llama", metadata_of(b"\x80\x02ctorch\nload\n."), 'names "torch.load"'),
+    "a name inside of a known one": (
+        "llama",
+        metadata_of(b"\x80\x04\x8c\x08argparse\x8c\x0dNamespace.mro\x93."),
+        'names "argparse.Namespace.mro"',
+    ),
+    "an instance of protocol 0": ("llama", metadata_of(b"(iposix\nsystem\n."), "has the opcode INST"),
+    "an object by its class": ("llama", metadata_of(b"\x80\x02(cposix\nsystem\no."), 'names "posix.system"'),
+    "an extension": ("llama", metadata_of(b"\x80\x02\x82\x01."), "has the opcode EXT1"),
+    "a huge index of the memo": ("llama", metadata_of(b"\x80\x02Nr\xff\xff\xff\xff."), "it is no description"),
+    "a long text": (
+        "llama",
+        metadata_of(b"\x80\x04\x8d" + struct.pack("<Q", HUGE) + b"a."),
+        "is damaged: of its pickle",
+    ),
+    "a long array": ("llama", metadata_of(b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b"a."), "is damaged: of its"),
+    "state of a text": ("llama", metadata_of(b"\x80\x04\x8c\x01a}b."), "is used as record"),
+    "a call of a text": ("llama", metadata_of(b"\x80\x04\x8c\x01a)R."), "is used as name"),
+    "a deep key": ("llama", metadata_of(b"\x80\x04}N" + b"\x85" * 100000 + b"Ns."), "a key is a tuple of tuples"),
+    "an empty stack": ("llama", metadata_of(b"\x80\x04R."), "is damaged: of its pickle"),
+    "half of .metadata": ("llama", cut(".metadata", lambda size: size // 2), "is damaged: of its pickle"),
+    "half of common.pt": (
+        "llama",
+        cut("common.pt", lambda size: size // 2),
+        "is damaged, or not written by torch.save",
+    ),
+    "compressed": ("llama", compressed, "is compressed, which torch.save never does"),
+    "no arguments": ("llama", saved_as_common({"iteration": 2}), "has no args, which Megatron's training saves"),
+    "a short file": ("llama", cut("__2_0.distcp", lambda size: size - 1), "__2_0.distcp is truncated"),
+    "a missing file": ("llama", without("__1_0.distcp"), "__1_0.distcp, which .metadata names: No such file"),
+    "a huge offset": ("llama", change_first(offset=HUGE), f"a tensor cannot be at {HUGE}"),
+    "a huge length": ("llama", change_first(length=HUGE), f"with {HUGE} bytes"),
+    "a negative offset": ("llama", change_first(offset=-8), "a tensor cannot be at -8"),
+    "a file elsewhere": ("llama", change_first(relative_path="../../other"), "cannot be in a file called"),
+    "bytes of two parts": (
+        "llama",
+        lambda folder: change_metadata(folder, overlap_in_a_file),
+        "parts of tensors overlap",
+    ),
+    "parts that overlap": ("llama", change_chunk((16, 0), (32, 16)), "overlap, or do not fill a shape"),
+    "a huge part": ("llama", change_chunk((0, 0), (1 << 61, 16)), f"has the shape or position .*{1 << 61}"),
+    "a larger part than its bytes": ("llama", change_chunk((0, 0), (1 << 20, 16)), r"a part of \[1048576, 16\]"),
+    "a part less": (
+        "llama",
+        lambda folder: change_metadata(folder, lambda found: _ignore(found.state_dict_metadata[NAME].chunks.pop())),  # type: ignore[union-attr]
+        "not \\[64, 16\\]|do not fill",
+    ),
+    "more layers": ("llama", lambda folder: change_arguments(folder, num_layers=5), "lacks tensor .*layers.4"),
+    "fewer layers": ("llama", lambda folder: change_arguments(folder, num_layers=3), "layers.3.* for which a model of"),
+    "2^63 layers": ("llama", lambda folder: change_arguments(folder, num_layers=HUGE), f"num_layers is {HUGE}"),
+    "another width": ("llama", lambda folder: change_arguments(folder, ffn_hidden_size=32), "has shape"),
+    "latent attention": (
+        "llama",
+        lambda folder: change_arguments(folder, multi_latent_attention=True),
+        "multi_latent_attention is true; it must be false",
+    ),
+    "an argument of another type": (
+        "llama",
+        lambda folder: change_arguments(folder, hidden_size={}),
+        "the argument hidden_size is",
+    ),
+    "a missing rank": ("llama_ranks", without("mp_rank_01_000"), "lacks mp_rank_01_000, a rank of tp 2, pp 2"),
+    "a missing rank of experts": ("experts_ranks", without("mp_rank_00_001_001"), "lacks mp_rank_00_001_001"),
+    "2^63 ranks": (
+        "llama_ranks",
+        lambda folder: change_arguments(folder, tensor_model_parallel_size=HUGE),
+        "tensor_model_parallel_size is",
+    ),
+    "more layers than files of ranks": (
+        "llama_ranks",
+        lambda folder: change_arguments(folder, num_layers=9),
+        "lacks tensor",
+    ),
+    "no iteration": ("llama", without("../" + ITERATION), "the newest iteration by latest_checkpointed_iteration.txt"),
+    "an iteration elsewhere": (
+        "llama",
+        lambda folder: _ignore((folder / "latest_checkpointed_iteration.txt").write_text("../../etc")),
+        "it must be the number of an iteration",
+    ),
+    "another item": ("llama", other_item, "is not the tensor of 512 F32 that .metadata promises"),
+}
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", CRAFTED)
+def test_crafted_checkpoints_are_one_error_and_run_nothing(group: dist.ProcessGroup, tmp_path: Path, name: str) -> None:
+    case, change, message = CRAFTED[name]
+    folder = copied(case, tmp_path)
+    change(folder)
+    with pytest.raises((CheckpointError, ConfigError), match=message) as caught:
+        load_pretrained(folder, groups=groups_of(1, 1), device="cpu")
+    assert str(tmp_path) in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_every_cut_of_an_archive_is_an_error(tmp_path: Path) -> None:
+    content, path = (KEPT / "llama" / ITERATION / "common.pt").read_bytes(), tmp_path / "common.pt"
+    for size in range(0, len(content), 131):
+        path.write_bytes(content[:size])
+        with pytest.raises(CheckpointError, match=r"is damaged"):
+            read_archive(path)
+
+
+def test_the_command_names_a_folder_without_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-megatron", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
+    assert "has no checkpoint of Megatron" in capsys.readouterr().err
