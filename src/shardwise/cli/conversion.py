@@ -71,11 +71,11 @@ class ImportMegatronArguments(ImportArguments):
 
     command: ClassVar[str] = "shardwise import-megatron"
 
-    def check(self) -> None:
+    def prepare(self, world_size: int) -> None:
         from shardwise.run.commands.conversion import check_megatron
 
-        super().check()
         check_megatron(self.folder)
+        super().prepare(world_size)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise import Groups, parallelize
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, DesyncError
 from shardwise.core.sharded_state import gather_parameter, sharded_state_dict
 from shardwise.models.by_plan.attention import heads_of
 from shardwise.models.by_plan.styles import STYLES
@@ -218,6 +218,16 @@ def test_models_that_cannot_be_split_are_refused_and_unchanged(group: ProcessGro
     refused(small, "lm_head.weight is a Parameter of torch.int8, and parameters must be plain")
     split = parallelize(made("Llama", {}), groups)
     refused(split, "is split already")
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_other_weights_are_refused(group: ProcessGroup) -> None:
+    model = made("Llama", {})
+    with torch.no_grad():
+        model.lm_head.weight.add_(group.rank())
+    with pytest.raises(DesyncError, match="the weights of the whole model"):
+        parallelize(model, Groups(tp=group))
+    assert type(model.lm_head) is nn.Linear
 
 
 @pytest.mark.ranks(1)

@@ -29,7 +29,8 @@ from shardwise.storage.adapters.targets import adapter_targets
 from shardwise.storage.huggingface import load_pretrained, read_config
 from shardwise.training.gradients.finalize import finalize_gradients_
 
-KINDS = ("llama", "gpt2", "bloom")
+KINDS = ("llama", "gpt2", "bloom", "gemma4")
+TARGETS = {"gemma4": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 # Both sides compute in fp32, in other orders.
 CLOSE = 2e-6
 
@@ -43,8 +44,8 @@ def folders(tmp_path_factory):
         ids = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             before = model(ids).logits
-            options = {"targets": ["q_proj", "v_proj", "up_proj", "down_proj"], "use_rslora": True}
-            adapted = with_adapters(model, **(options if kind == "llama" else {}))
+            options = {"targets": TARGETS.get(kind, ["q_proj", "v_proj", "up_proj", "down_proj"]), "use_rslora": True}
+            adapted = with_adapters(model, **(options if kind in ("llama", "gemma4") else {}))
             adapted.save_pretrained(root / kind / "adapter")
             after = adapted(ids).logits
         save_file({"ids": ids, "before": before.clone(), "after": after.clone()}, root / kind / "expected")
@@ -71,7 +72,7 @@ def test_an_adapter_by_peft_gives_its_logits(group, folders):
         model = load(folders / kind, group, sequence_parallel=group.size() > 1)
         assert_close_to(logits_of(model, expected["ids"]), expected["before"], rtol_of_norm=CLOSE, name=kind)
         config = load_adapter_(model, folders / kind / "adapter", architecture)
-        assert (config.r, config.lora_alpha, config.use_rslora) == (4, 6, kind == "llama")
+        assert (config.r, config.lora_alpha, config.use_rslora) == (4, 6, kind in ("llama", "gemma4"))
         assert [param.requires_grad for name, param in model.named_parameters()] == [
             "lora" in name for name, _ in model.named_parameters()
         ]

@@ -30,7 +30,8 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
 def config_of(kind: str, **changes: Any) -> Any:
     """A configuration of ``kind``: "llama" (6 query heads on 2 key-value heads), "mistral" (on 3, in a window shorter
     than the tests' texts), "qwen2" (biases of queries, keys and values), "qwen3" (heads wider than their share of the
-    hidden size), "deepseek_v3" (a dense layer, then experts), "gpt2", "bloom", or one of ``EXPERTS``."""
+    hidden size), "gemma4" (other heads in the second layer, whose values are keys), "deepseek_v3" (a dense layer, then
+    experts), "gpt2", "bloom", or one of ``EXPERTS``."""
     import transformers
 
     if kind in EXPERTS:
@@ -47,12 +48,13 @@ def config_of(kind: str, **changes: Any) -> Any:
             "experts_implementation": "eager",
             **EXPERTS[kind][1],
         }
-    elif kind in ("llama", "mistral", "qwen2", "qwen3"):
+    elif kind in ("llama", "mistral", "qwen2", "qwen3", "gemma4"):
         cls = {
             "llama": transformers.LlamaConfig,
             "mistral": transformers.MistralConfig,
             "qwen2": transformers.Qwen2Config,
             "qwen3": transformers.Qwen3Config,
+            "gemma4": transformers.Gemma4TextConfig,
         }[kind]
         sizes = {
             "hidden_size": 36,
@@ -64,6 +66,9 @@ def config_of(kind: str, **changes: Any) -> Any:
             "max_position_embeddings": 64,
         }
         sizes |= {"mistral": {"num_key_value_heads": 3, "sliding_window": 4}, "qwen3": {"head_dim": 10}}.get(kind, {})
+        if kind == "gemma4":
+            sizes |= {"hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"]}
+            sizes |= {"global_head_dim": 10, "num_global_key_value_heads": 3, "attention_k_eq_v": True}
     elif kind == "deepseek_v3":
         cls = transformers.DeepseekV3Config
         sizes = {"hidden_size": 36, "intermediate_size": 22, "num_hidden_layers": 2, "first_k_dense_replace": 1}
