@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import resource
+from pathlib import Path
 
 import pytest
 import torch
 from harness.program import run
+from run.run_processes import run_commands
 from run.tiny import tiny_settings
 
 from shardwise.cli.reporting import describe
@@ -110,15 +113,15 @@ import torch
 from shardwise.cli.main import main
 # Room for all but the model's own tensors.
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (mapped + int(sys.argv[2]), resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (2 << 30), resource.RLIM_INFINITY))
 sys.exit(main(json.loads(sys.argv[1])))
 """
 
 
-def limited(argv, num_bytes, folder, *, exit_code):
-    """Run a command whose processes may take so many bytes in addition to their program."""
-    options = {"OMP_NUM_THREADS": "1", "SHARDWISE_CACHE": folder / "cache"}
-    return run("-c", LIMITED, json.dumps(argv), str(num_bytes), exit_code=exit_code, **options)
+def limit_memory():
+    """The same, in a rank that is forked."""
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (2 << 30), resource.RLIM_INFINITY))
 
 
 @pytest.mark.slow
@@ -132,9 +135,10 @@ def test_a_sample_beyond_the_limit_of_memory_trains_on_ranks_that_share_it(tmp_p
     argv += ["--training.steps", "1", "--training.global-batch-size", "1"]
     # One rank keeps 1.9 GiB for the backward, and four about half a GiB each.
     for ranks, exit_code in ((1, 1), (4, 0)):
-        more = ["--out", str(tmp_path / f"run {ranks}"), "--nproc", str(ranks), "--cp", str(ranks)]
-        done = limited([*argv, *more], 2 << 30, tmp_path, exit_code=exit_code)
-        assert ("out of memory on a rank" in done.stderr) == (ranks == 1)
+        more = ["--out", str(tmp_path / f"run {ranks}"), "--cp", str(ranks)]
+        ended = run_commands(tmp_path, [[*argv, *more]] * ranks, changed=limit_memory, OMP_NUM_THREADS=1)
+        assert [code for code, _, _ in ended] == [exit_code] * ranks, ended
+        assert ("out of memory on a rank" in ended[0][2]) == (ranks == 1)
 
 
 @pytest.mark.slow
@@ -148,7 +152,8 @@ def test_a_run_beyond_its_limit_of_memory(tmp_path, tp):
     argv += [word for name, value in sizes.items() for word in (f"--model.{name}", str(value))]
     argv += ["--training.steps", "1", "--training.global-batch-size", "2048"]
     # One tensor of the MLP alone takes 4 GiB.
-    done = limited(argv, 2 << 30, tmp_path, exit_code=1)
+    cache = {"OMP_NUM_THREADS": "1", "SHARDWISE_CACHE": tmp_path / "cache"}
+    done = run("-c", LIMITED, json.dumps(argv), exit_code=1, **cache)
     error = [line for line in done.stderr.splitlines() if "NNPACK" not in line]
     first = next(place for place, line in enumerate(error) if "error: " in line)
     assert "out of memory on a rank, which asked for " in error[first]
