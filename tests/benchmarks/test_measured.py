@@ -142,9 +142,15 @@ CASES: dict[str, tuple[ModuleType, list[str], dict[str, int], Callable[[Result, 
 }
 
 
+# Those whose steps another test of this folder or of the doctor does not have.
+OFTEN = ("loss", "exact", "data parallel")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.matrix) for name in CASES]
+)
 def test_what_it_measures(tmp_path, monkeypatch, capsys, name):
     script, arguments, sizes, check, shown = CASES[name]
     result, printed = measured(script, arguments, sizes, tmp_path, monkeypatch, capsys)

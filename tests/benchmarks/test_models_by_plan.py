@@ -14,7 +14,7 @@ from plans.tiny import OVERRIDES
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_classes_are_measured_and_a_second_start_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     script = [sys.executable, str(ROOT / "benchmarks" / "models_by_plan.py"), "measure", "--json", str(path), "--only"]

@@ -23,7 +23,7 @@ def rehearsed(folder, *layouts):
     return json.loads(table.with_suffix(".json").read_text())["rows"], table.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_rehearsal_of_one_layout(tmp_path):
     rows, text = rehearsed(tmp_path, "fsdp", "bandwidth")
     assert text.startswith("# On several GPUs, ")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
-from harness.program import Program
 from run.compared_runs import TEXT, run, sizes, train
 from run.run_processes import run_commands
 
@@ -102,10 +102,10 @@ THIRTY = {
     "cp 2, dp 2": ("--nproc", "4", "--cp", "2", "--cp-comm-type", "p2p"),
     "cp 2, zero 1": ("--nproc", "4", "--cp", "2", "--zero", "1", "--cp-comm-type", "all_gather"),
     "cp 2, fsdp": ("--nproc", "4", "--cp", "2", "--fsdp", "--cp-comm-type", "a2a"),
+    "cp 4, zero 1": ("--nproc", "4", "--cp", "4", "--zero", "1", "--cp-comm-type", "p2p"),
     "cp 4, tp 2": ("--nproc", "8", "--cp", "4", "--tp", "2", "--sequence-parallel", "--cp-comm-type", "p2p"),
     "cp 4, pp 2": ("--nproc", "8", "--cp", "4", "--pp", "2", "--cp-comm-type", "p2p"),
     "cp 4, dp 2": ("--nproc", "8", "--cp", "4", "--cp-comm-type", "a2a"),
-    "cp 4, zero 1": ("--nproc", "4", "--cp", "4", "--zero", "1", "--cp-comm-type", "p2p"),
     "cp 4, fsdp": ("--nproc", "8", "--cp", "4", "--fsdp", "--cp-comm-type", "all_gather"),
 }
 
@@ -122,15 +122,15 @@ def thirty_steps(pretrained, folder, packs, *layout):
 
 @pytest.fixture(scope="module")
 def on_one_rank(pretrained, tmp_path_factory):
-    """Runs of one rank, on texts and on packed rows."""
-    return [thirty_steps(pretrained, tmp_path_factory.mktemp("thirty"), packs) for packs in (False, True)]
+    """A function that returns the run of one rank, on texts or on packed rows."""
+    return cache(lambda packs: thirty_steps(pretrained, tmp_path_factory.mktemp("thirty"), packs))
 
 
 @pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("layout", "packs"), [(layout, packs) for layout in THIRTY for packs in (False, True)])
 def test_thirty_steps_give_the_weights_of_one_rank(pretrained, on_one_rank, tmp_path, layout, packs):
-    runs = on_one_rank[packs], thirty_steps(pretrained, tmp_path, packs, *THIRTY[layout])
+    runs = on_one_rank(packs), thirty_steps(pretrained, tmp_path, packs, *THIRTY[layout])
     one, other = (StoredCheckpoint(latest(folder / "checkpoints")) for folder in runs)
     differences = list(tensor_differences(one, other))
     assert differences
@@ -140,11 +140,9 @@ def test_thirty_steps_give_the_weights_of_one_rank(pretrained, on_one_rank, tmp_
 @pytest.mark.slow
 def test_the_doctor_finds_no_fault_in_preferences(pretrained, tmp_path):
     """Metrics of such runs are not compared: an accuracy of rewards that are equal at first is any number."""
-    steps = ("--training.steps", "2", "--training.global-batch-size", "4", "--device", "cpu", "--out", "run")
+    steps = ("--training.steps", "2", "--training.global-batch-size", "4", "--device", "cpu", "--out", str(tmp_path / "run"))
     data = ("--data", str(pretrained / "pairs.jsonl"))
-    arguments = ("doctor", "dpo", str(pretrained / "hf"), *data, *steps, "--nproc", "3", "--cp", "3")
-    with Program("-m", "shardwise", *arguments, folder=tmp_path) as program:
-        program.finish(exit_code=0)
+    run(tmp_path, "doctor", "dpo", str(pretrained / "hf"), *data, *steps, "--nproc", "3", "--cp", "3")
 
 
 def test_wrong_settings_are_refused():

@@ -59,7 +59,7 @@ def hashes_of(folder, name, world_size, **parallel):
     return hashes(folder / name)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_eight_processes(tmp_path):
     expected = hashes_of(tmp_path, "one", 1)
     assert "router_entropy of step 1" in expected

@@ -96,7 +96,7 @@ def test_the_text_reaches_what_faults_hide_behind(tmp_path, monkeypatch):
             marks=pytest.mark.matrix,
         ),
         # The tied weight is on both stages.
-        (
+        pytest.param(
             GPT,
             "bfloat16",
             8,
@@ -104,6 +104,7 @@ def test_the_text_reaches_what_faults_hide_behind(tmp_path, monkeypatch):
                 "parallel": {"tp": 2, "pp": 2, "zero": 1},
                 "recompute": {"granularity": "selective", "modules": ("core_attn", "layernorm", "mlp_act")},
             },
+            marks=pytest.mark.matrix,
         ),
     ],
 )

@@ -128,7 +128,7 @@ def limit_memory():
 def test_a_sample_beyond_the_limit_of_memory_trains_on_ranks_that_share_it(tmp_path):
     text = tmp_path / "text.txt"
     with open(argparse.__file__) as file:
-        text.write_text(20 * file.read())
+        text.write_text(6 * file.read())
     sizes = {"num-layers": 5, "hidden-size": 128, "num-heads": 2, "ffn-hidden-size": 8192, "vocab-size": 300}
     argv = ["train", "--data", str(text), "--device", "cpu", "--model.sequence-length", "4096"]
     argv += [word for name, value in sizes.items() for word in (f"--model.{name}", str(value))]

@@ -181,8 +181,18 @@ def faults_of(folder, case):
     return found
 
 
+# Their rows are those of sp, or say that nothing overlaps.
+RARELY = ("tp", "recomputation", "gpipe")
+
+
 @pytest.mark.parametrize(
-    "case", [case if case in ("overlap", "zero1") else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+    "case",
+    [
+        case
+        if case in ("overlap", "zero1")
+        else pytest.param(case, marks=pytest.mark.matrix if case in RARELY else pytest.mark.slow)
+        for case in CASES
+    ],
 )
 def test_what_overlaps(pretended_gpu, tmp_path, case):
     assert pretended_gpu(faults_of, str(tmp_path), case) == []

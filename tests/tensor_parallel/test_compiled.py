@@ -89,8 +89,15 @@ def assert_same(function, x, params, backend="graphs"):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tp", "sp"])
-@pytest.mark.parametrize("backend", ["graphs", pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])])
+@pytest.mark.parametrize(
+    ("backend", "sequence_parallel"),
+    [
+        pytest.param("graphs", False, id="graphs-tp"),
+        pytest.param("graphs", True, id="graphs-sp", marks=pytest.mark.slow),
+        pytest.param("inductor", False, id="inductor-tp", marks=[pytest.mark.matrix, NEEDS_COMPILER]),
+        pytest.param("inductor", True, id="inductor-sp", marks=[pytest.mark.slow, NEEDS_COMPILER]),
+    ],
+)
 def test_a_block_is_one_graph(group, sequence_parallel, backend):
     block = Block(group, sequence_parallel)
     sequence = 9
