@@ -42,8 +42,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedWorkers]:
     assert "unwaited" not in shared.log.read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.sample(1)
+@pytest.mark.matrix
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 def test_all_candidates_are_timed_and_the_json_is_whole(tmp_path, monkeypatch, capsys, shared, sequence_parallel):
     file = tmp_path / "result.json"

@@ -52,7 +52,7 @@ def check_sound(script: Script, group: dist.ProcessGroup, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("script", of_ranks(SOUND, 2))
 def test_a_sound_program_is_sound(script, group, tmp_path):
     check_sound(script, group, tmp_path)
@@ -128,7 +128,7 @@ def first_finding(fault: Fault, folder: Path, *arguments: str) -> dict[str, str]
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", OUR_FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_of_ours_is_named(fault: OurFault, tmp_path):
     first = first_finding(Fault(fault.name, fault.function, fault.old, fault.new, ""), tmp_path, *fault.arguments)
@@ -215,7 +215,7 @@ def test_a_fault_of_shared_positions_or_experts_is_named(change, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_our_runs_are_sound(layout, tmp_path):
     found = run_doctor(tmp_path, None, *_SIZES, *LAYOUTS[layout], exit_code=0)

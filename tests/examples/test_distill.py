@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness.program import Program
+from harness.forked import run_forked
+from run.run_processes import be_rank
 from run.test_dpo import BATCH, pairs_of, steps_of, write_lines
 from storage.adapters.reference_steps import CLIP, DECAY, RATE, STEPS, WARMUP, reference_losses
 from storage.adapters.tiny_models import save_model
@@ -155,14 +158,22 @@ def test_a_teacher_that_does_not_fit_is_refused(group, root, tmp_path, monkeypat
             open_run(root, tmp_path / "run", teacher, parallel, monkeypatch)
 
 
+def run_script(arguments, rank, store):
+    """As one of two ranks under torchrun."""
+    os.environ["SHARDWISE_CACHE"] = str(store.parent / "cache")
+    be_rank(rank, 2, store)
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
 @pytest.mark.slow
 def test_the_program_on_two_ranks(root, tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     given = ("--teacher", root / "wide", "--data", root / "texts.jsonl", "--out", tmp_path / "taught", "--steps", "2")
-    with Program(*torchrun, SCRIPT, root / "student", *map(str, given), "--tp", "2", folder=tmp_path) as program:
-        program.finish(exit_code=0)
-    assert "bits per byte" in program.stdout
-    assert "divergence" in program.stderr
+    arguments = [str(SCRIPT), str(root / "student"), *map(str, given), "--tp", "2"]
+    done = run_forked(run_script, [(arguments, rank, tmp_path / "store") for rank in range(2)], tmp_path)
+    assert [code for code, _ in done] == [0, 0], done
+    assert "bits per byte" in done[0][1]
+    assert "divergence" in done[0][1]
     import transformers
 
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "taught")

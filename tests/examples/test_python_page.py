@@ -46,7 +46,7 @@ def test_the_page_of_calls_from_python(tmp_path, monkeypatch, capsys):
     assert names["same"]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_page_on_two_ranks_of_torchrun(tmp_path):
     """All blocks but the last, which plans and compares: its functions join no ranks."""
     (tmp_path / "script.py").write_text("".join(BLOCKS[:-1]), encoding="utf-8")

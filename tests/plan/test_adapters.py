@@ -77,7 +77,7 @@ def parts_of(tensors):
             yield tensor
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("case", CASES)

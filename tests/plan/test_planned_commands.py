@@ -100,7 +100,7 @@ def bytes_of(*tensors: torch.Tensor | None) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("plan", CASES, indirect=True)
@@ -158,7 +158,7 @@ def shared(request, root):
     return parallel, sum(each.groups * each.num_bytes for each in around.channels)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("shared", LAYOUTS, indirect=True)

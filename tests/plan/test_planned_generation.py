@@ -70,7 +70,7 @@ def plans(request, tmp_path_factory):
     return [plan_generation(folder, ranks=2, rank=rank, device="cpu", **given) for rank in range(2)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("plans", CASES, indirect=True)

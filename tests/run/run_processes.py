@@ -105,7 +105,7 @@ def _run_rank(
     killed_at: int | None,
 ) -> None:
     os.environ["SHARDWISE_CACHE"] = str(store.parent.parent / "cache")
-    _be_rank(rank, world_size, store)
+    be_rank(rank, world_size, store)
     # They have tests of their own.
     mock.patch.object(session_module, "check_device").start()
     mock.patch.object(run_module, "finish", side_effect=lambda _, outcome: outcome).start()
@@ -136,13 +136,13 @@ def _run_command(
     os.environ |= variables
     if not pictures:
         sys.modules["matplotlib"] = None  # type: ignore[assignment]
-    _be_rank(rank, world_size, store)
+    be_rank(rank, world_size, store)
     if changed is not None:
         changed()
     sys.exit(main(argv))
 
 
-def _be_rank(rank: int, world_size: int, store: Path) -> None:
+def be_rank(rank: int, world_size: int, store: Path) -> None:
     """Make this process one of the ranks of a launcher."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "unused"}

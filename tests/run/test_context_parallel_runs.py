@@ -140,7 +140,16 @@ def test_thirty_steps_give_the_weights_of_one_rank(pretrained, on_one_rank, tmp_
 @pytest.mark.slow
 def test_the_doctor_finds_no_fault_in_preferences(pretrained, tmp_path):
     """Metrics of such runs are not compared: an accuracy of rewards that are equal at first is any number."""
-    steps = ("--training.steps", "2", "--training.global-batch-size", "4", "--device", "cpu", "--out", str(tmp_path / "run"))
+    steps = (
+        "--training.steps",
+        "2",
+        "--training.global-batch-size",
+        "4",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "run"),
+    )
     data = ("--data", str(pretrained / "pairs.jsonl"))
     run(tmp_path, "doctor", "dpo", str(pretrained / "hf"), *data, *steps, "--nproc", "3", "--cp", "3")
 

@@ -92,6 +92,7 @@ def run(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(6)
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_split_by_its_plan_equals_the_whole_one(group: ProcessGroup, name: str) -> None:

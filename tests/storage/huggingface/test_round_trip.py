@@ -64,7 +64,7 @@ def test_export_writes_what_was_imported(group: dist.ProcessGroup, reference: Re
 
 
 @pytest.mark.slow
-@pytest.mark.sample(29)
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("reference", MODEL_PARAMS, indirect=True)
 @pytest.mark.parametrize("with_source", [True, False])
 def test_transformers_loads_the_export(
