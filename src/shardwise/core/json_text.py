@@ -87,12 +87,17 @@ def _is_finite(item: Any) -> bool:
 
 def shown(value: object, longest: int = 80) -> str:
     """Format a value from a file as JSON for a message, cut off after ``longest`` characters."""
+    text = ""
     try:
-        text = json.dumps(value, default=str)
-    except (ValueError, RecursionError):
-        # Python does not format integers of more than 4,300 digits.
+        # Part by part: in a pickle, a tuple of ten bytes can stand in itself many times, and have billions of elements.
+        for part in json.JSONEncoder(default=str).iterencode(value):
+            text += part
+            if len(text) > longest:
+                return f"{text[:longest]}..."
+    except (ValueError, TypeError, RecursionError):
+        # Python does not format integers of more than 4,300 digits, and JSON has no tuples as keys.
         return "a value that cannot be shown"
-    return text if len(text) <= longest else f"{text[:longest]}..."
+    return text
 
 
 def first_of(names: Sequence[str], number: int = 3) -> str:

@@ -307,6 +307,21 @@ CRAFTED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "state of a text": ("llama", metadata_of(b"\x80\x04\x8c\x01a}b."), "is used as record"),
     "a call of a text": ("llama", metadata_of(b"\x80\x04\x8c\x01a)R."), "is used as name"),
     "a deep key": ("llama", metadata_of(b"\x80\x04}N" + b"\x85" * 100000 + b"Ns."), "a key is a tuple of tuples"),
+    "a deep key of arguments": (
+        "llama",
+        metadata_of(b"\x80\x02ccollections\nOrderedDict\n]]N" + b"\x85" * 100000 + b"aNaa\x85R."),
+        "an OrderedDict has its items as arguments",
+    ),
+    "a tuple of billions by its memo": (
+        "llama",
+        metadata_of(b"\x80\x02)" + b"q\x00h\x00\x86" * 60 + b"}b."),
+        "is used as record",
+    ),
+    "a layout of billions by its memo": (
+        "llama",
+        metadata_of(b"\x80\x02ctorch.serialization\n_get_layout\n)" + b"q\x00h\x00\x86" * 60 + b"\x85R."),
+        "is used as str",
+    ),
     "an empty stack": ("llama", metadata_of(b"\x80\x04R."), "is damaged: of its pickle"),
     "half of .metadata": ("llama", cut(".metadata", lambda size: size // 2), "is damaged: of its pickle"),
     "half of common.pt": (

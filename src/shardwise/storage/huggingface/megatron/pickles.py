@@ -51,9 +51,9 @@ _ENUMS = {
 }
 _SIGNALS = {f"signal.SIG{each}" for each in ("TERM", "INT", "USR1", "USR2")}
 _VALUES: Mapping[str, Callable[[Any], Any]] = {
-    "torch.Size": tuple,
-    "torch.serialization._get_layout": str,
-    "signal.Signals": int,
+    "torch.Size": lambda sizes: _of(tuple, sizes),
+    "torch.serialization._get_layout": lambda name: _of(str, name),
+    "signal.Signals": lambda number: _of(int, number),
 }
 _PUSHED = {
     *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
@@ -85,7 +85,7 @@ class _Name(str):
     """A name of the closed list that a pickle mentions."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Record:
     """An object of a pickle: the name of its class, the arguments of its constructor, and its state."""
 
@@ -97,6 +97,9 @@ class Record:
     def fields(self) -> dict[str, Any]:
         """The attributes; empty if the state is something else."""
         return self.state if isinstance(self.state, dict) else {}
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True)
@@ -295,7 +298,9 @@ def _made(name: str, args: tuple[Any, ...]) -> Any:
     if name == _REBUILD:
         return _tensor(*args[:4])
     if name == "collections.OrderedDict":
-        return dict(*args)
+        if args:
+            raise TypeError("an OrderedDict has its items as arguments, which Python 3 does not write")
+        return {}
     if name == "_codecs.encode":
         return _of(str, args[0]).encode("latin-1")
     if name in _VALUES:
