@@ -30,7 +30,7 @@ class ImportArguments(SplitArguments):
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER"), Folder("")]
     out: Annotated[str, Folder()]
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
-    command: ClassVar[str] = "shardwise import-hf"
+    command: ClassVar[str] = "import-hf"
 
     def begins(self) -> str:
         return f"reading {self.folder}"
@@ -45,14 +45,14 @@ class ImportArguments(SplitArguments):
         open_for_import(self.folder, self.out, world_size)
 
     def work(self) -> None:
-        from shardwise.run import import_hf
+        from shardwise import run
 
-        imported = import_hf(**self.keywords())
+        imported = getattr(run, self.command.replace("-", "_"))(**self.keywords())
         if is_first_rank():
             use = f"; continue a text with: shardwise generate {self.out}" if imported.can_generate else ""
             print(f"wrote {imported.checkpoint}{use}")
             if imported.note:
-                print_note(self.command, imported.note)
+                print_note(f"shardwise {self.command}", imported.note)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ImportMegatronArguments(ImportArguments):
         dtype: dtype of the weights; params_dtype of the arguments if not given.
     """
 
-    command: ClassVar[str] = "shardwise import-megatron"
+    command: ClassVar[str] = "import-megatron"
 
     def prepare(self, world_size: int) -> None:
         from shardwise.run.commands.conversion import check_megatron
