@@ -67,8 +67,10 @@ class ImportMegatronArguments(ImportArguments):
         folder: folder of Megatron's checkpoints (its --save), or of one iteration.
         out: folder for the checkpoint, which must not contain one yet.
         dtype: dtype of the weights; params_dtype of the arguments if not given.
+        optimizer: read the state of the optimizer too (dp_reshardable); weights are then its fp32 ones.
     """
 
+    optimizer: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     command: ClassVar[str] = "import-megatron"
 
     def prepare(self, world_size: int) -> None:

@@ -296,6 +296,7 @@ def work(rank: int, case: str, results: Path) -> None:
     from megatron.core import parallel_state as state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     args = arguments_of(case)
     torch.set_num_threads(1)
@@ -323,6 +324,20 @@ def work(rank: int, case: str, results: Path) -> None:
             use_distributed_optimizer=True,
         )
         optimizer = get_megatron_optimizer(settings, [model])
+        # It also takes the decay of weights from biases and norms, as in Megatron's training.
+        OptimizerParamScheduler(
+            optimizer,
+            init_lr=args.lr,
+            max_lr=args.lr,
+            min_lr=args.lr,
+            lr_warmup_steps=0,
+            lr_decay_steps=100,
+            lr_decay_style="constant",
+            start_wd=args.weight_decay,
+            end_wd=args.weight_decay,
+            wd_incr_steps=100,
+            wd_incr_style="constant",
+        )
         losses = [learn(model, config, optimizer, step) for step in range(STEP)]
     save(case, args, model, optimizer)
     with torch.no_grad():

@@ -27,6 +27,7 @@ from shardwise.core.tensor_files import StoredTensor
 from shardwise.storage.huggingface import load_pretrained
 from shardwise.storage.huggingface.megatron.chunks import Chunk
 from shardwise.storage.huggingface.megatron.folder import MegatronFolder, _placed
+from shardwise.storage.huggingface.megatron.optimizer_state import load_optimizer_state
 from shardwise.storage.huggingface.megatron.pickles import read_archive
 from shardwise.storage.huggingface.pretrained import PretrainedFolder
 
@@ -409,3 +410,36 @@ def test_every_cut_of_an_archive_is_an_error(tmp_path: Path) -> None:
 def test_the_command_names_a_folder_without_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import-megatron", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
     assert "has no checkpoint of Megatron" in capsys.readouterr().err
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_the_optimizer_goes_on_with_megatrons_losses(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    """Five steps of Megatron's: the checkpoint has two of them, and three follow here."""
+    from shardwise.storage import checkpoint
+    from shardwise.training.gradients.finalize import finalize_gradients_
+    from shardwise.training.optimizer.adamw import AdamW
+    from shardwise.training.optimizer.clipping import clip_grad_norm_
+    from shardwise.training.optimizer.optimizer import optimizer_state
+
+    groups = groups_of(group.size(), 1)
+    source = PretrainedFolder(KEPT / "dense")
+    model = load_pretrained(source, groups=groups, device="cpu")
+    state, steps = load_optimizer_state(source, model)
+    assert steps == 2
+    folder = checkpoint.save(tmp_path, steps, state, group=group)
+
+    optimizer = AdamW(model, learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95), epsilon=1e-8)
+    weights = model.sharded_state_dict()
+    own = {f"model.{key}": shard for key, shard in weights.items()}
+    own |= {f"optimizer.{key}": shard for key, shard in optimizer_state(weights, optimizer).items()}
+    checkpoint.load(folder, {key: shard.with_key(key) for key, shard in own.items()}, group=group)
+    optimizer.set_step_(steps)
+    for step, expected in enumerate(EXPECTED["dense"]["losses"][2:], 2):
+        ids = torch.randint(0, 60, (4, 13), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = model(ids[:, :-1], labels=ids[:, 1:]).mean()
+        loss.backward()
+        finalize_gradients_(model, tp_group=groups.tp, dp_group=groups.dp)
+        clip_grad_norm_(model, 1.0, tp_group=groups.tp)
+        optimizer.step()
+        assert float(loss.detach()) == pytest.approx(expected, abs=2e-5)

@@ -16,6 +16,7 @@ from shardwise.core.json_text import MAX_CONFIG_BYTES
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.models.description import ModelChunks
 from shardwise.run.checkpoint_writer import lock_folder
 from shardwise.run.commands.opened_model import (
     TO_BRING_A_TOKENIZER,
@@ -37,7 +38,8 @@ from shardwise.storage.huggingface.architectures.architecture import ExpertNames
 from shardwise.storage.huggingface.exporting import check_target
 from shardwise.storage.huggingface.generation_config import eos_ids_of
 from shardwise.storage.huggingface.megatron.arguments import MEGATRON
-from shardwise.storage.huggingface.megatron.folder import is_megatron
+from shardwise.storage.huggingface.megatron.folder import MegatronFolder, is_megatron
+from shardwise.storage.huggingface.megatron.optimizer_state import load_optimizer_state
 from shardwise.storage.huggingface.pretrained import ADAPTER_CONFIG_NAME, CONFIG_NAME, PretrainedFolder, own_config
 from shardwise.storage.huggingface.tensor_folder import README_NAME, copy_companion_files, own_file
 from shardwise.training.bounds import DEFAULT_FILE_GB, DEFAULT_TIMEOUT, FILE_GB, TIMEOUT, checks_arguments
@@ -201,33 +203,16 @@ def import_hf(
         CheckpointError: a file is missing or damaged, tensors do not match ``config.json``, or ``out`` cannot be
             written.
     """
-    with open_ranks("cpu", timeout=timeout) as ranks, lock_folder(Path(out), ranks):
-        source = agree(lambda: open_for_import(folder, out, ranks.world_size), group=ranks.control)
-        try:
-            tokenizer = Tokenizer.load(source.path)
-            if own_file(source.path, "tokenizer.json") is None:
-                raise DataError(f"{source.path / 'tokenizer.json'} is a link that leaves the model's folder")
-            identity = {"tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
-            lack = ""
-        except DataError as error:
-            identity, lack = {}, str(error)
-        path = _import(source, Path(out), source.dtype if dtype is None else getattr(torch, dtype), identity, ranks)
-        is_gpt = source.description.kind == "gpt"
-        note = ""
-        if lack:
-            means = "exports have none"
-            if is_gpt:
-                means = "shardwise generate cannot use it, and exports have no tokenizer"
-            cure = f"{TO_BRING_A_TOKENIZER}, and import it again"
-            note = f"the checkpoint has no tokenizer, so that {means} ({lack}); {cure}"
-        return Imported(path, is_gpt and not lack, note)
+    return _import_folder(folder, out, dtype, timeout)
 
 
+@checks_arguments
 def import_megatron(
     folder: str | PathLike[str],
     out: str | PathLike[str],
     *,
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None,
+    optimizer: bool = False,
     timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
 ) -> Imported:
     """Convert a checkpoint of Megatron to a checkpoint; every rank calls.
@@ -239,6 +224,7 @@ def import_megatron(
             (docs/porting_checkpoints.md). Its tokenizer is read if ``tokenizer.json`` is there too.
         out: folder for the checkpoint; it must not have a checkpoint yet.
         dtype: dtype of the weights; if None, the ``params_dtype`` of the arguments.
+        optimizer: read the state of the optimizer too, in the form ``dp_reshardable``; weights are then its fp32 ones.
         timeout: maximum wait for another rank, in seconds.
 
     Returns:
@@ -251,7 +237,7 @@ def import_megatron(
             the arguments; or ``out`` cannot be written.
     """
     check_megatron(folder)
-    return import_hf(folder, out, dtype=dtype, timeout=timeout)
+    return _import_folder(folder, out, dtype, timeout, with_optimizer=optimizer)
 
 
 def check_megatron(folder: str | PathLike[str]) -> None:
@@ -263,8 +249,44 @@ def check_megatron(folder: str | PathLike[str]) -> None:
         )
 
 
+def _import_folder(
+    folder: str | PathLike[str],
+    out: str | PathLike[str],
+    dtype: str | None,
+    timeout: float,
+    *,
+    with_optimizer: bool = False,
+) -> Imported:
+    with open_ranks("cpu", timeout=timeout) as ranks, lock_folder(Path(out), ranks):
+        source = agree(lambda: open_for_import(folder, out, ranks.world_size), group=ranks.control)
+        try:
+            tokenizer = Tokenizer.load(source.path)
+            if own_file(source.path, "tokenizer.json") is None:
+                raise DataError(f"{source.path / 'tokenizer.json'} is a link that leaves the model's folder")
+            identity = {"tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
+            lack = ""
+        except DataError as error:
+            identity, lack = {}, str(error)
+        chosen = source.dtype if dtype is None else getattr(torch, dtype)
+        path = _import(source, Path(out), chosen, identity, ranks, with_optimizer)
+        is_gpt = source.description.kind == "gpt"
+        note = ""
+        if lack:
+            means = "exports have none"
+            if is_gpt:
+                means = "shardwise generate cannot use it, and exports have no tokenizer"
+            cure = f"{TO_BRING_A_TOKENIZER}, and import it again"
+            note = f"the checkpoint has no tokenizer, so that {means} ({lack}); {cure}"
+        return Imported(path, is_gpt and not lack, note)
+
+
 def _import(
-    source: PretrainedFolder, out: Path, dtype: torch.dtype | None, identity: dict[str, object], ranks: Ranks
+    source: PretrainedFolder,
+    out: Path,
+    dtype: torch.dtype | None,
+    identity: dict[str, object],
+    ranks: Ranks,
+    with_optimizer: bool,
 ) -> Path:
     """Write the checkpoint, with ``identity`` identifying the tokenizer."""
     model = load_pretrained(source, groups=Groups(tp=ranks.world), dtype=dtype, device="cpu")
@@ -274,10 +296,18 @@ def _import(
         (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copy_companion_files(source.path, folder)
 
+    state, step = sharded_state_dict(model, "model.", group=ranks.world), 0
+    if with_optimizer:
+        assert not isinstance(model, ModelChunks)
+        assert isinstance(source.tensors, MegatronFolder)
+        of_optimizer, taken = agree(lambda: load_optimizer_state(source, model), group=ranks.control)
+        state, step = state | of_optimizer, source.tensors.iteration
+        # A trainer counts the steps that an overflow skipped.
+        identity = {**identity, "skipped_steps": step - taken}
     return checkpoints.save(
         out / "checkpoints",
-        0,
-        sharded_state_dict(model, "model.", group=ranks.world),
+        step,
+        state,
         {"huggingface": {"config": config}, **identity},
         group=ranks.world,
         extra_files=copy_files,

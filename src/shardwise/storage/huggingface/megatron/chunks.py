@@ -106,8 +106,8 @@ def read_chunks(chunks: Sequence[Chunk], offsets: Sequence[int], sizes: Sequence
     return result
 
 
-def distributed_chunks(folder: Path) -> Chunks:
-    """Read the ``.metadata`` of a ``torch_dist`` folder.
+def distributed_chunks(folder: Path) -> tuple[Chunks, dict[str, tuple[Path, int, int]]]:
+    """Read the ``.metadata`` of a ``torch_dist`` folder: the chunks of tensors, and the archives of other values.
 
     Raises:
         CheckpointError: it is damaged or names anything outside of the closed list; a file is missing or too short;
@@ -160,7 +160,7 @@ def distributed_chunks(folder: Path) -> Chunks:
         result[name] = found
     for file, parts in used.items():
         _check_file(file, sorted(parts))
-    return result
+    return result, {name: place for (name, offset), place in stored.items() if offset is None}
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
@@ -209,6 +209,16 @@ _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12])\.w
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
+def is_column(name: str) -> bool:
+    """True for a parameter whose rows Megatron splits over tensor-parallel ranks."""
+    return _COLUMNS.search(name) is not None
+
+
+def is_row(name: str) -> bool:
+    """True for a parameter whose columns Megatron splits over tensor-parallel ranks."""
+    return _ROWS.search(name) is not None
+
+
 def is_rank_folder(path: Path) -> bool:
     """True if the name is that of a rank's folder in the older form."""
     return _FOLDER.fullmatch(path.name) is not None
@@ -224,7 +234,7 @@ def rank_chunks(folder: Path) -> tuple[dict[str, Any], Chunks]:
     first = read_archive(found[min(found)])
     args = arguments_in(found[min(found)], first)
     tp, pp, ep = (
-        _size(found[min(found)], args, f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")
+        size_in(found[min(found)], args, f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")
     )
     expert_tp = args.get("expert_tensor_parallel_size") or tp
     if expert_tp not in (1, tp):
@@ -259,7 +269,7 @@ def rank_chunks(folder: Path) -> tuple[dict[str, Any], Chunks]:
                     whole = f"{whole[: match.start()]}mlp.experts.experts.{match[2] or match[3]}.weight"
                 stored = replace(tensor, name=whole, file=file)
                 chunks = result.setdefault(whole, [])
-                for chunk in _parts(whole, stored, shard, expert_tp if expert is not None else tp, args, expert):
+                for chunk in parts_of(whole, stored, shard, expert_tp if expert is not None else tp, args, expert):
                     if all(chunk.offsets != other.offsets for other in chunks):
                         chunks.append(chunk)
     return args, result
@@ -275,7 +285,8 @@ def arguments_in(path: Path, content: Any) -> dict[str, Any]:
     return args.fields
 
 
-def _size(path: Path, args: Mapping[str, Any], name: str) -> int:
+def size_in(path: Path, args: Mapping[str, Any], name: str) -> int:
+    """Return the argument that is a number of ranks."""
     value = args.get(name, 1)
     if type(value) is not int or not 1 <= value <= 1 << 16:
         raise CheckpointError(f"{path}: the argument {name} is {shown(value)}; it must be from 1 to {1 << 16}")
@@ -311,22 +322,22 @@ def _layers_before(
     return dict(zip(sorted(counts), before, strict=False))
 
 
-def _parts(
+def parts_of(
     name: str, stored: StoredTensor, shard: int, num_shards: int, args: Mapping[str, Any], expert: int | None
 ) -> Iterator[Chunk]:
     """Return where a rank's tensor lies in the whole one; a gated first layer has two halves on each rank."""
     shape = stored.shape
     offsets = [0] * len(shape)
-    is_column = shape and _COLUMNS.search(name)
-    sections = 2 if is_column and "linear_fc1" in name and args.get("swiglu") else 1
+    splits_rows = bool(shape) and is_column(name)
+    sections = 2 if splits_rows and "linear_fc1" in name and args.get("swiglu") else 1
     if shape and shape[0] % sections:
         raise CheckpointError(f"{stored.file}: tensor {name!r} has {shape[0]} rows, which are not two halves")
-    if _ROWS.search(name) and len(shape) == 2:
+    if is_row(name) and len(shape) == 2:
         offsets[1] = shard * shape[1]
     lead, one = ((), ()) if expert is None else ((expert,), (1,))
     for section in range(sections):
         part, sizes, size = stored, shape, stored.num_bytes // sections
-        if is_column:
+        if splits_rows:
             sizes = (shape[0] // sections, *shape[1:])
             offsets[0] = (section * num_shards + shard) * sizes[0]
             part = replace(stored, start=stored.start + section * size, num_bytes=size, shape=sizes)

@@ -1,5 +1,6 @@
 """A Megatron checkpoint as a Hugging Face folder: names of this library, and arguments as ``config.json``."""
 
+import copy
 import math
 import os
 import re
@@ -64,11 +65,11 @@ class MegatronFolder(TensorFolder):
         if (self.path / ".metadata").exists():
             self.common = read_archive(self.path / COMMON_NAME)
             self.args = arguments_in(self.path / COMMON_NAME, self.common)
-            self.stored = distributed_chunks(self.path)
+            self.stored, self.places = distributed_chunks(self.path)
         else:
             self.args, self.stored = rank_chunks(self.path)
-            self.common = {}
-        iteration = self.args.get("iteration", 0)
+            self.common, self.places = {}, {}
+        iteration = self.common.get("iteration", self.args.get("iteration", 0))
         self.iteration = iteration if type(iteration) is int and iteration >= 0 else 0
         self.config = config_of(self.args, str(self.path))
         self.chunks: Chunks = {}
@@ -85,6 +86,12 @@ class MegatronFolder(TensorFolder):
             self.tensors[name] = StoredTensor(
                 name, self.path, dtype, shape, 0, math.prod(shape) * DTYPES[dtype].itemsize
             )
+
+    def with_chunks(self, chunks: Chunks) -> "MegatronFolder":
+        """Return a folder with other values of the same tensors."""
+        result = copy.copy(self)
+        result.chunks = chunks
+        return result
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Like ``TensorFolder.read``, from the chunks that have a part of the box."""
