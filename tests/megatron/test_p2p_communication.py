@@ -4,7 +4,9 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal
 
+from shardwise import parallel_state
 from shardwise.core.errors import ConfigError
+from shardwise.megatron import p2p_communication as p2p
 from shardwise.megatron.config import ModelParallelConfig
 from shardwise.megatron.p2p_communication import P2PCommunicator, is_single_shape
 
@@ -73,3 +75,29 @@ def test_a_shape_is_told_from_a_list_of_them():
     assert is_single_shape(torch.Size([]))
     assert not is_single_shape([(3, 2)])
     assert not is_single_shape([])
+
+
+@pytest.mark.ranks(2)
+def test_functions_of_older_releases(group):
+    parallel_state.initialize_model_parallel(1, 2)
+    config = ModelParallelConfig(pipeline_dtype=torch.float64)
+    if group.rank() == 0:
+        assert p2p.recv_forward((3, 2), config) is None
+        p2p.send_forward(sent_by(0, 0), config)
+        gradient = p2p.send_forward_recv_backward(sent_by(0, 1), (3, 2), config)
+        assert_bit_equal(gradient.detach(), sent_by(1, 0))
+        assert_bit_equal(p2p.recv_backward((3, 2), config).detach(), sent_by(1, 1))
+        p2p.send_backward(sent_by(0, 2), config)
+    else:
+        assert_bit_equal(p2p.recv_forward((3, 2), config).detach(), sent_by(0, 0))
+        states = p2p.send_backward_recv_forward(sent_by(1, 0), (3, 2), config)
+        assert_bit_equal(states.detach(), sent_by(0, 1))
+        p2p.send_backward(sent_by(1, 1), config)
+        p2p.send_forward(sent_by(1, 2), config)
+        assert p2p.recv_backward((3, 2), config) is None
+
+
+def test_the_order_of_interleaved_passes():
+    assert p2p.get_schedule_table(5, 2, 2) == [
+        *((0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1), (4, 0), (4, 1))
+    ]

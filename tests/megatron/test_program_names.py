@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from harness.parity import assert_bit_equal, assert_close_to
 
 import shardwise.megatron
-from shardwise import parallel_state
-from shardwise.core.errors import ConfigError, ContradictionError
-from shardwise.megatron import dist_checkpointing, utils
+from shardwise import parallel_state, tensor_parallel
+from shardwise.core.errors import CheckpointError, ConfigError, ContradictionError
+from shardwise.megatron import dist_checkpointing, rotary_pos_embedding, utils
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.core import extensions, functions, inference, services
 from shardwise.megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -26,6 +26,7 @@ from shardwise.megatron.layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from shardwise.megatron.models.gpt import GPTModel
+from shardwise.megatron.rotary_pos_embedding import RotaryEmbedding, apply_rotary_pos_emb
 from shardwise.megatron.schedules import forward_backward_no_pipelining, get_forward_backward_func
 from shardwise.megatron.spec_utils import IdentityOp, ModuleSpec
 from shardwise.megatron.transformer_layer import TransformerBlockSubmodules
@@ -269,3 +270,43 @@ def test_packages_have_the_names_that_their_modules_refuse():
             _ = core.NoSuchName
     finally:
         shardwise.megatron.uninstall()
+
+
+@pytest.mark.ranks(2)
+def test_names_in_a_checkpoint_get_other_prefixes(group):
+    parallel_state.initialize_model_parallel(2)
+    model = GPTModel(config(params_dtype=torch.float64), get_gpt_layer_local_spec(), 32, 16)
+    state = {"model": model.sharded_state_dict("a.")}
+    dist_checkpointing.replace_prefix_for_sharding(state, "a.", "b.")
+    dist_checkpointing.apply_prefix_mapping(state, {"b.decoder.": "d.", "c.": "e."})
+    dist_checkpointing.add_prefix_for_sharding(state, "all.")
+    keys = {name: shard.key for name, shard in state["model"].items()}
+    assert keys["a.embedding.word_embeddings.weight"] == "all.b.embedding.word_embeddings.weight"
+    assert keys["a.decoder.final_layernorm.bias"] == "all.d.final_layernorm.bias"
+    with pytest.raises(CheckpointError, match="does not begin with 'all.b'"):
+        dist_checkpointing.replace_prefix_for_sharding(state, "all.b", "")
+    assert state["model"]["a.embedding.word_embeddings.weight"].key == "all.b.embedding.word_embeddings.weight"
+
+
+@pytest.mark.ranks(1)
+def test_questions_of_older_programs(group):
+    parallel_state.initialize_model_parallel()
+    assert parallel_state.is_pipeline_stage_before_split()
+    assert parallel_state.is_pipeline_stage_after_split(0)
+    assert not parallel_state.is_inside_encoder()
+    assert parallel_state.get_pipeline_model_parallel_split_rank() is None
+    assert not services.is_experimental_enabled()
+    services.set_experimental_flag(True)
+    assert services.is_experimental_enabled()
+    services.set_experimental_flag(False)
+    first, number = torch.ones(2, requires_grad=True), 3
+    (detached, same) = tensor_parallel.random.detach_variable((first * 2, number))
+    assert detached.is_leaf
+    assert detached.requires_grad
+    assert same == 3
+    angles = RotaryEmbedding(4, 1.0)(5)
+    t = torch.randn(5, 2, 3, 4)
+    rotated = rotary_pos_embedding._apply_rotary_pos_emb_bshd(t, angles, mscale=2.0)
+    assert_close_to(rotated, 2 * apply_rotary_pos_emb(t, angles, config()), rtol_of_norm=1e-6)
+    with pytest.raises(ConfigError, match="multi_latent_attention is True"):
+        rotary_pos_embedding._apply_rotary_pos_emb_bshd(t, angles, False, True)

@@ -18,7 +18,7 @@ _CORE = "shardwise.megatron.core"
 _TABLE = """
 datasets megatron.datasets .gpt_dataset .utils .blended_megatron_dataset_builder .blended_megatron_dataset_config
 datasets - .blended_dataset .indexed_dataset
-dist_checkpointing megatron.dist_checkpointing .core .mapping .serialization .validation
+dist_checkpointing megatron.dist_checkpointing .core .mapping .serialization .utils .validation
 distributed megatron.distributed .distributed_data_parallel .distributed_data_parallel_config .finalize_model_grads
 enums megatron.enums = transformer.enums
 extensions - extensions.transformer_engine transformer.custom_layers.transformer_engine
@@ -43,7 +43,7 @@ parallel_state.ambient parallel_state.initialize,parallel_state.memory
 pipeline_parallel.schedules megatron.schedules,megatron.p2p_communication pipeline_parallel.p2p_communication
 pipeline_parallel.stages - pipeline_parallel.utils
 process_groups_config megatron.process_groups_config =
-services - config_logger msc_utils package_info
+services - config config_logger msc_utils package_info
 symmetric_exchanges megatron.symmetric_exchanges inference.communication.torch_symm_triton
 tensor_parallel tensor_parallel =
 tensor_parallel.attributes tensor_parallel.private_names
@@ -58,6 +58,8 @@ tokenizers megatron.tokenizers .megatron_tokenizer .text.libraries.null_tokenize
 transformer.layer_parts megatron.layer_parts transformer.attention transformer.dot_product_attention transformer.mlp
 transformer.layer_parts - transformer.torch_norm fusions.fused_bias_dropout fusions.fused_layer_norm
 transformer.moe megatron.moe .moe_layer .router .experts
+transformer.multi_token_prediction - = transformer.moe.moe_utils
+transformer.router_replay - transformer.moe.router_replay
 transformer.module megatron.module,megatron.spec_utils = transformer.spec_utils transformer.identity_op
 transformer.transformer_block - =
 transformer.transformer_config megatron.config = model_parallel_config
@@ -95,6 +97,7 @@ PACKAGES = {
         "core.dist_checkpointing": "dist_checkpointing",
         "core.distributed": "distributed",
         "core.models.bert": "models.transformer_models",
+        "core.models.common.embeddings": "models.rotary_pos_embedding models.language_module",
         "core.models.gpt": "models.transformer_models",
         "core.optimizer": "optimizer",
         "core.pipeline_parallel": "pipeline_parallel.schedules",

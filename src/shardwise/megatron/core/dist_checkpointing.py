@@ -29,6 +29,7 @@ __getattr__ = absent_names(
     "dist_checkpointing.core",
     "dist_checkpointing.mapping",
     "dist_checkpointing.serialization",
+    "dist_checkpointing.utils",
     "dist_checkpointing.validation",
 )
 
@@ -274,6 +275,35 @@ def load_content_metadata(checkpoint_dir: str | Path) -> dict[str, Any] | None:
 def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
     """True if ``save`` has written into the folder."""
     return checkpoint.latest(Path(checkpoint_dir)) is not None
+
+
+def apply_prefix_mapping(sharded_state_dict: Any, prefix_map: Mapping[str, str]) -> None:
+    """Replace the first prefix of ``prefix_map`` that a name in the checkpoint has, for all shards of a state."""
+    shards: dict[str, ParamShard] = {}
+    _without_shards(sharded_state_dict, "", shards, takes_all=True)
+    for shard in shards.values():
+        before = next((prefix for prefix in prefix_map if shard.key.startswith(prefix)), None)
+        if before is not None:
+            shard.key = prefix_map[before] + shard.key.removeprefix(before)
+
+
+def add_prefix_for_sharding(sharded_state_dict: Any, prefix: str) -> None:
+    """Put ``prefix`` before the names in the checkpoint of all shards of a state."""
+    apply_prefix_mapping(sharded_state_dict, {"": prefix})
+
+
+def replace_prefix_for_sharding(sharded_state_dict: Any, old_prefix: str, new_prefix: str) -> None:
+    """Replace the prefix of the names in the checkpoint of all shards of a state.
+
+    Raises:
+        CheckpointError: a name has another prefix. Nothing has changed.
+    """
+    shards: dict[str, ParamShard] = {}
+    _without_shards(sharded_state_dict, "", shards, takes_all=True)
+    for shard in shards.values():
+        if not shard.key.startswith(old_prefix):
+            raise CheckpointError(f"{shard.key!r} does not begin with {old_prefix!r}; give a prefix of all names")
+    apply_prefix_mapping(sharded_state_dict, {old_prefix: new_prefix})
 
 
 def _world() -> ProcessGroup:

@@ -9,6 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import (
+    _flatten_dense_tensors as _flatten_dense_tensors,
+    _unflatten_dense_tensors as _unflatten_dense_tensors,
+)
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
@@ -21,6 +25,7 @@ from shardwise.megatron.absent import absent_names, check_inert, inert_settings_
 from shardwise.megatron.core import parallel_state
 from shardwise.megatron.core.models.language_module import LanguageModule, _output_weight_of
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _group_of
+from shardwise.megatron.core.program_utils import get_attr_wrapped_model as get_attr_wrapped_model
 from shardwise.megatron.core.tensor_parallel.module import adopt_marks_
 from shardwise.megatron.core.transformer.module import _Wrapper
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig

@@ -37,7 +37,9 @@ from shardwise.training.optimizer.optimizer import (
     stored_weights,
 )
 
-__getattr__ = absent_names("optimizer")
+__getattr__ = absent_names(
+    "optimizer", "optimizer.optimizer", "optimizer.optimizer_config", "optimizer.distrib_optimizer"
+)
 
 
 class _GroupedAdamW(AdamW):

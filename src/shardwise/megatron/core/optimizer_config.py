@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from shardwise.core.errors import ConfigError
-from shardwise.megatron.absent import check_inert, inert_settings_of
+from shardwise.megatron.absent import absent_names, check_inert, inert_settings_of
 from shardwise.megatron.core.optimizer_param_scheduler import ParamGroupOverride, combine_param_group_overrides
 from shardwise.megatron.surface import offer
+
+__getattr__ = absent_names("optimizer.optimizer_config")
 
 _NO_OTHER_DTYPE = {"refused": "gradients, copies of weights and the optimizer's state are in fp32"}
 

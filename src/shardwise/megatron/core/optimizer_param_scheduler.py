@@ -54,6 +54,16 @@ def combine_param_group_overrides(param_group_overrides: Sequence[ParamGroupOver
     return cast(ParamGroupOverride, combined)
 
 
+def param_group_override_to_tuple(param_group_override: ParamGroupOverride | None) -> tuple[Any, ...] | None:
+    """Return an override as a sorted tuple of names and values; None for None."""
+    return None if param_group_override is None else tuple(sorted(param_group_override.items()))
+
+
+def get_canonical_lr_for_logging(param_groups: Sequence[dict[str, Any]]) -> float | None:
+    """Return the learning rate of the first group without one of its own; None without such a group."""
+    return next((group.get("lr") for group in param_groups if group.get("default_config")), None)
+
+
 class OptimizerParamScheduler:
     """Set ``lr`` and ``weight_decay`` of the groups of an optimizer by the number of steps.
 

@@ -10,9 +10,28 @@ from shardwise.megatron.core import parallel_state
 
 # Megatron's release whose names programs find here; see docs/porting.md.
 __version__ = "0.16.1"
-__all__ = ["MultiStorageClientFeature", "__version__", "has_config_logger_enabled", "log_config_to_disk", "open_file"]
+__all__ = [
+    "MultiStorageClientFeature",
+    "__version__",
+    "has_config_logger_enabled",
+    "is_experimental_enabled",
+    "log_config_to_disk",
+    "open_file",
+    "set_experimental_flag",
+]
 
 _COUNTS: Counter[str] = Counter()
+_FLAGS = {"experimental": False}
+
+
+def set_experimental_flag(flag: bool) -> None:
+    """Store a flag for the program; no feature here depends on it."""
+    _FLAGS["experimental"] = flag
+
+
+def is_experimental_enabled() -> bool:
+    """Return the stored flag, initially False."""
+    return _FLAGS["experimental"]
 
 
 def has_config_logger_enabled(config: Any) -> bool:

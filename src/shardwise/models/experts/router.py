@@ -137,10 +137,13 @@ class Router(ShardedModule):
 
     def forward(self, tokens: Tensor, reroute: Callable[[Tensor], Tensor] | None = None) -> Routing:
         """Choose the experts of tokens ``[n, h]``; ``reroute`` may replace the choices ``[n, k]``."""
-        spec = self.experts
         wide = torch.promote_types(tokens.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
-        logits = self._project(tokens.to(wide), self._matrix(wide), bias)
+        return self.choose(self._project(tokens.to(wide), self._matrix(wide), bias), reroute)
+
+    def choose(self, logits: Tensor, reroute: Callable[[Tensor], Tensor] | None = None) -> Routing:
+        """Choose the experts by logits ``[n, num]``, in fp32 at least."""
+        spec = self.experts
         sigmoid = spec.scores == "sigmoid"
         scores = self._activation(torch.sigmoid, logits) if sigmoid else self._activation.softmax(logits)
         considered = logits if spec.softmax_after_choice else scores
@@ -158,7 +161,7 @@ class Router(ShardedModule):
         else:
             weights = scores.gather(1, chosen)
         if spec.normalizes_weights and spec.per_token > 1:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + torch.finfo(wide).tiny)
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + torch.finfo(logits.dtype).tiny)
         if spec.weight_scale != 1.0:
             weights = weights * spec.weight_scale
         return Routing(chosen, weights, scores, logits)

@@ -138,8 +138,21 @@ def apply_rotary_pos_emb(
         _, positions = row.documents_and_positions(torch.Size((1, t.size(0))))
         whole = apply_rotary_pos_emb(t.unsqueeze(1), freqs[positions[0]], config, mscale=mscale)
         return whole.squeeze(1)
-    cos, sin = (mscale * value for value in _cos_and_sin(freqs, config, torch.float32))
-    return rotate(t, cos.to(t.dtype), sin.to(t.dtype), interleaved=config.rotary_interleaved)
+    return _apply_rotary_pos_emb_bshd(t, freqs, config.rotary_interleaved, mscale=mscale)
+
+
+def _apply_rotary_pos_emb_bshd(
+    t: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+) -> Tensor:
+    """Rotate ``t``, ``[s, b, heads, d]``, as ``apply_rotary_pos_emb``."""
+    if multi_latent_attention:
+        raise ConfigError("multi_latent_attention is True; there is no multi-latent attention here, so leave it out")
+    cos, sin = (mscale * value for value in _cos_and_sin(freqs, rotary_interleaved, torch.float32))
+    return rotate(t, cos.to(t.dtype), sin.to(t.dtype), interleaved=rotary_interleaved)
 
 
 def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: ProcessGroup) -> Tensor:

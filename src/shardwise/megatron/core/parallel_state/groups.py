@@ -203,6 +203,9 @@ def get_hybrid_data_context_parallel_groups(
     return _AMBIENT.group_or_none(f"{HYBRID}{group_size}", check_initialized)
 
 
+get_dynamic_data_context_parallel_groups = get_hybrid_data_context_parallel_groups
+
+
 def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """Return the group of tensor- and pipeline-parallel ranks: all that hold a part of one copy of the model."""
     return _AMBIENT.group_or_none("mp", check_initialized)

@@ -136,4 +136,21 @@ def is_rank_in_position_embedding_group() -> bool:
     return "pos_embd" in get_topology()
 
 
+def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
+    """Return True, because models have one stack of layers; older programs ask for encoders."""
+    return True
+
+
+is_pipeline_stage_after_split = is_pipeline_stage_before_split
+
+
+def get_pipeline_model_parallel_split_rank() -> None:
+    """Return None, because models have one stack of layers."""
+
+
+def is_inside_encoder(rank: int | None = None) -> bool:
+    """Return False, because models have one stack of layers, the decoder."""
+    return False
+
+
 offer(globals())

@@ -17,7 +17,7 @@ from shardwise.core.errors import ConfigError, DataError
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core import parallel_state
 from shardwise.megatron.core.models.language_module import _output_weight_of
-from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
+from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _group_of
 from shardwise.megatron.core.tensor_parallel.attributes import divide
 from shardwise.megatron.core.tensor_parallel.layers import drain_embedding_wgrad_compute
 from shardwise.megatron.core.transformer.transformer_config import ModelParallelConfig
@@ -384,6 +384,55 @@ class P2PCommunicator:
         for pending in (*sent, *received):
             pending.wait()
         return prev, after
+
+
+def _communicator(config: ModelParallelConfig) -> P2PCommunicator:
+    return P2PCommunicator(_group_of(None, "pp"), config)
+
+
+def recv_forward(tensor_shape: Any, config: ModelParallelConfig) -> Any:
+    """Receive hidden states from the ambient previous stage; None on the first one."""
+    each = _communicator(config)
+    return each.recv_forward(tensor_shape, each.is_pp_first_stage)
+
+
+def recv_backward(tensor_shape: Any, config: ModelParallelConfig) -> Any:
+    """Receive gradients from the ambient next stage; None on the last one."""
+    each = _communicator(config)
+    return each.recv_backward(tensor_shape, each.is_pp_last_stage)
+
+
+def send_forward(output_tensor: Any, config: ModelParallelConfig) -> None:
+    """Send hidden states to the ambient next stage; nothing on the last one."""
+    each = _communicator(config)
+    each.send_forward(output_tensor, each.is_pp_last_stage)
+
+
+def send_backward(input_tensor_grad: Any, config: ModelParallelConfig) -> None:
+    """Send gradients to the ambient previous stage; nothing on the first one."""
+    each = _communicator(config)
+    each.send_backward(input_tensor_grad, each.is_pp_first_stage)
+
+
+def send_forward_recv_backward(output_tensor: Any, tensor_shape: Any, config: ModelParallelConfig) -> Any:
+    """Do ``send_forward`` and ``recv_backward`` at once."""
+    each = _communicator(config)
+    return each.send_forward_recv_backward(output_tensor, tensor_shape, each.is_pp_last_stage)
+
+
+def send_backward_recv_forward(input_tensor_grad: Any, tensor_shape: Any, config: ModelParallelConfig) -> Any:
+    """Do ``send_backward`` and ``recv_forward`` at once."""
+    each = _communicator(config)
+    return each.send_backward_recv_forward(input_tensor_grad, tensor_shape, each.is_pp_first_stage)
+
+
+def get_schedule_table(
+    num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
+) -> list[tuple[int, int]]:
+    """Return micro-batch and chunk of each forward pass of interleaved stages, in order."""
+    starts = range(0, num_microbatches, microbatch_group_size_per_vp_stage)
+    groups = [range(start, min(start + starts.step, num_microbatches)) for start in starts]
+    return [(number, chunk) for group in groups for chunk in range(num_model_chunks) for number in group]
 
 
 def _each(function: Callable[..., Any], *arguments: Any, at_end: bool) -> Any:

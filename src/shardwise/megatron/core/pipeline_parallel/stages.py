@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.megatron.core.utils import get_pg_rank, get_pg_size
+from shardwise.megatron.core.utils import get_pg_rank, get_pg_size, unwrap_model as unwrap_model
 from shardwise.megatron.errors import AssertedTopologyError
 from shardwise.megatron.surface import offer
 

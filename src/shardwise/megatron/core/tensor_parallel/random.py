@@ -457,4 +457,12 @@ class CheckpointWithoutOutputFunction(Function):
         return None, None, *recompute.go_back(ctx, grad_outputs)
 
 
+def detach_variable(inputs: Any) -> tuple[Any, ...]:
+    """Return the inputs, with tensors detached but ``requires_grad`` as before."""
+    detached = (
+        each.detach().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each for each in inputs
+    )
+    return tuple(detached)
+
+
 offer(globals(), "CudaRNGStatesTracker", "is_checkpointing")

@@ -378,14 +378,16 @@ def _engine_arguments(
         rotary_pos_emb = None if rotary_pos_emb is None else rotary_pos_emb[positions[0]]
     return {
         "attention_mask": AttentionMask(attention_mask, document_ids=documents),
-        "rotary": None if rotary_pos_emb is None else _cos_and_sin(rotary_pos_emb, module.config, hidden_states.dtype),
+        "rotary": None
+        if rotary_pos_emb is None
+        else _cos_and_sin(rotary_pos_emb, module.config.rotary_interleaved, hidden_states.dtype),
         "cache": inference_context,
     }
 
 
-def _cos_and_sin(angles: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _cos_and_sin(angles: Tensor, interleaved: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the engine's cosine and sine ``[s, 1, 1, d/2]`` of angles ``[s, 1, 1, d]``, which repeat in each pair."""
-    angles = angles[..., ::2] if config.rotary_interleaved else angles[..., : angles.size(-1) // 2]
+    angles = angles[..., ::2] if interleaved else angles[..., : angles.size(-1) // 2]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

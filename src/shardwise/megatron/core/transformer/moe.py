@@ -18,6 +18,7 @@ from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.core.tensor_parallel.module import mark_parameter, mark_replicas
 from shardwise.megatron.core.transformer.layer_parts import MLPSubmodules, _check_part, _refuse
 from shardwise.megatron.core.transformer.module import MegatronModule, build_module, get_module
+from shardwise.megatron.core.transformer.router_replay import RouterReplay
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
 from shardwise.megatron.surface import offer
 from shardwise.models.experts import Experts, moe, router
@@ -38,6 +39,7 @@ class TopKRouter(router.Router, MegatronModule):
     Attributes:
         weight: ``[num_moe_experts, h]``.
         expert_bias: ``[num_moe_experts]`` in fp32, or None.
+        router_replay: with ``config.moe_enable_routing_replay``, the record and replay of its choices; else None.
 
     Raises:
         ConfigError: the config has no experts.
@@ -54,6 +56,7 @@ class TopKRouter(router.Router, MegatronModule):
         mark_replicas(self)
         self.config = config
         config.note_read()
+        self.router_replay = RouterReplay() if config.moe_enable_routing_replay else None
 
     @property
     def experts(self) -> Experts:
@@ -81,7 +84,25 @@ class TopKRouter(router.Router, MegatronModule):
             ConfigError: there is a ``padding_mask``.
         """
         _refuse(padding_mask=padding_mask)
-        routing = super().forward(input.flatten(0, -2))
+        return self._weights_of(self._routed(input.flatten(0, -2)))
+
+    def routing(self, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
+        """Choose the experts by logits ``[..., num_moe_experts]``; returns what ``forward`` does."""
+        _refuse(padding_mask=padding_mask)
+        wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+        return self._weights_of(self.choose(wide, self._rerouted(None)))
+
+    def _routed(self, tokens: Tensor, reroute: Callable[[Tensor], Tensor] | None = None) -> router.Routing:
+        return super().forward(tokens, self._rerouted(reroute))
+
+    def _rerouted(self, reroute: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor] | None:
+        replay = self.router_replay
+        if replay is None:
+            return reroute
+        return replay.reroute if reroute is None else lambda chosen: replay.reroute(reroute(chosen))
+
+    @staticmethod
+    def _weights_of(routing: router.Routing) -> tuple[Tensor, Tensor]:
         is_chosen = torch.zeros_like(routing.logits, dtype=torch.bool).scatter_(1, routing.experts, True)
         return torch.zeros_like(routing.logits).scatter(1, routing.experts, routing.weights), is_chosen
 
@@ -346,7 +367,9 @@ class MoELayer(moe.MoELayer, MegatronModule):
         return super().forward(hidden_states, sequence=sequence, batch=batch), None
 
     def _route(self, tokens: Tensor, reroute: Callable[[Tensor], Tensor] | None) -> router.Routing:
-        return router.Router.forward(self.router, tokens, reroute)
+        own: Any = self.router
+        routing: router.Routing = own._routed(tokens, reroute)
+        return routing
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for own, megatrons in _SHARED:

@@ -4,6 +4,7 @@ from shardwise.megatron.core.transformer.transformer_config import TransformerCo
 from shardwise.megatron.core.transformer.transformer_layer import (
     TransformerBlockSubmodules as TransformerBlockSubmodules,
     _chunk_of_layers,
+    get_transformer_layer_offset as get_transformer_layer_offset,
 )
 from shardwise.megatron.surface import offer
 from shardwise.models.transformer.block import TransformerBlock as TransformerBlock
@@ -23,4 +24,4 @@ def get_num_layers_to_build(config: TransformerConfig, vp_stage: int | None = No
     return len(_chunk_of_layers(config, vp_stage, pp_rank))
 
 
-offer(globals(), "TransformerBlock TransformerBlockSubmodules")
+offer(globals(), "TransformerBlock TransformerBlockSubmodules get_transformer_layer_offset")

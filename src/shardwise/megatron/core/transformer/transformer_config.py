@@ -136,6 +136,7 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
         moe_grouped_gemm: whether the experts are ``GroupedMLP``, not ``SequentialMLP``; both compute the same.
         moe_token_dispatcher_type: ``"allgather"`` sends all tokens to all ranks of the experts, ``"alltoall"`` and
             ``"flex"`` each choice of a token to the ranks of its expert.
+        moe_enable_routing_replay: whether each router has a ``RouterReplay``.
         moe_router_force_load_balancing: whether experts take turns instead of a choice by scores, to measure speed
             (Megatron draws the scores).
 
@@ -188,6 +189,7 @@ class TransformerConfig(ModelParallelConfig, ModelConfig, inert_settings_of("Tra
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = field(default="allgather", kw_only=True)
 
     moe_router_force_load_balancing: bool = field(default=False, kw_only=True)
+    moe_enable_routing_replay: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         for spec in fields(ModelFields):
