@@ -283,7 +283,7 @@ def test_names_in_a_checkpoint_get_other_prefixes(group):
     keys = {name: shard.key for name, shard in state["model"].items()}
     assert keys["a.embedding.word_embeddings.weight"] == "all.b.embedding.word_embeddings.weight"
     assert keys["a.decoder.final_layernorm.bias"] == "all.d.final_layernorm.bias"
-    with pytest.raises(CheckpointError, match="does not begin with 'all.b'"):
+    with pytest.raises(CheckpointError, match="does not begin with 'all\\.b'"):
         dist_checkpointing.replace_prefix_for_sharding(state, "all.b", "")
     assert state["model"]["a.embedding.word_embeddings.weight"].key == "all.b.embedding.word_embeddings.weight"
 

@@ -21,17 +21,18 @@ __all__ = [
 ]
 
 _COUNTS: Counter[str] = Counter()
-_FLAGS = {"experimental": False}
+ENABLE_EXPERIMENTAL = False
 
 
 def set_experimental_flag(flag: bool) -> None:
     """Store a flag for the program; no feature here depends on it."""
-    _FLAGS["experimental"] = flag
+    global ENABLE_EXPERIMENTAL
+    ENABLE_EXPERIMENTAL = flag
 
 
 def is_experimental_enabled() -> bool:
     """Return the stored flag, initially False."""
-    return _FLAGS["experimental"]
+    return ENABLE_EXPERIMENTAL
 
 
 def has_config_logger_enabled(config: Any) -> bool:

@@ -18,7 +18,7 @@ from shardwise.megatron.core.process_groups_config import ProcessGroupCollection
 from shardwise.megatron.core.tensor_parallel.module import mark_parameter, mark_replicas
 from shardwise.megatron.core.transformer.layer_parts import MLPSubmodules, _check_part, _refuse
 from shardwise.megatron.core.transformer.module import MegatronModule, build_module, get_module
-from shardwise.megatron.core.transformer.router_replay import RouterReplay
+from shardwise.megatron.core.transformer.router_replay import RouterReplay, RouterReplayAction as RouterReplayAction
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
 from shardwise.megatron.surface import offer
 from shardwise.models.experts import Experts, moe, router
