@@ -128,6 +128,8 @@ def test_layers_that_are_asked_for(group):
     assert said.startswith("those of training, since layers for inference add to what was normed")
     with pytest.raises(ConfigError, match="another norm_position than 'pre'"):
         on_layers(model, "fused")
+    with pytest.raises(ConfigError, match="and layer_scalar True does otherwise"):
+        on_layers(make_model(Shape(), group, layer_scalar=True), "inference")
 
 
 @pytest.mark.ranks(2)

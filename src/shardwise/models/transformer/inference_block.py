@@ -52,10 +52,10 @@ class InferenceLayer(TransformerLayer):
                 "layers for inference add to what was normed before attention or MLP; a model with another "
                 "norm_position than 'pre', apply_residual_connection_post_layernorm or parallel_residual does otherwise"
             )
-        if layer.residual_multiplier != 1.0:
+        if layer.residual_multiplier != 1.0 or layer.layer_scalar is not None:
             raise ConfigError(
                 "layers for inference add to the plain residual stream; a model with residual_multiplier "
-                f"{layer.residual_multiplier} does otherwise"
+                f"{layer.residual_multiplier} and layer_scalar {layer.layer_scalar is not None} does otherwise"
             )
         attention, mlp = layer.self_attention, layer.mlp
         return sharing(

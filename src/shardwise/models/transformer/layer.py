@@ -203,9 +203,7 @@ class TransformerLayer(HiddenToHidden):
         # The norm after a pre-norm layer's sum belongs to the next layer, because layers are recomputed, sharded and
         # placed on stages one by one.
         norm_after = self.post_mlp_layernorm if self._norms_sum else None
-        if norm_after is not None:
-            return self._norm.add_and_norm(norm_after, residual, added)[1]
-        output = residual + added
+        output = residual + added if norm_after is None else self._norm.add_and_norm(norm_after, residual, added)[1]
         return output if self.layer_scalar is None else output * self.layer_scalar.to(output.dtype)
 
     def reset_parameters(self) -> None:
