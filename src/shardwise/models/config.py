@@ -39,6 +39,8 @@ class ModelFields:
     Attributes:
         kind: class of the model, ``"gpt"`` or ``"bert"``.
         num_tokentypes, add_binary_head, add_lm_head: see ``Bert``.
+        transformers_config: the ``config.json`` of a model of transformers that its own plan splits
+            (``models.by_plan``), as JSON; other fields are then its sizes. None for a model of ours.
 
     Other fields are those of ``GPT``, whose arguments replace them.
     """
@@ -57,6 +59,7 @@ class ModelFields:
     num_tokentypes: int = 0
     add_binary_head: bool = True
     add_lm_head: bool = True
+    transformers_config: str | None = None
 
 
 @dataclass

@@ -17,13 +17,14 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import ParamShard, ShardedOffset
 from shardwise.core.topology import Groups
 from shardwise.models.bert import Bert
+from shardwise.models.by_plan.model import PlannedModel
 from shardwise.models.config import ModelConfig, ModelFields, TransformerFields
 from shardwise.models.experts.moe import MoELayer
 from shardwise.models.gpt import GPT
 from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer.mlp import ACTIVATIONS
 
-Model = GPT | Bert
+Model = GPT | Bert | PlannedModel
 
 
 def model_config(config: ModelConfig, **settings: Any) -> ModelConfig:
@@ -58,6 +59,9 @@ def build_model(
     Raises:
         ConfigError: heads or layers cannot be split over the ranks.
     """
+    if config.transformers_config is not None:
+        with device or nullcontext():
+            return PlannedModel(config, groups=groups)
     model_class: Any = Bert if config.kind == "bert" else GPT
     arguments = model_arguments(config, groups=groups, max_sequence_length=max_sequence_length, vp_stage=vp_stage)
     with device or nullcontext():
@@ -91,6 +95,8 @@ def describe_model(model: nn.Module) -> ModelConfig:
     Raises:
         ConfigError: the model is neither GPT nor Bert, its activation has no name, or its layers have other parts.
     """
+    if isinstance(model, PlannedModel):
+        return model_config(model.config)
     if not isinstance(model, GPT | Bert):
         raise ConfigError(f"a {type(model).__name__} cannot be described; only GPT and Bert can")
     config = model.config

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.communication.context import device_of
 from shardwise.core.errors import ConfigError, ShardingError, TopologyError
+from shardwise.core.sequence_view import SequenceView
 from shardwise.core.sharded_state import state_of_parts
 from shardwise.core.sharding import ParamShard, Replicas, ShardedOffset
 from shardwise.core.topology import Groups
@@ -49,6 +50,7 @@ class LanguageModel(GroupModule):
     share_embeddings_and_output_weights: bool = False
     vocab_size: int | None = None
     vp_stage: int | None = None
+    alibi_slopes: Tensor | None = None
     # Whether attention always has a mask or bias besides the causal one, which some backends do not support.
     _attention_is_masked = False
 
@@ -66,6 +68,25 @@ class LanguageModel(GroupModule):
             sum_in_parts(groups.tp, config.exact_parts, context=groups.data.group)
         self._arithmetic = arithmetic_of(groups.tp)
         self._may_fuse_loss = self._arithmetic.may_fuse_loss()
+
+    @property
+    def depends_on_length(self) -> bool:
+        """True if the result for a token depends on the length of its text."""
+        return False
+
+    @property
+    def needs_lengths(self) -> bool:
+        """True if training reads the lengths of texts."""
+        return self.depends_on_length
+
+    @property
+    def splits_context(self) -> bool:
+        """True if ranks share the positions of each sample (context parallelism)."""
+        return self.groups.data.group is not None
+
+    def view_of(self, length: int) -> SequenceView:
+        """Return this rank's view of the hidden states of sequences of ``length`` tokens."""
+        return self.groups.data.view(length, self.tp_group if self.config.sequence_parallel else None)
 
     @property
     def tp_group(self) -> ProcessGroup:

@@ -417,12 +417,3 @@ class TransformerModel(FixedTensors, LanguageModel):
                 "with sequence or context parallelism a stage cannot tell the sequence's length; pass input_ids"
             )
         return SequenceView(hidden.size(0))
-
-    @property
-    def splits_context(self) -> bool:
-        """True if ranks share the positions of each sample (context parallelism)."""
-        return self.groups.data.group is not None
-
-    def view_of(self, length: int) -> SequenceView:
-        """Return this rank's view of the hidden states of sequences of ``length`` tokens."""
-        return self.groups.data.view(length, self.tp_group if self.sequence_parallel else None)

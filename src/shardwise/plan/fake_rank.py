@@ -28,7 +28,9 @@ from shardwise.core.sharding.balanced import is_sharded, local_rows
 from shardwise.core.sharding.param_layout import holders, segments
 from shardwise.core.topology import Groups, Topology
 from shardwise.kernels.fake_device import planning_for
+from shardwise.models.by_plan.model import PlannedModel
 from shardwise.models.description import ModelChunks
+from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer.block import spans_of
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import named_param_layouts
@@ -160,7 +162,7 @@ def pretended(device_type: str, mesh: Mesh, rank: int) -> Iterator[tuple[Groups,
             gc.enable()
 
 
-def chunks_of_model(model: TransformerModel | ModelChunks) -> list[TransformerModel]:
+def chunks_of_model(model: LanguageModel | ModelChunks) -> list[LanguageModel]:
     return list(model) if isinstance(model, ModelChunks) else [model]  # type: ignore[arg-type]
 
 
@@ -313,7 +315,7 @@ def step_of(
     return [segment if mesh.fsdp else segment.without("dp", "expert_dp") for segment in timeline.segments[place:]]
 
 
-def _watch(trainer: Trainer, chunks: Sequence[TransformerModel], timeline: Timeline) -> StepHooks:
+def _watch(trainer: Trainer, chunks: Sequence[LanguageModel], timeline: Timeline) -> StepHooks:
     """Mark each span of layers of a step, and return hooks that mark each action."""
     current = [START]
 
@@ -327,6 +329,10 @@ def _watch(trainer: Trainer, chunks: Sequence[TransformerModel], timeline: Timel
     hooks = StepHooks()
     hooks.before_action = before_action  # type: ignore[method-assign]
     for number, chunk in enumerate(chunks):
+        if isinstance(chunk, PlannedModel):
+            _watch_layers(chunk, _Spans(number, chunk.config.num_layers, current, begin))
+            continue
+        assert isinstance(chunk, TransformerModel)
         last = sum(1 for _ in spans_of(list(chunk.block.layers), chunk.block._recompute))
         chunk.block.before_span = _Spans(number, last, current, begin)
 
@@ -336,6 +342,20 @@ def _watch(trainer: Trainer, chunks: Sequence[TransformerModel], timeline: Timel
 
     trainer.gradients.finish = finished  # type: ignore[method-assign]
     return hooks
+
+
+def _watch_layers(model: PlannedModel, spans: _Spans) -> None:
+    """Mark each layer of a model of transformers."""
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        spans(args[0] if args else kwargs["hidden_states"])
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        spans(output if isinstance(output, Tensor) else output[0])
+
+    for layer in model.layers:
+        layer.register_forward_pre_hook(before, with_kwargs=True)
+    model.layers[-1].register_forward_hook(after)
 
 
 class _FinishedError(Exception):

@@ -20,6 +20,8 @@ from torch import nn
 from shardwise.core.errors import ConfigError
 from shardwise.core.sharding import stage_layers
 from shardwise.core.topology import Groups
+from shardwise.models.by_plan.model import PlannedModel
+from shardwise.models.language_model import LanguageModel
 from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer.block import only_layers, spans_of
 from shardwise.models.transformer_model import TransformerModel
@@ -207,8 +209,12 @@ class Rehearsals:
         return found[0].towards(found[1], times.pop() - 1)
 
 
-def kinds_of_layers(model: TransformerModel) -> list[int]:
+def kinds_of_layers(model: LanguageModel) -> list[int]:
     """A number for each layer, equal for layers that compute alike."""
+    if isinstance(model, PlannedModel):
+        # All layers are rehearsed, because transformers builds all of them.
+        return list(range(model.config.num_layers))
+    assert isinstance(model, TransformerModel)
     kinds: dict[Hashable, int] = {}
     return [kinds.setdefault(_kind(layer), len(kinds)) for layer in model.block.layers]
 

@@ -19,6 +19,7 @@ from shardwise.data.tokenizer import PaddedTokenizer
 from shardwise.models.adapters.config import LoraConfig
 from shardwise.models.config import ModelConfig
 from shardwise.models.description import ModelChunks, build_model, chunks_of, model_config
+from shardwise.models.language_model import LanguageModel
 from shardwise.models.recomputation import Recomputation
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.quantization import Quantization
@@ -34,6 +35,7 @@ from shardwise.run.settings import (
 from shardwise.run.tasks.preference import PreferenceObjective
 from shardwise.run.tasks.pretrained_model import (
     adapters_of,
+    check_by_plan,
     check_continues_texts,
     resolved,
     unquantized,
@@ -45,6 +47,7 @@ from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.loading import BaseQuantization, make_room_
 from shardwise.storage.huggingface.mapping import compose
 from shardwise.storage.huggingface.pretrained import config_from_json, config_to_json, read_config
+from shardwise.training.bounds import refuse
 from shardwise.training.objective import Objective
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
@@ -109,7 +112,7 @@ class Workload:
             self, settings=dataclasses.replace(settings, parallel=parallel, training=training, recompute=recompute)
         )
 
-    def build(self, groups: Groups) -> TransformerModel | ModelChunks:
+    def build(self, groups: Groups) -> LanguageModel | ModelChunks:
         """Build this rank's part of the model as the run does, without initial values."""
         fields = config_fields(self.settings, groups)
         fields["sequence_parallel"] &= groups.tp.size() > 1
@@ -144,7 +147,7 @@ class Workload:
 
 def _built(
     description: ModelConfig, groups: Groups, adaptation: Adaptation | None, **fields: Any
-) -> TransformerModel | ModelChunks:
+) -> LanguageModel | ModelChunks:
     fields = {"pipeline_model_parallel_size": groups.num_stages, **fields}
     config = model_config(description, perform_initialization=False, **fields)
     where, quantization = torch.device("cpu"), None if adaptation is None else adaptation.quantization
@@ -267,6 +270,15 @@ class Mesh:
         model, batch = workload.model, workload.global_batch_size
         if self.shards_fully and workload.adaptation is not None and workload.adaptation.quantization is not None:
             raise ConfigError(f"fsdp cannot split a base in {workload.adaptation.quantization}; choose one of the two")
+        if model.transformers_config is not None:
+            refuse(
+                "a model that transformers computes, split by its own plan, has no {}",
+                (self.pp > 1, "pipeline stages"),
+                (self.cp > 1, "context parallelism"),
+                (self.splits_sequence, "sequence parallelism"),
+                (self.fsdp, "fsdp"),
+                (self.recomputation.granularity != "none", "recomputation"),
+            )
         if model.num_attention_heads < self.tp:
             raise ConfigError(f"tp {self.tp} is more than the {model.num_attention_heads} attention heads; lower it")
         if model.vocab_size < self.tp:
@@ -358,8 +370,9 @@ def planned_workload(settings: RunSettings, model_dir: str | PathLike[str] | Non
         settings = settings.on_device("cpu")
     if isinstance(settings, FinetuneSettings):
         path = Path(settings.base)
-        config = read_config(path)
+        config = read_config(path, settings.model.implementation)
         check_continues_texts(config, path)
+        check_by_plan(settings, config.description)
         model, num_rows = config.description, config.description.vocab_size
         if (adapters := settings.lora.lora_from) is not None:
             num_rows = adapters_vocab_size(adapters, config.architecture, num_rows)

@@ -9,6 +9,7 @@ import torch
 from shardwise.core.communication.overlap import OverlapMethod
 from shardwise.core.sharding import fitting_ranks
 from shardwise.kernels import dispatch
+from shardwise.models.by_plan import library
 from shardwise.models.experts.token_dispatch import gathers_tokens
 from shardwise.models.transformer.context_attention import describe_context_method
 from shardwise.models.transformer.heads import LocalHeads, split_heads
@@ -16,6 +17,7 @@ from shardwise.nn import named_param_layouts
 from shardwise.nn.replicated import replicas_of
 from shardwise.run.settings import RunSettings
 from shardwise.run.tasks.task import Session
+from shardwise.storage.huggingface.pretrained import PretrainedFolder
 from shardwise.training.optimizer.mixed_precision import PRECISIONS
 
 
@@ -38,7 +40,8 @@ def banner(session: Session) -> str:
         + "".join(f"       {line}\n" for line in data.blend)
         + f"model  {settings.model_name}, {_size(session.num_parameters)} parameters, {settings.training.dtype}, "
         f"vocabulary {data.tokenizer.vocab_size:,}\n"
-        f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
+        + _computed_by(session)
+        + f"ranks  {session.ranks.world_size} on {session.ranks.device.type}: tensor parallel {tp}, {stages}"
         + ("" if cp == 1 else f"context parallel {cp} ({_context_method(session)}), ")
         + f"data parallel {dp}"
         + shared
@@ -55,6 +58,17 @@ def banner(session: Session) -> str:
         + speed(session)
         + "".join(f"\nattn   {kernel}" for kernel in session.trainer.attention_kernels())
     )
+
+
+def _computed_by(session: Session) -> str:
+    """Return the line about whose layers compute a folder's model; empty for a new model."""
+    folder: PretrainedFolder | None = getattr(session.task.source, "folder", None)
+    if folder is None:
+        return ""
+    if folder.description.transformers_config is None:
+        return f"       computed by Shardwise's table of {folder.architecture.model_type}\n"
+    way = "" if session.topology.size("tp") == 1 else ", split by its own plan; the loss gathers logits"
+    return f"       computed by {library.name_of(folder.description)}{way}\n"
 
 
 def _context_method(session: Session) -> str:

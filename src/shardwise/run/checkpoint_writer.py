@@ -18,9 +18,9 @@ from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.folder_lock import FolderLock
 from shardwise.core.processes import clear_leftovers
+from shardwise.models.generation.cache import CausalModel
 from shardwise.models.generation.generation import generate
 from shardwise.models.generation.sampling import Sampling
-from shardwise.models.gpt import GPT
 from shardwise.run.checkpoints import begin_save
 from shardwise.run.metrics import draw_loss, read_metrics
 from shardwise.run.out_of_memory import memory_for_copies
@@ -146,7 +146,7 @@ def compressed_bits_per_byte(content: bytes) -> dict[str, float]:
 def _write_sample(session: Session) -> None:
     """Generate the beginning of a new text and write it, for a model with one pipeline stage; every rank calls."""
     tokenizer, model = session.data.tokenizer, session.trainer.model
-    assert isinstance(model, GPT)
+    assert isinstance(model, CausalModel)
     with session.ranks.phase("writing a sample"):
         new_ids = generate(
             model,

@@ -21,8 +21,8 @@ from shardwise.core.errors import ConfigError, DataError
 from shardwise.core.sharding import balanced_range
 from shardwise.data.tokenizer import ChatTemplate, TextStream, Tokenizer
 from shardwise.models.generation import GREEDY, PrefixCache, Sampling, generate, sample_next_token
+from shardwise.models.generation.cache import CausalModel
 from shardwise.models.generation.generation import evaluation_mode
-from shardwise.models.gpt import GPT
 from shardwise.nn.loss.cross_entropy import vocab_parallel_log_probs
 
 _USUAL_MAX_NEW_TOKENS = 256
@@ -67,7 +67,7 @@ class ShardwiseLM:
 
     def __init__(
         self,
-        model: GPT,
+        model: CausalModel,
         tokenizer: Tokenizer,
         *,
         template: ChatTemplate | None = None,
@@ -85,7 +85,7 @@ class ShardwiseLM:
         self.eot_token_id = tokenizer.eos_id
         self.prefix_token_id = tokenizer.eos_id if prefix_id is None else prefix_id
         self._eos_ids = tuple(dict.fromkeys((tokenizer.eos_id, *eos_ids)))
-        self.device = model.embedding.word_embeddings.weight.device
+        self.device = next(model.parameters()).device
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Set the hook that receives each answer."""

@@ -18,7 +18,7 @@ from shardwise.kernels.dispatch import agree_on_kernels
 from shardwise.models.config import ModelConfig
 from shardwise.models.description import ModelChunks
 from shardwise.models.experts.routing import RoutingRecorder, RoutingReplay
-from shardwise.models.transformer_model import TransformerModel
+from shardwise.models.language_model import LanguageModel
 from shardwise.nn.replicated import named_param_layouts, replicas_of
 from shardwise.run.exact.environment import check_arithmetic, use_deterministic_algorithms
 from shardwise.run.exact.trials import check_device, check_updates
@@ -87,14 +87,14 @@ def open_session(settings: RunSettings, ranks: Ranks, make_task: Callable[[Any],
     )
 
 
-def replay_of(settings: RunSettings, model: TransformerModel | ModelChunks) -> RoutingReplay | None:
+def replay_of(settings: RunSettings, model: LanguageModel | ModelChunks) -> RoutingReplay | None:
     """Return the replay of the routing that the settings name, if any; every rank of the model calls."""
     return None if settings.replay_routing is None else RoutingReplay(model, settings.replay_routing)
 
 
 def _try_device(
     settings: RunSettings,
-    model: TransformerModel | ModelChunks,
+    model: LanguageModel | ModelChunks,
     groups: Groups,
     loader: DataLoader,
     shortage: MemoryShortage,
@@ -112,6 +112,8 @@ def _try_device(
 
 def _utilisation(task: Task, ranks: Ranks, model: ModelConfig) -> Utilisation:
     settings = task.settings
+    if model.transformers_config is not None:
+        return Utilisation(lambda length: 0, None, "not compared: the operations of such a model are not counted")
     dtype = PRECISIONS[settings.training.dtype].params_dtype
     peak = peak_of(ranks.device, dtype, settings.peak_tflops)
     peaks = gather_objects(peak.flops, "the peak of its device", group=ranks.control)

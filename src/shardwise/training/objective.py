@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.data import Batch, HeldOut
 from shardwise.data.batch import BatchMover
-from shardwise.models.transformer_model import TransformerModel
+from shardwise.models.language_model import LanguageModel
 from shardwise.training.gradients.base import Gradients
 
 
@@ -110,7 +110,7 @@ def model_inputs(batch: Batch) -> dict[str, Tensor | None]:
 
 @torch.no_grad()
 def outputs_of(
-    model: TransformerModel,
+    model: LanguageModel,
     batches: Iterable[Batch],
     inputs: Callable[[Batch], dict[str, Tensor | None]],
     mover: BatchMover,
@@ -132,7 +132,7 @@ def means_of(
 
 
 @torch.no_grad()
-def measure(model: TransformerModel, objective: Objective, held_out: HeldOut, batch_size: int) -> list[float]:
+def measure(model: LanguageModel, objective: Objective, held_out: HeldOut, batch_size: int) -> list[float]:
     """Return the sums of the loss and of ``objective.names`` over held-out rows, for a model without stages."""
     device = next(model.parameters()).device
     total = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=device)

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from shardwise.core.communication.collectives import reduce_numbers
 from shardwise.core.topology import Groups
 from shardwise.models.description import ModelChunks
-from shardwise.models.transformer_model import TransformerModel
+from shardwise.models.language_model import LanguageModel
 from shardwise.training.gradients import Share, Total
 from shardwise.training.objective import Objective
 from shardwise.training.optimizer.grad_norm import own_squares
@@ -42,7 +42,7 @@ class Reduction:
     """
 
     def __init__(
-        self, model: TransformerModel | ModelChunks, groups: Groups, shares: Mapping[Parameter, Share] | None = None
+        self, model: LanguageModel | ModelChunks, groups: Groups, shares: Mapping[Parameter, Share] | None = None
     ) -> None:
         self._model, self._groups, self.shares = model, groups, shares
         self._pp_group = groups.pp if groups.num_stages > 1 else None

@@ -25,10 +25,10 @@ from shardwise.data.batch import BatchMover
 from shardwise.models.description import ModelChunks
 from shardwise.models.experts.moe import MoELayer
 from shardwise.models.experts.router import METRICS, metrics_of
+from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer.core_attention import CoreAttention
 from shardwise.models.transformer.layer import TransformerLayer
 from shardwise.models.transformer.masks import AttentionMask
-from shardwise.models.transformer_model import TransformerModel
 from shardwise.training.gradients import GradientBuffers, Total
 from shardwise.training.gradients.finalize import finalize_gradients_
 from shardwise.training.gradients.replicas import check_replicas
@@ -109,7 +109,7 @@ class Trainer:
     def __init__(
         self,
         settings: StepSettings,
-        model: TransformerModel | ModelChunks,
+        model: LanguageModel | ModelChunks,
         groups: Groups,
         objective: Objective | None = None,
     ) -> None:
@@ -126,7 +126,7 @@ class Trainer:
         self.dp_group = groups.dp
         self.sample_rank, self.num_sample_ranks = groups.data.samples
         self.pp_group = groups.pp if groups.num_stages > 1 else None
-        self._chunks = cast(list[TransformerModel], list(model)) if isinstance(model, ModelChunks) else [model]
+        self._chunks = cast(list[LanguageModel], list(model)) if isinstance(model, ModelChunks) else [model]
         self._pipeline: Pipeline[Tensor] | None = None
         if self.pp_group is not None:
             self._pipeline = Pipeline(self._chunks, group=self.pp_group)
@@ -147,7 +147,7 @@ class Trainer:
         self._of_experts = {
             layer.layer_number - 1: layer.mlp
             for each in self._chunks
-            for layer in each.block.layers
+            for layer in each.modules()
             if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, MoELayer)
         }
         groups.data.check_loss(type(self.objective).__name__, shares_samples=self.objective.shares_samples)

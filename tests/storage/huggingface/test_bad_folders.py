@@ -152,7 +152,11 @@ BAD: list[tuple[Callable[[Path], object], type[ShardwiseError], str]] = [
         "config.json cannot be used: it is not JSON",
     ),
     (lambda folder: (folder / "config.json").write_text("[]"), CheckpointError, "must hold a JSON object, not list"),
-    (config(model_type="mamba"), ConfigError, 'model_type is "mamba"; it must be one of gpt2, bloom, llama'),
+    (
+        config(model_type="mamba"),
+        ConfigError,
+        "architectures is .*, and model_type .mamba.; it must be MambaForCausalLM",
+    ),
     (config(architectures=["LlamaForQuestionAnswering"]), ConfigError, "architectures is .*QuestionAnswering"),
     (config(hidden_act="mish"), ConfigError, 'hidden_act is "mish"; it must be one of gelu'),
     (config(quantization_config={"bits": 4}), ConfigError, 'quantization_config is {"bits": 4}'),

@@ -31,6 +31,7 @@ from shardwise.core.typed_json import Count, problem
 from shardwise.models.description import ModelChunks
 from shardwise.models.experts.moe import MoELayer
 from shardwise.models.experts.router import Reroute
+from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer.layer import TransformerLayer
 from shardwise.models.transformer_model import TransformerModel
 
@@ -50,7 +51,7 @@ class RoutingFacts(TypedDict):
 class _Routing:
     """Common part of a recorder and of a replay, which have its arguments."""
 
-    def __init__(self, model: TransformerModel | ModelChunks, folder: str | PathLike[str]) -> None:
+    def __init__(self, model: LanguageModel | ModelChunks, folder: str | PathLike[str]) -> None:
         self._folder = Path(folder)
         self._chunks = [each for each in model.modules() if isinstance(each, TransformerModel)]
         groups, config = self._chunks[0].groups, self._chunks[0].config
@@ -152,7 +153,7 @@ class RoutingRecorder(_Routing):
         UnwritableError: the folder cannot be written to.
     """
 
-    def __init__(self, model: TransformerModel | ModelChunks, folder: str | PathLike[str]) -> None:
+    def __init__(self, model: LanguageModel | ModelChunks, folder: str | PathLike[str]) -> None:
         super().__init__(model, folder)
         self._experts: dict[tuple[int, int], Tensor] = {}
         self._hashes: dict[int, Tensor] = {}
@@ -260,7 +261,7 @@ class RoutingReplay(_Routing):
         DataError: a file is damaged.
     """
 
-    def __init__(self, model: TransformerModel | ModelChunks, folder: str | PathLike[str]) -> None:
+    def __init__(self, model: LanguageModel | ModelChunks, folder: str | PathLike[str]) -> None:
         super().__init__(model, folder)
         self._experts: dict[int, Tensor] = {}
         self._hashes = torch.zeros(0)

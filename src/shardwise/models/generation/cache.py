@@ -11,11 +11,15 @@ from torch import Tensor
 
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sharding.balanced import is_sharded
+from shardwise.models.by_plan.model import PlannedCache, PlannedModel
 from shardwise.models.gpt import GPT
 from shardwise.models.transformer.heads import Heads, split_heads
 from shardwise.models.transformer.inference_block import InferenceBlock
 from shardwise.nn.inference import InferenceRowLinear, sharing
 from shardwise.nn.linear import LinearParallelism
+
+CausalModel = GPT | PlannedModel
+"""A model that continues texts."""
 
 
 class PreallocatedCache:
@@ -167,6 +171,10 @@ class PreallocatedCache:
             )
         self._lengths = [self.length + count] * len(self._lengths)
 
+    def kept(self, length: int) -> int:
+        """Return how many of the first ``length`` tokens can be kept: all."""
+        return length
+
     def truncate(self, length: int) -> None:
         """Drop all but the first ``length`` tokens; 0 empties the cache.
 
@@ -178,6 +186,17 @@ class PreallocatedCache:
         self._lengths = [length] * len(self._lengths)
 
 
+Cache = PreallocatedCache | PlannedCache
+"""What a model keeps of earlier tokens."""
+
+
+def new_cache(model: CausalModel, *, batch_size: int, capacity: int) -> Cache:
+    """Create an empty cache for this rank's part of ``model``; see ``PreallocatedCache``."""
+    if isinstance(model, PlannedModel):
+        return PlannedCache(model)
+    return PreallocatedCache.for_model(model, batch_size=batch_size, capacity=capacity)
+
+
 class PrefixCache:
     """The key-value cache of a model's previous text, for prompts that share a prefix with it.
 
@@ -185,9 +204,9 @@ class PrefixCache:
     group creates one. Create a new one when weights have changed.
     """
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: CausalModel) -> None:
         self.model = model
-        self._cache: PreallocatedCache | None = None
+        self._cache: Cache | None = None
         self._token_ids: list[int] = []
 
     @property
@@ -201,9 +220,10 @@ class PrefixCache:
             # The cached keys were rotated for another text length.
             return 0
         pairs = zip(self._token_ids, token_ids[:-1], strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        number = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return number if self._cache is None else self._cache.kept(number)
 
-    def take(self, token_ids: Sequence[int], capacity: int) -> PreallocatedCache:
+    def take(self, token_ids: Sequence[int], capacity: int) -> Cache:
         """Return a cache of the first ``shared(token_ids)`` tokens, with a capacity of at least ``capacity`` tokens.
 
         Call ``keep`` after filling it.
@@ -216,8 +236,10 @@ class PrefixCache:
         if old is not None:
             # A conversation grows turn by turn. Doubling the capacity makes copies rare.
             capacity = max(capacity, min(2 * old.capacity, self.model.max_sequence_length))
-        new = PreallocatedCache.for_model(self.model, batch_size=1, capacity=capacity)
+        new = new_cache(self.model, batch_size=1, capacity=capacity)
         if old is not None and length > 0:
+            assert isinstance(old, PreallocatedCache)
+            assert isinstance(new, PreallocatedCache)
             for number in range(1, self.model.config.num_layers + 1):
                 key, value = old.whole_layer(number)
                 new.append(number, key[:, :, :length], value[:, :, :length])
@@ -231,6 +253,7 @@ class PrefixCache:
 
 
 M = TypeVar("M", bound=GPT)
+C = TypeVar("C", bound=CausalModel)
 
 
 def inference_view(model: M, *, fused: bool) -> M:
@@ -262,7 +285,7 @@ def with_block(model: M, block: InferenceBlock) -> M:
     return sharing(model, type(model), decoder=block, output_layer=output_layer, sequence_parallel=False)
 
 
-def on_layers(model: M, layers: Literal["auto", "training", "inference", "fused"]) -> tuple[M, str]:
+def on_layers(model: C, layers: Literal["auto", "training", "inference", "fused"]) -> tuple[C, str]:
     """Return the model on the requested layers, and a description of the choice for the user.
 
     Args:
@@ -275,6 +298,10 @@ def on_layers(model: M, layers: Literal["auto", "training", "inference", "fused"
     Raises:
         ConfigError: the model does not support the requested layers.
     """
+    if isinstance(model, PlannedModel):
+        if layers not in ("auto", "training"):
+            raise ConfigError(f"layers {layers!r} is for models with a table of Shardwise; leave it out")
+        return model, "those of transformers"
     if layers == "training":
         return model, "those of training, as asked for"
     try:

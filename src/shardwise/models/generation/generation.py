@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.core.communication.agreement import check_same
 from shardwise.core.errors import ConfigError, VocabularyError
 from shardwise.core.sharding import balanced_range
-from shardwise.models.generation.cache import PreallocatedCache, PrefixCache
+from shardwise.models.generation.cache import Cache, CausalModel, PreallocatedCache, PrefixCache, new_cache
 from shardwise.models.generation.decoding import DecodeStep
 from shardwise.models.generation.sampling import Sampling, checked_choice, choose_next_token
 from shardwise.models.gpt import GPT
@@ -18,7 +19,7 @@ from shardwise.models.model_input import positions_of
 
 
 def generate(
-    model: GPT,
+    model: CausalModel,
     prompt_ids: Sequence[int],
     *,
     max_new_tokens: int,
@@ -77,16 +78,18 @@ def generate(
         raise ConfigError("the prefix cache is of another model; make it of the one that generates")
     _check_arguments(prompt_ids, max_new_tokens, seed, eos_ids, vocab_size)
 
-    device = model.embedding.word_embeddings.weight.device
+    device = next(model.parameters()).device
     generator = torch.Generator(device=device if device.type == "cuda" else "cpu").manual_seed(seed)
     capacity = min(window, len(context) + max_new_tokens)
     if prefix is None:
-        cache = PreallocatedCache.for_model(model, batch_size=1, capacity=capacity)
+        cache = new_cache(model, batch_size=1, capacity=capacity)
     else:
         cache = prefix.take(context, capacity)
     new_tokens: list[int] = []
     unread = torch.tensor([context[cache.length :]], device=device)
-    step = DecodeStep(model, cache) if DecodeStep.why_not(model) is None else None
+    step = None
+    if isinstance(cache, PreallocatedCache) and isinstance(model, GPT) and DecodeStep.why_not(model) is None:
+        step = DecodeStep(model, cache)
     try:
         with evaluation_mode(model):
             while len(new_tokens) < max_new_tokens:
@@ -115,7 +118,7 @@ def generate(
 
 
 def generate_batch(
-    model: GPT,
+    model: CausalModel,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -161,7 +164,7 @@ def generate_batch(
 
 
 def _generate_together(
-    model: GPT,
+    model: CausalModel,
     texts: Sequence[list[int]],
     max_new_tokens: int,
     sampling: Sampling,
@@ -171,13 +174,13 @@ def _generate_together(
     b, new_tokens = len(texts), [list[int]() for _ in texts]
     if b == 0 or max_new_tokens == 0:
         return new_tokens
-    device = model.embedding.word_embeddings.weight.device
+    device = next(model.parameters()).device
     longest = max(map(len, texts))
     unread = torch.tensor([[0] * (longest - len(text)) + text for text in texts], device=device)
     mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts], device=device)
     kind = device if device.type == "cuda" else "cpu"
     generators = [torch.Generator(device=kind).manual_seed(seed) for _ in texts]
-    cache = PreallocatedCache.for_model(model, batch_size=b, capacity=longest + max_new_tokens)
+    cache = new_cache(model, batch_size=b, capacity=longest + max_new_tokens)
     going = set(range(b))
     with evaluation_mode(model):
         for _ in range(max_new_tokens):
@@ -194,9 +197,9 @@ def _generate_together(
 
 
 def next_tokens(
-    model: GPT,
+    model: CausalModel,
     unread: Tensor,
-    cache: PreallocatedCache,
+    cache: Cache,
     sampling: Sampling,
     generators: Sequence[torch.Generator],
     *,
@@ -221,12 +224,12 @@ def next_tokens(
         logits = _next_logits(model, unread, cache, step)
     else:
         positions = positions_of(mask)[:, -unread.size(1) :].clamp(min=0)
-        logits = _own_part(model, model.next_logits(unread, positions, mask, cache=cache))
+        logits = _own_part(model, model.next_logits(unread, positions, mask, **_cached(cache)))
     vocab_size = _checked_model(model)
     return choose_next_token(logits, sampling, vocab_size=vocab_size, group=model.tp_group, generator=generators)
 
 
-def sequence_log_probs(model: GPT, input_ids: Tensor) -> Tensor:
+def sequence_log_probs(model: CausalModel, input_ids: Tensor) -> Tensor:
     """Return the log-probability of each token given the previous ones, from one forward pass over whole sequences.
 
     Args:
@@ -259,17 +262,22 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _next_logits(model: GPT, unread: Tensor, cache: PreallocatedCache, step: DecodeStep | None) -> Tensor:
+def _next_logits(model: CausalModel, unread: Tensor, cache: Cache, step: DecodeStep | None) -> Tensor:
     """Run the model on tokens ``[1, s]`` after those in the cache; return the logits ``[1, v/t]`` of the next token."""
     if step is not None and cache.length > 0 and unread.size(1) == 1:
         logits = step(unread.squeeze(0))
     else:
         positions = torch.arange(cache.length, cache.length + unread.size(1), device=unread.device)
-        logits = model.next_logits(unread, positions, cache=cache)
+        logits = model.next_logits(unread, positions, **_cached(cache))
     return _own_part(model, logits)
 
 
-def _own_part(model: GPT, logits: Tensor) -> Tensor:
+def _cached(cache: Cache) -> dict[str, Any]:
+    # Each kind of model has its own kind of cache.
+    return {"cache": cache}
+
+
+def _own_part(model: CausalModel, logits: Tensor) -> Tensor:
     """Return this rank's part ``[b, v/t]`` of a model's logits."""
     if model.parallel_output:
         return logits
@@ -277,7 +285,7 @@ def _own_part(model: GPT, logits: Tensor) -> Tensor:
     return logits[:, start:stop]
 
 
-def _checked_model(model: GPT) -> int:
+def _checked_model(model: CausalModel) -> int:
     """Return the size of the vocabulary; raise ConfigError for one of several pipeline stages."""
     if not (model.pre_process and model.post_process):
         raise ConfigError("generation needs the whole model on each rank, and this is one pipeline stage of it")

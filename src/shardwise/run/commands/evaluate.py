@@ -20,7 +20,7 @@ from shardwise.data import (
 from shardwise.data.examples import has_text, is_plain_text
 from shardwise.data.json_records import counted
 from shardwise.data.reading import corpus_of
-from shardwise.models.gpt import GPT
+from shardwise.models.generation.cache import CausalModel
 from shardwise.run.commands.opened_model import Evaluation, as_tuple, same_checkpoint
 from shardwise.run.commands.text_generation import open_causal
 from shardwise.run.processes.ranks import open_ranks
@@ -113,7 +113,7 @@ def evaluate(
             num_labels, num_bytes = held_out.num_labels, held_out.rows.num_bytes
             check_same((name, num_labels, num_bytes), "the data", group=ranks.control)
         model = opened.load_model(ranks)
-        assert isinstance(model, GPT)
+        assert isinstance(model, CausalModel)
         with ranks.phase("measuring", limited=True):
             (nats,) = measure(model, CrossEntropy(), held_out, batch_size)
         if not math.isfinite(nats):

@@ -14,7 +14,7 @@ from shardwise.core.communication.agreement import agree
 from shardwise.core.errors import DataError, ShardwiseError
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.tokenizer.library import DeclaredTokens
-from shardwise.models.gpt import GPT
+from shardwise.models.generation.cache import CausalModel
 from shardwise.run.commands.opened_model import OpenCheckpoint, as_tuple, same_checkpoint
 from shardwise.run.commands.text_generation import open_causal
 from shardwise.run.lm_harness import ShardwiseLM, harness
@@ -88,7 +88,7 @@ def evaluate_tasks(
                 read = agree(partial(_read_tasks, names, task_path) if is_turn else lambda: None, group=ranks.control)
                 manager = read or manager
         model = opened.load_model(ranks)
-        assert isinstance(model, GPT)
+        assert isinstance(model, CausalModel)
         lm = harness_model(opened, tokenizer, model, batch_size)
         with ranks.phase("measuring", limited=True):
             report = agree(measure, group=ranks.control)
@@ -103,7 +103,7 @@ def evaluate_tasks(
         return report if ranks.is_first else None
 
 
-def harness_model(opened: OpenCheckpoint, tokenizer: Tokenizer, model: GPT, batch_size: int) -> ShardwiseLM:
+def harness_model(opened: OpenCheckpoint, tokenizer: Tokenizer, model: CausalModel, batch_size: int) -> ShardwiseLM:
     """Wrap a model for the harness, with the special tokens and the chat template of its folder."""
     name = DeclaredTokens(opened.adapter or opened.folder).names.get("bos_token")
     ids = {value: key for key, value in tokenizer.added_names.items()}

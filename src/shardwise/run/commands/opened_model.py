@@ -17,6 +17,7 @@ from shardwise.core.json_text import shown
 from shardwise.core.sharded_state import sharded_state_dict
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import ChatTemplate, PaddedTokenizer, Tokenizer
+from shardwise.models.by_plan.model import PlannedModel
 from shardwise.models.config import ModelConfig
 from shardwise.models.description import Model, ModelChunks
 from shardwise.run.build import describe
@@ -100,6 +101,8 @@ class OpenCheckpoint:
                 architecture = ARCHITECTURES[
                     huggingface.config_to_json(huggingface.describe_model(model))["model_type"]
                 ]
+            # Adapters of a model without a table are refused before.
+            assert not isinstance(model, PlannedModel)
             load_adapter_(model, self.adapter, architecture)
         return model
 
@@ -269,6 +272,11 @@ def _base_of(adapter: Path) -> Path:
 
 def _open_pretrained(path: Path, adapter: Path | None) -> OpenCheckpoint:
     source = PretrainedFolder(path)
+    if adapter is not None and source.description.transformers_config is not None:
+        raise ConfigError(
+            f"{adapter} holds adapters, and {path} is a {source.architecture.model_type} model, which Shardwise has no "
+            "table for; merge them with peft first (merge_and_unload, save_pretrained)"
+        )
     if adapter is not None:
         num_rows = source.description.vocab_size
         source.change_vocabulary_(adapters_vocab_size(adapter, source.architecture, num_rows))

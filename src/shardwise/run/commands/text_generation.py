@@ -10,7 +10,7 @@ from shardwise.core.errors import ConfigError, DataError
 from shardwise.data import ExampleEncoder, UnusableExampleError
 from shardwise.data.tokenizer import TextStream, Tokenizer
 from shardwise.models.generation import PrefixCache, generate as generate_ids, on_layers
-from shardwise.models.gpt import GPT
+from shardwise.models.generation.cache import CausalModel
 from shardwise.run.commands.opened_model import (
     TO_BRING_A_TOKENIZER,
     OpenCheckpoint,
@@ -167,7 +167,7 @@ def generate(
             group=ranks.control,
         )
         model = task.opened.load_model(ranks)
-        assert isinstance(model, GPT)
+        assert isinstance(model, CausalModel)
         model, kind = on_layers(model, layers)
         for line in (*task.notes(model.max_sequence_length), f"layers: {kind}"):
             note(line)
@@ -179,7 +179,7 @@ def generate(
 
 def write(
     ranks: Ranks,
-    model: GPT,
+    model: CausalModel,
     tokenizer: Tokenizer,
     prompt_ids: list[int],
     choice: GenerationChoice,
@@ -283,7 +283,7 @@ def chat(
         show, note = ranks.on_first(on_text), ranks.on_first(on_note)
         task = agree(lambda: open_chat(checkpoint, adapter, request, ranks.world_size), group=ranks.control)
         model = task.opened.load_model(ranks)
-        assert isinstance(model, GPT)
+        assert isinstance(model, CausalModel)
         model, kind = on_layers(model, layers)
         note(f"layers: {kind}")
         notes, num_answers, prefix, left = set[str](), 0, PrefixCache(model), iter(turns)
@@ -314,7 +314,7 @@ def chat(
 
 def _answer(
     ranks: Ranks,
-    model: GPT,
+    model: CausalModel,
     task: OpenChat,
     messages: list[dict[str, Any]],
     prefix: PrefixCache,

@@ -38,12 +38,12 @@ from shardwise.exact.products import ExactProducts
 from shardwise.exact.strategies import add_bias_by_parts, linear_by_parts, norm_by_parts
 from shardwise.models.adapters.lora_layers import LoraLinear
 from shardwise.models.description import ModelChunks
+from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer.attention import SelfAttention
 from shardwise.models.transformer.distance_bias import alibi_slopes
 from shardwise.models.transformer.heads import HeadSplit, split_heads
 from shardwise.models.transformer.masks import AttentionMask
 from shardwise.models.transformer.rotary import RotaryEmbedding
-from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import RowLinear
 from shardwise.nn.parallel_linear import ParallelLinear
 
@@ -86,7 +86,7 @@ class TrialRun:
         context: number of ranks that share the tokens of a sample.
     """
 
-    model: TransformerModel | ModelChunks
+    model: LanguageModel | ModelChunks
     dtype: torch.dtype
     parts: int = 1
     batch: int = 1

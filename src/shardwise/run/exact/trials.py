@@ -33,7 +33,6 @@ from shardwise.kernels.dispatch import loss_kernels, why_not_fused_optimizer
 from shardwise.kernels.elementwise import blockwise, swiglu
 from shardwise.models.description import ModelChunks
 from shardwise.models.language_model import LanguageModel
-from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import VocabEmbedding
 from shardwise.nn.embedding import look_up, look_up_own
 from shardwise.nn.loss.options import LossOptions
@@ -76,7 +75,7 @@ _ELEMENTS = [1, 17, 1000, 3, 31, 256]
 
 
 def check_device(
-    model: TransformerModel | ModelChunks,
+    model: LanguageModel | ModelChunks,
     *,
     micro_batch_size: int,
     sequence_length: int,
@@ -111,7 +110,7 @@ def check_device(
     _refuse(run, differences, works)
 
 
-def check_updates(model: TransformerModel | ModelChunks, settings: RunSettings) -> None:
+def check_updates(model: LanguageModel | ModelChunks, settings: RunSettings) -> None:
     """Try the optimizer of an exact run.
 
     Raises:

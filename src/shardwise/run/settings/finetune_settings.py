@@ -177,10 +177,13 @@ class PretrainedSettings(Checked, prefix="model."):
         sequence_length: tokens in a training sample; if not given, 512 or the model's maximum, whichever is less.
         dropout: probability of dropping an element of residual branches and of attention weights; if not given, the
             values in the folder's config.json.
+        implementation: whose layers compute the model: "shardwise" has a table of the folder's model_type,
+            "transformers" has the model, which its own plan splits; "auto" takes a table if there is one.
     """
 
     sequence_length: Annotated[int | None, SEQUENCE] = None
     dropout: Annotated[float | None, PROBABILITY] = None
+    implementation: Literal["auto", "shardwise", "transformers"] = "auto"
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,10 @@ from shardwise.core.json_text import MAX_CONFIG_BYTES
 from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import PaddedTokenizer
 from shardwise.models.adapters import LoraConfig
+from shardwise.models.by_plan import library
 from shardwise.models.config import ModelConfig
 from shardwise.models.description import ModelChunks
+from shardwise.models.language_model import LanguageModel
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.run.build import config_fields
 from shardwise.run.settings import FinetuneSettings, LoraSettings, RunSettings
@@ -29,7 +31,7 @@ from shardwise.storage.huggingface.architectures import Architecture
 from shardwise.storage.huggingface.generation_config import eos_ids_of, write_eos_ids
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME, PretrainedConfig, PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import copy_companion_files
-from shardwise.training.bounds import DEFAULT_SEQUENCE
+from shardwise.training.bounds import DEFAULT_SEQUENCE, refuse
 
 _LOOKED_AT_BYTES = 1 << 20
 
@@ -81,8 +83,9 @@ class PretrainedModel:
 
     def __init__(self, settings: FinetuneSettings) -> None:
         path = Path(settings.base)
-        self.folder = PretrainedFolder(path)
+        self.folder = PretrainedFolder(path, settings.model.implementation)
         check_continues_texts(self.folder.config, path)
+        check_by_plan(settings, self.folder.description)
         tokenizer = FolderTokenizer.load(self.folder.path)
         assert isinstance(tokenizer, FolderTokenizer)
         tokenizer.source = self.folder.path
@@ -116,7 +119,7 @@ class PretrainedModel:
 
     def build(
         self, settings: RunSettings, data: TaskData, *, groups: Groups, device: torch.device
-    ) -> TransformerModel | ModelChunks:
+    ) -> LanguageModel | ModelChunks:
         """Build the folder's model on this rank, with adapters if the settings ask for them; every rank calls."""
         fields, lora, architecture = config_fields(settings, groups), self.settings.lora, self.folder.architecture
         fields["sequence_parallel"] &= groups.tp.size() > 1
@@ -153,6 +156,34 @@ def check_continues_texts(config: PretrainedConfig, path: Path) -> None:
     """Raise ConfigError unless the model in a folder continues texts."""
     if config.description.kind != "gpt":
         raise ConfigError(f"{path} is a {config.architecture.model_type} model, which does not continue texts")
+
+
+def check_by_plan(settings: FinetuneSettings, model: ModelConfig) -> None:
+    """Raise ConfigError for a setting that needs a table of Shardwise if transformers computes the model."""
+    if model.transformers_config is None:
+        return
+    parallel, lora, dropout = settings.parallel, settings.lora, settings.model.dropout
+    own = max(model.hidden_dropout, model.attention_dropout)
+    refuse(
+        f"{settings.base} is computed by {library.name_of(model)}, because Shardwise has no table for it or "
+        "--model.implementation asks for it, and such a model cannot be used with {}",
+        (parallel.exact, "--exact; leave it out"),
+        (parallel.sequence_parallel and parallel.tp > 1, "--sequence-parallel; leave it out"),
+        (parallel.pp > 1, f"--pp {parallel.pp}; use --tp, or more data-parallel ranks with --zero 1"),
+        (parallel.cp > 1, f"--cp {parallel.cp}; use --tp, or a shorter --model.sequence-length"),
+        (parallel.ep > 1, f"--ep {parallel.ep}; --tp splits each expert"),
+        (parallel.fsdp, "--fsdp; use --tp, or --zero 1"),
+        (settings.recompute.granularity != "none", "--recompute.granularity; leave it out"),
+        (settings.optimizer.name == "muon", "--optimizer.name muon; use adamw"),
+        (lora.is_on, "adapters; leave out the --lora flags, which trains all weights"),
+        (settings.resize_vocab, "--resize-vocab; add rows with transformers (resize_token_embeddings) first"),
+        (settings.record_routing or settings.replay_routing, "--record-routing and --replay-routing; leave them out"),
+        (dropout not in (None, 0.0, own), f"--model.dropout {dropout}; use 0, or leave it out for {own:g}"),
+        (
+            parallel.tp > 1 and (own if dropout is None else dropout) > 0,
+            f"dropout ({own:g} in its config.json) over --tp {parallel.tp} ranks; use --model.dropout 0",
+        ),
+    )
 
 
 def with_new_tokens(settings: FinetuneSettings, num_rows: int, num_tokens: int) -> int:

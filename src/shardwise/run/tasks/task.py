@@ -24,7 +24,7 @@ from shardwise.data import DataLoader
 from shardwise.data.json_records import counted
 from shardwise.models.config import ModelConfig
 from shardwise.models.description import ModelChunks
-from shardwise.models.transformer_model import TransformerModel
+from shardwise.models.language_model import LanguageModel
 from shardwise.run.processes.ranks import Ranks
 from shardwise.run.settings import FinetuneSettings, RunSettings
 from shardwise.run.tasks.task_data import TaskData, share
@@ -55,7 +55,7 @@ class Source(Protocol):
 
     def build(
         self, settings: RunSettings, data: TaskData, *, groups: Groups, device: torch.device
-    ) -> TransformerModel | ModelChunks:
+    ) -> LanguageModel | ModelChunks:
         """Build the model, or this rank's stage of it, on ``device``; every rank calls."""
 
 

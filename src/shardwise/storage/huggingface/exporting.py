@@ -32,7 +32,7 @@ from shardwise.storage.checkpoint.folder import fsync
 from shardwise.storage.huggingface.architectures import ARCHITECTURES
 from shardwise.storage.huggingface.architectures.architecture import ExpertNames
 from shardwise.storage.huggingface.mapping import Composition, Shape, compose
-from shardwise.storage.huggingface.pretrained import CONFIG_NAME, config_to_json, own_config
+from shardwise.storage.huggingface.pretrained import CONFIG_NAME, architecture_of, config_to_json, own_config
 from shardwise.storage.huggingface.tensor_folder import (
     INDEX_NAME,
     README_NAME,
@@ -104,11 +104,11 @@ def save_pretrained(
                 raise ConfigError(f"the model's weights are in {each.kind}, which is not written; save its adapters")
         description = describe_model(models[0])
         base = None if own is None else own_config(own)
-        if base is not None and base.get("model_type") not in ARCHITECTURES:
-            base = None
+        is_known = description.transformers_config is not None or (base or {}).get("model_type") in ARCHITECTURES
+        base = base if is_known else None
         stored_dtype = dtype or models[0].config.params_dtype
         config = config_to_json(description, architecture=architecture, dtype=stored_dtype, base=base)
-        table = ARCHITECTURES[config["model_type"]].table_with(expert_names)
+        table = architecture_of(description, config["model_type"]).table_with(expert_names)
         parts = {
             key: _StoredParameter(
                 shard,

@@ -91,6 +91,22 @@ class Composition:
         return shape[::-1] if self.turns else shape
 
 
+class Unchanged(Composition):
+    """A parameter that is stored as it is, of any number of dimensions, under one name."""
+
+    @classmethod
+    def of(cls, name: str, shape: Shape) -> "Unchanged":
+        """Make the composition of a parameter of ``shape``."""
+        return cls(shape, (Piece(name, 0, shape[0] if shape else 1),))
+
+    @property
+    def stored_shapes(self) -> dict[str, Shape]:
+        return {self.pieces[0].tensor: self.shape}
+
+    def to_stored(self, whole: Tensor) -> dict[str, Tensor]:
+        return {self.pieces[0].tensor: whole.contiguous()}
+
+
 Source = Callable[[Shape, Heads, Mapping[str, str]], Composition]
 """Function from a parameter's global shape, the model's heads, and the values of the placeholders in names."""
 
@@ -185,7 +201,7 @@ def compose(table: Table, key: str, shape: Shape, config: TransformerFields) -> 
     layer, leaf = _LAYER.search(key), _LEAF.search(key)
     pattern = _LAYER.sub("{layer}", key)
     values = {"layer": layer[0] if layer else "", "*": leaf[0] if leaf else "", "experts": str(config.num_experts)}
-    source = table.get(pattern) or table.get(_LEAF.sub("*", pattern))
+    source = table.get(key) or table.get(pattern) or table.get(_LEAF.sub("*", pattern))
     if source is None:
         raise ConfigError(f"parameter {key!r} of shape {list(shape)} has no place in this Hugging Face architecture")
     return source(shape, config.heads_of(int(layer[0]) + 1) if layer else config.heads, values)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,8 +16,10 @@ from shardwise.core.atomic_files import no_folder
 from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.tensor_files import some_tensors
 from shardwise.data.json_records import counted
+from shardwise.models.by_plan import library
 from shardwise.models.config import ModelConfig
 from shardwise.storage.huggingface.architectures import ARCHITECTURES, Architecture
+from shardwise.storage.huggingface.architectures.by_plan import by_plan
 from shardwise.storage.huggingface.architectures.mixtures import WithExperts
 from shardwise.storage.huggingface.fields import Fields
 from shardwise.storage.huggingface.gguf.folder import GgufFolder, is_gguf
@@ -35,6 +37,10 @@ from shardwise.storage.huggingface.tensor_folder import (
 )
 
 CONFIG_NAME = "config.json"
+
+Implementation = Literal["auto", "shardwise", "transformers"]
+"""Whose layers compute a folder's model: ``"shardwise"`` has a table of its ``model_type``; ``"transformers"`` has the
+model, which its own plan splits; ``"auto"`` takes a table if there is one."""
 
 _DTYPES = {
     str(each).removeprefix("torch."): each for each in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -54,18 +60,18 @@ class PretrainedConfig:
 _NUM_REASONS = 3
 
 
-def read_config(folder: str | Path) -> PretrainedConfig:
+def read_config(folder: str | Path, implementation: Implementation = "auto") -> PretrainedConfig:
     """Read the ``config.json`` of a Hugging Face folder, or what stands for it; see ``config_from_json``.
 
     Raises:
         CheckpointError: the file is missing or is not a JSON object.
     """
     if is_gguf(Path(folder)):
-        return config_from_json(GgufFolder(Path(folder)).config, where=str(folder))
+        return config_from_json(GgufFolder(Path(folder)).config, where=str(folder), implementation=implementation)
     if is_megatron(Path(folder)):
-        return config_from_json(MegatronFolder(Path(folder)).config, where=str(folder))
+        return config_from_json(MegatronFolder(Path(folder)).config, where=str(folder), implementation=implementation)
     path = Path(folder) / CONFIG_NAME
-    return config_from_json(read_json(path), where=str(path))
+    return config_from_json(read_json(path), where=str(path), implementation=implementation)
 
 
 def own_config(folder: Path) -> dict[str, Any] | None:
@@ -74,7 +80,9 @@ def own_config(folder: Path) -> dict[str, Any] | None:
     return None if path is None else read_json(path)
 
 
-def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> PretrainedConfig:
+def config_from_json(
+    values: Mapping[str, Any], *, where: str = CONFIG_NAME, implementation: Implementation = "auto"
+) -> PretrainedConfig:
     """Interpret the fields of a ``config.json``; fields that do not affect results are ignored.
 
     Raises:
@@ -83,19 +91,18 @@ def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> 
     fields = Fields(values, where)
     model_type = fields.get(str, "model_type")
     known_types = {**ARCHITECTURES, MEGATRON.model_type: MEGATRON}
-    if model_type not in known_types:
+    architecture = None if implementation == "transformers" else known_types.get(model_type)
+    if architecture is None and implementation == "shardwise":
         raise fields.error("model_type", model_type, f"one of {', '.join(ARCHITECTURES)}")
-    architecture = known_types[model_type]
-    classes = values.get("architectures") or [architecture.classes[0]]
-    known = architecture.classes
-    if not isinstance(classes, list) or len(classes) != 1 or classes[0] not in known:
-        if "Classification" in str(classes):
-            raise ConfigError(
-                f"{where}: architectures is {classes}, a model that labels texts; Shardwise trains models that "
-                "continue or fill in texts, so use transformers for this one (its Trainer, its pipelines)"
-            )
-        raise fields.error("architectures", classes, f"one of {', '.join(known)}")
-    quantized, readable = values.get("quantization_config"), architecture.quantizations
+    classes = values.get("architectures")
+    if "Classification" in str(classes):
+        raise ConfigError(
+            f"{where}: architectures is {classes}, a model that labels texts; Shardwise trains models that continue or "
+            "fill in texts, so use transformers for this one (its Trainer, its pipelines)"
+        )
+    if architecture is not None and classes and (classes not in [[each] for each in architecture.classes]):
+        raise fields.error("architectures", classes, f"one of {', '.join(architecture.classes)}")
+    quantized, readable = values.get("quantization_config"), getattr(architecture, "quantizations", ())
     if quantized is not None and not (isinstance(quantized, dict) and quantized.get("quant_method") in readable):
         ways = "".join(f", or of quant_method {each}" for each in readable)
         raise fields.error("quantization_config", quantized, f"null: weights must not be quantized{ways}")
@@ -105,6 +112,9 @@ def config_from_json(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> 
         dtype = _DTYPES.get(fields.get(str, name).removeprefix("torch."))
         if dtype is None:
             raise fields.error(name, values[name], f"one of {', '.join(_DTYPES)}")
+    if architecture is None:
+        description = library.describe(values, where)
+        return PretrainedConfig(by_plan(description), description, dtype, values)
     try:
         description = architecture.read(fields)
     except ConfigError as error:
@@ -134,6 +144,11 @@ def config_to_json(
         ConfigError: the architecture is unknown or cannot express the model.
     """
     chosen = architecture or (base or {}).get("model_type")
+    if description.transformers_config is not None:
+        own = by_plan(description)
+        if chosen not in (None, own.model_type):
+            raise ConfigError(f"architecture is {chosen!r}, and the model is of {own.model_type}; leave it out")
+        return own.written(description, dtype)
     if chosen is not None and chosen not in ARCHITECTURES:
         raise ConfigError(f"architecture {chosen!r} is unknown; it must be one of {', '.join(ARCHITECTURES)}")
     attempts: dict[str, str] = {}
@@ -156,7 +171,10 @@ def config_to_json(
 def _written_as(
     architecture: Architecture, description: ModelConfig, dtype: torch.dtype | None, base: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    values = {"architectures": [architecture.class_of(description)], "model_type": architecture.model_type}
+    values: dict[str, Any] = {
+        "architectures": [architecture.class_of(description)],
+        "model_type": architecture.model_type,
+    }
     if dtype is not None:
         # All readers know this name; transformers 5 writes "dtype" instead.
         values["torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -176,6 +194,11 @@ def _written_as(
     return values
 
 
+def architecture_of(description: ModelConfig, model_type: str) -> Architecture:
+    """Return the architecture of a model: its table, or the names of transformers."""
+    return ARCHITECTURES[model_type] if description.transformers_config is None else by_plan(description)
+
+
 class PretrainedFolder:
     """A Hugging Face folder, a GGUF file, or a folder of Megatron's checkpoints, open for reading.
 
@@ -188,18 +211,21 @@ class PretrainedFolder:
         ConfigError, CheckpointError: as for ``load_pretrained``.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, implementation: Implementation = "auto") -> None:
         self.path = Path(folder)
         if is_gguf(self.path):
             self.tensors: TensorFolder = GgufFolder(self.path)
             self.path = self.tensors.folder
-            self.config = config_from_json(read_json(self.path / CONFIG_NAME), where=str(folder))
+            values = read_json(self.path / CONFIG_NAME)
+            self.config = config_from_json(values, where=str(folder), implementation=implementation)
         elif is_megatron(self.path):
             self.tensors = MegatronFolder(self.path)
-            self.config = config_from_json(self.tensors.config, where=f"{self.path}: the arguments")
+            self.config = config_from_json(
+                self.tensors.config, where=f"{self.path}: the arguments", implementation=implementation
+            )
         else:
             check_model_folder(self.path)
-            self.config = read_config(self.path)
+            self.config = read_config(self.path, implementation)
             is_quantized = self.config.values.get("quantization_config") is not None
             self.tensors = Mxfp4Folder(self.path) if is_quantized else TensorFolder(self.path)
         self.architecture = self.config.architecture

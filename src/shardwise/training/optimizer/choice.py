@@ -15,7 +15,6 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups
 from shardwise.models.description import ModelChunks
 from shardwise.models.language_model import LanguageModel
-from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn.replicated import replicas_of
 from shardwise.training.bounds import refuse
 from shardwise.training.exact_reduction import ExactReduction
@@ -44,7 +43,7 @@ def groups_of_experts(model: nn.Module, groups: Groups) -> dict[Parameter, Proce
 
 
 def build_optimizer(
-    settings: StepSettings, model: TransformerModel | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
+    settings: StepSettings, model: LanguageModel | ModelChunks, chunks: Sequence[LanguageModel], groups: Groups
 ) -> tuple[ShardedOptimizer, Gradients, Reduction]:
     """Build the optimizer of a run, and the objects that sum its gradients and the numbers of a step over ranks.
 

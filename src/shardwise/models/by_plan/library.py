@@ -1,0 +1,226 @@
+"""Causal models of transformers from the fields of a ``config.json``; no code of the file's folder is run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.json_text import shown
+from shardwise.models.config import ModelConfig
+
+EXTRA = "pip install 'shardwise[transformers]'"
+
+# Fields of a config that name code: of the folder, or of the hub's kernels.
+_CODE = ("auto_map", "custom_pipelines", "attn_implementation", "experts_implementation", "use_kernels")
+# Names of sizes; the first that a config has counts.
+_SIZES = {
+    "num_layers": ("num_hidden_layers", "num_layers", "n_layer"),
+    "hidden_size": ("hidden_size", "d_model", "n_embd"),
+    "vocab_size": ("vocab_size",),
+    "num_attention_heads": ("num_attention_heads", "num_heads", "n_head"),
+    "num_query_groups": ("num_key_value_heads",),
+    "kv_channels": ("head_dim",),
+    "ffn_hidden_size": ("intermediate_size", "ffn_hidden_size", "ffn_dim"),
+    "max_sequence_length": ("max_position_embeddings", "max_seq_len", "n_positions"),
+}
+_REQUIRED = ("num_layers", "hidden_size", "vocab_size")
+# The longest sequence of a model without a maximum, such as one without attention.
+_UNBOUNDED = 1 << 20
+
+
+def describe(values: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    """Return the sizes of the causal model that transformers has for the fields of a ``config.json``.
+
+    Raises:
+        ConfigError: transformers is missing, or has no causal model for the fields.
+    """
+    text = json.dumps(values, sort_keys=True)
+    config = _explained(text, where)
+    inner = config.get_text_config()
+    sizes: dict[str, Any] = {name: size for name, names in _SIZES.items() if (size := _size(inner, names)) is not None}
+    if missing := [name for name in _REQUIRED if name not in sizes]:
+        raise ConfigError(f"{where}: {type(config).__name__} has no {' or '.join(_SIZES[missing[0]])}")
+    heads = sizes.setdefault("num_attention_heads", 1)
+    if heads % sizes.setdefault("num_query_groups", heads):
+        sizes["num_query_groups"] = heads
+    sizes.setdefault("kv_channels", max(1, sizes["hidden_size"] // heads))
+    sizes.setdefault("max_sequence_length", _UNBOUNDED)
+    dropout = max((value for _, _, value in _dropouts(config)), default=0.0)
+    is_tied = bool(getattr(config, "tie_word_embeddings", False))
+    return ModelConfig(
+        **sizes,
+        transformers_config=text,
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=is_tied,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+    )
+
+
+def class_of(config: ModelConfig) -> Any:
+    """Return the class of transformers of a model that ``describe`` described."""
+    assert config.transformers_config is not None
+    return _class_of(_explained(config.transformers_config, "config.json"))
+
+
+def name_of(config: ModelConfig) -> str:
+    """Return the name of the class and of the library, for messages."""
+    return f"{class_of(config).__name__} of transformers {_library('config.json').__version__}"
+
+
+def build(config: ModelConfig) -> Any:
+    """Build the model on the meta device, in ``config.params_dtype``, without dropout if ``config`` has none."""
+    assert config.transformers_config is not None
+    own = _read(config.transformers_config)
+    if config.hidden_dropout == config.attention_dropout == 0:
+        for owner, name, _ in _dropouts(own):
+            setattr(owner, name, 0.0)
+    kind = _class_of(own)
+    own._attn_implementation = "sdpa" if kind._supports_sdpa else "eager"
+    # Grouped products need widths that are multiples of 16 bytes, which parts of experts may not have.
+    own._experts_implementation = "eager"
+    try:
+        with torch.device("meta"):
+            model = kind._from_config(own, dtype=config.params_dtype)
+    except Exception as error:
+        raise ConfigError(
+            f"transformers cannot build {kind.__name__} from config.json: {_first_line(error)}"
+        ) from error
+    for param in model.parameters():
+        param.data = param.data.to(config.params_dtype)
+    return model
+
+
+@torch.no_grad()
+def allocate_(model: Any, device: torch.device) -> None:
+    """Allocate a model on the meta device, and compute the buffers that no file has; other tensors have no values.
+
+    Raises:
+        ConfigError: transformers does not compute one of these buffers.
+    """
+    # Not ``to_empty``, which makes two of a tied parameter.
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor not in made:
+                    empty = torch.empty_like(tensor, device=device)
+                    is_param = isinstance(tensor, nn.Parameter)
+                    made[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_param else empty
+                tensors[name] = None if tensor is None else made[tensor]
+    stored = model.state_dict(keep_vars=True).keys()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in stored:
+            tensor._is_hf_initialized = True
+        elif tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+    with device:
+        model.initialize_weights()
+    for name, tensor in model.named_buffers():
+        if name in stored or not tensor.is_floating_point() or isinstance(tensor, FakeTensor):
+            continue
+        if tensor.isnan().any():
+            raise ConfigError(f"transformers does not compute the buffer {name} of {type(model).__name__} again")
+
+
+def new_cache(config: Any) -> Any:
+    """Make an empty cache of transformers for generation with a model of ``config``."""
+    return importlib.import_module("transformers").DynamicCache(config=config)
+
+
+def _library(where: str) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            f"{where}: Shardwise has no table for this model_type, and the library transformers, which may have the "
+            f"model, is not installed: {EXTRA}"
+        ) from error
+
+
+def _explained(text: str, where: str) -> Any:
+    """Return the config of transformers; errors are ConfigErrors that name the file."""
+    _library(where)
+    try:
+        config = _read(text)
+        _class_of(config)
+        return config
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{where}: transformers does not accept it: {_first_line(error)}") from error
+
+
+def _read(text: str) -> Any:
+    values = _without_code(json.loads(text))
+    known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    model_type = values.get("model_type")
+    if model_type not in known:
+        has_code = "auto_map" in json.loads(text)
+        raise ConfigError(
+            f"model_type is {shown(model_type)}, which neither Shardwise nor transformers "
+            f"{_library('config.json').__version__} knows"
+            + (
+                "; the folder brings code of its own (auto_map), which is never run"
+                if has_code
+                else "; a newer version of transformers may"
+            )
+        )
+    return known[model_type].from_dict(values)
+
+
+def _without_code(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_code(each) for name, each in value.items() if name.lstrip("_") not in _CODE}
+    return [_without_code(each) for each in value] if isinstance(value, list) else value
+
+
+def _class_of(config: Any) -> Any:
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    names = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, ())
+    names = (names,) if isinstance(names, str) else tuple(names)
+    asked = list(config.architectures or names[:1])
+    if len(asked) != 1 or asked[0] not in names:
+        wanted = f"it must be {' or '.join(names)}" if names else "transformers has no causal model for it"
+        raise ConfigError(f"architectures is {shown(asked)}, and model_type {config.model_type!r}; {wanted}")
+    return getattr(importlib.import_module("transformers"), asked[0])
+
+
+@lru_cache(maxsize=8)
+def has_plan(name: str) -> bool:
+    """True if the class of transformers of this name, or its base model, brings a tensor-parallel plan."""
+    kind = getattr(importlib.import_module("transformers"), name)
+    return bool(getattr(kind.config_class, "base_model_tp_plan", None))
+
+
+def _size(config: Any, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, list | tuple) and value and all(type(each) is int for each in value):
+            # Sizes of each layer.
+            value = max(value)
+        if type(value) is int and value > 0:
+            return value
+    return None
+
+
+def _dropouts(config: Any) -> Iterator[tuple[Any, str, float]]:
+    """Yield each positive probability of dropout, with its owner and its name."""
+    owners = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {})]
+    for owner in owners:
+        for name, value in vars(owner).items() if owner is not None else ():
+            is_one = "dropout" in name or name.endswith("pdrop")
+            if is_one and type(value) in (int, float) and 0 < value < 1 and name != "classifier_dropout":
+                yield owner, name, float(value)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

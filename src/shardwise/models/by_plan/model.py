@@ -1,0 +1,202 @@
+"""A causal model of transformers, split by its own plan, with the forward of a language model."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.sharded_state import state_of_parts
+from shardwise.core.sharding import ParamShard, ShardedOffset
+from shardwise.core.topology import Groups
+from shardwise.models.by_plan import library
+from shardwise.models.by_plan.parallelize import parallelize
+from shardwise.models.config import ModelConfig
+from shardwise.models.language_model import LanguageModel
+from shardwise.models.model_input import check_tensors
+
+# Kinds of layers whose masks keep texts of one row apart.
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class PlannedCache:
+    """The states of earlier tokens in a ``PlannedModel``, as transformers keeps them.
+
+    Attributes:
+        states: a ``Cache`` of transformers.
+        length: number of tokens.
+        capacity: number of tokens that it may hold; it grows as needed.
+    """
+
+    capacity = sys.maxsize
+
+    def __init__(self, model: PlannedModel) -> None:
+        self._config = model.whole.config
+        self.truncate(0)
+
+    def kept(self, length: int) -> int:
+        """Return how many of the first ``length`` tokens can be kept: none if a layer has forgotten some, or sums."""
+        is_whole = all(type(layer).__name__ == "DynamicLayer" for layer in self.states.layers)
+        return length if is_whole or length == self.length else 0
+
+    def truncate(self, length: int) -> None:
+        """Drop all but the first ``length`` tokens, of which ``kept(length)`` is as many; 0 empties the cache."""
+        if length == 0:
+            self.states, self.length = library.new_cache(self._config), 0
+        elif length != self.length:
+            self.states.crop(length - self.length)
+            self.length = length
+
+
+class PlannedModel(LanguageModel):
+    """A causal model of transformers, split over ``groups.tp`` by its own plan.
+
+    Parameters keep the names of transformers in ``sharded_state_dict``. They have no values before they are loaded,
+    but for buffers that files do not have.
+
+    Args:
+        config: the model, as ``library.describe`` describes it; its device is PyTorch's default device.
+        groups: process groups.
+
+    Raises:
+        ConfigError: the model cannot be split, or the configuration asks for what a plan does not have: stages,
+            sequence or context parallelism, exact mode, recomputation, dropout on several ranks.
+    """
+
+    pre_process = post_process = True
+    parallel_output = False
+    rotary = None
+    rerouting = None
+    vocab_size: int
+
+    def __init__(self, config: ModelConfig, *, groups: Groups) -> None:
+        super().__init__(config, groups)
+        self._name = library.name_of(config)
+        self._check()
+        self.vocab_size, self.max_sequence_length = config.vocab_size, config.max_sequence_length
+        self.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights
+        device = torch.get_default_device()
+        # A plan of a run (``shardwise.plan``) has parameters without values, as the meta device has anyway.
+        with unset_fake_temporarily():
+            self.whole = library.build(config)
+            if groups.tp.size() > 1 or library.has_plan(type(self.whole).__name__):
+                parallelize(self.whole, groups)
+        if device.type != "meta":
+            library.allocate_(self.whole, device)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(self.whole.forward).parameters
+
+    def _check(self) -> None:
+        config, groups = self.config, self.groups
+        dropout, several = max(config.hidden_dropout, config.attention_dropout), groups.tp.size() > 1
+        for is_asked, what in (
+            (groups.num_stages > 1, "Groups.pp has several stages; make the topology without pp"),
+            (groups.data.group is not None, "Groups.cp has several ranks; make the topology without cp"),
+            (config.sequence_parallel and several, "sequence_parallel is True; set it to False"),
+            (config.exact_parts is not None, f"exact_parts is {config.exact_parts}; set it to None"),
+            (config.recompute.granularity != "none", f"recompute is {config.recompute}; leave it out"),
+            (
+                dropout > 0 and several,
+                f"dropout is {dropout:g} over several ranks; set hidden_dropout and attention_dropout to 0",
+            ),
+        ):
+            if is_asked:
+                raise ConfigError(f"{self._name} is split by its own plan, which cannot do this: {what}")
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The layers: the first list of modules of that length."""
+        lists = (each for each in self.whole.modules() if isinstance(each, nn.ModuleList))
+        return next(each for each in lists if len(each) == self.config.num_layers)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        document_ids: Tensor | None = None,
+        lengths: Tensor | None = None,
+        cache: PlannedCache | None = None,
+    ) -> Tensor:
+        """Return the loss of each token, or logits without ``labels``.
+
+        Args:
+            input_ids: ``[b, s]`` token ids.
+            position_ids: ``[s]`` or ``[b, s]``; None means 0 to ``s - 1``.
+            attention_mask: ``[b, s]``, 1 for tokens and 0 for padding; with a cache ``[b, keys]``.
+            labels: ``[b, s]`` ids to predict; -100 has loss 0.
+            document_ids: ``[b, s]``, for several texts in one row; ``position_ids`` then start at 0 in each.
+            lengths: not read.
+            cache: states of earlier tokens, for generation; give ``position_ids`` with it.
+
+        Returns:
+            Loss ``[b, s]``, or logits ``[s, b, v]``; the same on every rank.
+
+        Raises:
+            ShardingError: an input is not a tensor, or has the wrong shape.
+            ConfigError: texts share a row, and the model has layers without attention, whose state would pass from one
+                to the next.
+        """
+        check_tensors(input_ids, labels, position_ids=position_ids, attention_mask=attention_mask)
+        if document_ids is not None:
+            self._check_attention()
+        logits = self._logits(input_ids, position_ids, attention_mask, cache)
+        if labels is None:
+            return logits.transpose(0, 1)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return losses.view_as(labels)
+
+    def next_logits(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        cache: PlannedCache | None = None,
+    ) -> Tensor:
+        """Return the logits of the token after each sequence, ``[b, v]``; arguments as for ``forward``."""
+        options = {"logits_to_keep": 1} if self._keeps_logits else {}
+        return self._logits(input_ids, position_ids, attention_mask, cache, **options)[:, -1]
+
+    def _logits(
+        self,
+        ids: Tensor,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        cache: PlannedCache | None,
+        **options: Any,
+    ) -> Tensor:
+        positions = None if positions is None else positions.expand(ids.size(0), -1)
+        states = None if cache is None else cache.states
+        options |= {"position_ids": positions, "attention_mask": mask, "past_key_values": states}
+        logits: Tensor = self.whole(input_ids=ids, use_cache=cache is not None, **options).logits
+        if cache is not None:
+            cache.length += ids.size(1)
+        return logits
+
+    def _check_attention(self) -> None:
+        config = self.whole.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or _ATTENTION)
+        if others := sorted(kinds - _ATTENTION):
+            raise ConfigError(
+                f"{self._name} has layers of {', '.join(others)}, whose state would pass from one text of a row to the "
+                "next; leave out --packing"
+            )
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[ShardedOffset] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, ParamShard]:
+        """Return this rank's part of every parameter and persistent buffer, by its name in transformers."""
+        return state_of_parts(self.whole, prefix, sharded_offsets, metadata, group=self.tp_group)

@@ -1,0 +1,71 @@
+"""Model types without a table here: tensors of files are parameters of the model of transformers, by their names."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.models.by_plan import library
+from shardwise.models.config import ModelConfig
+from shardwise.models.transformer.heads import Heads
+from shardwise.storage.huggingface.architectures.architecture import Architecture
+from shardwise.storage.huggingface.fields import Fields
+from shardwise.storage.huggingface.mapping import Composition, Shape, Source, Table, Unchanged
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByPlan(Architecture):
+    """The architecture of a folder whose model transformers builds, and its own plan splits."""
+
+    def read(self, fields: Fields) -> ModelConfig:
+        """Read the sizes of the model, and keep all fields; raise ConfigError if transformers cannot build it."""
+        return library.describe(fields.values, fields.where)
+
+    def written(self, model: ModelConfig, dtype: torch.dtype | None) -> dict[str, Any]:
+        """Return the ``config.json`` that ``read`` kept, for weights of ``dtype``, without names of a folder's code."""
+        assert model.transformers_config is not None
+        values: dict[str, Any] = json.loads(model.transformers_config)
+        left_out = {"auto_map", *(("dtype", "torch_dtype") if dtype is not None else ())}
+        values = {name: value for name, value in values.items() if name not in left_out}
+        values["architectures"] = list(self.classes)
+        return values if dtype is None else values | {"torch_dtype": str(dtype).removeprefix("torch.")}
+
+
+class _SameNames(Mapping[str, Source]):
+    """The table whose parameters are the tensors of the same names."""
+
+    def __getitem__(self, key: str) -> Source:
+        def compose(shape: Shape, heads: Heads, values: Mapping[str, str]) -> Composition:
+            return Unchanged.of(key, shape)
+
+        return compose
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+_SAME_NAMES: Table = _SameNames()
+
+
+def by_plan(model: ModelConfig) -> ByPlan:
+    """Return the architecture of a model that ``library.describe`` described."""
+    kind = library.class_of(model)
+    # Of models that are tied, each copy's name after its original's.
+    tied = getattr(kind, "_tied_weights_keys", None) or {}
+    ignored = getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return ByPlan(
+        model_type=json.loads(model.transformers_config or "{}")["model_type"],
+        classes=(kind.__name__,),
+        settings={},
+        fixed={},
+        prefix=f"{kind.base_model_prefix}.",
+        table=_SAME_NAMES,
+        tied={copy: original for copy, original in tied.items() if re.fullmatch(r"[\w.]+", copy + original)},
+        ignored=(*(rf"(?:{each}).*" for each in ignored), r"\.rotary_emb\.inv_freq"),
+    )

@@ -1,0 +1,202 @@
+"""Folders without a table: fine-tuning equals that of one rank at every tp, and every command takes them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from run.run_processes import run_command
+from safetensors.torch import load_file
+
+from shardwise.cli.main import main
+from shardwise.core.errors import ConfigError
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.models.by_plan import library
+from shardwise.run.metrics import read_metrics
+from shardwise.run.settings import (
+    FinetuneSettings,
+    LoraSettings,
+    ParallelSettings,
+    PretrainedSettings,
+    RecomputeSettings,
+)
+from shardwise.run.tasks.pretrained_model import PretrainedModel
+from shardwise.storage.huggingface.pretrained import PretrainedFolder, config_from_json
+
+SIZES = {
+    "vocab_size": 301,
+    "hidden_size": 24,
+    "intermediate_size": 22,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+# Without gates and tied; with an activation that has parameters.
+KINDS = {"Arcee": {"tie_word_embeddings": True}, "Apertus": {}}
+STEPS = 10
+
+
+def save(kind: str, folder: Path, **sizes: object) -> None:
+    config = getattr(transformers, f"{kind}Config")(**SIZES | sizes)
+    torch.manual_seed(5)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).double()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param), alpha=0.1)
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("by_plan")
+    text = Path(argparse.__file__).read_text()[:12_000]
+    (root / "text.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in text.split("\n\n")))
+    for kind, sizes in KINDS.items():
+        save(kind, root / kind, **sizes)
+        Tokenizer.train([text], 290).save(root / kind)
+    return root
+
+
+def finetune(root: Path, kind: str, out: str, tp: int, *more: object) -> str:
+    arguments = [
+        *("finetune", root / kind, "--out", root / out, "--data", root / "text.jsonl", "--device", "cpu", "--tp", tp),
+        *("--model.sequence-length", 24, "--training.steps", STEPS, "--training.global-batch-size", 4),
+        *("--training.micro-batch-size", 2, "--training.dtype", "float64", "--lr", 0.003, *more),
+    ]
+    return run_command(root, tp, *map(str, arguments))[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_at_tp_2_equals_one_rank_and_goes_on_at_tp_3(root: Path, kind: str) -> None:
+    packing = ("--packing",)
+    printed = finetune(root, kind, f"{kind}-1", 1, *packing)
+    assert f"computed by {kind}ForCausalLM of transformers {transformers.__version__}\n" in printed
+    split = finetune(root, kind, f"{kind}-2", 2, "--training.save-every", 5, *packing)
+    assert f"computed by {kind}ForCausalLM of transformers {transformers.__version__}, split by its own plan" in split
+    shutil.copytree(root / f"{kind}-2", root / f"{kind}-3")
+    shutil.rmtree(root / f"{kind}-3" / "checkpoints" / f"step-{STEPS:08d}")
+    assert "resumed at step 5" in finetune(root, kind, f"{kind}-3", 3, "--resume", "auto", *packing)
+    rows, weights = [
+        [read(root / f"{kind}-{number}") for number in (1, 2, 3)]
+        for read in (lambda out: read_metrics(out / "metrics.jsonl"), lambda out: load_file(out / "model.safetensors"))
+    ]
+    for name in ("loss", "grad_norm"):
+        expected = torch.tensor([row[name] for row in rows[0]], dtype=torch.float64)
+        assert len(expected) == STEPS
+        for other in rows[1:]:
+            found = torch.tensor([row[name] for row in other], dtype=torch.float64)
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    base = load_file(root / kind / "model.safetensors")
+    for other in weights[1:]:
+        assert other.keys() == base.keys()
+        for name, expected in weights[0].items():
+            torch.testing.assert_close(other[name], expected, rtol=1e-9, atol=1e-9)
+    assert not any(torch.equal(weights[0][name], base[name]) for name in base if "act_fn" not in name)
+    # The first loss is that of transformers' own model, and the result opens there.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opened = transformers.AutoModelForCausalLM.from_pretrained(root / f"{kind}-3")
+    assert all(torch.equal(opened.state_dict()[name], weights[2][name]) for name in base)
+
+
+@pytest.mark.slow
+def test_each_command_takes_the_folder(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, imported = root / "Arcee", tmp_path / "imported"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    tokenizer = Tokenizer.load(folder)
+    ids = torch.tensor([[*tokenizer.beginning, *tokenizer.encode("import sys\n")]])
+    with torch.no_grad():
+        expected = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    wanted = tokenizer.decode(expected[0, ids.size(1) :].tolist())
+    greedy = ("--prompt", "import sys\n", "--max-new-tokens", "12", "--temperature", "0", "--device", "cpu")
+    assert wanted in run_command(tmp_path, 2, "generate", str(folder), *greedy)[0]
+    run_command(tmp_path, 3, "import-hf", str(folder), "--out", str(imported))
+    assert wanted in run_command(tmp_path, 2, "generate", str(imported), *greedy)[0]
+    assert main(["export-hf", str(imported), "--out", str(tmp_path / "exported")]) == 0
+    base, again = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "exported"))
+    assert base.keys() == again.keys()
+    assert all(torch.equal(base[name], again[name]) for name in base)
+    # The loss of a text, next to transformers'.
+    (tmp_path / "one.txt").write_text("import sys\n")
+    evaluated = run_command(
+        *(tmp_path, 2, "eval", str(folder), "--data", str(tmp_path / "one.txt"), "--device", "cpu")
+    )[0]
+    end = torch.tensor([[tokenizer.eos_id]])
+    text = torch.cat([end, ids, end], dim=1)
+    with torch.no_grad():
+        loss = model(text, labels=text).loss.item()
+    capsys.readouterr()
+    found = float(next(line for line in evaluated.splitlines() if line.startswith("loss")).split()[1])
+    assert abs(found - loss) < 1e-5
+
+
+def test_what_needs_a_table_is_refused_by_its_flag(root: Path) -> None:
+    cases = {
+        "--exact": {"parallel": ParallelSettings(exact=True)},
+        "--sequence-parallel": {"parallel": ParallelSettings(tp=2, sequence_parallel=True)},
+        "--pp 2": {"parallel": ParallelSettings(pp=2)},
+        "--cp 2": {"parallel": ParallelSettings(cp=2)},
+        "--fsdp": {"parallel": ParallelSettings(fsdp=True)},
+        "adapters": {"lora": LoraSettings(lora_rank=2)},
+        "--recompute.granularity": {"recompute": RecomputeSettings(granularity="full")},
+        "--model.dropout 0.1": {"model": PretrainedSettings(dropout=0.1)},
+    }
+    for flag, settings in cases.items():
+        with pytest.raises(ConfigError, match=f"cannot be used with {flag}"):
+            PretrainedModel(FinetuneSettings(base=str(root / "Arcee"), data=("x",), out=str(root / "no"), **settings))
+
+
+def test_a_folder_goes_the_way_of_the_setting(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'model_type is "arcee"; it must be one of gpt2'):
+        PretrainedFolder(root / "Arcee", "shardwise")
+    save("Llama", tmp_path / "llama")
+    for way in ("auto", "shardwise"):
+        assert PretrainedFolder(tmp_path / "llama", way).description.transformers_config is None
+    assert PretrainedFolder(tmp_path / "llama", "transformers").description.transformers_config is not None
+
+
+def test_code_of_a_folder_is_not_run(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = json.loads((root / "Arcee" / "config.json").read_text())
+    (tmp_path / "code.py").write_text("raise SystemExit('the code of the folder was run')")
+    code = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    # A type that transformers has is computed by its own class, whatever the folder names.
+    described = config_from_json(values | {"auto_map": code, "attn_implementation": "someone/kernels"})
+    model = library.build(described.description)
+    assert type(model) is transformers.ArceeForCausalLM
+    assert model.config._attn_implementation == "sdpa"
+    assert "auto_map" not in described.architecture.written(described.description, None)
+    with pytest.raises(ConfigError, match=r'model_type is "of_a_folder", .* \(auto_map\), which is never run'):
+        config_from_json(values | {"model_type": "of_a_folder", "auto_map": code})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config is .* must not be quantized"),
+        ({"architectures": ["ArceeForSequenceClassification"]}, "a model that labels texts"),
+        ({"architectures": ["LlamaForCausalLM"]}, r"architectures is \[\"LlamaForCausalLM\"\], .* ArceeForCausalLM"),
+        ({"num_hidden_layers": "two"}, "transformers does not accept it"),
+        ({"model_type": "vit", "architectures": ["ViTModel"]}, "transformers has no causal model for it"),
+    ],
+)
+def test_bad_fields_are_named(root: Path, changes: dict[str, object], message: str) -> None:
+    values = json.loads((root / "Arcee" / "config.json").read_text())
+    with pytest.raises(ConfigError, match=message):
+        config_from_json(values | changes)
+
+
+def test_without_transformers_the_extra_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"no table for this model_type.*pip install 'shardwise\[transformers\]'"):
+        PretrainedFolder(root / "Arcee")
