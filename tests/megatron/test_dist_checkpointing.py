@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness.parity import assert_bit_equal
 
-from shardwise.core.errors import CheckpointError, ConfigError
+from shardwise.core.errors import CheckpointError, ConfigError, ShardingError
 from shardwise.core.topology import Topology
 from shardwise.megatron.dist_checkpointing import (
     LocalNonpersistentObject,
@@ -97,6 +97,11 @@ def test_plain_values_come_back_as_they_are(group, tmp_path):
 
     same(load_content_metadata(tmp_path), PLAIN)
     common = load_common_state_dict(tmp_path)
+    same(load_content_metadata(preloaded_state_dict=common), PLAIN)
+    with pytest.raises(ConfigError, match="needs checkpoint_dir or preloaded_state_dict"):
+        load_content_metadata()
+    with pytest.raises(ShardingError, match=r"b: .* call ShardedTensor\.from_rank_offsets\(key, data, "):
+        ShardedTensor("b", torch.ones(2), torch.float32, (2,), (2,), (0,), None)
     same({key: common[key] for key in PLAIN}, PLAIN)
     assert [*map(type, common["pair"])] == [tuple, type(None), float]
     wanted = {7: {"w": shard(group.rank(), 2, False)}}

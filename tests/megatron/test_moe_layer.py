@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise import parallel_state
 from shardwise.core.errors import ConfigError
 from shardwise.core.topology import Groups
-from shardwise.megatron import dist_checkpointing
+from shardwise.megatron import dist_checkpointing, moe as moe_door
 from shardwise.megatron.config import TransformerConfig
 from shardwise.megatron.distributed import (
     DistributedDataParallel,
@@ -347,6 +347,8 @@ def test_parts_of_a_layer(group):
     assert (layer.layer_number, layer.num_local_experts, layer.local_expert_indices) == (2, E, [*range(E)])
     assert layer.shared_experts is None
     assert layer.router.expert_bias is None
+    assert isinstance(layer.router, moe_door.Router)
+    assert not isinstance(layer, moe_door.Router)
     # Experts alone: tokens of one after those of another, with their weights.
     tokens, counts, probs = hidden_states().view(-1, H)[:6], torch.tensor([1, 0, 3, 2]), torch.rand(6).double()
     output, none = layer.experts(tokens, counts, probs)

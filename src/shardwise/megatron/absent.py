@@ -10,9 +10,10 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, field, fields, make_dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, Optional
 
 from torch import nn
@@ -32,7 +33,18 @@ _OF_NULL = {
 }
 
 
-def absent_names(*modules: str, base: type = nn.Module) -> Callable[[str], Any]:
+class _HasInstances(type):
+    """Class of an absent base class whose one implementation is offered."""
+
+    implementation: type
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.implementation)
+
+
+def absent_names(
+    *modules: str, base: type = nn.Module, implemented: Mapping[str, type] = MappingProxyType({})
+) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a module that stands for some of Megatron's, which defines their absent names.
 
     Each name, even of a function, is a class that can be subclassed and used with ``isinstance``. Calling it or a
@@ -41,6 +53,7 @@ def absent_names(*modules: str, base: type = nn.Module) -> Callable[[str], Any]:
     Args:
         modules: paths below ``megatron.core``, such as ``"transformer.attention"``.
         base: base class of the classes.
+        implemented: by name, the class whose objects are instances of that name's class too.
     """
 
     reasons = {name: why for module in modules for name, why in ABSENT[module].items()}
@@ -54,7 +67,10 @@ def absent_names(*modules: str, base: type = nn.Module) -> Callable[[str], Any]:
         def refuse(cls: type, *_: Any, **__: Any) -> NoReturn:
             raise ConfigError(f"{name} is not offered here: {why}")
 
-        return type(name, (base,), {"__doc__": f"Refused: {why}.", "__new__": refuse})
+        members = {"__doc__": f"Refused: {why}.", "__new__": refuse}
+        if name in implemented:
+            return _HasInstances(name, (base,), members | {"implementation": implemented[name]})
+        return type(name, (base,), members)
 
     return look_up
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -73,6 +73,14 @@ def is_main_replica(replica_id: int | tuple[int, ...]) -> bool:
 
 class ShardedTensor(ParamShard):
     """A ``ParamShard`` made from Megatron's description of a shard."""
+
+    def __new__(cls, key: str, data: Tensor, layout: ParamLayout, *more: Any, **options: Any) -> Self:
+        if not isinstance(layout, ParamLayout):
+            raise ShardingError(
+                f"{key}: the arguments of Megatron's ShardedTensor(key, data, dtype, local_shape, ...) are not "
+                "offered; call ShardedTensor.from_rank_offsets(key, data, (axis, index, count), ...) instead"
+            )
+        return cast(Self, super().__new__(cls, key, data, layout, *more, **options))
 
     @classmethod
     def from_rank_offsets(
@@ -243,14 +251,16 @@ def load(
     with ExitStack() as stack:
         path = decide(divide, lambda _: stack.enter_context(_checkpoint_in(folder)), group=group)
         meta = checkpoint.load(path, shards, group=group, allow_extra=strict is StrictHandling.ASSUME_OK_UNEXPECTED)
-    result: dict[str, Any] = _merged(_decoded(meta.get(_COMMON) or {}), sharded_state_dict)
+    result: dict[str, Any] = _merged(_common_in(meta), sharded_state_dict)
     return result
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
-    """Read the plain values of the checkpoint in a folder, or raise CheckpointError; not collective."""
-    common: dict[str, Any] = _decoded(_meta_in(Path(checkpoint_dir)).get(_COMMON) or {})
-    return common
+    """Read the plain values of the checkpoint in a folder, or raise CheckpointError; not collective.
+
+    The value of ``"content_metadata"`` is that of ``save``, if it was given one.
+    """
+    return _common_in(_meta_in(Path(checkpoint_dir)))
 
 
 def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Tensor]:
@@ -266,9 +276,24 @@ def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Tensor]:
         return {name: stored.read(name, (0,) * len(shape), shape) for name, shape in shapes.items()}
 
 
-def load_content_metadata(checkpoint_dir: str | Path) -> dict[str, Any] | None:
-    """Read the saved ``content_metadata``, or raise CheckpointError without a checkpoint; not collective."""
-    content: dict[str, Any] | None = _decoded(_meta_in(Path(checkpoint_dir)).get(_CONTENT))
+def load_content_metadata(
+    checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Return the saved ``content_metadata``, None without any; not collective.
+
+    Args:
+        checkpoint_dir: folder to read it from.
+        preloaded_state_dict: result of ``load`` or ``load_common_state_dict``, to read no file again.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+        ConfigError: neither is given.
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ConfigError("load_content_metadata needs checkpoint_dir or preloaded_state_dict; both are None")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    content: dict[str, Any] | None = preloaded_state_dict.get(_CONTENT)
     return content
 
 
@@ -323,6 +348,13 @@ def _checkpoint_in(folder: Path) -> Iterator[Path]:
             )
             raise CheckpointError(f"there is no checkpoint in {folder}; dist_checkpointing.save writes one")
         yield path
+
+
+def _common_in(meta: dict[str, Any]) -> dict[str, Any]:
+    """Return the plain values in the meta of a checkpoint, with the content metadata as Megatron has them."""
+    common: dict[str, Any] = _decoded(meta.get(_COMMON) or {})
+    content = _decoded(meta.get(_CONTENT))
+    return common if content is None else common | {_CONTENT: content}
 
 
 def _meta_in(folder: Path) -> dict[str, Any]:

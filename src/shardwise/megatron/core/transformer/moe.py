@@ -23,8 +23,6 @@ from shardwise.megatron.core.transformer.transformer_config import TransformerCo
 from shardwise.megatron.surface import offer
 from shardwise.models.experts import Experts, moe, router
 
-__getattr__ = absent_names("transformer.moe.moe_layer", "transformer.moe.experts", "transformer.moe.router")
-
 
 class TopKRouter(router.Router, MegatronModule):
     """The engine's ``Router`` with Megatron's arguments and results.
@@ -406,4 +404,10 @@ def _rename_(state_dict: Any, prefix: str, before: str, after: str) -> None:
         state_dict[prefix + after + key.removeprefix(prefix + before)] = state_dict.pop(key)
 
 
+__getattr__ = absent_names(
+    "transformer.moe.moe_layer",
+    "transformer.moe.experts",
+    "transformer.moe.router",
+    implemented={"Router": TopKRouter},
+)
 offer(globals())
