@@ -187,7 +187,8 @@ def own_terms(case: Case, wrong: Judged) -> Explanation | None:
                 case.agrees(wrong, sketch.views["slice"], (whole - lost[place])[parts[place]])
                 for place, sketch in wrong.shards.items()
             ):
-                evidence = f"each rank has its own term of the gradient that {' and '.join(names)} return"
+                verb = "returns" if len(names) == 1 else "return"
+                evidence = f"each rank has its own term of the gradient that {' and '.join(names)} {verb}"
                 return Explanation(NEVER_SUMMED, evidence, names[0] if len(names) == 1 else "")
     return None
 

@@ -104,6 +104,9 @@ def root(tmp_path_factory):
         whole = reference_losses(save_model(kind, root / "again", dtype=dtype, vocab_size=301), batches)
         expected[kind] = {"lora": lora, "full": whole, "still": still}
     (root / "expected.json").write_text(json.dumps(expected))
+    # A tokenizer with more ids than the model has rows.
+    shutil.copytree(root / "gpt2", root / "grown")
+    Tokenizer.train([text], 320).save(root / "grown")
     torch.set_num_threads(num_threads)
     return root
 
@@ -181,13 +184,17 @@ def test_two_stages_are_one_model(group, root, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    "lora", [None, LORA, dataclasses.replace(LORA, lora_merge=True)], ids=["all", "lora", "merged"]
+    "lora",
+    [None, LORA, dataclasses.replace(LORA, lora_merge=True), dataclasses.replace(LORA, train_new_tokens=True)],
+    ids=["all", "lora", "merged", "new tokens"],
 )
 def test_what_is_written_and_said_after_a_run_with_state_split(group, root, tmp_path, monkeypatch, lora):
     found = []
     for name, parallel in {"whole": {}, "fsdp": {"fsdp": True}, "zero": {"zero": 1}}.items():
         out = tmp_path / name
-        settings = settings_of(root, "gpt2", out, lora=lora, steps=4, dtype="float64", **parallel)
+        settings = settings_of(root, "gpt2", out, steps=4, dtype="float64", **parallel)
+        grown = {"base": str(root / "grown"), "resize_vocab": True} if lora and lora.train_new_tokens else {}
+        settings = dataclasses.replace(settings, lora=lora or LoraSettings(), **grown)
         session, base = open_run(settings, root, monkeypatch)
         train(session)
         base.write(session)
@@ -342,8 +349,11 @@ def test_settings_that_contradict_each_other():
         FinetuneSettings(data=("x",))
     with pytest.raises(ConfigError, match="no text to train on"):
         FinetuneSettings(base="x")
+    new = {"base": "x", "data": ("y",), "lora": LoraSettings(lora_rank=1, train_new_tokens=True)}
     with pytest.raises(ConfigError, match="--train-new-tokens without --resize-vocab"):
-        FinetuneSettings(base="x", data=("y",), lora=LoraSettings(lora_rank=1, train_new_tokens=True))
+        FinetuneSettings(**new)
+    with pytest.raises(ConfigError, match="--exact has no exact form of --train-new-tokens"):
+        FinetuneSettings(**new, resize_vocab=True, parallel=ParallelSettings(exact=True))
     with pytest.raises(ConfigError, match=r"model\.sequence-length is 1"):
         PretrainedSettings(sequence_length=1)
     assert FinetuneSettings(base="x", data=("y",)).optimizer.learning_rate == 2e-5

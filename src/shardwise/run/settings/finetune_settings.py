@@ -276,6 +276,10 @@ class FinetuneSettings(RunSettings):
             self.resize_vocab or not self.lora.train_new_tokens,
             "--train-new-tokens without --resize-vocab: without it the model gets no new rows to train; give both",
         )
+        require(
+            not (self.parallel.exact and self.lora.train_new_tokens),
+            "--exact has no exact form of --train-new-tokens, whose sums depend on the layout; leave one of them out",
+        )
         if self.lora.is_on and self.parallel.virtual_stages > 1:
             raise ConfigError("adapters cannot be used with --virtual-stages over 1; use another schedule")
         if self.lora.is_on and self.optimizer.name == "muon":
