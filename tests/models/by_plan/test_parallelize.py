@@ -61,7 +61,8 @@ MODELS = {
     "norms with weights for each head": ("Cohere", {"use_qk_norm": True, "num_key_value_heads": 3}, 2),
     "activations with parameters": ("Apertus", {}, 2),
     "experts": ("Qwen3Moe", {}, 3),
-    "latent attention": ("DeepseekV2", LATENT, 3),
+    # As wide as there are heads.
+    "latent attention": ("DeepseekV2", LATENT | {"q_lora_rank": 6}, 3),
 }
 
 

@@ -271,7 +271,8 @@ def _check_owners(places: list[_Place], work: _Work) -> None:
     for attention, heads in work.heads.items():
         for own, param in attention.named_parameters():
             numbers = {heads.queries, heads.groups} - {1, getattr(attention, "head_dim", None)} if heads else set()
-            if param.numel() in numbers and param not in work.layouts:
+            # Norms of latents are as wide as these, which may be as many as heads.
+            if param.numel() in numbers and param not in work.layouts and "norm" not in own:
                 raise ConfigError(
                     f"{names[attention]}.{own} has an element for each of {param.numel()} heads, and the plan splits "
                     "the heads and not it; use one tensor-parallel rank"
