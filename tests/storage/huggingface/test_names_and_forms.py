@@ -397,9 +397,6 @@ GEMMA4_TEXT = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
         ),
         ({"model_type": "ministral3", "rope_scaling": YARN}, "rope_scaling lacks llama_4_scaling_beta"),
         ({"model_type": "ministral3", "rope_scaling": YARN | {"llama_4_scaling_beta": -1}}, "beta .* is -1.0; it must"),
-        ({"model_type": "gemma4_text"}, "hidden_size_per_layer_input is 256; it must be 0: embeddings of each layer"),
-        ({**GEMMA4_TEXT, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2; it must be 0, the only value"),
-        ({**GEMMA4_TEXT, "enable_moe_block": True}, "enable_moe_block is true; it must be false, the only value"),
         (
             {**GEMMA4_TEXT, "use_bidirectional_attention": "all"},
             'use_bidirectional_attention is "all"; it must be null',
@@ -452,6 +449,24 @@ GEMMA4_TEXT = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
 def test_values_that_are_not_offered(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from_json(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "gemma4_text"}, "hidden_size_per_layer_input is 256; it must be 0: embeddings of each layer"),
+        ({**GEMMA4_TEXT, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2; it must be 0, the only value"),
+        ({**GEMMA4_TEXT, "enable_moe_block": True}, "enable_moe_block is true; it must be false, the only value"),
+    ],
+)
+def test_layers_that_are_not_ours_are_those_of_transformers(fields: dict[str, Any], message: str) -> None:
+    experts = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
+    given = {**fields, **experts, "num_hidden_layers": 6, "vocab_size": 9}
+    with pytest.raises(ConfigError, match=message):
+        config_from_json(given, implementation="shardwise")
+    assert config_from_json(given).description.transformers_config is not None
+    ours = config_from_json({**GEMMA4_TEXT, **experts, "num_hidden_layers": 6, "vocab_size": 9})
+    assert ours.description.transformers_config is None
 
 
 def test_what_no_architecture_can_say_is_named(one_rank: Any) -> None:

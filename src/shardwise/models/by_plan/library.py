@@ -45,6 +45,9 @@ def describe(values: Mapping[str, Any], where: str = "config.json") -> ModelConf
     text = json.dumps(values, sort_keys=True)
     config = _explained(text, where)
     inner = config.get_text_config()
+    if getattr(inner, "is_heterogeneous", False):
+        # Numbers that layers have otherwise are those of the first.
+        inner = inner.per_layer_config[0]
     sizes: dict[str, Any] = {name: size for name, names in _SIZES.items() if (size := _size(inner, names)) is not None}
     if missing := [name for name in _REQUIRED if name not in sizes]:
         raise ConfigError(f"{where}: {type(config).__name__} has no {' or '.join(_SIZES[missing[0]])}")

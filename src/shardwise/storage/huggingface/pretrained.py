@@ -92,6 +92,8 @@ def config_from_json(
     model_type = fields.get(str, "model_type")
     known_types = {**ARCHITECTURES, MEGATRON.model_type: MEGATRON}
     architecture = None if implementation == "transformers" else known_types.get(model_type)
+    if architecture is not None and implementation == "auto" and architecture.needs_transformers(fields):
+        architecture = None
     if architecture is None and implementation == "shardwise":
         raise fields.error("model_type", model_type, f"one of {', '.join(ARCHITECTURES)}")
     classes = values.get("architectures")

@@ -128,6 +128,10 @@ class Architecture:
                 )
         return description
 
+    def needs_transformers(self, fields: Fields) -> bool:
+        """Return whether a file asks for layers of this type that are not ours, and that transformers computes."""
+        return False
+
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of a ``config.json`` for ``model``; raise ConfigError if a value has no field."""
         values = {setting.name: setting.write(getattr(model, name)) for name, setting in self.settings.items()}

@@ -1,7 +1,7 @@
 """Gemma 2 and the text models of Gemma 3 and 4: norms before and after attention and MLP, windows, soft caps.
 
-Of Gemma 4 the dense model is here. Embeddings of each layer, keys and values that layers share, and experts next to the
-MLP are refused.
+Of Gemma 4 the dense model is here. Models with embeddings of each layer, with keys and values that layers share, and
+with experts next to the MLP are left to transformers.
 """
 
 import math
@@ -79,6 +79,10 @@ class _Gemma3(_Gemma):
 
 class _Gemma4(Windowed):
     """Layers without a window have other heads, and scores are not divided."""
+
+    def needs_transformers(self, fields: Fields) -> bool:
+        usual = {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0, "enable_moe_block": False}
+        return any(fields.values.get(name, default) for name, default in usual.items())
 
     def read_others(self, fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         if (width := fields.get(int, "hidden_size_per_layer_input", default=256)) != 0:
