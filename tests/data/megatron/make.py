@@ -13,7 +13,7 @@ Tests do not need Megatron: they compare with the files that this script leaves 
 - ``dense``: GPT-2's options, tp 2 x pp 2, ``torch_dist`` with stacked keys, ``dp_reshardable`` optimizer state;
 - ``llama``: rotary positions, RMSNorm, gated, two key-value heads, tp 2 x pp 2, ``torch_dist`` with stacked keys;
 - ``llama_ranks``: the same model, ``mp_rank_XX_YYY/model_optim_rng.pt``;
-- ``experts``: four experts, tp 2 x pp 2 x ep 2, ``torch_dist`` with a key for each layer;
+- ``experts``: four experts, tp 2 x pp 2 x ep 2, ``torch_dist`` with a key for each layer, expert and half;
 - ``experts_ranks``: four experts, pp 2 x ep 2, ``mp_rank_XX_YYY_ZZZ/model_optim_rng.pt``.
 """
 
@@ -62,7 +62,7 @@ CASES = {
     "dense": ("torch_dist", {**SIZES, "num_layers": 2, "tensor_model_parallel_size": 2}),
     "llama": ("torch_dist", {**LLAMA, "tensor_model_parallel_size": 2}),
     "llama_ranks": ("ranks", {**LLAMA, "tensor_model_parallel_size": 2}),
-    "experts": ("by_layer", {**EXPERTS, "tensor_model_parallel_size": 2}),
+    "experts": ("single", {**EXPERTS, "tensor_model_parallel_size": 2}),
     "experts_ranks": ("ranks", EXPERTS),
 }
 # Names and defaults of Megatron-LM's arguments.
@@ -278,7 +278,9 @@ def save(case: str, args: argparse.Namespace, model, optimizer) -> None:
         own.mkdir()
         torch.save(common | {"model": model.state_dict_for_save_checkpoint()}, own / "model_optim_rng.pt")
         return
-    metadata = {"distrib_optim_sharding_type": "dp_reshardable", "non_homogeneous_layers": form == "by_layer"}
+    metadata = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
+    # Megatron's training sets it since 0.14: a key for each layer, expert and half of a gated layer.
+    metadata["singleton_local_shards"] = form == "single"
     sharded = getattr(model, "module", model).sharded_state_dict(metadata=metadata)
     content = common | {"model": sharded}
     if optimizer is not None:
