@@ -25,7 +25,7 @@ EXPORTS = {
         "tensor_parallel_linear viewless"
     ),
     "shardwise.run": (
-        "chat compare dpo evaluate evaluate_tasks export_hf finetune fit_generation fit_run generate "
+        "chat compare dpo evaluate evaluate_tasks export_hf export_megatron finetune fit_generation fit_run generate "
         "import_hf import_megatron plan_generation plan_run tokenize train"
     ),
 }
@@ -35,6 +35,7 @@ FUNCTIONS = {
     "compare": ("compare", ()),
     "eval": ("evaluate", ("tasks", "task_path", "num_fewshot", "limit", "chat", "output")),
     "export-hf": ("export_hf", ()),
+    "export-megatron": ("export_megatron", ()),
     "generate": ("generate", ()),
     "import-hf": ("import_hf", ()),
     "import-megatron": ("import_megatron", ()),

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.cli import plan
 from shardwise.cli.arguments import parse_command
-from shardwise.cli.conversion import ExportArguments, ImportArguments, ImportMegatronArguments
+from shardwise.cli.conversion import ExportArguments, ExportMegatronArguments, ImportArguments, ImportMegatronArguments
 from shardwise.cli.inference import ChatArguments, EvalArguments, GenerateArguments
 from shardwise.cli.main import COMMANDS
 from shardwise.cli.training import DemoArguments, DpoArguments, FinetuneArguments, TrainArguments
@@ -34,6 +34,7 @@ PARSERS = {
     "import-hf": of(ImportArguments),
     "import-megatron": of(ImportMegatronArguments),
     "export-hf": of(ExportArguments),
+    "export-megatron": of(ExportMegatronArguments),
 }
 PLANS = {f"plan {kind}": of(getattr(plan, name)) for kind, name in COMMANDS["plan"].kinds.items()}
 REQUIRED = dict(
@@ -47,7 +48,7 @@ REQUIRED = dict(
             ["r"],
             ["r", "--data=a"],
             *[["m", "--out=o"]] * 2,
-            ["r", "--out=o"],
+            *[["r", "--out=o"]] * 2,
         ),
         strict=True,
     )

@@ -84,7 +84,7 @@ def test_version(capsys):
         (
             "xyz",
             "unknown command 'xyz'; one of demo, train, finetune, dpo, plan, doctor, generate, chat, eval, "
-            "compare, tokenize, import-hf, import-megatron, export-hf, conformance, env",
+            "compare, tokenize, import-hf, import-megatron, export-hf, export-megatron, conformance, env",
         ),
         *((word, f"{word} is not a command any more: {REMOVED[word]}") for word in ("classify", "distill")),
         ("--verson", "unknown option '--verson'; did you mean --version?"),

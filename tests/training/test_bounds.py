@@ -14,7 +14,7 @@ from harness.program import run
 from hypothesis import example, given, strategies as st
 
 from shardwise.cli.arguments import parse_command
-from shardwise.cli.conversion import ExportArguments, ImportArguments, ImportMegatronArguments
+from shardwise.cli.conversion import ExportArguments, ExportMegatronArguments, ImportArguments, ImportMegatronArguments
 from shardwise.cli.inference import ChatArguments, EvalArguments, GenerateArguments
 from shardwise.cli.training import DemoArguments, FinetuneArguments, TrainArguments, demo_settings
 from shardwise.core.errors import ConfigError
@@ -42,6 +42,7 @@ COMMANDS = {
     "import-hf": (parse(ImportArguments), ["folder", "--out", "x"], ImportArguments),
     "import-megatron": (parse(ImportMegatronArguments), ["folder", "--out", "x"], ImportMegatronArguments),
     "export-hf": (parse(ExportArguments), ["run", "--out", "x"], ExportArguments),
+    "export-megatron": (parse(ExportMegatronArguments), ["run", "--out", "x"], ExportMegatronArguments),
     "demo": (parse_demo, [], DemoArguments),
 }
 

@@ -128,6 +128,40 @@ class ExportArguments(SplitArguments):
             print(f"wrote {self.out}; transformers loads it: AutoModel*.from_pretrained({self.out!r})")
 
 
+@dataclass(frozen=True)
+class ExportMegatronArguments(SplitArguments):
+    """Write a checkpoint's model as a folder of Megatron's checkpoints (torch_dist), for any layout of Megatron.
+
+    Attributes:
+        checkpoint: folder of a run or an import (its newest checkpoint is used), or of one checkpoint.
+        out: folder to write, which must be empty or not exist.
+        dtype: dtype of the weights; the checkpoint's own if not given.
+    """
+
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]
+    out: Annotated[str, Folder()]
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
+
+    def begins(self) -> str:
+        return f"reading {self.checkpoint}"
+
+    def check_early(self) -> None:
+        check_free_target(Path(self.out))
+        check_model(self.checkpoint, "give the --out of a training run or one of its checkpoints")
+
+    def prepare(self, world_size: int) -> None:
+        from shardwise.run.commands.conversion import open_for_export
+
+        open_for_export(self.checkpoint, self.out, merge=False, world_size=world_size)
+
+    def work(self) -> None:
+        from shardwise.run import export_megatron
+
+        export_megatron(**self.keywords())
+        if is_first_rank():
+            print(f"wrote {self.out}; Megatron loads it: --load {self.out} --ckpt-format torch_dist")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenizeArguments(Arguments):
     """Write the documents of files and folders as token files, OUT.bin and OUT.idx, in several processes.

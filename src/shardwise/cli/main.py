@@ -122,6 +122,7 @@ COMMANDS = {
         "conversion", "ImportMegatronArguments", "convert a checkpoint of Megatron to a checkpoint"
     ),
     "export-hf": Command("conversion", "ExportArguments", "write a checkpoint as a Hugging Face folder"),
+    "export-megatron": Command("conversion", "ExportMegatronArguments", "write a checkpoint as one of Megatron"),
     "conformance": Command("conformance", "ConformanceArguments", "check a library for known tensor-parallel bugs"),
     "env": Command("env", "EnvArguments", "show versions, devices, backends and fast paths"),
 }

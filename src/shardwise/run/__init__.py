@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardwise.plan.plan import plan_run as plan_run
     from shardwise.run.commands.conversion import (
         export_hf as export_hf,
+        export_megatron as export_megatron,
         import_hf as import_hf,
         import_megatron as import_megatron,
     )
@@ -35,6 +36,7 @@ MODULES = {
     "evaluate": "run.commands.evaluate",
     "evaluate_tasks": "run.commands.harness_tasks",
     "export_hf": "run.commands.conversion",
+    "export_megatron": "run.commands.conversion",
     "finetune": "run.commands.train",
     "fit_generation": "plan.generation",
     "fit_run": "plan.fit",

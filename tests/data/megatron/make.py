@@ -10,6 +10,10 @@ The second command is all that changes in Megatron's files; ``on_cpu`` replaces 
 names what is missing without Transformer Engine.
 Tests do not need Megatron: they compare with the files that this script leaves in its folder.
 
+    PYTHONPATH=REFERENCE python tests/data/megatron/make.py llama --load FOLDER
+
+loads what ``shardwise export-megatron`` wrote of an import of ``llama``, and compares the logits.
+
 - ``dense``: GPT-2's options, tp 2 x pp 2, ``torch_dist`` with stacked keys, ``dp_reshardable`` optimizer state;
 - ``llama``: rotary positions, RMSNorm, gated, two key-value heads, tp 2 x pp 2, ``torch_dist`` with stacked keys;
 - ``llama_ranks``: the same model, ``mp_rank_XX_YYY/model_optim_rng.pt``;
@@ -23,7 +27,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
@@ -293,7 +296,18 @@ def save(case: str, args: argparse.Namespace, model, optimizer) -> None:
     )
 
 
-def work(rank: int, case: str, results: Path) -> None:
+def load(folder: Path, model) -> None:
+    """Load the newest iteration of a folder into a model, as Megatron's training does."""
+    from megatron.core import dist_checkpointing
+
+    latest = (folder / "latest_checkpointed_iteration.txt").read_text()
+    inner = str(folder / (latest if latest == "release" else f"iter_{int(latest):07d}"))
+    metadata = dist_checkpointing.load_content_metadata(inner)
+    sharded = {"model": model.sharded_state_dict(metadata=metadata)}
+    model.load_state_dict(dist_checkpointing.load(sharded, inner)["model"])
+
+
+def work(rank: int, case: str, results: Path, loaded: Path | None) -> None:
     os.environ.update(RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="29711")
     from megatron.core import parallel_state as state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -313,7 +327,11 @@ def work(rank: int, case: str, results: Path) -> None:
     torch.manual_seed(5 + state.get_pipeline_model_parallel_rank())
     config, model = model_of(args)
     optimizer, losses = None, []
-    if args.use_distributed_optimizer:
+    if loaded is not None:
+        for weight in model.parameters():
+            weight.data.zero_()
+        load(loaded, model)
+    elif args.use_distributed_optimizer:
         model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
         settings = OptimizerConfig(
             optimizer="adam",
@@ -341,7 +359,8 @@ def work(rank: int, case: str, results: Path) -> None:
             wd_incr_style="constant",
         )
         losses = [learn(model, config, optimizer, step) for step in range(STEP)]
-    save(case, args, model, optimizer)
+    if loaded is None:
+        save(case, args, model, optimizer)
     with torch.no_grad():
         logits = forward(model.eval(), config, ids_of(0)[:2, :-1])
     model.train()
@@ -356,12 +375,22 @@ def work(rank: int, case: str, results: Path) -> None:
 if __name__ == "__main__":
     on_cpu()
     expected = {"ids": ids_of(0)[:2, :-1].tolist()}
-    for case in sys.argv[1:] or CASES:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("--load", type=Path)
+    options = parser.parse_args()
+    for case in options.cases:
         with tempfile.NamedTemporaryFile() as file:
             results = Path(file.name)
-            mp.start_processes(work, (case, results), arguments_of(case).world_size, start_method="fork")
+            ranks = arguments_of(case).world_size
+            mp.start_processes(work, (case, results, options.load), ranks, start_method="fork")
             expected[case] = json.loads(results.read_text())
         print(case, expected[case]["losses"], flush=True)
-    if not sys.argv[1:]:
+        if options.load is not None:
+            kept = json.loads((HERE / "expected.json").read_text())[case]["logits"]
+            print(
+                "largest difference", float((torch.tensor(kept) - torch.tensor(expected[case]["logits"])).abs().max())
+            )
+    if options.load is None and options.cases == list(CASES):
         text = json.dumps(json.loads(json.dumps(expected), parse_float=lambda text: round(float(text), 6)))
         (HERE / "expected.json").write_text(text + "\n")

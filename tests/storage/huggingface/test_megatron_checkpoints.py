@@ -24,12 +24,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from shardwise.cli.main import main
 from shardwise.core.errors import CheckpointError, ConfigError
 from shardwise.core.tensor_files import StoredTensor
+from shardwise.models import ModelConfig
 from shardwise.storage.huggingface import load_pretrained
-from shardwise.storage.huggingface.megatron.chunks import Chunk
+from shardwise.storage.huggingface.megatron.arguments import MEGATRON
+from shardwise.storage.huggingface.megatron.chunks import Chunk, shape_of
+from shardwise.storage.huggingface.megatron.exporting import save_megatron
 from shardwise.storage.huggingface.megatron.folder import MegatronFolder, _placed
 from shardwise.storage.huggingface.megatron.optimizer_state import load_optimizer_state
 from shardwise.storage.huggingface.megatron.pickles import read_archive
-from shardwise.storage.huggingface.pretrained import PretrainedFolder
+from shardwise.storage.huggingface.pretrained import PretrainedFolder, written_as
 
 KEPT = Path(__file__).parents[2] / "data" / "megatron"
 EXPECTED = json.loads((KEPT / "expected.json").read_text())
@@ -443,3 +446,50 @@ def test_the_optimizer_goes_on_with_megatrons_losses(group: dist.ProcessGroup, t
         clip_grad_norm_(model, 1.0, tp_group=groups.tp)
         optimizer.step()
         assert float(loss.detach()) == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", FEW)
+def test_what_is_exported_has_megatrons_tensors(group: dist.ProcessGroup, tmp_path: Path, case: str) -> None:
+    """PyTorch's own reader finds them; ``make.py --load`` opens such a folder in Megatron."""
+    import torch.distributed.checkpoint as dcp
+
+    from shardwise.core.communication.agreement import gather_objects
+
+    out = gather_objects(tmp_path / "out", "the folder", group=group)[0]
+    kept, groups = MegatronFolder(KEPT / case), groups_of(group.size(), 1)
+    model = load_pretrained(KEPT / case, groups=groups, device="cpu")
+    save_megatron(model, out, iteration=7)
+    exported = MegatronFolder(out)
+    assert exported.iteration == 7
+    assert exported.tensors.keys() == kept.tensors.keys()
+    assert PretrainedFolder(out).description.differences(PretrainedFolder(KEPT / case).description) == {}
+    for name, stored in kept.tensors.items():
+        whole = (0,) * len(stored.shape), stored.shape
+        torch.testing.assert_close(exported.read(name, *whole), kept.read(name, *whole), rtol=0, atol=0)
+    found = {name: torch.zeros(shape_of(name, chunks, out)) for name, chunks in exported.stored.items()}
+    with pytest.warns(UserWarning, match="load in a single process"):
+        dcp.load(found, checkpoint_id=out / "iter_0000007", no_dist=True)
+    for name, tensor in found.items():
+        (chunk,) = exported.stored[name]
+        torch.testing.assert_close(tensor, chunk.read(chunk.offsets, chunk.sizes), rtol=0, atol=0)
+    assert_are_megatrons(logits_of(out, group.size()), case)
+
+
+def test_the_commands_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert main(["import-megatron", str(KEPT / "dense"), "--out", str(run), "--optimizer"]) == 0
+    assert main(["export-megatron", str(run), "--out", str(out)]) == 0
+    assert f"Megatron loads it: --load {out}" in capsys.readouterr().out
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert main(["export-megatron", str(run), "--out", str(out)]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert main(["import-megatron", str(KEPT / "llama"), "--out", str(tmp_path / "other"), "--optimizer"]) == 2
+    assert "its optimizer state is not of a distributed optimizer, or missing" in capsys.readouterr().err
+
+
+def test_a_model_without_arguments_of_megatron_is_refused() -> None:
+    usual = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8, "max_sequence_length": 8}
+    for field in ({"embedding_layernorm": True}, {"parallel_residual": True}, {"final_logit_softcap": 3.0}):
+        with pytest.raises(ConfigError, match=f"it has no way to say {next(iter(field))}"):
+            written_as(MEGATRON, ModelConfig(**usual, **field), None, None)

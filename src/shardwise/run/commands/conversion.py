@@ -38,6 +38,7 @@ from shardwise.storage.huggingface.architectures.architecture import ExpertNames
 from shardwise.storage.huggingface.exporting import check_target
 from shardwise.storage.huggingface.generation_config import eos_ids_of
 from shardwise.storage.huggingface.megatron.arguments import MEGATRON
+from shardwise.storage.huggingface.megatron.exporting import save_megatron
 from shardwise.storage.huggingface.megatron.folder import MegatronFolder, is_megatron
 from shardwise.storage.huggingface.megatron.optimizer_state import load_optimizer_state
 from shardwise.storage.huggingface.pretrained import ADAPTER_CONFIG_NAME, CONFIG_NAME, PretrainedFolder, own_config
@@ -152,6 +153,41 @@ def _card(opened: OpenCheckpoint) -> str | None:
     run = next((each for each in runs if (each / "metrics.jsonl").exists()), runs[0])
     steps = Manifest.read(opened.folder).step
     return model_card(settings, run, model_name=settings.model_name, layout=sizes, data=data, steps=steps)
+
+
+@checks_arguments
+def export_megatron(
+    checkpoint: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None,
+    timeout: Annotated[float, TIMEOUT] = DEFAULT_TIMEOUT,
+) -> Path:
+    """Export a checkpoint's model as a folder of Megatron's checkpoints; every rank calls.
+
+    Args:
+        checkpoint: folder of one checkpoint, or folder of a run or an import, whose newest checkpoint is taken.
+        out: folder to write; it must be empty or not exist.
+        dtype: dtype of the weights; if None, the dtype of the checkpoint.
+        timeout: maximum wait for another rank, in seconds.
+
+    Returns:
+        ``out``, which Megatron Core loads at any layout (``--load``, format ``torch_dist``).
+
+    Raises:
+        ConfigError: the model cannot be split over this many ranks, Megatron has no arguments for it, or ``out``
+            exists.
+        CheckpointError: the checkpoint is missing or damaged, or ``out`` cannot be written.
+    """
+    with open_ranks("cpu", timeout=timeout) as ranks, same_checkpoint(checkpoint, ranks) as checkpoint:
+        opened = agree(
+            lambda: open_for_export(checkpoint, out, merge=False, world_size=ranks.world_size), group=ranks.control
+        )
+        step = agree(lambda: Manifest.read(opened.folder).step, group=ranks.control)
+        save_megatron(
+            opened.load_model(ranks), Path(out), iteration=step, dtype=None if dtype is None else getattr(torch, dtype)
+        )
+        return Path(out)
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def _write_folder(
         token = gather_objects(token, "a name for the unfinished folder", group=group)[0]
     partial = target.with_name(f".{target.name}.{token}.partial")
     with ExitStack() as stack:
-        agree(lambda: stack.enter_context(_begun(target, partial)) if is_first else None, group=ranks)
+        agree(lambda: stack.enter_context(begun_folder(target, partial)) if is_first else None, group=ranks)
         own = dict(zip(names[first:], own_files, strict=False))
         agree(lambda: _write_files(partial, own, groups, writes=writes), group=ranks)
         agree(lambda: _finish(target, partial, content, index) if is_first else None, group=ranks)
@@ -238,7 +238,7 @@ def check_target(target: Path) -> None:
 
 
 @contextmanager
-def _begun(target: Path, partial: Path) -> Iterator[None]:
+def begun_folder(target: Path, partial: Path) -> Iterator[None]:
     """Make and lock the unfinished folder, which is removed in the end; first remove those of killed exports."""
     check_target(target)
     with FolderLock(**lock_of_target(target)), ExitStack() as stack:

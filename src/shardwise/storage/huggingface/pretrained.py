@@ -156,7 +156,7 @@ def config_to_json(
     attempts: dict[str, str] = {}
     for candidate in ARCHITECTURES.values() if chosen is None else [ARCHITECTURES[chosen]]:
         try:
-            return _written_as(candidate, description, dtype, base)
+            return written_as(candidate, description, dtype, base)
         except ConfigError as error:
             attempts[candidate.model_type] = str(error)
     # The closest architectures have experts if the model has, and the shortest reasons.
@@ -170,9 +170,10 @@ def config_to_json(
     raise ConfigError(f"the model cannot be written as a Hugging Face architecture ({reasons}{others})")
 
 
-def _written_as(
+def written_as(
     architecture: Architecture, description: ModelConfig, dtype: torch.dtype | None, base: Mapping[str, Any] | None
 ) -> dict[str, Any]:
+    """Return the fields of one architecture; raise ConfigError if it cannot express the model."""
     values: dict[str, Any] = {
         "architectures": [architecture.class_of(description)],
         "model_type": architecture.model_type,

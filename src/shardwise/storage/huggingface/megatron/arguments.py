@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.core.errors import ConfigError
+from shardwise.models.config import ModelConfig
 from shardwise.models.experts import Experts
 from shardwise.models.transformer.mlp import gelu_tanh, squared_relu
 from shardwise.models.transformer.rotary import RotaryScaling
@@ -157,6 +158,40 @@ class _Megatron(Architecture):
             "rope_scaling": _scaling(fields) if kind == "rope" else None,
             "experts": self._experts(fields, values),
         }
+
+    def write_others(self, model: ModelConfig) -> dict[str, Any]:
+        names = {F.silu: "swiglu", squared_relu: "squared_relu", gelu_tanh: "openai_gelu", F.gelu: ""}
+        activation, scaling = model.activation_func, model.rope_scaling
+        if names.get(activation, "swiglu") == "swiglu" and not (model.gated_linear_unit and activation is F.silu):
+            raise ConfigError("its activation is not one of GELU, squared ReLU and SwiGLU")
+        listed = {"window_attn_skip_freq": model.windowed_layers, "no_rope_freq": None}
+        if model.rotary_layers is not None:
+            listed["no_rope_freq"] = tuple(not each for each in model.rotary_layers)
+        written = {
+            "group_query_attention": model.num_query_groups != model.num_attention_heads,
+            "num_query_groups": model.num_query_groups,
+            "squared_relu": activation is squared_relu,
+            "openai_gelu": activation is gelu_tanh,
+            "bias_gelu_fusion": False,
+            "add_qkv_bias": model.add_qkv_bias,
+            "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
+            "softmax_scale": model.softmax_scale,
+            "window_size": None if model.window_size is None else list(model.window_size),
+            "use_rope_scaling": scaling is not None and scaling.kind == "llama3",
+            "rotary_seq_len_interpolation_factor": None,
+            **{name: None if value is None else list(map(int, value)) for name, value in listed.items()},
+        }
+        if scaling is not None:
+            is_llama = scaling.kind == "llama3"
+            written["rope_scaling_factor" if is_llama else "rotary_seq_len_interpolation_factor"] = scaling.factor
+        experts = model.experts
+        if experts is not None:
+            written |= {theirs: getattr(experts, ours) for ours, theirs in _OF_EXPERTS.items()}
+            written["moe_router_pre_softmax"] = experts.scores == "softmax" and not experts.softmax_after_choice
+            if experts.num_groups == 1:
+                written |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
+            written["moe_layer_freq"] = 1 if experts.layers is None else list(map(int, experts.layers))
+        return written
 
     def _experts(self, fields: Fields, values: Mapping[str, Any]) -> Experts | None:
         if fields.values.get("num_experts") is None:

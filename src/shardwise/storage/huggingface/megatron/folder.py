@@ -31,7 +31,7 @@ from shardwise.storage.huggingface.tensor_folder import TensorFolder
 LATEST_NAME = "latest_checkpointed_iteration.txt"
 COMMON_NAME = "common.pt"
 # Transformer Engine has the norms in the linear layers behind them.
-_RENAMED = (
+RENAMED = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
@@ -133,7 +133,7 @@ def _iteration_folder(folder: Path) -> Path:
 
 def _placed(name: str, chunks: Sequence[Chunk]) -> list[tuple[str, Chunk]]:
     """Return the chunks by this library's names of tensors: one for each layer, with all experts, and both halves."""
-    for old, new in _RENAMED:
+    for old, new in RENAMED:
         name = name.replace(old, new)
     result: list[tuple[str, Chunk]] = []
     half = None
