@@ -14,6 +14,7 @@ from shardwise.megatron.core.transformer.multi_token_prediction import (
     compute_routing_scores_for_aux_loss,
     group_limited_topk,
     roll_tensor,
+    topk_routing_with_score_function,
 )
 from shardwise.megatron.packed_seq_params import PackedSeqParams
 
@@ -76,3 +77,30 @@ def test_scores_of_experts():
         assert chosen.sum(-1).tolist() == [2, 0, 2, 2]
     with pytest.raises(ConfigError, match="score_function is 'relu'"):
         compute_routing_scores_for_aux_loss(logits, 2, "relu")
+
+
+@pytest.mark.parametrize("groups", [{}, {"num_groups": 3, "group_topk": 1}], ids=["", "groups"])
+def test_weights_of_chosen_experts(groups):
+    logits = torch.randn(4, 6)
+    for options, scores in (
+        ({}, logits),
+        ({"use_pre_softmax": True}, logits.softmax(-1)),
+        ({"score_function": "sigmoid"}, logits.sigmoid()),
+        ({"score_function": "sigmoid", "expert_bias": torch.arange(6.0)}, logits.sigmoid()),
+    ):
+        considered = scores + options.get("expert_bias", 0)
+        if groups:
+            best = considered.view(4, 3, 2).sum(-1).argmax(-1)
+            chosen = torch.stack([2 * best, 2 * best + 1], 1)
+        else:
+            chosen = considered.topk(2).indices
+        weights = scores.gather(1, chosen)
+        if options.get("score_function") == "sigmoid":
+            weights = weights / weights.sum(-1, keepdim=True)
+        elif not options:
+            weights = weights.softmax(-1)
+        found, is_chosen = topk_routing_with_score_function(logits, 2, scaling_factor=2.0, **groups, **options)
+        torch.testing.assert_close(found, torch.zeros(4, 6).scatter(1, chosen, 2 * weights))
+        assert is_chosen.nonzero()[:, 1].view(4, 2).tolist() == chosen.sort().values.tolist()
+    with pytest.raises(ConfigError, match="score_function is 'relu'"):
+        topk_routing_with_score_function(logits, 2, score_function="relu")

@@ -20,11 +20,14 @@ from shardwise.megatron.core.pipeline_parallel import stages
 from shardwise.megatron.core.transformer.transformer_block import TransformerBlock, get_num_layers_to_build
 from shardwise.megatron.layer_parts import DotProductAttention, L2Norm, MLPSubmodules, SelfAttentionSubmodules
 from shardwise.megatron.layer_specs import (
+    bert_layer_local_spec,
+    get_bert_layer_with_transformer_engine_spec,
     get_gpt_decoder_layer_specs,
     get_gpt_layer_local_spec,
     get_gpt_layer_local_submodules,
     get_gpt_mtp_block_spec,
 )
+from shardwise.megatron.models.bert import BertModel
 from shardwise.megatron.models.gpt import GPTModel
 from shardwise.megatron.rotary_pos_embedding import RotaryEmbedding, apply_rotary_pos_emb
 from shardwise.megatron.schedules import forward_backward_no_pipelining, get_forward_backward_func
@@ -114,6 +117,11 @@ def test_activations_are_their_formulas():
         (L2Norm(8)(x), x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()),
     ):
         assert_close_to(found, expected, rtol_of_norm=1e-6)
+    weights = torch.rand(5, 1)
+    weighted = functions.weighted_bias_swiglu_impl(x.view(1, 5, 8), None, weights)
+    assert_close_to(weighted, (functions.swiglu(x) * weights).view(1, 5, 4), rtol_of_norm=1e-12)
+    with pytest.raises(ConfigError, match="got a bias"):
+        functions.weighted_bias_swiglu_impl(x, bias, weights)
     with pytest.raises(ConfigError, match="fp8_input_store is True"):
         functions.bias_swiglu_impl(x, bias, True)
     assert functions.jit_fuser(functions.swiglu) is functions.swiglu
@@ -310,3 +318,14 @@ def test_questions_of_older_programs(group):
     assert_close_to(rotated, 2 * apply_rotary_pos_emb(t, angles, config()), rtol_of_norm=1e-6)
     with pytest.raises(ConfigError, match="multi_latent_attention is True"):
         rotary_pos_embedding._apply_rotary_pos_emb_bshd(t, angles, False, True)
+
+
+@pytest.mark.ranks(1)
+def test_layers_of_bert_see_later_tokens(group):
+    parallel_state.initialize_model_parallel()
+    ids = torch.arange(8).view(1, 8)
+    model = BertModel(config(attention_dropout=0.0), 0, bert_layer_local_spec, 32, 16)
+    logits, other = (model(each, torch.ones(1, 8))[0] for each in (ids, ids.flip(1).roll(1, 1)))
+    assert ids[0, 0] == ids.flip(1).roll(1, 1)[0, 0]
+    assert not torch.equal(logits[:, 0], other[:, 0])
+    assert get_bert_layer_with_transformer_engine_spec() == bert_layer_local_spec

@@ -64,6 +64,7 @@ transformer.module megatron.module,megatron.spec_utils = transformer.spec_utils 
 transformer.transformer_block - =
 transformer.transformer_config megatron.config = model_parallel_config
 transformer.transformer_layer megatron.transformer_layer,megatron.layer_specs = models.gpt.gpt_layer_specs
+transformer.transformer_layer - models.bert.bert_layer_specs
 utils megatron.utils = transformer.utils
 """
 _ROWS = [row.split() for row in _TABLE.strip().splitlines()]

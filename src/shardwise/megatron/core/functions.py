@@ -81,6 +81,18 @@ def bias_swiglu_impl(
     return elementwise.swiglu(input if bias is None else input + bias)
 
 
+def weighted_bias_swiglu_impl(input: Tensor, bias: None, weights: Tensor, fp8_input_store: bool = False) -> Tensor:
+    """Return ``swiglu(input) * weights`` in the dtype of ``input``; ``weights`` are ``[n, 1]``, one for each token.
+
+    Raises:
+        ConfigError: there is a ``bias``, or ``fp8_input_store`` is set.
+    """
+    if bias is not None:
+        raise ConfigError("weighted_bias_swiglu_impl got a bias, which experts do not have; give None")
+    output = bias_swiglu_impl(input.flatten(0, -2), None, fp8_input_store)
+    return (output * weights).to(input.dtype).view(*input.shape[:-1], -1)
+
+
 def geglu(y: Tensor) -> Tensor:
     """Return ``gelu(a) * b`` of the halves ``a`` and ``b`` of the last dimension, GELU with the tanh approximation."""
     gate, up = y.chunk(2, -1)

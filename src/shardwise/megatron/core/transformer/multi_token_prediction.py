@@ -11,6 +11,7 @@ from shardwise.core.communication.collectives import all_reduce
 from shardwise.core.errors import ConfigError
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core.packed_seq_params import PackedSeqParams
+from shardwise.megatron.core.transformer.router_replay import RouterReplay
 from shardwise.megatron.surface import offer
 
 __getattr__ = absent_names("transformer.multi_token_prediction", "transformer.moe.moe_utils")
@@ -155,6 +156,66 @@ def group_limited_topk(
     is_best = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, True)
     result = grouped.masked_fill(~is_best.unsqueeze(-1), -torch.inf).flatten(1).topk(topk, dim=-1)
     return result.values, result.indices
+
+
+def topk_routing_with_score_function(
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Tensor | None = None,
+    fused: bool = False,
+    router_replay: RouterReplay | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of tokens.
+
+    Args:
+        logits: ``[n, num_experts]``.
+        topk: number of experts of a token.
+        use_pre_softmax: whether the softmax is over all experts instead of the chosen ones.
+        num_groups, group_topk: numbers of groups of experts, and of those that a token considers; None for all.
+        scaling_factor: factor of the weights; None for 1.
+        score_function: "softmax" or "sigmoid".
+        expert_bias: ``[num_experts]``, added to scores of a sigmoid for the choice; or None.
+        fused: no effect.
+        router_replay: record and replay of the choices; or None.
+
+    Returns:
+        ``[n, num_experts]``: the weight of each expert for each token, 0 unless it is chosen; and whether it is chosen.
+
+    Raises:
+        ConfigError: another ``score_function``.
+    """
+    if score_function not in ("softmax", "sigmoid"):
+        raise ConfigError(f"score_function is {score_function!r}; it must be 'softmax' or 'sigmoid'")
+
+    def choose(scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        if group_topk and num_groups:
+            return group_limited_topk(scores, topk, len(scores), scores.size(1), num_groups, group_topk)
+        best = scores.topk(topk, dim=1)
+        return best.values, best.indices
+
+    is_sigmoid = score_function == "sigmoid"
+    scores = logits
+    if is_sigmoid or use_pre_softmax:
+        wide = logits.float().sigmoid() if is_sigmoid else logits.softmax(dim=-1, dtype=torch.float32)
+        scores = wide.type_as(logits)
+    considered = scores + expert_bias if is_sigmoid and expert_bias is not None else scores
+    chosen = choose(considered)[1]
+    if router_replay is not None:
+        chosen = router_replay.get_replay_topk(considered, topk, num_groups, group_topk, choose)[1]
+    weights = scores.gather(1, chosen)
+    if is_sigmoid and topk > 1:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    if not is_sigmoid and not use_pre_softmax:
+        weights = weights.softmax(dim=-1, dtype=torch.float32).type_as(logits)
+    if scaling_factor:
+        weights = weights * scaling_factor
+    is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+    return torch.zeros_like(logits).scatter(1, chosen, weights.type_as(logits)), is_chosen
 
 
 def compute_routing_scores_for_aux_loss(

@@ -474,4 +474,14 @@ def get_gpt_mtp_block_spec(
     """Return None, the value of ``GPTModel(mtp_block_spec=)``: a config with ``mtp_num_layers`` is refused."""
 
 
+def get_bert_layer_with_transformer_engine_spec() -> module.ModuleSpec:
+    """Return the spec of a layer whose tokens see all others but padding."""
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.padding
+    return spec
+
+
+bert_layer_local_spec = bert_layer_with_transformer_engine_spec = get_bert_layer_with_transformer_engine_spec()
+
+
 offer(globals())
