@@ -62,6 +62,7 @@ def loss_of(model: GPT, groups: Groups) -> Tensor:
     return spmd.reinterpret(loss, groups.dp, src=spmd.V, dst=spmd.P)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("kind", KINDS)

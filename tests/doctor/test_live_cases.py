@@ -112,6 +112,7 @@ def check_norms(finding: Finding) -> None:
     check_layers(finding, "self_attn", ["q_norm.weight", "k_norm.weight"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("architecture", ["qwen 3", "gemma 3"])
@@ -124,6 +125,7 @@ def test_gradients_of_query_norms_are_summed_again_with_every_micro_batch(archit
         assert "count 2, 1 times" in diagnosis.first.evidence
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("architecture", ["qwen 3", "gemma 3", "qwen 2"])

@@ -118,6 +118,7 @@ def wrap(model: Any, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model.config, DistributedDataParallelConfig(**options), model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_step_of_a_model_is_that_of_one_rank(group, layout):

@@ -178,6 +178,7 @@ def test_losses_and_gradients_are_those_of_one_rank(group, kind, way):
             check(kind, topology, length, sequence_parallel=sequence_parallel, cp_comm_type=way)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["one key-value head", "window", "alibi", "soft cap", "sinks", "latent"])
@@ -197,6 +198,7 @@ def test_documents_and_windows_need_no_mask_on_cuda(group, monkeypatch, kind):
     check(kind, Topology.create(cp=group.size()), LENGTHS[0])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["one key-value head", "window", "alibi", "soft cap", "sinks", "latent"])

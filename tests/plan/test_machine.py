@@ -57,6 +57,7 @@ def test_groups_are_those_of_the_topology(sizes):
         assert all(mesh.group(rank, "embd") == tuple(ranks) for rank in ranks)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_message_has_a_receiver(layout):

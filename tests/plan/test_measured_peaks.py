@@ -49,7 +49,7 @@ def of_ranks(number):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.ranks(1)
 @of_ranks(1)
 def test_one_rank(group, planned):
@@ -57,7 +57,7 @@ def test_one_rank(group, planned):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.ranks(2)
 @of_ranks(2)
 def test_two_ranks(group, planned):

@@ -69,6 +69,7 @@ class Failing(Workload):
         return GPT(config, **arguments)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pp=2), Mesh(pp=3, schedule="gpipe")], ids=str)
 def test_a_step_that_fails(mesh):

@@ -129,6 +129,7 @@ def test_two_ranks_of_a_kind(group, kind):
     check(kind, [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, ZERO_BUBBLE])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
@@ -136,6 +137,7 @@ def test_context_parallelism_on_two_ranks(group, kind):
     check(kind, [{"cp": 2}, {"cp": 2, "zero": 1, "recompute": SELECTIVE}], length=64)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("dtype", "kind", "layouts"),

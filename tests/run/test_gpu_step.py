@@ -142,6 +142,7 @@ def as_formulas(cells, sizes, parallel):
     return found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_launches_what_the_page_says_and_waits_once(pretended_gpu, tmp_path, case):
@@ -219,7 +220,7 @@ def other_steps(folder, case):
         return a_step(folder, {"ranks": 2} | OTHERS[case] | {"model": SMALL | OTHERS[case].get("model", {})}, 2)[1]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
 def test_whatever_is_trained_a_step_waits_once(pretended_gpu, tmp_path, case):

@@ -58,6 +58,7 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])

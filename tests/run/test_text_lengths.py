@@ -91,7 +91,7 @@ def texts_of(batch, what):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("what", ["unpacked", "packed"])
 def test_losses_are_those_of_texts_alone(group, root, tmp_path, monkeypatch, what):

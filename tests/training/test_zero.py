@@ -119,7 +119,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -193,7 +193,7 @@ def test_an_overflow_where_one_rank_owns_it_is_skipped_by_all(group, tmp_path):
     assert (trainer.num_skipped, trainer.loss_scale.scale) == (1, 32768.0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["adamw", "muon"])

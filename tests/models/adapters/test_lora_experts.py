@@ -122,6 +122,7 @@ def check(topology: Topology, *, sequence_parallel: bool) -> None:
     torch.testing.assert_close(split(input_, sequence=view), dense(hidden_of(own))[first:stop], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_is_the_merged_dense_layer(layout, group):

@@ -92,6 +92,7 @@ def test_exact_experts_are_those_of_plain_mode(group, kind):
     topology.destroy()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_bits_at_every_layout(group, layout):

@@ -130,6 +130,7 @@ def check_layout(
     torch.testing.assert_close(global_grad_norm(split, tp_group=groups.tp, groups=groups), norm, rtol=1e-12, atol=0.0)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("way", ["a2a", "all_gather"])
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -65,6 +65,7 @@ def curve(
     return torch.tensor(results, dtype=torch.float64)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_records_and_replays_one_routing(layout, group, tmp_path):

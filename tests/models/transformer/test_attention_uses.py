@@ -260,7 +260,7 @@ COMPILED = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings(

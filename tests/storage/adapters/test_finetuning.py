@@ -181,6 +181,7 @@ def test_two_stages_are_one_model(group, root, tmp_path, monkeypatch):
         session.topology.destroy()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from shardwise.storage.checkpoint import ParamShard, latest, load, read_meta, sa
 META = {"model": {"hidden_size": 6}, "loss": 0.1, "note": "naïve", "none": None}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "saved_tp", [pytest.param(1, marks=pytest.mark.slow), 2, 3, pytest.param(4, marks=pytest.mark.slow)]
@@ -49,6 +50,7 @@ def test_any_layout_to_any_layout(group: ProcessGroup, tmp_path: Path, saved_tp:
     dist.barrier(group)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_data_parallel_copies_share_the_writing(group: ProcessGroup, tmp_path: Path, tp: int) -> None:
@@ -63,6 +65,7 @@ def test_data_parallel_copies_share_the_writing(group: ProcessGroup, tmp_path: P
     assert_states_equal(loaded, full_state(4, rank))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_parts_that_data_parallel_ranks_share_out(group: ProcessGroup, tmp_path: Path, tp: int) -> None:

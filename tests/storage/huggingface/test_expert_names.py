@@ -48,7 +48,7 @@ def test_names_both_ways(group: dist.ProcessGroup, reference: Reference, fused: 
 
 
 @pytest.mark.slow
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reference", TWO_FORMS, indirect=True)
 def test_transformers_loads_fused_names(reference: Reference, tmp_path: Path, one_rank: Any) -> None:
     import transformers

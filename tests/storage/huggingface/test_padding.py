@@ -27,6 +27,7 @@ def test_rows_of_padding_alone_are_finite(group: dist.ProcessGroup, reference: R
         model(ids, attention_mask=torch.ones(2, 4))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("reference", ["gpt2", "bloom", "mistral"], indirect=True)

@@ -151,6 +151,7 @@ def test_padded_batches(group: dist.ProcessGroup, padded: Reference) -> None:
         check(padded, padded.padded_values(), tp, pp, sequence_parallel=group.size() == 2 and pp == 1)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(

@@ -246,6 +246,7 @@ def is_close(theirs: Tensor, ours: Tensor) -> bool:
     return any(torch.allclose(each, ours, rtol=0, atol=5e-5) for each in forms)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "family",
     [

@@ -107,6 +107,7 @@ def test_transformers_loads_the_export(
         assert_bit_equal(logits, values["logits"], name="logits")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("reference", ["llama", "qwen3", "gpt2"], indirect=True)

@@ -220,6 +220,7 @@ def gpt_gradients(group, *, buffers, tied, **config):
     }, norm
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -64,6 +64,7 @@ def test_gradients_equal_the_unpipelined_models(group, tied):
         assert_close_to(own_norm, norm, rtol_of_norm=1e-13, name=name)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", CASES)
