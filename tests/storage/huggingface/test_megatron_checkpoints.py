@@ -493,3 +493,26 @@ def test_a_model_without_arguments_of_megatron_is_refused() -> None:
     for field in ({"embedding_layernorm": True}, {"parallel_residual": True}, {"final_logit_softcap": 3.0}):
         with pytest.raises(ConfigError, match=f"it has no way to say {next(iter(field))}"):
             written_as(MEGATRON, ModelConfig(**usual, **field), None, None)
+
+
+@pytest.mark.slow
+def test_finetune_and_generate_read_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = copied("llama", tmp_path)
+    words = [*"abcdefghijklmnopqrstuvwxyz 0123456789", "<eos>", "<unk>"]
+    tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "unk_token": "<unk>"}))
+    lines = [json.dumps({"prompt": f"say {at} ", "completion": "yes"}) for at in range(20)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+
+    data = ["--data", str(tmp_path / "data.jsonl")]
+    tuned = str(tmp_path / "tuned")
+    assert main(["finetune", str(folder), *data, "--out", tuned, "--training.steps", "2"]) == 0
+    assert json.loads((tmp_path / "tuned" / "config.json").read_text())["model_type"] == "llama"
+    assert main(["generate", str(folder), "--prompt", "say 3 ", "--max-new-tokens", "2"]) == 0
+    assert "say 3 " in capsys.readouterr().out
+    assert main(["finetune", str(folder), *data, "--out", f"{tuned}2", "--lora-rank", "2"]) == 2
+    assert "adapters have the names of a Hugging Face model" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,13 @@ from shardwise.storage.adapters.targets import named_outer_paths
 from shardwise.storage.huggingface import BaseQuantization, load_pretrained
 from shardwise.storage.huggingface.architectures import Architecture
 from shardwise.storage.huggingface.generation_config import eos_ids_of, write_eos_ids
-from shardwise.storage.huggingface.pretrained import CONFIG_NAME, PretrainedConfig, PretrainedFolder
+from shardwise.storage.huggingface.megatron.arguments import MEGATRON
+from shardwise.storage.huggingface.pretrained import (
+    CONFIG_NAME,
+    PretrainedConfig,
+    PretrainedFolder,
+    config_to_json,
+)
 from shardwise.storage.huggingface.tensor_folder import copy_companion_files
 from shardwise.training.bounds import DEFAULT_SEQUENCE, refuse
 
@@ -85,6 +92,7 @@ class PretrainedModel:
         path = Path(settings.base)
         self.folder = PretrainedFolder(path, settings.model.implementation)
         check_continues_texts(self.folder.config, path)
+        _check_can_be_written(self.folder, settings)
         check_by_plan(settings, self.folder.description)
         tokenizer = FolderTokenizer.load(self.folder.path)
         assert isinstance(tokenizer, FolderTokenizer)
@@ -267,7 +275,10 @@ def _check_tokenizer(adapters: Path, tokenizer: FolderTokenizer) -> None:
 
 def digest_of(folder: PretrainedFolder) -> str:
     """Return a hex digest of a model's config and of the first and last bytes of its weight files."""
-    digest = hashlib.sha256(read_regular(folder.path / CONFIG_NAME, limit=MAX_CONFIG_BYTES))
+    if folder.architecture is MEGATRON:
+        digest = hashlib.sha256(json.dumps(folder.config.values, sort_keys=True).encode())
+    else:
+        digest = hashlib.sha256(read_regular(folder.path / CONFIG_NAME, limit=MAX_CONFIG_BYTES))
     for path in sorted({tensor.file for tensor in folder.tensors.tensors.values()}):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
@@ -276,6 +287,18 @@ def digest_of(folder: PretrainedFolder) -> str:
             file.seek(max(0, size - _LOOKED_AT_BYTES))
             digest.update(file.read())
     return digest.hexdigest()
+
+
+def _check_can_be_written(folder: PretrainedFolder, settings: FinetuneSettings) -> None:
+    """Raise ConfigError if what is learned from a checkpoint of Megatron would have no form at the end."""
+    if folder.architecture is not MEGATRON:
+        return
+    if settings.lora.is_on:
+        raise ConfigError(
+            f"{folder.path} is a checkpoint of Megatron, and adapters have the names of a Hugging Face model; make one "
+            f"first: shardwise import-megatron {folder.path} --out run, shardwise export-hf run --out model"
+        )
+    config_to_json(folder.description)
 
 
 def _adapters_digest(folder: str | None) -> str:

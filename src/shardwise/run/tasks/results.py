@@ -16,6 +16,7 @@ from shardwise.run.tasks.pretrained_model import PretrainedModel
 from shardwise.run.tasks.task import Session
 from shardwise.storage.adapters import merge_lora_, remove_lora_, save_adapter
 from shardwise.storage.huggingface import save_pretrained
+from shardwise.storage.huggingface.megatron.arguments import MEGATRON
 from shardwise.storage.huggingface.pretrained import CONFIG_NAME
 from shardwise.storage.huggingface.tensor_folder import README_NAME
 
@@ -59,13 +60,13 @@ def write_model(session: Session) -> None:
         remove_lora_(model)
     tokenizer = source.tokenizer
     eos_ids = agree(tokenizer.new_eos_ids, group=control)
-    partial = out / "export.partial"
+    partial, architecture = out / "export.partial", source.folder.architecture
     agree(lambda: shutil.rmtree(partial, ignore_errors=True) if session.ranks.is_first else None, group=control)
     save_pretrained(
         list(model) if isinstance(model, ModelChunks) else model,  # type: ignore[arg-type]
         partial,
         source=source.folder.path,
-        architecture=source.folder.architecture.model_type,
+        architecture=None if architecture is MEGATRON else architecture.model_type,
         dtype=source.folder.dtype,
         fields={"eos_token_id": eos_ids[0]} if eos_ids else {},
         card=agree(lambda: _card(session), group=control),

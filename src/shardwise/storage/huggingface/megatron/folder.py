@@ -84,7 +84,7 @@ class MegatronFolder(TensorFolder):
         for name, chunks in self.chunks.items():
             dtype, shape = chunks[0].stored.dtype, shape_of(name, chunks, self.path)
             self.tensors[name] = StoredTensor(
-                name, self.path, dtype, shape, 0, math.prod(shape) * DTYPES[dtype].itemsize
+                name, chunks[0].stored.file, dtype, shape, 0, math.prod(shape) * DTYPES[dtype].itemsize
             )
 
     def with_chunks(self, chunks: Chunks) -> "MegatronFolder":
