@@ -6,16 +6,21 @@ import argparse
 import json
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
-from run.run_processes import run_command
+from harness.faults import Fault, plant
+from run.run_processes import run_command, run_commands
 from safetensors.torch import load_file
 
 from shardwise.cli.main import main
 from shardwise.core.errors import ConfigError
+from shardwise.core.sharded_state import gather_parameter
+from shardwise.core.topology import Groups
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.models.by_plan import library
 from shardwise.run.metrics import read_metrics
@@ -27,6 +32,7 @@ from shardwise.run.settings import (
     RecomputeSettings,
 )
 from shardwise.run.tasks.pretrained_model import PretrainedModel
+from shardwise.storage.huggingface import load_pretrained, save_pretrained
 from shardwise.storage.huggingface.pretrained import PretrainedFolder, config_from_json
 
 SIZES = {
@@ -44,6 +50,7 @@ SIZES = {
 # Without gates and tied; with an activation that has parameters.
 KINDS = {"Arcee": {"tie_word_embeddings": True}, "Apertus": {}}
 STEPS = 10
+_LOCAL = "parallelism=LinearParallelism.LOCAL, **options)\n        layer.scatters"
 
 
 def save(kind: str, folder: Path, **sizes: object) -> None:
@@ -139,6 +146,79 @@ def test_each_command_takes_the_folder(root: Path, tmp_path: Path, capsys: pytes
     capsys.readouterr()
     found = float(next(line for line in evaluated.splitlines() if line.startswith("loss")).split()[1])
     assert abs(found - loss) < 1e-5
+
+
+FAULTS = {
+    "output of a layer never summed": (
+        Fault("", "by_plan.parallelize:_linear", "**options)\n        layer.scatters", _LOCAL, ""),
+        "never summed",
+        ("whole.model.layers.0.self_attn.o_proj", "whole.model.layers.0.self_attn"),
+    ),
+    "rows of the embedding never summed": (
+        Fault("", "by_plan.hooks:Hooks._sum_rows", "return moves.reduce(", "return (lambda rows, group: rows)(", ""),
+        "never summed",
+        ("whole.model.embed_tokens",),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, *FAULTS])
+def test_the_doctor_finds_a_planted_fault_and_none_in_a_sound_run(root: Path, tmp_path: Path, name: str | None) -> None:
+    fault, kind, modules = FAULTS[name] if name else (None, "", ())
+    command = [
+        *("doctor", "finetune", root / "Arcee", "--out", tmp_path / "run", "--data", root / "text.jsonl", "--tp", 2),
+        *("--device", "cpu", "--model.sequence-length", 24, "--training.steps", 2, "--json"),
+        *("--training.global-batch-size", 4, "--training.dtype", "float64"),
+    ]
+    changed = None if fault is None else partial(plant, fault)
+    ended = run_commands(tmp_path, [list(map(str, command))] * 2, changed=changed)
+    assert ended[0][0] == (0 if fault is None else 1), ended
+    findings = json.loads(ended[0][1][ended[0][1].index("{") :])["findings"]
+    if fault is None:
+        assert not findings
+    else:
+        assert findings[0]["module"] in modules, findings
+        assert findings[0]["kind"] == kind, findings
+
+
+@pytest.mark.slow
+def test_preferences_and_plans(root: Path, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"import {n}\n", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(24)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    options = ("--device", "cpu", "--model.sequence-length", "24", "--training.global-batch-size", "4")
+    for tp in (1, 2):
+        command = ("dpo", root / "Arcee", "--out", tmp_path / str(tp), "--data", tmp_path / "pairs.jsonl", "--tp", tp)
+        more = ("--training.steps", "3", "--training.dtype", "float64", "--lr", "0.003")
+        run_command(tmp_path, tp, *map(str, command), *options, *more)
+    one, two = (read_metrics(tmp_path / out / "metrics.jsonl") for out in ("1", "2"))
+    assert len(one) == 3
+    for row, other in zip(one, two, strict=True):
+        assert abs(row["loss"] - other["loss"]) <= 1e-9
+    planned = run_command(tmp_path, 1, "plan", "finetune", str(root / "Arcee"), "--data", "x", "--tp", "2", *options)[0]
+    elements = sum(tensor.numel() for tensor in load_file(root / "Arcee" / "model.safetensors").values())
+    assert f"model  {elements:,} parameters" in planned
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["Ernie4_5_Moe", "MiniMaxM2"])
+def test_files_with_a_tensor_for_each_expert(group: dist.ProcessGroup, tmp_path: Path, kind: str) -> None:
+    experts = {"moe_intermediate_size": 10, "moe_num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2}
+    if group.rank() == 0:
+        save(kind, tmp_path / "base", **experts, moe_k=2)
+    dist.barrier(group)
+    model = load_pretrained(tmp_path / "base", groups=Groups(tp=group))
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
+    for name, shard in model.sharded_state_dict().items():
+        found = gather_parameter(shard.data, shard.layout, group=group)
+        # transformers keeps some weights in fp32.
+        assert torch.equal(found.float(), whole.state_dict()[name].float()), name
+    save_pretrained(model, tmp_path / "again", source=tmp_path / "base")
+    base, again = (load_file(tmp_path / each / "model.safetensors") for each in ("base", "again"))
+    assert base.keys() == again.keys()
+    assert any(".experts.2." in name for name in base)
+    assert all(torch.equal(base[name], again[name]) for name in base)
 
 
 def test_what_needs_a_table_is_refused_by_its_flag(root: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -132,6 +133,35 @@ def allocate_(model: Any, device: torch.device) -> None:
             continue
         if tensor.isnan().any():
             raise ConfigError(f"transformers does not compute the buffer {name} of {type(model).__name__} again")
+
+
+@lru_cache(maxsize=8)
+def _stored_names(text: str) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    own = _read(text)
+    with torch.device("meta"):
+        model = _class_of(own)._from_config(own)
+    mapping = importlib.import_module("transformers.conversion_mapping")
+    renamed, experts = {}, {}
+    for each in mapping.get_model_conversion_mapping(model, add_legacy=False):
+        steps = [(type(step).__name__, getattr(step, "dim", None)) for step in getattr(each, "operations", ())]
+        sources, targets = tuple(each.source_patterns), tuple(each.target_patterns)
+        merged, joined = ("MergeModulelist", 0), ("Concatenate", 1)
+        if len(targets) == 1 and steps == [merged, joined][: 1 + (len(sources) > 1)]:
+            experts[targets[0]] = sources
+        elif len(sources) == len(targets) == 1 and not steps and not re.search(r"[\\^$(*]", sources[0] + targets[0]):
+            renamed[targets[0]] = sources[0]
+    return renamed, experts
+
+
+def stored_names(config: ModelConfig) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """Return how names in files differ from those of modules.
+
+    Returns:
+        Parts of names that are replaced; and for the ending of each parameter of all experts ``[e, n * rows, ...]`` the
+        endings of its ``n`` tensors of one expert, which ``*`` stands for.
+    """
+    assert config.transformers_config is not None
+    return _stored_names(config.transformers_config)
 
 
 def new_cache(config: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from shardwise.core.communication.agreement import agree, check_same
 from shardwise.core.errors import ConfigError
+from shardwise.core.layout import I, Layout
 from shardwise.core.sharding import ParamLayout, Replicas
 from shardwise.core.topology import Groups
 from shardwise.models.by_plan.attention import READERS, AttentionHeads, heads_of
@@ -388,6 +389,30 @@ def _part(param: Parameter, layout: ParamLayout, work: _Work) -> Parameter:
     return work.parameters[param]
 
 
+class _Column(ColumnLinear):
+    """A layer whose hooks copy the input, and may gather the output; its layouts are those outside of the hooks."""
+
+    gathers = False
+
+    @property
+    def input_layout(self) -> Layout:
+        return I
+
+    @property
+    def output_layout(self) -> Layout:
+        return I if self.gathers else super().output_layout
+
+
+class _Row(RowLinear):
+    """A layer whose hooks may scatter the input; its layouts are those outside of the hooks."""
+
+    scatters = False
+
+    @property
+    def input_layout(self) -> Layout:
+        return I if self.scatters else super().input_layout
+
+
 def _linear(module: Any, style: Style, work: _Work) -> nn.Module:
     """Make the tensor-parallel layer of a linear layer, with its values, between hooks that move."""
     weight, bias = module.weight, module.bias
@@ -399,10 +424,12 @@ def _linear(module: Any, style: Style, work: _Work) -> nn.Module:
         apart = {"sections": layout.stride} if layout.stride > 1 else {"intervals": layout.intervals}
         gathers = style.target is not None and style.target[0] != style.target[1]
         options |= {} if gathers else apart
-        layer = ColumnLinear(*sizes, parallelism=LinearParallelism.LOCAL, **options)
+        layer = _Column(*sizes, parallelism=LinearParallelism.LOCAL, **options)
+        layer.gathers = gathers
     else:
         own = [layout.local_size(rank) // layout.stride for rank in range(work.group.size())]
-        layer = RowLinear(*sizes, sizes=own, sections=layout.stride, **options)
+        layer = _Row(*sizes, sizes=own, sections=layout.stride, **options)
+        layer.scatters = style.source is not None and style.source[0] != style.source[1]
     layer.weight = _part(weight, layout, work)
     if bias is not None:
         layer.bias = _part(bias, layer.param_layouts["bias"], work)

@@ -27,7 +27,7 @@ from shardwise.models.description import Model, ModelChunks, build_model, chunks
 from shardwise.nn import arithmetic_of
 from shardwise.nn.parallel_linear import ParallelLinear
 from shardwise.nn.quantization import Quantization, QuantizedTensor, check_available, quantize_shard
-from shardwise.storage.huggingface.mapping import Composition, Unchanged, compose
+from shardwise.storage.huggingface.mapping import Boxes, Composition, compose
 from shardwise.storage.huggingface.pretrained import PretrainedFolder
 from shardwise.storage.huggingface.tensor_folder import TensorFolder, log_once, weight_dtype
 
@@ -202,8 +202,8 @@ def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolde
     Rows beyond the stored ones are set to the mean of all stored rows. Raises CheckpointError if a value is not finite.
     """
     layout, target = shard.layout, shard.data.detach()
-    if isinstance(composition, Unchanged):
-        _fill_unchanged_(shard, composition, folder, names)
+    if isinstance(composition, Boxes):
+        _fill_boxes_(shard, composition, folder, names)
         return
     rows = _own_rows(shard)
     place, num_stored = 0, composition.shape[0]
@@ -230,21 +230,24 @@ def fill_shard_(shard: ParamShard, composition: Composition, folder: TensorFolde
                 place += stop - start
 
 
-def _fill_unchanged_(shard: ParamShard, composition: Unchanged, folder: TensorFolder, names: Mapping[str, str]) -> None:
+def _fill_boxes_(shard: ParamShard, composition: Boxes, folder: TensorFolder, names: Mapping[str, str]) -> None:
     layout, target = shard.layout, shard.data.detach()
-    (name,) = composition.stored_shapes
-    stored = folder.tensors[names[name]]
-    dim = 0 if layout.dim is None else layout.dim
-    whole = list(composition.shape)
-    place = 0
-    for start, stop in [(0, whole[0] if whole else 1)] if layout.dim is None else layout.intervals[shard.rank]:
-        offsets, sizes = [0] * len(whole), list(whole)
-        if whole:
-            offsets[dim], sizes[dim] = start, stop - start
-        values = folder.read(stored.name, offsets, sizes)
-        check_finite(values, f"tensor {stored.name!r} of {stored.file}", dtype=target.dtype)
-        (target.narrow(dim, place, stop - start) if whole else target).copy_(values)
-        place += stop - start
+    dim, length = layout.dim or 0, (*composition.shape, 1)[layout.dim or 0]
+    runs = [(0, length)] if layout.dim is None else layout.intervals[shard.rank]
+    for box in composition.boxes:
+        stored, place = folder.tensors[names[box.tensor]], 0
+        for start, stop in runs:
+            offsets, sizes, places = [0] * len(box.sizes), list(box.sizes), list(box.offsets)
+            if places:
+                low, high = max(start, places[dim]), min(stop, places[dim] + sizes[dim])
+                offsets[dim], sizes[dim], places[dim] = low - places[dim], max(0, high - low), place + low - start
+            place += stop - start
+            if 0 in sizes:
+                continue
+            first = int(box.is_of_expert)
+            values = folder.read(stored.name, offsets[first:], sizes[first:]).view(sizes)
+            check_finite(values, f"tensor {stored.name!r} of {stored.file}", dtype=target.dtype)
+            target[tuple(slice(at, at + size) for at, size in zip(places, sizes, strict=True))].copy_(values)
 
 
 def _mean_row(composition: Composition, folder: TensorFolder, names: Mapping[str, str]) -> Tensor:

@@ -91,20 +91,41 @@ class Composition:
         return shape[::-1] if self.turns else shape
 
 
-class Unchanged(Composition):
-    """A parameter that is stored as it is, of any number of dimensions, under one name."""
+class Box(NamedTuple):
+    """A stored tensor with the indices of a parameter from ``offsets`` on, ``sizes`` of them in each dimension.
 
-    @classmethod
-    def of(cls, name: str, shape: Shape) -> "Unchanged":
-        """Make the composition of a parameter of ``shape``."""
-        return cls(shape, (Piece(name, 0, shape[0] if shape else 1),))
+    ``is_of_expert``: the tensor has no dimension for the one expert in it.
+    """
+
+    tensor: str
+    offsets: Shape
+    sizes: Shape
+    is_of_expert: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the tensor in a file."""
+        return self.sizes[1:] if self.is_of_expert else self.sizes
+
+
+@dataclass(frozen=True)
+class Boxes(Composition):
+    """A parameter of any number of dimensions that is stored as boxes, in its own orientation; ``pieces`` is empty."""
+
+    boxes: tuple[Box, ...] = ()
 
     @property
     def stored_shapes(self) -> dict[str, Shape]:
-        return {self.pieces[0].tensor: self.shape}
+        return {box.tensor: box.shape for box in self.boxes}
 
     def to_stored(self, whole: Tensor) -> dict[str, Tensor]:
-        return {self.pieces[0].tensor: whole.contiguous()}
+        stored = {}
+        for box in self.boxes:
+            part = whole
+            for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                part = part.narrow(dim, start, size)
+            stored[box.tensor] = part.reshape(box.shape).contiguous()
+        return stored
 
 
 Source = Callable[[Shape, Heads, Mapping[str, str]], Composition]

@@ -11,14 +11,25 @@ import torch
 from shardwise.models.by_plan import library
 from shardwise.models.config import ModelConfig
 from shardwise.models.transformer.heads import Heads
-from shardwise.storage.huggingface.architectures.architecture import Architecture
+from shardwise.storage.huggingface.architectures.architecture import Architecture, ExpertNames
 from shardwise.storage.huggingface.fields import Fields
-from shardwise.storage.huggingface.mapping import Composition, Shape, Source, Table, Unchanged
+from shardwise.storage.huggingface.mapping import Box, Boxes, Composition, Shape, Source, Table
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByPlan(Architecture):
     """The architecture of a folder whose model transformers builds, and its own plan splits."""
+
+    of_modules: Table
+
+    @property
+    def fused(self) -> Table:
+        """The names in modules of transformers, which have one tensor for all experts."""
+        return self.of_modules
+
+    def table_with(self, expert_names: ExpertNames | None) -> Table:
+        """Return the table of files, or that of modules for "fused"."""
+        return self.of_modules if expert_names == "fused" else self.table
 
     def read(self, fields: Fields) -> ModelConfig:
         """Read the sizes of the model, and keep all fields; raise ConfigError if transformers cannot build it."""
@@ -34,23 +45,45 @@ class ByPlan(Architecture):
         return values if dtype is None else values | {"torch_dtype": str(dtype).removeprefix("torch.")}
 
 
-class _SameNames(Mapping[str, Source]):
-    """The table whose parameters are the tensors of the same names."""
+@dataclass(frozen=True)
+class _Names(Mapping[str, Source]):
+    """The table of tensors by the names of transformers, in files if ``of_files``, else in its modules.
+
+    Files have a tensor for each expert and some older names.
+    """
+
+    model: ModelConfig
+    of_files: bool
 
     def __getitem__(self, key: str) -> Source:
         def compose(shape: Shape, heads: Heads, values: Mapping[str, str]) -> Composition:
-            return Unchanged.of(key, shape)
+            renamed, experts = library.stored_names(self.model) if self.of_files else ({}, {})
+            for ending, endings in experts.items():
+                if key.endswith(ending):
+                    start, rows = key.removesuffix(ending), shape[1] // len(endings)
+                    sizes = (1, rows, *shape[2:])
+                    boxes = [
+                        Box(f"{start}{each}".replace("*", str(number)), (number, at * rows, 0), sizes, True)
+                        for number in range(shape[0])
+                        for at, each in enumerate(endings)
+                    ]
+                    return Boxes(shape, (), boxes=tuple(_renamed(box, renamed) for box in boxes))
+            return Boxes(shape, (), boxes=(_renamed(Box(key, (0,) * len(shape), shape), renamed),))
 
         return compose
 
     def __iter__(self) -> Iterator[str]:
-        return iter(())
+        return iter(("",))
 
     def __len__(self) -> int:
-        return 0
+        return 1
 
 
-_SAME_NAMES: Table = _SameNames()
+def _renamed(box: Box, renamed: Mapping[str, str]) -> Box:
+    name = box.tensor
+    for today, stored in renamed.items():
+        name = name.replace(today, stored)
+    return box._replace(tensor=name)
 
 
 def by_plan(model: ModelConfig) -> ByPlan:
@@ -65,7 +98,8 @@ def by_plan(model: ModelConfig) -> ByPlan:
         settings={},
         fixed={},
         prefix=f"{kind.base_model_prefix}.",
-        table=_SAME_NAMES,
+        table=_Names(model, True),
+        of_modules=_Names(model, False),
         tied={copy: original for copy, original in tied.items() if re.fullmatch(r"[\w.]+", copy + original)},
         ignored=(*(rf"(?:{each}).*" for each in ignored), r"\.rotary_emb\.inv_freq"),
     )
