@@ -516,3 +516,45 @@ def test_finetune_and_generate_read_the_folder(tmp_path: Path, capsys: pytest.Ca
     assert "say 3 " in capsys.readouterr().out
     assert main(["finetune", str(folder), *data, "--out", f"{tuned}2", "--lora-rank", "2"]) == 2
     assert "adapters have the names of a Hugging Face model" in capsys.readouterr().err
+
+
+BUCKET = "optimizer.distributed.dp_group_idx_{}.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_1.{}"
+
+
+def exchange_weights(found: Metadata) -> None:
+    """Exchange the fp32 weights of the embedding on both tensor-parallel ranks."""
+    places: Any = found.storage_data
+    one, other = (next(each for each in places if each.fqn == BUCKET.format(rank, "param")) for rank in (0, 1))
+    places[one], places[other] = places[other], places[one]
+
+
+BAD_STATES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "other weights": (
+        lambda folder: change_metadata(folder, exchange_weights),
+        "fp32 weight of embedding.word_embeddings.weight is not the model's weight",
+    ),
+    "a bucket less": (
+        lambda folder: change_metadata(
+            folder, lambda found: _ignore(found.state_dict_metadata.pop(BUCKET.format(0, "exp_avg")))
+        ),
+        "the buckets of the optimizer",
+    ),
+    "interleaved": (
+        lambda folder: change_arguments(folder, virtual_pipeline_model_parallel_size=2),
+        "of interleaved stages",
+    ),
+    "another optimizer": (lambda folder: change_arguments(folder, optimizer="sgd"), 'its optimizer is "sgd"'),
+    "other groups": (lambda folder: change_arguments(folder, tensor_model_parallel_size=4), "the buckets of the optim"),
+}
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", BAD_STATES)
+def test_bad_optimizer_states_are_one_error(group: dist.ProcessGroup, tmp_path: Path, name: str) -> None:
+    change, message = BAD_STATES[name]
+    folder = copied("dense", tmp_path)
+    change(folder)
+    source = PretrainedFolder(folder)
+    model = load_pretrained(source, groups=groups_of(1, 1), device="cpu")
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        load_optimizer_state(source, model)
