@@ -68,6 +68,11 @@ NEEDS_NOTHING = {
     "destroy_global_symmetric_memory_buffer",
     "destroy_model_parallel",
     "generate_masked_orthogonal_rank_groups",
+    # Models have one stack of layers at every layout.
+    "get_pipeline_model_parallel_split_rank",
+    "is_inside_encoder",
+    "is_pipeline_stage_after_split",
+    "is_pipeline_stage_before_split",
     "get_virtual_pipeline_model_parallel_rank",
     "get_virtual_pipeline_model_parallel_world_size",
     "has_separate_all_gather_group",
