@@ -32,7 +32,8 @@ def every_reference(make: Callable[[str], Reference]) -> list[Reference]:
 
 
 def own_bytes(model: torch.nn.Module) -> int:
-    return sum(param.nbytes for param in model.parameters())
+    factors = [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    return sum(each.nbytes for each in [*model.parameters(), *factors])
 
 
 def bytes_of_buffers(model: torch.nn.Module) -> int:

@@ -20,6 +20,8 @@ from shardwise.training.gradients.finalize import gradient_of, part_of
 # On a CPU, a norm over this many elements is one fp32 sum, with an error of at most 2e-7. A sum of two-byte numbers is
 # not vectorised there, and rounds more often.
 _NORM_ELEMENTS, _NORM_ELEMENTS_OF_TWO_BYTES = 1 << 16, 1 << 13
+# Blocks that one operator gets. It copies two-byte numbers to fp32, 4 MiB of them.
+_BLOCKS_AT_ONCE = 128
 
 
 def global_grad_norm(
@@ -134,18 +136,31 @@ def counted_once(
 
 def _sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return an fp64 scalar; squares are summed in fp32 (fp64 for fp64) within a block, and blocks in fp64."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
+        if device_type_of(tensor) != "cpu":
+            # A GPU's kernel sums a tensor in blocks anyway.
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+            continue
         elements = _NORM_ELEMENTS if tensor.dtype.itemsize >= 4 else _NORM_ELEMENTS_OF_TWO_BYTES
-        # A GPU's kernel sums a tensor in blocks anyway.
-        blocks = tensor.reshape(-1).split(elements) if device_type_of(tensor) == "cpu" else (tensor,)
-        by_dtype.setdefault(tensor.dtype, []).extend(blocks)
-    total = torch.zeros((), dtype=torch.float64, device=device)
+        for part in tensor.reshape(-1).split(_BLOCKS_AT_ONCE * elements):
+            num_blocks = part.numel() // elements
+            if num_blocks:
+                blocks = part[: num_blocks * elements].view(num_blocks, elements)
+                norms = torch.linalg.vector_norm(blocks, dim=1, dtype=_norm_dtype(tensor.dtype))
+                total += norms.double().square().sum()
+            if num_blocks * elements < part.numel():
+                by_dtype.setdefault(tensor.dtype, []).append(part[num_blocks * elements :])
     for dtype, same in by_dtype.items():
-        # In the gradient's dtype, a block's norm could overflow (fp16) or have only two digits (bf16).
-        norms = torch._foreach_norm(same, 2.0, torch.float32 if dtype.itemsize < 4 else None)
-        total += torch.stack(norms).double().square().sum()
+        norms = torch.stack(torch._foreach_norm(same, 2.0, _norm_dtype(dtype)))
+        total += norms.double().square().sum()
     return total
+
+
+def _norm_dtype(dtype: torch.dtype) -> torch.dtype | None:
+    # In the gradient's dtype, a block's norm could overflow (fp16) or have only two digits (bf16).
+    return torch.float32 if dtype.itemsize < 4 else None
 
 
 def _count_of_zeros(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
