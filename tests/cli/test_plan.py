@@ -112,6 +112,11 @@ def test_what_fits_is_listed_best_first(capsys):
         (["--ranks", "many"], "--ranks (--nproc) 'many' is not a number of ranks; give integers such as 8 64"),
         (["--tp", "16"], "tp 16 is more than the 8 attention heads"),
         (["--pp", "8"], "the model's 4 layers are fewer than the 8 parts"),
+        (
+            ["--model.num-layers", "10000"],
+            "the model has 10,000 layers, and a plan, which goes through each, takes at most",
+        ),
+        (["--model.num-experts", "65536"], "the model has 65,536 experts, and a plan"),
         (["nowhere"], "nowhere"),
         (["--tp", "2", "dpo", "x"], "no flag takes x; the word dpo goes directly after shardwise plan"),
         (

@@ -311,8 +311,21 @@ class Mesh:
         return ", ".join(parts) + f", recompute {self.recomputation}" * recomputed
 
 
+_LARGEST = 4096
+
+
 def workload_of(settings: RunSettings, model: ModelConfig, folder: str | None = None) -> Workload:
-    """The workload of a run of ``settings`` that trains ``model``, whose folder is that of the settings if None."""
+    """The workload of a run of ``settings`` that trains ``model``, whose folder is that of the settings if None.
+
+    Raises:
+        ConfigError: the model has more layers or experts than a plan goes through.
+    """
+    for name, number in (("layers", model.num_layers), ("experts", model.num_experts)):
+        if number > _LARGEST:
+            raise ConfigError(
+                f"the model has {number:,} {name}, and a plan, which goes through each, takes at most {_LARGEST:,}; "
+                f"plan a model of fewer {name}"
+            )
     lora = getattr(settings, "lora", None)
     folder = folder or getattr(settings, "base", None)
     return Workload(

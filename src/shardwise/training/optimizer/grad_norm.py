@@ -20,7 +20,7 @@ from shardwise.training.gradients.finalize import gradient_of, part_of
 # On a CPU, a norm over this many elements is one fp32 sum, with an error of at most 2e-7. A sum of two-byte numbers is
 # not vectorised there, and rounds more often.
 _NORM_ELEMENTS, _NORM_ELEMENTS_OF_TWO_BYTES = 1 << 16, 1 << 13
-# Blocks that one operator gets. It copies two-byte numbers to fp32, 4 MiB of them.
+# Blocks of two-byte numbers that one operator gets, because it copies them to fp32.
 _BLOCKS_AT_ONCE = 128
 
 
@@ -143,8 +143,12 @@ def _sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
             # A GPU's kernel sums a tensor in blocks anyway.
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
             continue
-        elements = _NORM_ELEMENTS if tensor.dtype.itemsize >= 4 else _NORM_ELEMENTS_OF_TWO_BYTES
-        for part in tensor.reshape(-1).split(_BLOCKS_AT_ONCE * elements):
+        flat, elements = tensor.reshape(-1), _NORM_ELEMENTS
+        parts: Sequence[Tensor] = (flat,)
+        if tensor.dtype.itemsize < 4:
+            elements = _NORM_ELEMENTS_OF_TWO_BYTES
+            parts = flat.split(_BLOCKS_AT_ONCE * elements)
+        for part in parts:
             num_blocks = part.numel() // elements
             if num_blocks:
                 blocks = part[: num_blocks * elements].view(num_blocks, elements)
