@@ -79,6 +79,15 @@ def test_both_forms_and_the_folder_of_an_iteration_are_one_model() -> None:
             torch.testing.assert_close(part, one.read(name, *whole)[3:12, 1:6], rtol=0, atol=0)
 
 
+def test_the_form_of_megatron_core_0_19_is_the_same_model() -> None:
+    one, other = MegatronFolder(KEPT / "llama"), MegatronFolder(KEPT / "llama_newer")
+    assert not (other.path / "common.pt").exists()
+    assert (one.config, one.iteration, one.tensors.keys()) == (other.config, other.iteration, other.tensors.keys())
+    for name, stored in one.tensors.items():
+        whole = (0,) * len(stored.shape), stored.shape
+        torch.testing.assert_close(one.read(name, *whole), other.read(name, *whole), rtol=0, atol=0)
+
+
 def test_names_of_transformer_engine_and_of_single_shards() -> None:
     def place(
         name: str, sizes: tuple[int, ...], offsets: tuple[int, ...]

@@ -30,6 +30,8 @@ from shardwise.storage.huggingface.tensor_folder import TensorFolder
 
 LATEST_NAME = "latest_checkpointed_iteration.txt"
 COMMON_NAME = "common.pt"
+# Since Megatron Core 0.19, what is in common.pt is an item of the .distcp files.
+_COMMON_ITEM = "common_state/shard_0_1"
 # Transformer Engine has the norms in the linear layers behind them.
 RENAMED = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
@@ -63,9 +65,15 @@ class MegatronFolder(TensorFolder):
         self.folder, self.path = folder, _iteration_folder(folder)
         self.bytes_read, self.copies, self.indexed = 0, [], set()
         if (self.path / ".metadata").exists():
-            self.common = read_archive(self.path / COMMON_NAME)
-            self.args = arguments_in(self.path / COMMON_NAME, self.common)
             self.stored, self.places = distributed_chunks(self.path)
+            place = self.places.get(_COMMON_ITEM)
+            if place is None or (self.path / COMMON_NAME).exists():
+                place = self.path / COMMON_NAME, 0, None
+                self.common = read_archive(*place)
+            else:
+                items = read_archive(*place)
+                self.common = items[0] if isinstance(items, list) and items else None
+            self.args = arguments_in(place[0], self.common)
         else:
             self.args, self.stored = rank_chunks(self.path)
             self.common, self.places = {}, {}
@@ -109,7 +117,7 @@ def is_megatron(path: Path) -> bool:
 
 def _is_iteration(path: Path) -> bool:
     has_ranks = any(is_rank_folder(each) for each in path.iterdir() if each.name.startswith("mp_rank_"))
-    return has_ranks or ((path / ".metadata").exists() and (path / COMMON_NAME).exists())
+    return has_ranks or all((path / each).exists() for each in (".metadata", "metadata.json"))
 
 
 def _iteration_folder(folder: Path) -> Path:
@@ -125,7 +133,7 @@ def _iteration_folder(folder: Path) -> Path:
     chosen = folder / (latest if latest == "release" else f"iter_{int(latest):07d}")
     if not os.path.isdir(chosen) or not _is_iteration(chosen):
         raise CheckpointError(
-            f"{chosen}, the newest iteration by {LATEST_NAME}, is missing or has neither .metadata with {COMMON_NAME} "
+            f"{chosen}, the newest iteration by {LATEST_NAME}, is missing or has neither .metadata and metadata.json "
             "(torch_dist) nor folders mp_rank_*; other formats are not read. Save as torch_dist"
         )
     return chosen
