@@ -17,8 +17,8 @@ loads what ``shardwise export-megatron`` wrote of an import of ``llama``, and co
 - ``dense``: GPT-2's options, tp 2 x pp 2, ``torch_dist`` with stacked keys, ``dp_reshardable`` optimizer state;
 - ``llama``: rotary positions, RMSNorm, gated, two key-value heads, tp 2 x pp 2, ``torch_dist`` with stacked keys;
 - ``llama_ranks``: the same model, ``mp_rank_XX_YYY/model_optim_rng.pt``;
-- ``llama_newer``: ``llama`` as megatron-core 0.19.2 writes it (wheel of Python 3.12, run on 3.11): without ``common.pt``,
-  whose content is an item of the ``.distcp`` files; ``make.py llama`` in another folder;
+- ``llama_newer``: ``llama`` as megatron-core 0.19.2 writes it (its wheel, for Python 3.12, ran on 3.11; ``make.py
+  llama`` in another folder), without ``common.pt``: its content is an item of the ``.distcp`` files;
 - ``experts``: four experts, tp 2 x pp 2 x ep 2, ``torch_dist`` with a key for each layer, expert and half;
 - ``experts_ranks``: four experts, pp 2 x ep 2, ``mp_rank_XX_YYY_ZZZ/model_optim_rng.pt``.
 """

@@ -66,14 +66,13 @@ class MegatronFolder(TensorFolder):
         self.bytes_read, self.copies, self.indexed = 0, [], set()
         if (self.path / ".metadata").exists():
             self.stored, self.places = distributed_chunks(self.path)
-            place = self.places.get(_COMMON_ITEM)
-            if place is None or (self.path / COMMON_NAME).exists():
-                place = self.path / COMMON_NAME, 0, None
-                self.common = read_archive(*place)
+            item, file = self.places.get(_COMMON_ITEM), self.path / COMMON_NAME
+            if item is None or file.exists():
+                self.common = read_archive(file)
             else:
-                items = read_archive(*place)
+                items, file = read_archive(*item), item[0]
                 self.common = items[0] if isinstance(items, list) and items else None
-            self.args = arguments_in(place[0], self.common)
+            self.args = arguments_in(file, self.common)
         else:
             self.args, self.stored = rank_chunks(self.path)
             self.common, self.places = {}, {}
