@@ -53,8 +53,12 @@ def trained(folder: Path) -> None:
 
 
 def listening(program: Program, *, but: int | None = None) -> set[tuple[str, int]]:
-    """Return the addresses and ports at which the processes of a program listen, except those of one process."""
+    """Return the addresses and ports at which the processes of a program listen, except those of one process.
+
+    Between fork and exec, a process that it starts has its sockets too.
+    """
     inodes = {inode for pid in program.processes() if pid != but for inode in own_inodes(pid)}
+    inodes -= set() if but is None else set(own_inodes(but))
     return {(str(each.here[0]), each.here[1]) for each in sockets() if each.listens and each.inode in inodes}
 
 
