@@ -81,7 +81,23 @@ class ImportMegatronArguments(ImportArguments):
 
 
 @dataclass(frozen=True)
-class ExportArguments(SplitArguments):
+class _FromCheckpoint(SplitArguments):
+    """Arguments of the commands that write a checkpoint's model in another format."""
+
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]
+    out: Annotated[str, Folder()]
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
+
+    def begins(self) -> str:
+        return f"reading {self.checkpoint}"
+
+    def check_early(self) -> None:
+        check_free_target(Path(self.out))
+        check_model(self.checkpoint, "give the --out of a training run or one of its checkpoints")
+
+
+@dataclass(frozen=True)
+class ExportArguments(_FromCheckpoint):
     """Write a checkpoint's model and tokenizer in Hugging Face's layout, which transformers loads unchanged.
 
     With --merge, write the base model of adapters, with the adapters merged into its weights:
@@ -100,20 +116,10 @@ class ExportArguments(SplitArguments):
         merge: read checkpoint as a folder of adapters, which names its base model, and write the merged model.
     """
 
-    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]
-    out: Annotated[str, Folder()]
-    dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
     architecture: str | None = None
     expert_names: Literal["separate", "fused"] | None = None
     max_file_gb: Annotated[float, FILE_GB] = DEFAULT_FILE_GB
     merge: bool = False
-
-    def begins(self) -> str:
-        return f"reading {self.checkpoint}"
-
-    def check_early(self) -> None:
-        check_free_target(Path(self.out))
-        check_model(self.checkpoint, "give the --out of a training run or one of its checkpoints")
 
     def prepare(self, world_size: int) -> None:
         from shardwise.run.commands.conversion import open_for_export
@@ -129,7 +135,7 @@ class ExportArguments(SplitArguments):
 
 
 @dataclass(frozen=True)
-class ExportMegatronArguments(SplitArguments):
+class ExportMegatronArguments(_FromCheckpoint):
     """Write a checkpoint's model as a folder of Megatron's checkpoints (torch_dist), for any layout of Megatron.
 
     Attributes:
@@ -137,17 +143,6 @@ class ExportMegatronArguments(SplitArguments):
         out: folder to write, which must be empty or not exist.
         dtype: dtype of the weights; the checkpoint's own if not given.
     """
-
-    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT"), Folder("")]
-    out: Annotated[str, Folder()]
-    dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
-
-    def begins(self) -> str:
-        return f"reading {self.checkpoint}"
-
-    def check_early(self) -> None:
-        check_free_target(Path(self.out))
-        check_model(self.checkpoint, "give the --out of a training run or one of its checkpoints")
 
     def prepare(self, world_size: int) -> None:
         from shardwise.run.commands.conversion import open_for_export

@@ -104,7 +104,7 @@ class ParamWithNamePredicate:
 
 @dataclass(frozen=True, slots=True)
 class ParamKey:
-    """Conditions on parameters, of which one suffices; each is one value or a tuple of several.
+    """Conditions on parameters; one that holds is enough. Each is one value or a tuple of several.
 
     Attributes:
         name: patterns of names, as in a shell.

@@ -1,4 +1,4 @@
-"""What programs ask Megatron's services for: a version, logs of configs, and a client of object stores."""
+"""Services that programs expect of Megatron: a version, logs of configs, and a client of object stores."""
 
 import json
 import os

@@ -202,7 +202,7 @@ def _read(text: str) -> Any:
             f"model_type is {shown(model_type)}, which neither Shardwise nor transformers "
             f"{_library('config.json').__version__} knows"
             + (
-                "; the folder brings code of its own (auto_map), which is never run"
+                "; the folder has code for it (auto_map), which is never run"
                 if has_code
                 else "; a newer version of transformers may"
             )

@@ -47,7 +47,7 @@ class PlannedCache:
         return length if is_whole or length == self.length else 0
 
     def truncate(self, length: int) -> None:
-        """Drop all but the first ``length`` tokens, of which ``kept(length)`` is as many; 0 empties the cache."""
+        """Drop all but the first ``length`` tokens; ``kept(length)`` must be ``length``. 0 empties the cache."""
         if length == 0:
             self.states, self.length = library.new_cache(self._config), 0
         elif length != self.length:

@@ -29,7 +29,7 @@ the tokens' samples in the batch and positions in whole sequences, both ``[n]``.
 
 @dataclass(frozen=True)
 class RoutedBatch:
-    """What layers of experts read and record in one forward pass.
+    """Data that layers of experts read and record in one forward pass.
 
     Attributes:
         view: positions of this rank.

@@ -187,7 +187,7 @@ class PreallocatedCache:
 
 
 Cache = PreallocatedCache | PlannedCache
-"""What a model keeps of earlier tokens."""
+"""The state of earlier tokens that a model keeps."""
 
 
 def new_cache(model: CausalModel, *, batch_size: int, capacity: int) -> Cache:
