@@ -117,6 +117,11 @@ class ParamShard(TensorPieces):
         return tuple(self.shape)
 
     @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's part, without the leading axes; ``data`` has it unless there is an ``interval``."""
+        return self.layout.local_shape(self.rank)
+
+    @property
     def is_replica(self) -> bool:
         """True if an earlier rank holds the same values: for a copy, and for a whole parameter except on rank 0."""
         return self.is_copy or (self.layout.dim is None and self.rank > 0)
