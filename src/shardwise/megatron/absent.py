@@ -33,15 +33,13 @@ _OF_NULL = {
 }
 
 
-class HasInstances(type):
-    """Class of a class whose instances are the objects of its ``implementation``; subclasses have their own."""
+class _HasInstances(type):
+    """Class of an absent base class whose one implementation is offered."""
+
+    implementation: type
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return (
-            isinstance(instance, vars(cls)["implementation"])
-            if "implementation" in vars(cls)
-            else (super().__instancecheck__(instance))
-        )
+        return isinstance(instance, cls.implementation)
 
 
 def absent_names(
@@ -71,7 +69,7 @@ def absent_names(
 
         members = {"__doc__": f"Refused: {why}.", "__new__": refuse}
         if name in implemented:
-            return HasInstances(name, (base,), members | {"implementation": implemented[name]})
+            return _HasInstances(name, (base,), members | {"implementation": implemented[name]})
         return type(name, (base,), members)
 
     return look_up

@@ -140,7 +140,7 @@ class NormFunction:
             ConfigError: the class of ``norm`` is not in ``NORMS``.
         """
         for (normalization, zero_centered), kind in NORMS.items():
-            if type(norm) is kind:
+            if _kind_of(norm) is kind:
                 return cls(norm.weight, getattr(norm, "bias", None), norm.eps, normalization, zero_centered)  # type: ignore[arg-type]
         raise ConfigError(f"{type(norm).__name__} is not one of the norms in shardwise.nn.norm.NORMS")
 
@@ -164,11 +164,17 @@ def add_and_norm(norm: nn.Module, residual: Tensor, added: Tensor) -> tuple[Tens
         residual: ``[..., n]``.
         added: ``[..., n]``.
     """
-    if type(norm) in (RMSNorm, ZeroCenteredRMSNorm) and not _has_hooks(norm):
+    if _kind_of(norm) in (RMSNorm, ZeroCenteredRMSNorm) and not _has_hooks(norm):
         function = NormFunction.of(norm)
         return add_rms_norm(residual, added, function.whole_weight, function.eps)
     total = residual + added
     return total, norm(total)
+
+
+def _kind_of(norm: nn.Module) -> type:
+    """Return the class of a norm; a subclass that computes the same names its base class as ``kind``."""
+    kind: type = vars(type(norm)).get("kind", type(norm))
+    return kind
 
 
 def _has_hooks(module: nn.Module) -> bool:

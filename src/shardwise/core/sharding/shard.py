@@ -117,9 +117,9 @@ class ParamShard(TensorPieces):
         return tuple(self.shape)
 
     @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part, without the leading axes; ``data`` has it unless there is an ``interval``."""
-        return self.layout.local_shape(self.rank)
+    def description(self) -> tuple[torch.dtype, tuple[int, ...], ParamLayout]:
+        """Dtype, shape and layout, which are the same of all entries of one key, on all ranks."""
+        return self.data.dtype, self.global_shape, self.layout
 
     @property
     def is_replica(self) -> bool:
@@ -227,7 +227,7 @@ class ParamShard(TensorPieces):
             "interval": self.interval,
             "replicas": self.replicas,
         }
-        return ParamShard(**(fields | changes))
+        return type(self)(**(fields | changes))
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
         # torch.distributed.checkpoint stores by the names in the dict. Layers under different names would each become a

@@ -36,7 +36,12 @@ from shardwise.training.gradients.finalize import finalize_gradients_, summed_ov
 from shardwise.training.gradients.replicas import check_replicas, fingerprints
 from shardwise.training.pipeline.stage import deferred_buffers
 
-__getattr__ = absent_names("distributed.finalize_model_grads")
+__getattr__ = absent_names(
+    "distributed.finalize_model_grads",
+    "distributed.fsdp",
+    "distributed.torch_fully_sharded_data_parallel",
+    "distributed.torch_fully_sharded_data_parallel_config",
+)
 
 __all__ = ["DistributedDataParallel", "DistributedDataParallelConfig", "finalize_model_grads"]
 

@@ -3,11 +3,13 @@
 import json
 import os
 from collections import Counter
-from typing import Any, NoReturn, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor
 
 from shardwise.core.errors import ConfigError
+from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core import parallel_state
 
 # Megatron's release whose names programs find here; see docs/porting.md.
@@ -15,16 +17,19 @@ __version__ = "0.16.1"
 __all__ = [
     "MultiStorageClientFeature",
     "__version__",
-    "apply_module",
+    "correct_amax_history_if_needed",
+    "get_fp8_context",
     "has_config_logger_enabled",
     "is_experimental_enabled",
+    "is_float8tensor",
+    "is_mxfp8tensor",
     "log_config_to_disk",
-    "not_none",
     "open_file",
     "set_experimental_flag",
 ]
 
-_T = TypeVar("_T")
+__getattr__ = absent_names("fp8_utils")
+
 _COUNTS: Counter[str] = Counter()
 ENABLE_EXPERIMENTAL = False
 
@@ -38,6 +43,23 @@ def set_experimental_flag(flag: bool) -> None:
 def is_experimental_enabled() -> bool:
     """Return the stored flag, initially False."""
     return ENABLE_EXPERIMENTAL
+
+
+def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> AbstractContextManager[None]:
+    """Return a context that does nothing: a config with ``fp8`` is refused."""
+    return nullcontext()
+
+
+def correct_amax_history_if_needed(model: Any) -> None:
+    """Do nothing: no parameter is in fp8."""
+
+
+def is_float8tensor(tensor: Tensor) -> bool:
+    """Return False: no parameter is in fp8."""
+    return False
+
+
+is_mxfp8tensor = is_float8tensor
 
 
 def has_config_logger_enabled(config: Any) -> bool:
@@ -67,20 +89,6 @@ def log_config_to_disk(config: Any, dict_data: dict[str, Any], prefix: str = "",
 def _ranks() -> str:
     getters = ("tensor_model", "data", "context", "pipeline_model", "expert_model")
     return "_".join(str(getattr(parallel_state, f"get_{name}_parallel_rank")()) for name in getters)
-
-
-def apply_module(m: _T, *, check_subclass: bool = True) -> _T:
-    """Return the module; raise TypeError if it is none, unless ``check_subclass`` is False."""
-    if check_subclass and not isinstance(m, nn.Module):
-        raise TypeError(f"{type(m).__name__} is no torch.nn.Module")
-    return m
-
-
-def not_none(value: _T | None) -> _T:
-    """Return the value; raise ValueError if it is None."""
-    if value is None:
-        raise ValueError("the value is None")
-    return value
 
 
 class _NoObjectStore:

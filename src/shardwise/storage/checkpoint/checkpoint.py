@@ -143,10 +143,7 @@ def verify(path: Path) -> None:
 
 def describe_state(state: Mapping[str, ParamShard]) -> dict[str, Description]:
     """Return descriptions of this rank's entries by key; raise CheckpointError if two entries of a key differ."""
-    return merge_descriptions(
-        (f"entry {name!r}", {shard.key: (shard.data.dtype, shard.global_shape, shard.layout)})
-        for name, shard in state.items()
-    )
+    return merge_descriptions((f"entry {name!r}", {shard.key: shard.description}) for name, shard in state.items())
 
 
 def merge_descriptions(parts: Iterable[tuple[str, dict[str, Description]]]) -> dict[str, Description]:

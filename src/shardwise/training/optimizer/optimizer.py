@@ -260,7 +260,7 @@ def optimizer_state(weights: Mapping[str, ParamShard], optimizer: ShardedOptimiz
         if isinstance(weight.data, Parameter) and weight.data.requires_grad:
             for kind, (tensor, layout) in optimizer.state_of(weight.data, weight.layout).items():
                 name = f"{kind}.{key}"
-                shard = ParamShard(
+                shard = type(weight)(
                     name, weight.data, layout, weight.rank, weight.sharded_offsets, replicas=weight.replicas
                 )
                 result[name] = _held(shard, tensor, weight.data, optimizer)

@@ -14,6 +14,7 @@ from shardwise.core.communication import moves
 from shardwise.core.communication.collectives import all_gather
 from shardwise.core.errors import ConfigError, ShardingError
 from shardwise.core.sequence_view import ContextShard, SequenceView
+from shardwise.core.sharding import ParamShard
 from shardwise.core.topology import Groups
 from shardwise.megatron.absent import say_once
 from shardwise.megatron.core.enums import ModelType as ModelType
@@ -29,7 +30,7 @@ from shardwise.megatron.core.tensor_parallel.module import (
 )
 from shardwise.megatron.core.transformer.module import ModuleSpec
 from shardwise.megatron.core.transformer.transformer_config import TransformerConfig
-from shardwise.megatron.core.transformer.transformer_layer import layer_spec_of
+from shardwise.megatron.core.transformer.transformer_layer import _move_norms_, layer_spec_of
 from shardwise.megatron.errors import AssertedShardingError, asserting
 from shardwise.megatron.surface import given, offer
 from shardwise.models.bert import Bert, BertLMHead as BertLMHead, Pooler as Pooler
@@ -43,6 +44,7 @@ from shardwise.models.transformer.layer import TransformerLayerSpec
 from shardwise.models.transformer.rotary import RotaryScaling
 from shardwise.models.transformer_model import TransformerModel
 from shardwise.nn import ShardedModule, viewless
+from shardwise.storage.huggingface.megatron.folder import RENAMED
 
 
 class _MegatronTransformer(LanguageModule, TransformerModel):
@@ -95,7 +97,7 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
         if config.sequence_parallel and groups.tp.size() == 1:
             _warn_of_one_rank("model")
         own = self._dealt_out(config, groups, options["pre_process"] and options["post_process"])
-        layer_spec = layer_spec_of(transformer_layer_spec, own)
+        self._layer_spec = layer_spec = layer_spec_of(transformer_layer_spec, own)
         scaling = _rotary_scaling(rope_scaling, rope_scaling_factor, seq_len_interpolation_factor)
         engine.__init__(self, own, groups=groups, layer_spec=layer_spec, rope_scaling=scaling, **options)
         config.note_read(self.config)
@@ -112,6 +114,13 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
         staged.pipeline_model_parallel_size = groups.num_stages
         staged.microbatch_group_size_per_vp_stage = groups.num_stages
         return staged
+
+    def sharded_state_dict(self, *args: Any, **options: Any) -> dict[str, ParamShard]:
+        """See ``LanguageModel.sharded_state_dict``; the key of a norm does not depend on where its parameters are."""
+        entries = super().sharded_state_dict(*args, **options)
+        for fused, plain in RENAMED:
+            entries |= {n: e.with_key(e.key.replace(fused, plain)) for n, e in entries.items() if fused in e.key}
+        return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Like ``torch.nn.Module.load_state_dict``, but also accepts the names of ``sharded_state_dict``.
@@ -173,6 +182,8 @@ class _MegatronTransformer(LanguageModule, TransformerModel):
 
     def _setup_embeddings(self) -> None:
         """Mark the parameters, at the end of construction and again after ``reset_parameters``."""
+        for layer in getattr(self, self.block_name).layers:
+            _move_norms_(layer, self._layer_spec)
         # A program's own modules may have marked their parameters.
         adopt_marks_(self)
         for module in self.modules():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.sharding import ParamLayout
 from shardwise.megatron.absent import absent_names
 from shardwise.megatron.core.packed_seq_params import PackedSeqParams
 from shardwise.megatron.core.process_groups_config import ProcessGroupCollection, _group_of
@@ -27,10 +28,10 @@ from shardwise.models.transformer.core_attention import CoreAttention
 from shardwise.models.transformer.heads import split_heads
 from shardwise.models.transformer.masks import AttentionMask, AttnMaskType
 from shardwise.models.transformer.mlp import make_norm
+from shardwise.nn.module import parameter_device
+from shardwise.nn.norm import NormFunction
 
 __getattr__ = absent_names("transformer.attention", "transformer.mlp", "transformer.torch_norm")
-# In a spec it stands for a norm and the linear layer after it.
-TELayerNormColumnParallelLinear = __getattr__("TELayerNormColumnParallelLinear")
 
 
 class FusedLayerNorm:
@@ -58,7 +59,66 @@ class FusedLayerNorm:
         return norm  # type: ignore[no-any-return]
 
 
-WrappedTorchNorm = WrappedTorchLayerNorm = FusedLayerNorm
+WrappedTorchNorm = FusedLayerNorm
+
+
+class _NormOfLinear:
+    """A norm whose parameters are in the linear layer after it, under Transformer Engine's names."""
+
+    linear: tuple[Any]  # A tuple hides a module from ``modules()``.
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.linear[0].layer_norm_weight
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return getattr(self.linear[0], "layer_norm_bias", None)
+
+
+@functools.cache
+def _class_of_linear(kind: Any) -> type:
+    return type(kind.__name__, (_NormOfLinear, kind), {"kind": kind})
+
+
+def _move_norm_(norm: Any, linear: Any) -> None:
+    """Move a norm's parameters into a column-parallel layer, as ``layer_norm_weight`` and ``layer_norm_bias``.
+
+    The norm computes as before. Nothing changes if they are there already.
+    """
+    for name, param in [*norm.named_parameters(recurse=False)]:
+        own, value = f"layer_norm_{name}", float(name == "weight" and not NormFunction.of(norm).zero_centered)
+        del norm._parameters[name]
+        linear.param_layouts[own] = ParamLayout.replicated(param.shape, linear.group.size())
+        linear.param_replicas[own] = norm.param_replicas.pop(name)
+        linear._init_methods[own] = functools.partial(nn.init.constant_, val=value)
+        linear.register_parameter(own, param)
+        linear._made(own)
+    if not isinstance(norm, _NormOfLinear):
+        kind: Any = type(norm)
+        norm.__class__, norm.linear = _class_of_linear(kind), (linear,)
+
+
+class TELayerNormColumnParallelLinear(ColumnParallelLinear):
+    """A norm of the kind that the config names, and the ``ColumnParallelLinear`` after it.
+
+    Args:
+        input_size, output_size, config, options: as in ``ColumnParallelLinear``.
+
+    Attributes:
+        layer_norm_weight, layer_norm_bias: parameters of the norm, ``[input_size]``; RMSNorm has no bias.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        with parameter_device(self.group, on_cpu=config.use_cpu_initialization):
+            self.norm = FusedLayerNorm(config, input_size, config.layernorm_epsilon)
+        _move_norm_(self.norm, self)
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        """Map ``[s, b, i]``, or its shard, as ``ColumnParallelLinear`` maps its norm."""
+        return super().forward(self.norm(x), *args, **options)
 
 
 class L2Norm(nn.Module):
@@ -289,13 +349,13 @@ class MLP(mlp.MLP, MegatronModule):
         config: sizes, activation and biases.
         submodules: the default parts.
         is_expert: False.
-        input_size: number of input features; None means the config's ``hidden_size``.
+        input_size: the config's ``hidden_size``, or None.
         ffn_hidden_size: inner size; None means the config's.
         tp_group, pg_collection: tensor-parallel group, or a collection with it; None means the ambient topology's.
         name: no effect.
 
     Raises:
-        ConfigError: other parts, or an expert.
+        ConfigError: other parts, an expert, or another input size.
     """
 
     def __init__(
@@ -311,12 +371,15 @@ class MLP(mlp.MLP, MegatronModule):
     ) -> None:
         (submodules or MLPSubmodules()).check()
         config.check_complete()
-        if is_expert:
-            raise ConfigError("MLP is made with is_expert=True; it is dense here, and MoELayer makes experts")
+        if is_expert or input_size not in (None, config.hidden_size):
+            raise ConfigError(
+                f"MLP is made with is_expert={is_expert} and input_size={input_size}; it is dense here, and as wide as "
+                f"the config's hidden_size, {config.hidden_size}"
+            )
         sized = copy.copy(config)
         sized.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
         self.tp_group = _group_of(pg_collection, "tp") if tp_group is None else tp_group
-        super().__init__(sized, self.tp_group, input_size=input_size)
+        super().__init__(sized, self.tp_group)
         mark_replicas(self)
         self.config = config
         config.note_read()
@@ -331,7 +394,7 @@ class MLP(mlp.MLP, MegatronModule):
     def forward(  # type: ignore[override]  # Megatron's modules return pairs.
         self, hidden_states: Tensor, per_token_scale: None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Map ``[s, b, i]`` (``[s/t, b, i]`` with sequence parallelism) to ``[s, b, h]``, bias included; and None."""
+        """Map ``[s, b, h]`` (``[s/t, b, h]`` with sequence parallelism) to the same shape, bias included; and None."""
         _refuse(per_token_scale=per_token_scale, **kwargs)
         return super().forward(hidden_states), None
 
@@ -390,5 +453,5 @@ def _cos_and_sin(angles: Tensor, interleaved: bool, dtype: torch.dtype) -> tuple
 
 offer(
     globals(),
-    "WrappedTorchLayerNorm WrappedTorchNorm bias_dropout_add_fused_inference bias_dropout_add_fused_train",
+    "WrappedTorchNorm bias_dropout_add_fused_inference bias_dropout_add_fused_train",
 )

@@ -69,6 +69,32 @@ class TransformerBlockSubmodules:
     layer_norm: Any = None
 
 
+@dataclass(frozen=True)
+class _Spec(TransformerLayerSpec):
+    """An engine's layer spec.
+
+    Attributes:
+        has_fused_qkv, has_fused_fc1: whether the parameters of the norm before the attention, or before a dense MLP,
+            are in the linear layer after it, as in Transformer Engine.
+    """
+
+    has_fused_qkv: bool = False
+    has_fused_fc1: bool = False
+
+
+def _move_norms_(layer: engine_layer.TransformerLayer, spec: TransformerLayerSpec) -> None:
+    """Move parameters of a layer's norms into the linear layers, as the spec says; again if it was done already."""
+    parts: Any = layer
+    if getattr(spec, "has_fused_qkv", False) and parts.input_layernorm is not None:
+        layer_parts._move_norm_(parts.input_layernorm, parts.self_attention.linear_qkv)
+    if (
+        getattr(spec, "has_fused_fc1", False)
+        and parts.pre_mlp_layernorm is not None
+        and hasattr(parts.mlp, "linear_fc1")
+    ):
+        layer_parts._move_norm_(parts.pre_mlp_layernorm, parts.mlp.linear_fc1)
+
+
 _NEEDED = ("input_layernorm", "self_attention", "mlp")
 # Key in the ``metainfo`` of experts that only the layers of the config's ``moe_layer_freq`` have.
 _BY_LAYER = "moe_layer_freq"
@@ -152,7 +178,9 @@ class TransformerLayer(  # type: ignore[misc]  # Megatron's layers return pairs.
             layer_number += offset
         groups = _groups_of(pg_collection)
         self.tp_group = groups.tp
-        super().__init__(config, _of_submodules(submodules, config), layer_number, self.tp_group, groups)
+        spec = _of_submodules(submodules, config)
+        super().__init__(config, spec, layer_number, self.tp_group, groups)
+        _move_norms_(self, spec)
         adopt_marks_(self)
         mark_replicas(self)
         self.config = config
@@ -195,14 +223,14 @@ def _of_one_layer(spec: Any) -> Any:
     return first
 
 
-def _norm_before(parts: TransformerLayerSubmodules, norm: str, part: Any, linear: str) -> Any:
-    """Return the norm ``norm`` of a layer, which may be in the linear layer after it, in ``part``."""
+def _norm_before(parts: TransformerLayerSubmodules, norm: str, part: Any, linear: str) -> tuple[Any, bool]:
+    """Return the norm ``norm`` of a layer, and whether it is in the linear layer after it, in ``part``."""
     fused = getattr(getattr(part, "submodules", None), linear, None)
     if module.get_module(fused) is not layer_parts.TELayerNormColumnParallelLinear:
-        return getattr(parts, norm)
+        return getattr(parts, norm), False
     if module.get_module(getattr(parts, norm)) is not module.IdentityOp:
         raise ConfigError(f"{norm} is given, and {linear} has a norm already; leave one of them out")
-    return layer_parts.FusedLayerNorm
+    return layer_parts.FusedLayerNorm, True
 
 
 def _of_submodules(parts: TransformerLayerSubmodules, config: TransformerConfig) -> TransformerLayerSpec:
@@ -213,8 +241,10 @@ def _of_submodules(parts: TransformerLayerSubmodules, config: TransformerConfig)
             layer_parts._check_part(parts, part.name, module.IdentityOp)
     for name in ("self_attn_bda", "mlp_bda"):
         layer_parts._check_part(parts, name, layer_parts.get_bias_dropout_add)
-    before_attention = _norm_before(parts, "input_layernorm", parts.self_attention, "linear_qkv")
-    before_mlp = _norm_before(parts, "pre_mlp_layernorm", parts.mlp, "linear_fc1")
+    before_attention, fuses_qkv = _norm_before(parts, "input_layernorm", parts.self_attention, "linear_qkv")
+    before_mlp, fuses_fc1 = _norm_before(parts, "pre_mlp_layernorm", parts.mlp, "linear_fc1")
+    # The dense layers of a model in which others have experts.
+    fuses_fc1 = fuses_fc1 or (fuses_qkv and bool(getattr(parts.mlp, "metainfo", {}).get(_BY_LAYER)))
     parts = replace(parts, input_layernorm=before_attention, pre_mlp_layernorm=before_mlp)
     for name in _NEEDED:
         if module.get_module(getattr(parts, name)) in (module.IdentityOp, None):
@@ -225,7 +255,7 @@ def _of_submodules(parts: TransformerLayerSubmodules, config: TransformerConfig)
             f"input_layernorm is {norm!r} and pre_mlp_layernorm {parts.pre_mlp_layernorm!r}; all norms of a layer are "
             "of one kind here"
         )
-    own: dict[str, Any] = {}
+    own: dict[str, Any] = {"has_fused_qkv": fuses_qkv, "has_fused_fc1": fuses_fc1}
     if norm is not layer_parts.FusedLayerNorm:
         own["norm"] = functools.partial(_own_norm, norm)
     if module.get_module(attention) is layer_parts.SelfAttention:
@@ -253,7 +283,7 @@ def _of_submodules(parts: TransformerLayerSubmodules, config: TransformerConfig)
     else:
         own["mlp"] = functools.partial(_own_mlp, mlp)
         own["moe"] = lambda config, groups: _own_mlp(mlp, config, groups.tp)
-    return TransformerLayerSpec(**own)
+    return _Spec(**own)
 
 
 def _check_layers_with_experts(part: Any, config: TransformerConfig) -> None:
@@ -407,7 +437,10 @@ def get_gpt_layer_with_transformer_engine_spec(
     use_kitchen_attention: bool = False,
     kitchen_attention_backend: str = "sdpa",
 ) -> module.ModuleSpec:
-    """Return the same spec, because the only implementation uses PyTorch without Transformer Engine.
+    """Return a spec of the same layer, whose parameters have the names of Transformer Engine's layers.
+
+    The norm before the attention, or a dense MLP, is in its first linear layer (``TELayerNormColumnParallelLinear``),
+    and with ``moe_grouped_gemm`` experts are a ``TEGroupedMLP``.
 
     Args:
         use_te_op_fuser, use_te_activation_func: no effect.
@@ -417,7 +450,14 @@ def get_gpt_layer_with_transformer_engine_spec(
     Raises:
         ConfigError: a layer that is not offered.
     """
-    return get_gpt_layer_local_spec(**given(locals(), but=("use_te_op_fuser", "use_te_activation_func")))
+    spec = get_gpt_layer_local_spec(**given(locals(), but=("use_te_op_fuser", "use_te_activation_func")))
+    parts, fused = spec.submodules, layer_parts.TELayerNormColumnParallelLinear
+    parts.input_layernorm, parts.self_attention.submodules.linear_qkv = module.IdentityOp, fused
+    if num_experts is None:
+        parts.pre_mlp_layernorm, parts.mlp.submodules.linear_fc1 = module.IdentityOp, fused
+    elif moe_grouped_gemm:
+        parts.mlp.submodules.experts = moe.TEGroupedMLP
+    return spec
 
 
 def get_gpt_decoder_block_spec(
@@ -433,9 +473,8 @@ def get_gpt_decoder_block_spec(
     Raises:
         ConfigError: a layer that is not offered.
     """
-    spec = get_gpt_layer_local_spec(
-        config.num_moe_experts, config.moe_grouped_gemm, normalization=normalization, qk_l2_norm=qk_l2_norm
-    )
+    make = get_gpt_layer_with_transformer_engine_spec if use_transformer_engine else get_gpt_layer_local_spec
+    spec = make(config.num_moe_experts, config.moe_grouped_gemm, qk_l2_norm=qk_l2_norm)
     spec.submodules.mlp.metainfo[_BY_LAYER] = True
     return spec
 
@@ -476,12 +515,16 @@ def get_gpt_mtp_block_spec(
 
 def get_bert_layer_with_transformer_engine_spec() -> module.ModuleSpec:
     """Return the spec of a layer whose tokens see all others but padding."""
-    spec = get_gpt_layer_local_spec()
+    return _of_bert(get_gpt_layer_with_transformer_engine_spec())
+
+
+def _of_bert(spec: module.ModuleSpec) -> module.ModuleSpec:
     spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.padding
     return spec
 
 
-bert_layer_local_spec = bert_layer_with_transformer_engine_spec = get_bert_layer_with_transformer_engine_spec()
+bert_layer_local_spec = _of_bert(get_gpt_layer_local_spec())
+bert_layer_with_transformer_engine_spec = get_bert_layer_with_transformer_engine_spec()
 
 
 offer(globals())
